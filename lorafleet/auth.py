@@ -1,0 +1,179 @@
+"""Who may call: bearer keys, each a tenant with scopes, in hot-reloaded files of hashes.
+
+A key file is YAML: `keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer]}]`. Keys are random
+(`lorafleet keys new`), so a plain hash is enough; the file never holds a key.
+"""
+
+import hashlib
+import ipaddress
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import yaml
+from fastapi import Request
+
+from lorafleet.http import HttpError
+
+log = structlog.get_logger()
+
+SCOPES = ("infer", "load", "admin")
+_RECHECK_S = 1.0
+
+
+class KeyFileError(Exception):
+    """A key file cannot be read or breaks its form; the message names the file, the entry and the form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A tenant and what it may do. `tenant` is None for a caller that stands above tenants."""
+
+    tenant: str | None
+    scopes: frozenset[str]
+
+    def may(self, scope: str) -> bool:
+        """Whether this scope is held; `admin` includes the others, `load` includes `infer`."""
+        implied = {"infer": {"infer", "load", "admin"}, "load": {"load", "admin"}, "admin": {"admin"}}
+        return not self.scopes.isdisjoint(implied[scope])
+
+    def may_use(self, tenants: Container[str] | None) -> bool:
+        """Whether an adapter with these tenants (None: everyone) is this caller's to use."""
+        return tenants is None or self.may("load") or (self.tenant is not None and self.tenant in tenants)
+
+
+OPEN = Caller(tenant=None, scopes=frozenset(SCOPES))
+
+
+def hash_key(key: str) -> str:
+    """What a key file holds of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def new_key() -> str:
+    """A fresh key with 256 random bits."""
+    return "lf-" + secrets.token_urlsafe(32)
+
+
+class Keys:
+    """The keys of some files, re-read when a file changes. A broken new version leaves the last good one in force."""
+
+    def __init__(self, files: Sequence[Path], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises KeyFileError when a file is unreadable now, at the start."""
+        self._files = tuple(files)
+        self._clock = clock
+        self._seen = self._stamps()
+        self._callers = _read_all(self._files)
+        self._checked_at = clock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody needs a key, because no file was given."""
+        return not self._files
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Who sent this `Authorization` header; raises HttpError 401 `invalid_api_key`."""
+        if self.is_open:
+            return OPEN
+        self._reload_if_changed()
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise HttpError(401, "invalid_api_key", "no API key: send `Authorization: Bearer <key>`")
+        found = self._callers.get(hash_key(key.strip()))
+        if found is None:
+            raise HttpError(401, "invalid_api_key", "this API key is not known; ask the operator for one")
+        return found
+
+    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(_stamp(path) for path in self._files)
+
+    def _reload_if_changed(self) -> None:
+        now = self._clock()
+        if now - self._checked_at < _RECHECK_S:
+            return
+        self._checked_at = now
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return
+        try:
+            self._callers = _read_all(self._files)
+        except KeyFileError as exc:
+            # One line, no traceback: the message names the file and the entry, and nothing of ours is wrong.
+            log.error("key file not reloaded, the last good one stays in force", error=str(exc))  # noqa: TRY400
+        else:
+            log.info("keys reloaded", keys=len(self._callers))
+        self._seen = stamps
+
+
+def requires(keys: Keys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
+    """A FastAPI dependency: the caller, or 401 without a known key, 403 without the scope."""
+
+    async def caller(request: Request) -> Caller:
+        found = keys.caller(request.headers.get("authorization"))
+        check_scope(found, scope)
+        return found
+
+    return caller
+
+
+def check_scope(caller: Caller, scope: str) -> None:
+    """Raises HttpError 403 `scope_missing` when the caller lacks the scope."""
+    if not caller.may(scope):
+        held = ", ".join(sorted(caller.scopes)) or "none"
+        raise HttpError(403, "scope_missing", f"this needs a key with scope {scope!r}; yours has: {held}")
+
+
+def refuse_open_server(keys: Keys, host: str, *, allow_open: bool) -> None:
+    """Raises KeyFileError when a server without keys would listen beyond loopback."""
+    if keys.is_open and not allow_open and not _is_loopback(host):
+        raise KeyFileError(
+            f"refusing to listen on {host} without keys: give --key-files FILE,"
+            " or --allow-open if something else guards it"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_ino
+
+
+def _read_all(files: Sequence[Path]) -> dict[str, Caller]:
+    return {key: caller for path in files for key, caller in _read(path).items()}
+
+
+def _read(path: Path) -> dict[str, Caller]:
+    form = "expected `keys: [{sha256: <64 hex>, tenant: <name>, scopes: [infer|load|admin]}]`"
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as exc:
+        raise KeyFileError(f"key file {path}: {exc}") from exc
+    entries = raw.get("keys") if isinstance(raw, dict) else None
+    if not isinstance(entries, list):
+        raise KeyFileError(f"key file {path}: {form}")
+    return dict(_entry(path, number, entry, form) for number, entry in enumerate(entries))
+
+
+def _entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:
+    if not isinstance(entry, dict) or entry.keys() - {"sha256", "tenant", "scopes", "note"}:
+        raise KeyFileError(f"key file {path}: entry {number}: {form}")
+    digest, tenant, scopes = entry.get("sha256"), entry.get("tenant"), entry.get("scopes")
+    if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        raise KeyFileError(f"key file {path}: entry {number}: sha256 must be 64 lower-case hex digits")
+    if not isinstance(scopes, list) or not scopes or not set(scopes) <= set(SCOPES):
+        raise KeyFileError(f"key file {path}: entry {number}: scopes must be some of {', '.join(SCOPES)}")
+    if tenant is not None and not isinstance(tenant, str):
+        raise KeyFileError(f"key file {path}: entry {number}: tenant must be a name")
+    return digest, Caller(tenant, frozenset(scopes))

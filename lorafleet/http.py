@@ -1,0 +1,80 @@
+"""One error envelope for every house: `{"error": {"message", "type", "param", "code"}}`, as OpenAI has it."""
+
+import math
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+log = structlog.get_logger()
+
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+class HttpError(Exception):
+    """An answer that is an error. A house's own error tree has the same attributes and need not derive from this."""
+
+    def __init__(
+        self, status: int, code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+def envelope(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    """The body of an error answer."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "service_unavailable_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
+    """`Retry-After` in whole seconds, rounded up so that nobody comes back early; `WWW-Authenticate` on 401."""
+    headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+    return headers | ({"www-authenticate": "Bearer"} if status == 401 else {})
+
+
+def error_response(exc: Any) -> JSONResponse:
+    """The answer for an exception that has `status`, `code` and perhaps `param` and `retry_after_s`."""
+    retry_after_s = getattr(exc, "retry_after_s", None)
+    body = envelope(exc.status, exc.code, str(exc), getattr(exc, "param", None))
+    return JSONResponse(body, exc.status, error_headers(exc.status, retry_after_s))
+
+
+def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
+    """Answer every error of these trees, and the framework's own, in the envelope; never a bare 500."""
+
+    async def ours(_request: Request, exc: Exception) -> JSONResponse:
+        return error_response(exc)
+
+    async def framework(_request: Request, exc: Exception) -> JSONResponse:
+        assert isinstance(exc, HTTPException)
+        code = _CODES.get(exc.status_code, "http_error")
+        return JSONResponse(envelope(exc.status_code, code, str(exc.detail)), exc.status_code, exc.headers)
+
+    async def invalid(_request: Request, exc: Exception) -> JSONResponse:
+        assert isinstance(exc, RequestValidationError)
+        first = exc.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = "; ".join(
+            f"{'.'.join(str(p) for p in e['loc'] if p != 'body') or 'body'}: {e['msg']}" for e in exc.errors()
+        )
+        return JSONResponse(envelope(400, "invalid_request", message, where or None), 400)
+
+    async def unexpected(request: Request, exc: Exception) -> JSONResponse:
+        log.error("unexpected error", path=request.url.path, exc_info=exc)
+        message = f"{request.url.path}: internal error ({type(exc).__name__}); the log has the traceback"
+        return JSONResponse(envelope(500, "internal_error", message), 500)
+
+    both: tuple[type[Exception], ...] = (HttpError, *trees)
+    for tree in both:
+        app.add_exception_handler(tree, ours)
+    app.add_exception_handler(HTTPException, framework)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,115 @@
+"""Settings of a house: flag > environment variable `LORAFLEET_<HOUSE>_<NAME>` > `--config file.yaml` > default."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+S = TypeVar("S", bound="HouseSettings")
+
+
+class SettingsError(Exception):
+    """A setting is unknown or out of range; the message names it and says what would do."""
+
+
+class HouseSettings(BaseSettings):
+    """What every house can be told. Subclasses set `env_prefix` and add their own; all are frozen."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", nested_model_default_partial_update=True)
+
+    config: Path | None = Field(default=None, description="YAML file with any of these settings")
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    key_files: tuple[Path, ...] = Field(default=(), description="hashed API keys; re-read when they change")
+    allow_open: bool = Field(default=False, description="serve without keys on an address that is not loopback")
+    token: str = Field(default="", description="bearer key for our own calls to other houses", repr=False)
+    log_format: str = Field(default="json", pattern="^(json|console)$", description="json or console")
+    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$", description="least level logged")
+    port_file: Path | None = Field(default=None, description="write the listening port here once serving")
+
+
+class _Values(PydanticBaseSettingsSource):
+    """Settings from an already parsed mapping."""
+
+    def __init__(self, settings_cls: type[BaseSettings], values: dict[str, Any]) -> None:
+        super().__init__(settings_cls)
+        self._values = values
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002  (the base's signature)
+        return self._values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self._values
+
+
+def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
+    """The settings that flags, environment and file add up to.
+
+    raises SettingsError naming every unknown or wrong setting; `--help` prints and exits 0
+    """
+    prefix = cls.model_config["env_prefix"]
+    _refuse_unknown_environment(cls, prefix)
+    peek = argparse.ArgumentParser(add_help=False)
+    peek.add_argument("--config", default=os.environ.get(f"{prefix}CONFIG"))
+    path = peek.parse_known_args(list(argv))[0].config
+    from_file = _read_yaml(Path(path)) if path else {}
+
+    class Sourced(cls):  # type: ignore[valid-type,misc]
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: Any, init_settings: Any, env_settings: Any, **_: Any
+        ) -> tuple[Any, ...]:
+            flags: Any = CliSettingsSource(
+                settings_cls,
+                cli_prog_name=prog,
+                cli_parse_args=list(argv),
+                cli_kebab_case=True,
+                cli_implicit_flags=True,
+                cli_hide_none_type=True,
+                cli_avoid_json=True,
+            )
+            return init_settings, flags, env_settings, _Values(settings_cls, from_file)
+
+    Sourced.__doc__ = cls.__doc__
+    try:
+        found = Sourced()
+    except ValidationError as exc:
+        problems = "; ".join(f"{_flag(e['loc'])}: {e['msg']}" for e in exc.errors())
+        raise SettingsError(f"{problems} (see `{prog} --help`)") from exc
+    return cast("S", found)
+
+
+def load_or_exit(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
+    """`load` for a process's main: a wrong setting is one line on stderr and exit status 2."""
+    try:
+        return load(cls, argv, prog=prog)
+    except SettingsError as exc:
+        print(f"{prog}: {exc}", file=sys.stderr)  # noqa: T201  (logging is not set up before the settings are)
+        raise SystemExit(2) from exc
+
+
+def _flag(loc: tuple[int | str, ...]) -> str:
+    return ".".join(str(part).replace("_", "-") for part in loc)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as exc:
+        raise SettingsError(f"--config {path}: {exc}") from exc
+    if not isinstance(values, dict):
+        raise SettingsError(f"--config {path}: expected a mapping of settings, found {type(values).__name__}")
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+def _refuse_unknown_environment(cls: type[HouseSettings], prefix: str) -> None:
+    known = {prefix + name.upper() for name in cls.model_fields}
+    unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
+    if unknown:
+        raise SettingsError(f"unknown environment {', '.join(unknown)}; known: {', '.join(sorted(known))}")

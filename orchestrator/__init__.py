@@ -1,0 +1,1 @@
+"""Decides which adapter lives on which worker, and makes it so."""

@@ -1,0 +1,287 @@
+"""What the orchestrator serves and is told.
+
+Bodies that people write (adapters, aliases, policies) refuse unknown keys, because a typing error there
+would be obeyed in silence; bodies between our own processes ignore them, so that versions can differ.
+"""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from workers.wire import Metadata
+
+WIRE = 1
+
+AdapterState = Literal["registered", "inspecting", "loading", "ready", "failed", "deleting"]
+WorkerState = Literal["starting", "ready", "cordoned", "draining", "unmanaged", "lost"]
+Loading = Literal["lazy", "eager", "weighted"]
+
+_LORA_ID = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+_ROUTE_WORDS = frozenset({"ensure", "retry", "rollout", "history"})
+
+
+def checked_lora_id(lora_id: str) -> str:
+    """The lora_id itself; raises ValueError that names the rule it breaks."""
+    if not 1 <= len(lora_id) <= 200:
+        raise ValueError(f"lora_id has {len(lora_id)} characters; 1 to 200 are allowed")
+    if not _LORA_ID.fullmatch(lora_id):
+        raise ValueError(f"lora_id {lora_id!r} may hold letters, digits, '.', '_' and '-', in parts joined by '/'")
+    parts = lora_id.split("/")
+    if "." in parts or ".." in parts:
+        raise ValueError(f"lora_id {lora_id!r} may not have a '.' or '..' part")
+    if parts[-1] in _ROUTE_WORDS:
+        raise ValueError(f"lora_id {lora_id!r} may not end in {parts[-1]!r}: that word is a route")
+    return lora_id
+
+
+LoraId = Annotated[str, AfterValidator(checked_lora_id)]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class _Written(BaseModel):
+    """A body that a person writes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AdapterPolicy(_Written):
+    """Where and how often one adapter should be; `None` means: as the global policy says."""
+
+    loading: Loading | None = None
+    min_replicas: int | None = Field(default=None, ge=0)
+    max_replicas: int | None = Field(default=None, ge=1)
+    pinned: bool = False
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    weight: float = Field(default=1.0, gt=0)
+
+
+class AdapterSpec(_Written):
+    """`POST /v1/adapters`."""
+
+    lora_id: LoraId
+    source: str = Field(min_length=1, max_length=2000)
+    base_model: str | None = None
+    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    policy: AdapterPolicy = AdapterPolicy()
+    tenants: tuple[str, ...] | None = Field(default=None, description="who may use it; null means everyone")
+
+
+class AdapterPatch(_Written):
+    """`PATCH /v1/adapters/{lora_id}`: only what may change. source, digest and base_model are immutable."""
+
+    policy: AdapterPolicy | None = None
+    tenants: tuple[str, ...] | None = None
+
+
+class Replicas(_Wire):
+    desired: int
+    ready: int
+
+
+class AdapterItem(_Wire):
+    lora_id: str
+    digest: str | None
+    base_model: str | None
+    rank: int | None
+    size_bytes: int | None = None
+    source: str
+    state: AdapterState
+    replicas: Replicas
+    workers: tuple[str, ...]
+    policy: AdapterPolicy
+    tenants: tuple[str, ...] | None
+    error: str | None = None
+
+
+class AdapterList(_Wire):
+    data: tuple[AdapterItem, ...]
+    next: str | None = None
+
+
+class AliasTarget(_Written):
+    lora_id: LoraId
+    weight: float = Field(default=1.0, ge=0)
+
+
+class AliasSpec(_Written):
+    targets: tuple[AliasTarget, ...] = Field(min_length=1, max_length=16)
+
+
+class AliasItem(_Wire):
+    name: str
+    targets: tuple[AliasTarget, ...]
+
+
+class AliasList(_Wire):
+    data: tuple[AliasItem, ...]
+    next: str | None = None
+
+
+class Policy(_Written):
+    """The global placement policy. Times in seconds; `reserve_slots` per worker stay free for moves."""
+
+    loading: Loading = "lazy"
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: int = Field(default=64, ge=1)
+    target_utilisation: float = Field(default=0.7, gt=0, le=1)
+    reserve_slots: int = Field(default=1, ge=0)
+    loads_per_worker: int = Field(default=1, ge=1)
+    loads_fleet_wide: int = Field(default=16, ge=1)
+    min_residency_s: float = Field(default=60.0, ge=0)
+    scale_down_after_s: float = Field(default=300.0, ge=0)
+    drain_deadline_s: float = Field(default=30.0, ge=0)
+    failure_expiry_s: float = Field(default=60.0, gt=0)
+
+
+class EnsureRequest(_Wire):
+    replicas: int | None = Field(default=None, ge=1)
+    wait_s: float = Field(default=0.0, ge=0, le=600)
+    wire: int = WIRE
+
+
+class EnsureAnswer(_Wire):
+    """Where the adapter is (`ready`), where it is being loaded (`loading`), and when it should be there."""
+
+    lora_id: str
+    digest: str | None
+    state: AdapterState
+    ready: tuple[str, ...]
+    loading: tuple[str, ...]
+    expected_s: float | None
+    error: str | None = None
+    wire: int = WIRE
+
+
+class PlacementItem(_Wire):
+    lora_id: str
+    digest: str | None
+    worker_id: str
+    state: str
+    location: str
+    desired: bool
+
+
+class PlacementList(_Wire):
+    data: tuple[PlacementItem, ...]
+    next: str | None = None
+
+
+class ActionItem(_Wire):
+    """One step that a pass takes or, in a plan, would take, and why."""
+
+    operation: Literal["inspect", "load", "drain", "unload"]
+    lora_id: str
+    worker_id: str
+    reason: str
+    evict: str | None = None
+
+
+class Plan(_Wire):
+    actions: tuple[ActionItem, ...]
+    unplaced: tuple[str, ...] = ()
+
+
+class WorkerItem(_Wire):
+    id: str
+    agent_url: str
+    engine_url: str
+    base_model: str
+    state: WorkerState
+    zone: str
+    node: str
+    capacity: dict[str, int]
+    adapters: tuple[str, ...]
+    orphans: tuple[str, ...] = ()
+
+
+class WorkerList(_Wire):
+    data: tuple[WorkerItem, ...]
+    next: str | None = None
+
+
+class Heartbeat(_Wire):
+    """`POST /v1/workers/register`: an agent says that it is there, with all it knows."""
+
+    metadata: Metadata
+    wire: int = WIRE
+
+
+class HeartbeatAnswer(_Wire):
+    epoch: int
+    revision: int
+    interval_s: float
+    wire: int = WIRE
+
+
+class CatalogAdapter(_Wire):
+    lora_id: str
+    digest: str | None
+    base_model: str | None
+    source: str
+    rank: int | None = None
+    tenants: tuple[str, ...] | None = None
+    state: AdapterState = "registered"
+    error: str | None = None
+
+
+class CatalogWorker(_Wire):
+    id: str
+    agent_url: str
+    state: WorkerState
+
+
+class Draining(_Wire):
+    """No new request for this adapter may go to this worker."""
+
+    worker_id: str
+    lora_id: str
+    digest: str
+
+
+class Catalog(_Wire):
+    """`GET /v1/catalog`: what routers follow, at one revision. Revisions only grow, over restarts too."""
+
+    revision: int
+    adapters: tuple[CatalogAdapter, ...] = ()
+    aliases: tuple[AliasItem, ...] = ()
+    draining: tuple[Draining, ...] = ()
+    workers: tuple[CatalogWorker, ...] = ()
+    wire: int = WIRE
+
+
+class FleetEvent(_Wire):
+    """One SSE message of `GET /v1/events`; `id` is the revision that it belongs to."""
+
+    id: int
+    type: str
+    at: str
+    lora_id: str | None = None
+    worker_id: str | None = None
+    message: str = ""
+
+
+class AdapterUse(_Wire):
+    """Of one engine name on one worker, since the router's boot: counts only grow."""
+
+    worker_id: str
+    engine_name: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    in_flight: int = 0
+    last_dispatch_age_s: float | None = None
+
+
+class UsageReport(_Wire):
+    """`POST /v1/usage`: a router's cumulative counts; repeats and old ones are recognised by `seq`."""
+
+    router_id: str
+    boot_id: str
+    seq: int
+    revision_seen: int
+    uses: tuple[AdapterUse, ...] = ()
+    wire: int = WIRE

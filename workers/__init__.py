@@ -1,0 +1,1 @@
+"""The agent beside each engine: fetches, verifies, loads and announces adapters."""

@@ -1,0 +1,1 @@
+"""Where adapters come from."""

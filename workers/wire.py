@@ -1,0 +1,210 @@
+"""What an agent says and is told. Unknown fields are ignored, so that neighbouring versions work together."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+WIRE = 1
+
+AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "draining", "failed"]
+AdapterLocation = Literal["remote", "disk", "host", "device"]
+AgentState = Literal["starting", "ready", "draining", "engine_down"]
+Dialect = Literal["vllm", "sglang"]
+AgentEventType = Literal[
+    "DOWNLOADED_TO_DISK",
+    "DELETED_FROM_DISK",
+    "LOADED_TO_DEVICE",
+    "UNLOADED_FROM_DEVICE",
+    "LOAD_FAILED",
+    "UNLOAD_FAILED",
+    "ENGINE_UP",
+    "ENGINE_DOWN",
+    "DRAINING",
+]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+
+class RuntimeConfig(_Wire):
+    """The engine's shape. `total_kv_blocks` blocks of `block_size` tokens each."""
+
+    block_size: int
+    total_kv_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class ModelCard(_Wire):
+    name: str
+    type: str = "Completions"
+    base_model: str
+    runtime_config: RuntimeConfig
+
+
+class Transport(_Wire):
+    """Where the engine is. `kv_events` and `kv_replay` hold one ZMQ endpoint a data-parallel rank."""
+
+    engine_url: str
+    dialect: Dialect = "vllm"
+    kv_events: tuple[str, ...] = ()
+    kv_replay: tuple[str, ...] = ()
+    kv_topic: str = ""
+
+
+class AvailableLora(_Wire):
+    """An adapter whose verified files are on this worker's disk."""
+
+    lora_id: str
+    path: str
+    base_model: str
+    rank: int
+    digest: str
+    size_bytes: int = 0
+    state: AdapterState = "on_disk"
+
+
+class LoadedLora(_Wire):
+    """An adapter that the engine holds, is loading, or failed to load (then `error` says why)."""
+
+    lora_id: str
+    digest: str
+    engine_name: str
+    state: AdapterState
+    location: AdapterLocation
+    rank: int = 0
+    base_model: str = ""
+    path: str = ""
+    loaded_at: str | None = None
+    last_used: str | None = None
+    memory_mb: float = 0.0
+    request_count: int = 0
+    load_seconds: float | None = None
+    error: str | None = None
+
+
+class LoraCapacity(_Wire):
+    """Slots. `available_slots` is how many more adapters may be loaded without evicting one."""
+
+    loaded_count: int = 0
+    available_slots: int = 0
+    device_slots: int = 0
+    host_slots: int = 0
+    ghosts: int = 0
+    disk_free_bytes: int = 0
+
+
+class LoraInfo(_Wire):
+    enabled: bool = False
+    max_loras: int = 0
+    max_cpu_loras: int = 0
+    max_lora_rank: int = 0
+    available_loras: tuple[AvailableLora, ...] = ()
+    loaded_loras: tuple[LoadedLora, ...] = ()
+    capacity: LoraCapacity = LoraCapacity()
+
+
+class Load(_Wire):
+    """The engine's own counters as the agent last read them; rates are 0.0 until measured."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_for_slot: int = 0
+    kv_usage: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    read_age_s: float = 0.0
+
+
+class Metadata(_Wire):
+    """`GET /metadata`: everything that a router or an orchestrator may know of a worker."""
+
+    instance_id: str
+    namespace: str = "default"
+    component: str = "worker"
+    state: AgentState = "ready"
+    agent_url: str = ""
+    zone: str = ""
+    node: str = ""
+    model: ModelCard
+    transport: Transport
+    lora: LoraInfo = LoraInfo()
+    load: Load = Load()
+    agent_boot_id: str
+    engine_boot_id: str = ""
+    epoch: int = 0
+    wire: int = WIRE
+
+
+class LoadRequest(_Wire):
+    """`POST /v1/admin/load_lora`. `evict` names the victim; without an epoch only a free slot may be taken."""
+
+    lora_id: str
+    lora_path: str | None = None
+    source: str | None = None
+    base_model: str | None = None
+    digest: str | None = None
+    evict: str | None = None
+    wire: int = WIRE
+
+
+class UnloadRequest(_Wire):
+    lora_id: str
+    wire: int = WIRE
+
+
+class InspectRequest(_Wire):
+    """`POST /v1/admin/inspect_lora`: fetch and verify, load nothing; answers with the `AvailableLora`."""
+
+    lora_id: str
+    source: str
+    base_model: str | None = None
+    wire: int = WIRE
+
+
+class DrainRequest(_Wire):
+    deadline_s: float = Field(default=30.0, ge=0)
+    wire: int = WIRE
+
+
+class LoadedLoras(_Wire):
+    data: tuple[LoadedLora, ...]
+    next: str | None = None
+
+
+class AvailableLoras(_Wire):
+    """`GET /v1/metadata/loras`: what is on disk or in the engine, one item a lora_id."""
+
+    data: tuple[AvailableLora | LoadedLora, ...]
+    next: str | None = None
+
+
+class AgentEvent(_Wire):
+    """One SSE message of `GET /v1/events`; `id` grows by one within an `agent_boot_id`."""
+
+    id: int
+    type: AgentEventType
+    at: str
+    lora_id: str | None = None
+    digest: str | None = None
+    engine_name: str | None = None
+    error: str | None = None
+
+
+class ModelFiles(_Wire):
+    """`GET /v1/model/files`: the tokenizer's files by name, so that a router needs no model volume."""
+
+    base_model: str
+    files: dict[str, str]
+    wire: int = WIRE
+
+
+def engine_name(lora_id: str, digest: str) -> str:
+    """What the engine is told an adapter is called.
+
+    The digest is part of the name because vLLM salts its prefix cache with the name, not with the
+    bytes: new bytes under an old name would be answered from stale KV (vLLM 0.32, seen running).
+    """
+    return f"{lora_id}@{digest[:12]}"
