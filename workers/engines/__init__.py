@@ -1,0 +1,1 @@
+"""How to speak to each kind of engine, and `sim`, an engine that computes nothing."""

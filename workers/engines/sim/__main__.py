@@ -1,0 +1,86 @@
+"""Starts the engine and serves until a signal ends it; the exit status is 0 whatever ended it, as vLLM's is."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from lorafleet.chat import ChatTokenizer
+from workers.engines.sim.app import VERSION, Service, make_app
+from workers.engines.sim.engine import Engine
+from workers.engines.sim.metrics import Metrics
+from workers.engines.sim.publisher import Publisher
+from workers.engines.sim.settings import Settings, parse
+from workers.engines.sim.text import Words
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our signals: a draining engine goes on answering /health, and new requests get their 500."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ours are set in `serve`."""
+        yield
+
+
+async def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT, then for at most `shutdown_timeout` what is in flight."""
+    publisher = Publisher(settings.kv_events) if settings.kv_events.is_on else None
+    stop = asyncio.Event()
+    engine = Engine(settings, publisher, Metrics(settings), on_death=stop.set)
+    app = make_app(_service(settings, engine), engine.run)
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, log_level="info", access_log=False, timeout_graceful_shutdown=1
+    )
+    server = Server(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    ending = asyncio.ensure_future(_end(server, engine, stop))
+    try:
+        await server.serve()
+    finally:
+        ending.cancel()
+        if publisher is not None:
+            await asyncio.to_thread(publisher.close)
+
+
+async def _end(server: uvicorn.Server, engine: Engine, stop: asyncio.Event) -> None:
+    await stop.wait()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(engine.settings.shutdown_timeout):
+            await engine.drain()
+    server.should_exit = True
+
+
+def _service(settings: Settings, engine: Engine) -> Service:
+    tokenizer = ChatTokenizer.from_dir(settings.model)
+    config = _config(settings.model)
+    vocabulary = int(config["vocab_size"])
+    eos = config.get("eos_token_id", 0)
+    words = Words(
+        tokenizer,
+        vocabulary=vocabulary,
+        eos=eos[0] if isinstance(eos, list) else eos,
+        seed=settings.sim_seed,
+        natural_tokens=settings.sim_response_tokens,
+    )
+    fingerprint = f"vllm-{VERSION}-{hashlib.sha256(repr(settings).encode()).hexdigest()[:8]}"
+    return Service(settings, engine, tokenizer, words, vocabulary, fingerprint)
+
+
+def _config(model: Path) -> dict[str, Any]:
+    """The model's config.json with what generation_config.json says above it, as vLLM reads them."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    generation = model / "generation_config.json"
+    return config | (json.loads(generation.read_text()) if generation.is_file() else {})
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(parse(sys.argv[1:])))

@@ -1,0 +1,111 @@
+"""What the engine knows of adapters: the names it serves, and what vLLM checks in their files before it takes one.
+
+Texts are vLLM 0.32's own (lora/peft_helper.py, lora/lora_model.py, entrypoints/openai/models/serving.py): whoever
+reads them must find the same ones here. As in vLLM neither the base model's name nor the tensors' shapes are checked.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HEADER_LIMIT = 100_000_000
+"""Bytes of safetensors header that the safetensors library accepts."""
+
+MODULES = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+"""What a Llama-shaped model (Qwen2 is one) has LoRA layers for."""
+
+
+class NoAdapterFound(Exception):
+    """No folder, or none with an adapter_config.json. vLLM answers 404."""
+
+
+class AdapterRefused(Exception):
+    """The files are not an adapter this engine can take. vLLM answers 500."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One load of one adapter. Another load of the same name is another adapter, as in vLLM."""
+
+    int_id: int
+    name: str
+    path: str
+    digest: bytes
+    """sha256 over config and weights: what its text is a function of."""
+
+
+def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> Adapter:
+    """The adapter in folder `path`. Reads every byte of it; raises `NoAdapterFound` or `AdapterRefused`."""
+    folder = Path(path).expanduser()
+    try:
+        config_text = (folder / "adapter_config.json").read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise NoAdapterFound(f"Loading lora {name} failed: No adapter found for {path}") from exc
+    try:
+        _check_config(json.loads(config_text), max_rank)
+    except (ValueError, TypeError) as exc:
+        raise AdapterRefused(str(exc)) from exc
+    weights = folder / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise AdapterRefused(f"{path} doesn't contain tensors")
+    _check_modules(_tensor_names(weights), path)
+    digest = hashlib.sha256(config_text)
+    with weights.open("rb") as stream:
+        digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return Adapter(int_id, name, path, digest.digest())
+
+
+def _check_config(config: dict[str, Any], max_rank: int) -> None:
+    missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]
+    if missing:
+        raise ValueError(f"Missing required configuration fields: {set(missing)}")
+    rank = config["r"]
+    if not isinstance(rank, int) or rank <= 0:
+        raise ValueError(f"LoRA rank `r` must be a positive integer, got {rank}.")
+    faults = []
+    if config.get("use_dora"):
+        faults.append("vLLM does not yet support DoRA.")
+    rank = max([rank, *(config.get("rank_pattern") or {}).values()])
+    if rank > max_rank:
+        faults.append(f"LoRA rank {rank} is greater than max_lora_rank {max_rank}.")
+    if config.get("bias", "none") != "none":
+        faults.append("Adapter bias is not supported.")
+    if faults:
+        raise ValueError(" ".join(faults))
+
+
+def _tensor_names(weights: Path) -> list[str]:
+    """The tensors that a safetensors file says it holds; refusals in the words of the safetensors library."""
+    size = weights.stat().st_size
+    with weights.open("rb") as stream:
+        length_bytes = stream.read(8)
+        if len(length_bytes) < 8:
+            raise AdapterRefused("Error while deserializing header: header too small")
+        length = int.from_bytes(length_bytes, "little")
+        if length > HEADER_LIMIT:
+            raise AdapterRefused("Error while deserializing header: header too large")
+        if length + 8 > size:
+            raise AdapterRefused("Error while deserializing header: invalid header length")
+        header_text = stream.read(length)
+    try:
+        header: dict[str, Any] = json.loads(header_text)
+    except ValueError as exc:
+        raise AdapterRefused(f"Error while deserializing header: invalid JSON in header: {exc}") from exc
+    header.pop("__metadata__", None)
+    end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    if 8 + length + end != size:
+        raise AdapterRefused("Error while deserializing header: incomplete metadata, file not fully covered")
+    return list(header)
+
+
+def _check_modules(tensors: list[str], path: str) -> None:
+    modules = [re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", tensor) for tensor in tensors]
+    unexpected = [module for module in modules if module.rsplit(".", 1)[-1] not in MODULES]
+    if unexpected:
+        raise AdapterRefused(
+            f"While loading {path}, expected target modules in {set(MODULES)} but received {unexpected}. "
+            "Please verify that the loaded LoRA module is correct"
+        )

@@ -1,0 +1,173 @@
+"""What vLLM 0.32 answers, key by key and in its order (vllm/entrypoints/openai/*/protocol.py; tests/contract)."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workers.engines.sim.adapters import Adapter
+from workers.engines.sim.engine import Generation
+from workers.engines.sim.timing import Ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What all parts of one answer share."""
+
+    is_chat: bool
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    show_cached: bool
+    """--enable-prompt-tokens-details"""
+    token_ids: bool
+    """The client asked for return_token_ids."""
+    choices_per_prompt: int
+    block_size: int
+
+
+def random_id() -> str:
+    """16 hex digits, as vLLM's ids have."""
+    return uuid.uuid4().hex[:16]
+
+
+def finish_reason(job: Generation) -> str | None:
+    """As OpenAI names it, None while the job runs."""
+    return job.ended.value if job.ended in {Ended.STOP, Ended.LENGTH} else None
+
+
+def complete(head: Head, jobs: Sequence[Generation], echoes: Sequence[str]) -> dict[str, Any]:
+    """The whole answer to a request that did not ask for a stream; `echoes` are prepended, one a job."""
+    choices = [_whole_choice(head, index, job, echoes[index]) for index, job in enumerate(jobs)]
+    answer: dict[str, Any] = {
+        "id": head.id,
+        "object": "chat.completion" if head.is_chat else "text_completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": choices,
+        "service_tier": None,
+        "system_fingerprint": head.fingerprint,
+        "usage": _usage(head, jobs, whole=True),
+    }
+    if head.is_chat:
+        ids = jobs[0].chain.tokens[: jobs[0].prompt_tokens] if head.token_ids else None
+        answer |= {"prompt_logprobs": None, "prompt_token_ids": ids, "prompt_text": None}
+    return answer | {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
+
+
+def role_chunk(head: Head, index: int, job: Generation, *, continuous: bool) -> dict[str, Any]:
+    """The first piece of a streamed chat, before any text."""
+    delta = {"role": "assistant", "content": ""}
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    chunk = _chunk(head, [choice])
+    if continuous:
+        chunk["usage"] = _running_usage(head, job, 0)
+    ids = job.chain.tokens[: job.prompt_tokens] if head.token_ids else None
+    return chunk | {"prompt_token_ids": ids, "prompt_text": None}
+
+
+def text_chunk(
+    head: Head, index: int, job: Generation, seen: int, until: int, text: str, *, continuous: bool, sign: bool
+) -> dict[str, Any]:
+    """Tokens `seen` up to `until` of one choice; `sign` puts the fingerprint on its last piece."""
+    reason = finish_reason(job) if until == len(job.reply) else None
+    ids = job.reply_text.token_ids[seen:until] if head.token_ids else None
+    if head.is_chat:
+        choice: dict[str, Any] = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": reason}
+        if reason is not None:
+            choice["stop_reason"] = job.reply_text.stop_reason
+    else:
+        prompt_ids = job.chain.tokens[: job.prompt_tokens] if head.token_ids and not seen else None
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": reason,
+            "stop_reason": job.reply_text.stop_reason if reason else None,
+            "prompt_token_ids": prompt_ids,
+        }
+    choice["token_ids"] = ids
+    chunk = _chunk(head, [choice])
+    if continuous:
+        chunk["usage"] = _running_usage(head, job, until)
+    if reason is not None and sign:
+        chunk["system_fingerprint"] = head.fingerprint
+    return chunk
+
+
+def usage_chunk(head: Head, jobs: Sequence[Generation]) -> dict[str, Any]:
+    """The last piece of a stream with `stream_options.include_usage`."""
+    return _chunk(head, []) | {"usage": _usage(head, jobs, whole=False), "system_fingerprint": head.fingerprint}
+
+
+def model_list(names: Sequence[str], root: str, max_model_len: int, adapters: Sequence[Adapter]) -> dict[str, Any]:
+    """`GET /v1/models`: the base model under each of its names, then the adapters."""
+    cards = [_card(name, root, None, max_model_len) for name in names]
+    cards += [_card(adapter.name, adapter.path, names[0], None) for adapter in adapters]
+    return {"object": "list", "data": cards}
+
+
+def _whole_choice(head: Head, index: int, job: Generation, echo: str) -> dict[str, Any]:
+    text = echo + "".join(job.reply_text.pieces)
+    ids = list(job.reply) if head.token_ids else None
+    ending = {"logprobs": None, "finish_reason": finish_reason(job), "stop_reason": job.reply_text.stop_reason}
+    if head.is_chat:
+        message = {"role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None}
+        message |= {"function_call": None, "reasoning": None}
+        return {"index": index, "message": message, **ending, "token_ids": ids, "routed_experts": None}
+    prompt_ids = job.chain.tokens[: job.prompt_tokens] if head.token_ids else None
+    last = {"token_ids": ids, "prompt_logprobs": None, "prompt_token_ids": prompt_ids, "routed_experts": None}
+    return {"index": index, "text": text, **ending, **last}
+
+
+def _chunk(head: Head, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    kind = "chat.completion.chunk" if head.is_chat else "text_completion"
+    return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
+
+
+def _running_usage(head: Head, job: Generation, produced: int) -> dict[str, Any]:
+    counts = {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens + produced}
+    counts["completion_tokens"] = produced
+    return {**counts, "completion_tokens_details": None} if head.is_chat else counts
+
+
+def _usage(head: Head, jobs: Sequence[Generation], *, whole: bool) -> dict[str, Any]:
+    prompt_tokens = sum(job.prompt_tokens for job in jobs[:: head.choices_per_prompt])
+    produced = sum(job.produced for job in jobs)
+    usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + produced}
+    usage["completion_tokens"] = produced
+    details = _cached(head, jobs[-1] if whole else jobs[0], whole=whole) if head.show_cached else None
+    if whole:  # a stream leaves out what is null
+        return usage | {"prompt_tokens_details": details, "completion_tokens_details": None}
+    return usage if details is None else usage | {"prompt_tokens_details": details}
+
+
+def _cached(head: Head, job: Generation, *, whole: bool) -> dict[str, Any]:
+    details: dict[str, Any] = {"cached_tokens": job.cached_tokens}
+    if head.is_chat:
+        details["created_cache_tokens"] = job.prompt_tokens // head.block_size * head.block_size - job.cached_tokens
+    elif whole:
+        details["created_cache_tokens"] = None
+    return details | {"multimodal_tokens": None} if whole else details
+
+
+def _card(name: str, root: str, parent: str | None, max_model_len: int | None) -> dict[str, Any]:
+    created = int(time.time())
+    permission = {
+        "id": f"modelperm-{random_id()}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    card = {"id": name, "object": "model", "created": created, "owned_by": "vllm", "root": root, "parent": parent}
+    return card | {"max_model_len": max_model_len, "permission": [permission]}

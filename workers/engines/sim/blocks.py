@@ -1,0 +1,185 @@
+"""Which tokens' KV is cached: a pool of blocks with references, copies and LRU eviction, and the events it causes.
+
+Source of every rule here: vLLM 0.32 v1/core/block_pool.py, kv_cache_manager.py and kv_cache_utils.py.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from workers.engines.sim.events import MEDIUM, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What keeps blocks of equal tokens apart. Source: vLLM 0.32 `generate_block_hash_extra_keys`."""
+
+    lora_id: int | None = None
+    lora_name: str | None = None
+    lora_path: str | None = None
+    cache_salt: str | None = None
+
+    def keys(self, block: int) -> tuple[str, ...] | None:
+        """The extra keys of the block-th block as events print them: the path is in the hash, never in the event."""
+        salted = (self.cache_salt,) if block == 0 and self.cache_salt else ()
+        named = (self.lora_name,) if self.lora_name else ()
+        return (named + salted) or None
+
+
+@dataclass(slots=True)
+class Chain:
+    """A request's tokens so far and the hash of each full block of them."""
+
+    tokens: list[int]
+    root: Root
+    block_size: int
+    hashes: list[bytes] = field(default_factory=list)
+
+    def extend(self) -> list[bytes]:
+        """Hashes of all full blocks, computed as far as tokens have come."""
+        for block in range(len(self.hashes), len(self.tokens) // self.block_size):
+            start = block * self.block_size
+            digest = hashlib.sha256(self.hashes[-1] if self.hashes else b"")
+            salt = self.root.cache_salt if block == 0 else None
+            # repr quotes and escapes, so ("ab", "c") and ("a", "bc") differ.
+            digest.update(repr((self.root.lora_name, self.root.lora_path, salt)).encode("utf-8", "surrogatepass"))
+            digest.update(array("q", self.tokens[start : start + self.block_size]).tobytes())
+            self.hashes.append(digest.digest())
+        return self.hashes
+
+
+@dataclass(slots=True)
+class Block:
+    """One block of the pool; `hash` is set while its content can be found."""
+
+    references: int = 0
+    hash: bytes | None = None
+
+
+class BlockPool:
+    """The blocks of one engine.
+
+    A freed block keeps its content until somebody needs the room, oldest first; identical content may be in several
+    blocks, each announced by its own event. One block of `num_blocks` is never used (vLLM's null block).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, int_hashes: bool = True) -> None:
+        """`int_hashes` is VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES: 64-bit numbers in events, or all 32 bytes."""
+        if num_blocks < 2:
+            raise ValueError(f"a pool of {num_blocks} blocks can hold nothing: give at least 2 (one is never used)")
+        self.block_size = block_size
+        self.int_hashes = int_hashes
+        self.blocks = [Block() for _ in range(num_blocks)]
+        self.free = OrderedDict[int, None].fromkeys(range(1, num_blocks))  # first out first
+        self.copies: dict[bytes, dict[int, None]] = {}
+        self.events: list[KVEvent] = []
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use by requests, 0 to 1; cached but free ones do not count."""
+        return 1.0 - len(self.free) / (len(self.blocks) - 1)
+
+    def take_events(self) -> list[KVEvent]:
+        """The events since the last call, oldest first."""
+        events, self.events = self.events, []
+        return events
+
+    def match(self, chain: Chain) -> list[int]:
+        """Blocks that hold the longest cached prefix of `chain`; never its last token, which must be computed."""
+        found = []
+        for digest in chain.extend()[: (len(chain.tokens) - 1) // self.block_size]:
+            holders = self.copies.get(digest)
+            if not holders:
+                break
+            found.append(next(iter(holders)))
+        return found
+
+    def room_for(self, hits: Sequence[int], blocks: int) -> bool:
+        """Whether `blocks` new ones can be had beside `hits`, some of which may be free themselves."""
+        return blocks + sum(not self.blocks[hit].references for hit in hits) <= len(self.free)
+
+    def hold(self, hits: Iterable[int]) -> None:
+        """One more reference to each of `hits`."""
+        for hit in hits:
+            if not self.blocks[hit].references:
+                del self.free[hit]
+            self.blocks[hit].references += 1
+
+    def allocate(self, blocks: int) -> list[int]:
+        """`blocks` blocks to write into. What they held is forgotten, and the events say so. Ask `room_for` first."""
+        taken = []
+        for _ in range(blocks):
+            index, _none = self.free.popitem(last=False)
+            self._forget(index)
+            self.blocks[index].references = 1
+            taken.append(index)
+        return taken
+
+    def store(self, chain: Chain, table: Sequence[int], first: int, last: int) -> None:
+        """Make blocks `first` up to `last` of `chain` findable; `table[i]` holds its i-th block."""
+        if first >= last:
+            return
+        hashes = chain.extend()
+        for index, digest in zip(table[first:last], hashes[first:last], strict=True):
+            self.blocks[index].hash = digest
+            self.copies.setdefault(digest, {})[index] = None
+        self.announce(chain, first, last)
+
+    def announce(self, chain: Chain, first: int, last: int) -> None:
+        """A BlockStored for blocks `first` up to `last`, whether or not they are new (report mode `full` repeats)."""
+        hashes = chain.extend()
+        self.events.append(
+            BlockStored(
+                block_hashes=[self._name(digest) for digest in hashes[first:last]],
+                parent_block_hash=self._name(hashes[first - 1]) if first else None,
+                token_ids=chain.tokens[first * self.block_size : last * self.block_size],
+                block_size=self.block_size,
+                lora_id=chain.root.lora_id,
+                medium=MEDIUM,
+                lora_name=chain.root.lora_name,
+                extra_keys=[chain.root.keys(block) for block in range(first, last)],
+                group_idx=0,
+                kv_cache_spec_kind="full_attention",
+            )
+        )
+
+    def release(self, table: Sequence[int]) -> None:
+        """Give a request's blocks back, tail first: a long prompt loses its end before its beginning."""
+        emptied = []
+        for index in reversed(table):
+            block = self.blocks[index]
+            block.references -= 1
+            if block.references:
+                continue
+            if block.hash is None:
+                emptied.append(index)
+            else:
+                self.free[index] = None
+        for index in reversed(emptied):  # nothing to lose in these: used again first, in this order
+            self.free[index] = None
+            self.free.move_to_end(index, last=False)
+
+    def clear(self) -> bool:
+        """Forget everything cached. False, and nothing done, while a request holds blocks."""
+        if len(self.free) != len(self.blocks) - 1:
+            return False
+        self.copies.clear()
+        for block in self.blocks:
+            block.hash = None
+        self.events.append(AllBlocksCleared())
+        return True
+
+    def _forget(self, index: int) -> None:
+        digest = self.blocks[index].hash
+        if digest is None:
+            return
+        self.blocks[index].hash = None
+        del self.copies[digest][index]
+        if not self.copies[digest]:
+            del self.copies[digest]
+        self.events.append(BlockRemoved(block_hashes=[self._name(digest)], medium=MEDIUM, group_idx=0))
+
+    def _name(self, digest: bytes) -> BlockHash:
+        return int.from_bytes(digest[-8:], "big") if self.int_hashes else digest

@@ -1,0 +1,264 @@
+"""What clients send, and how vLLM 0.32 refuses it: the same checks, texts, types and codes.
+
+Sources: vllm/entrypoints/openai/*/protocol.py, serve/exception_handling/, serve/engine/serving.py; the texts were
+compared with a running vLLM (tests/contract).
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Tokens = list[Annotated[int, Field(ge=0)]]
+
+
+class Refused(Exception):
+    """An error answer: vLLM's envelope and HTTP status."""
+
+    def __init__(
+        self, message: str, kind: str = "BadRequestError", status: int = 400, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.status = status
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        error = {"message": sanitized(str(self)), "type": self.kind, "param": self.param, "code": self.status}
+        return {"error": error}
+
+
+def invalid(message: str, param: str, value: object = None) -> Refused:
+    """A 400 as vLLM's own validators word it."""
+    shown = "" if value is None else f", value={value}"
+    return Refused(f"{message} (parameter={param}{shown})", param=param)
+
+
+class Body(BaseModel):
+    """Unknown fields are let through, as vLLM does."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = True
+    continuous_usage_stats: bool | None = False
+
+
+class Generate(Body):
+    """What chat and completions have in common."""
+
+    model: str | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    request_id: str | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings, empty ones left out."""
+        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
+
+    @property
+    def reports_reused(self) -> bool:
+        """Whether reused blocks are to be announced again."""
+        return (self.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
+
+
+class Messages(Body):
+    messages: list[dict[str, Any]]
+
+
+class Chat(Generate, Messages):
+    """Messages come first: several faults are told in this order."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+
+
+class Completion(Generate):
+    prompt: Tokens | list[Tokens] | str | list[str] | None = None
+    max_tokens: int | None = 16
+    echo: bool | None = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizePrompt(Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChat(Body):
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    return_token_strs: bool | None = False
+
+
+class Detokenize(Body):
+    model: str | None = None
+    tokens: Tokens
+
+
+class LoadAdapter(BaseModel):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapter(BaseModel):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+def read_json(raw: bytes, content_type: str) -> Any:
+    """The body as JSON. Raises `Refused` in FastAPI's words."""
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise Refused(
+            "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", "Bad Request"
+        )
+    if not raw:
+        raise _refused([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
+    try:
+        return json.loads(raw)
+    except json.JSONDecodeError as exc:
+        fault = {"type": "json_invalid", "loc": ("body", exc.pos), "msg": "JSON decode error", "input": {}}
+        raise _refused([fault | {"ctx": {"error": exc.msg}}]) from exc
+    except UnicodeDecodeError as exc:
+        raise Refused("There was an error parsing the body", "Bad Request") from exc
+
+
+def parse(kind: type[Parsed], data: Any) -> Parsed:
+    """`data` as a `kind`. Raises `Refused` with every fault found."""
+    try:
+        return kind.model_validate(data, from_attributes=True)
+    except ValidationError as exc:
+        raise _refused(_faults(exc)) from exc
+
+
+def parse_tokenize(data: Any) -> TokenizePrompt | TokenizeChat:
+    """Either kind of /tokenize body; with neither the faults of both."""
+    faults = []
+    kinds: tuple[type[TokenizePrompt], type[TokenizeChat]] = (TokenizePrompt, TokenizeChat)
+    for kind in kinds:
+        try:
+            return kind.model_validate(data, from_attributes=True)
+        except ValidationError as exc:
+            faults += _faults(exc)
+    raise _refused(faults)
+
+
+def check_generate(body: Generate) -> None:
+    """The checks that vLLM makes before it looks for the model."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("Stream options can only be defined when `stream=True`.", "stream_options")
+    if body.cache_salt is not None and not body.cache_salt:
+        raise invalid("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+
+
+def check_sampling(body: Generate, wanted: int | None, max_model_len: int) -> None:
+    """The checks that vLLM makes once the prompt is tokenised; `wanted` is the output limit asked for."""
+    if wanted is not None and wanted > max_model_len:
+        raise invalid(
+            f"max_tokens={wanted} cannot be greater than max_model_len={max_model_len}. "
+            "Please request fewer output tokens.",
+            "max_tokens",
+            wanted,
+        )
+    if body.n < 1:
+        raise Refused(f"n must be at least 1, got {body.n}.")
+    if body.temperature is not None and body.temperature < 0:
+        raise invalid(f"temperature must be non-negative, got {body.temperature}.", "temperature", body.temperature)
+    if body.n > 1 and body.temperature == 0:
+        raise Refused(f"n must be 1 when using greedy sampling, got {body.n}.")
+
+
+def output_limit(wanted: int | None, prompt_tokens: int, max_model_len: int) -> int:
+    """How many tokens may follow the prompt. Raises `Refused` when none."""
+    room = max_model_len - prompt_tokens
+    limit = room if wanted is None else min(wanted, room)
+    if limit < 1:
+        raise invalid(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
+    return limit
+
+
+def check_length(prompt_tokens: int, max_model_len: int, *, from_text: bool) -> None:
+    """Refuse a prompt that leaves no room. Text is cut by vLLM's tokenizer just above the limit, hence `at least`."""
+    if prompt_tokens <= max_model_len:
+        return
+    said = f"at least {max_model_len + 1}" if from_text else str(prompt_tokens)
+    value = max_model_len + 1 if from_text else prompt_tokens
+    raise invalid(
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains {said} input "
+        "tokens, which exceeds this limit even without any output tokens. "
+        "Please reduce the length of the input prompt.",
+        "input_tokens",
+        value,
+    )
+
+
+def prompts_of(body: Completion) -> Sequence[str | list[int]]:
+    """The prompts of a completion, one or many. Raises `Refused` when there is none."""
+    prompt = body.prompt
+    if prompt is None or prompt == "":
+        raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise Refused("You must pass at least one prompt")
+    return [prompt] if isinstance(prompt[0], int) else prompt  # the union says: then all are
+
+
+def sanitized(message: str) -> str:
+    """`message` without paths. Source: vLLM 0.32 serve/exception_handling/utils.py sanitize_message."""
+    message = re.sub(r"/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+", "<path>", message)
+    return re.sub(r"(?:/[\w\-]+)+/[\w\-]+\.\w+", "<path>", message).strip()
+
+
+# Pydantic's own words in a location, which vLLM leaves out of `param` and `loc`.
+_MARKERS = frozenset({"str", "int", "float", "bool", "list", "dict", "nullable", "union"})
+
+
+def _faults(exc: ValidationError) -> list[dict[str, Any]]:
+    faults: list[dict[str, Any]] = []
+    for fault in exc.errors(include_url=False):
+        faults.append({**fault, "loc": ("body", *fault["loc"])})  # noqa: PERF401 - a comprehension loses the type
+    return faults
+
+
+def _refused(faults: Sequence[Mapping[str, Any]]) -> Refused:
+    lines = [str({**fault, "loc": _place(fault["loc"]), "input": _shown(fault["input"])}) for fault in faults[:10]]
+    if len(faults) > len(lines):
+        lines.append(f"...and {len(faults) - len(lines)} more errors")
+    noun = "error" if len(faults) == 1 else "errors"
+    message = "\n  ".join([f"{len(faults)} validation {noun}:", *(line[:1000] for line in lines)])
+    return Refused(message, "Bad Request", param=_place(faults[0]["loc"]))
+
+
+def _place(loc: Sequence[int | str]) -> str:
+    named = [str(part) for part in loc if not (re.search(r"[\[\]{}()]", str(part)) or str(part).lower() in _MARKERS)]
+    return ".".join(named)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | dict):
+        return f"<{type(value).__name__} of {len(value)} items>"
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + "...[truncated]"

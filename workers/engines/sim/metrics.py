@@ -1,0 +1,162 @@
+"""vLLM's metrics as far as somebody reads them: names, labels and buckets of vLLM 0.32 v1/metrics/loggers.py."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import generate_latest
+
+from workers.engines.sim.settings import Settings
+from workers.engines.sim.timing import Batch, Ended, Job, Step
+
+SECONDS: Final = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+                  960.0, 1920.0, 7680.0)  # fmt: skip
+FIRST_TOKEN_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+                        20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+TOKEN_GAP_S: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+                      40.0, 80.0)  # fmt: skip
+TOKENS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
+
+COUNTERS: Final = {
+    "vllm:prefix_cache_queries": "Prefix cache queries, in terms of number of queried tokens.",
+    "vllm:prefix_cache_hits": "Prefix cache hits, in terms of number of cached tokens.",
+    "vllm:num_preemptions": "Cumulative number of preemption from the engine.",
+    "vllm:prompt_tokens": "Number of prefill tokens processed.",
+    "vllm:prompt_tokens_cached": "Number of cached prompt tokens (local + external).",
+    "vllm:generation_tokens": "Number of generation tokens processed.",
+}
+HISTOGRAMS: Final = {
+    "vllm:request_prompt_tokens": ("Number of prefill tokens processed.", TOKENS),
+    "vllm:request_generation_tokens": ("Number of generation tokens processed.", TOKENS),
+    "vllm:request_prefill_kv_computed_tokens": (
+        "Histogram of new KV tokens computed during prefill (excluding cached tokens).",
+        TOKENS,
+    ),
+    "vllm:iteration_tokens_total": ("Histogram of number of tokens per engine_step.", TOKENS),
+    "vllm:time_to_first_token_seconds": ("Histogram of time to first token in seconds.", FIRST_TOKEN_S),
+    "vllm:inter_token_latency_seconds": ("Histogram of inter-token latency in seconds.", TOKEN_GAP_S),
+    "vllm:request_time_per_output_token_seconds": (
+        "Histogram of time_per_output_token_seconds per request.",
+        TOKEN_GAP_S,
+    ),
+    "vllm:e2e_request_latency_seconds": ("Histogram of e2e request latency in seconds.", SECONDS),
+    "vllm:request_queue_time_seconds": ("Histogram of time spent in WAITING phase for request.", SECONDS),
+    "vllm:request_inference_time_seconds": ("Histogram of time spent in RUNNING phase for request.", SECONDS),
+    "vllm:request_prefill_time_seconds": ("Histogram of time spent in PREFILL phase for request.", SECONDS),
+    "vllm:request_decode_time_seconds": ("Histogram of time spent in DECODE phase for request.", SECONDS),
+}
+
+
+class Metrics:
+    """One engine's metrics, in a registry of their own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # process_start_time_seconds: the only sign of a restart
+        PlatformCollector(registry=self.registry)
+        own = {"model_name": settings.served_model_name[0], "engine": "0"}
+        names = list(own)
+        self._counters = {
+            name: Counter(name, text, names, registry=self.registry).labels(**own) for name, text in COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(name, text, names, registry=self.registry, buckets=buckets).labels(**own)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        success = Counter(
+            "vllm:request_success",
+            "Count of successfully processed requests.",
+            [*names, "finished_reason"],
+            registry=self.registry,
+        )
+        self._success = {ended: success.labels(**own, finished_reason=ended.value) for ended in Ended}
+        self._gauges = {
+            name: Gauge(name, text, names, registry=self.registry).labels(**own)
+            for name, text in {
+                "vllm:num_requests_running": "Number of requests in model execution batches.",
+                "vllm:num_requests_waiting": "Number of requests waiting to be processed.",
+                "vllm:kv_cache_usage_perc": "KV-cache usage. 1 means 100 percent usage.",
+            }.items()
+        }
+        by_reason = Gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "Number of waiting requests by reason.",
+            [*names, "reason"],
+            registry=self.registry,
+        )
+        self._waiting = {reason: by_reason.labels(**own, reason=reason) for reason in ("capacity", "deferred")}
+        self._loras = Gauge(
+            "vllm:lora_requests_info",
+            "Running stats on lora requests.",
+            ["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+            registry=self.registry,
+        )
+        self._max_loras = str(settings.max_loras) if settings.enable_lora else ""
+        info = {
+            "block_size": str(settings.block_size),
+            "cache_dtype": "auto",
+            "enable_prefix_caching": "True",
+            "kv_cache_size_tokens": str(settings.num_gpu_blocks * settings.block_size),
+            "num_gpu_blocks": str(settings.num_gpu_blocks),
+            "num_gpu_blocks_override": str(settings.num_gpu_blocks),
+            "prefix_caching_hash_algo": "sha256",
+            "engine": "0",
+        }
+        text = "Information of the LLMEngine CacheConfig"
+        Gauge("vllm:cache_config_info", text, list(info), registry=self.registry).labels(**info).set(1)
+
+    def watch(self, batch: Batch) -> None:
+        """Let the gauges read `batch` whenever they are asked."""
+        self._gauges["vllm:num_requests_running"].set_function(lambda: len(batch.running))
+        self._gauges["vllm:num_requests_waiting"].set_function(lambda: len(batch.waiting))
+        self._gauges["vllm:kv_cache_usage_perc"].set_function(lambda: batch.pool.usage)
+        self._waiting["capacity"].set_function(lambda: len(batch.waiting) - batch.deferred)
+        self._waiting["deferred"].set_function(lambda: batch.deferred)
+
+    def page(self) -> bytes:
+        """The text of `GET /metrics`."""
+        return generate_latest(self.registry)
+
+    def stepped(self, step: Step, told: Sequence[Job]) -> None:
+        """Count a finished step, and the tokens of the requests in `told`."""
+        self._histograms["vllm:iteration_tokens_total"].observe(step.prefill_tokens + step.decoding)
+        self._counters["vllm:generation_tokens"].inc(len(told))
+        for job in told:
+            if job.produced == 1:
+                self._first_token(job)
+        if self._max_loras:
+            adapters = sorted({getattr(job.adapter, "name", "") for job, _ in step.work} - {""})
+            # Both labels are always equal, and old series stay: so it is in vLLM 0.32.
+            both = ",".join(adapters)
+            self._loras.labels(self._max_loras, both, both).set_to_current_time()
+
+    def finished(self, job: Job) -> None:
+        """Count an ended request and observe where its time went."""
+        assert job.ended is not None
+        self._success[job.ended].inc()
+        self._counters["vllm:num_preemptions"].inc(job.preemptions)
+        if job.scheduled is None or job.first_token is None or job.last_token is None:
+            return
+        decode_s = job.last_token - job.first_token
+        for name, value in {
+            "vllm:request_prompt_tokens": job.prompt_tokens,
+            "vllm:request_generation_tokens": job.produced,
+            "vllm:request_prefill_kv_computed_tokens": job.prompt_tokens - job.cached_tokens,
+            "vllm:e2e_request_latency_seconds": job.last_token - job.arrived,
+            "vllm:request_queue_time_seconds": job.scheduled - job.arrived,
+            "vllm:request_inference_time_seconds": job.last_token - job.scheduled,
+            "vllm:request_prefill_time_seconds": job.first_token - job.scheduled,
+            "vllm:request_decode_time_seconds": decode_s,
+            "vllm:request_time_per_output_token_seconds": decode_s / max(1, job.produced - 1),
+        }.items():
+            self._histograms[name].observe(value)
+        for _ in range(job.produced - 1):
+            self._histograms["vllm:inter_token_latency_seconds"].observe(decode_s / (job.produced - 1))
+
+    def _first_token(self, job: Job) -> None:
+        assert job.first_token is not None
+        self._histograms["vllm:time_to_first_token_seconds"].observe(job.first_token - job.arrived)
+        self._counters["vllm:prompt_tokens"].inc(job.prompt_tokens)
+        self._counters["vllm:prompt_tokens_cached"].inc(job.cached_tokens)
+        self._counters["vllm:prefix_cache_queries"].inc(job.prompt_tokens)
+        self._counters["vllm:prefix_cache_hits"].inc(job.cached_tokens)

@@ -1,0 +1,76 @@
+"""What the engine says: words of the model's own vocabulary, chosen by a hash of adapter and prompt."""
+
+import hashlib
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from lorafleet.chat import ChatTokenizer
+from workers.engines.sim.timing import Ended
+
+WORD = re.compile(r" [a-z]{2,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer, complete before it is told: it depends on nothing that happens meanwhile."""
+
+    token_ids: list[int]
+    pieces: list[str]
+    """The text each token adds."""
+    ended: Ended
+    stop_reason: str | None
+
+
+class Words:
+    """Answers for one model."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *, vocabulary: int, eos: int, seed: int, natural_tokens: int) -> None:
+        """`natural_tokens`: answers end by themselves with the end token `eos` at this length; 0 is never."""
+        self.eos = eos
+        self.seed = seed
+        self.natural_tokens = natural_tokens
+        texts = {token: tokenizer.decode([token]) for token in range(min(vocabulary, 20_000))}
+        self.texts = {token: text for token, text in texts.items() if WORD.fullmatch(text)}
+        if not self.texts:
+            raise ValueError("the model's tokenizer has no token that is a plain word: no text can be made with it")
+        self.choices = list(self.texts)
+
+    def reply(
+        self,
+        digest: bytes,
+        prompt: Sequence[int],
+        *,
+        choice: int,
+        max_tokens: int,
+        ignore_eos: bool,
+        stops: Sequence[str],
+    ) -> Reply:
+        """Up to `max_tokens` tokens for `prompt` under the adapter whose content has `digest` (b"" is the base)."""
+        ends_itself = 0 < self.natural_tokens <= max_tokens and not ignore_eos
+        length = self.natural_tokens if ends_itself else max_tokens
+        seed = hashlib.sha256(b"%d %d " % (self.seed, choice) + digest + array("q", prompt).tobytes()).digest()
+        ids = Random(seed).choices(self.choices, k=length)  # a longer answer begins like the shorter one
+        pieces = [self.texts[token] for token in ids]
+        if ends_itself:
+            ids[-1], pieces[-1] = self.eos, ""
+        return _stopped(Reply(ids, pieces, Ended.STOP if ends_itself else Ended.LENGTH, None), stops)
+
+
+def _stopped(reply: Reply, stops: Sequence[str]) -> Reply:
+    """`reply` cut before the first of `stops`, which is left out of the text but not of the tokens."""
+    text = "".join(reply.pieces)
+    found = min(((text.index(stop), stop) for stop in stops if stop in text), default=None)
+    if found is None:
+        return reply
+    start, stop = found
+    pieces: list[str] = []
+    length = 0
+    for piece in reply.pieces:
+        pieces.append(piece[: max(0, start - length)])
+        length += len(piece)
+        if length >= start + len(stop):
+            break
+    return Reply(reply.token_ids[: len(pieces)], pieces, Ended.STOP, stop)
