@@ -1,0 +1,73 @@
+"""Background loops that survive their worst round."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+log = structlog.get_logger()
+
+
+async def forever(
+    step: Callable[[], Awaitable[object]],
+    *,
+    name: str,
+    every_s: float,
+    poke: asyncio.Event | None = None,
+    on_failure: Callable[[], object] = lambda: None,
+    most_backoff_s: float = 5.0,
+    rng: random.Random | None = None,
+) -> None:
+    """Run `step` again and again until cancelled: every `every_s`, or at once when poked.
+
+    A step that raises is logged (with its traceback the first time in a row, in one line after that), counted
+    by `on_failure`, and tried again after a jittered, growing pause of at most `most_backoff_s`.
+    """
+    chance = rng or random.Random()
+    failures = 0
+    while True:
+        if poke is not None:
+            poke.clear()
+        try:
+            await step()
+            failures = 0
+            pause_s = every_s
+        except Exception as exc:  # the top of a loop: it logs, counts and goes on
+            failures += 1
+            on_failure()
+            log.warning("loop step failed", loop=name, failures=failures, error=repr(exc), exc_info=failures == 1)
+            pause_s = min(most_backoff_s, 0.1 * 2.0 ** min(failures, 10)) * chance.uniform(0.5, 1.0)
+        if poke is None or failures:
+            await asyncio.sleep(pause_s)
+        else:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(poke.wait(), pause_s)
+
+
+class Changes:
+    """Something that changes and can be waited for; any number may wait."""
+
+    def __init__(self) -> None:
+        self._next: asyncio.Event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake everyone who waits."""
+        woken, self._next = self._next, asyncio.Event()
+        woken.set()
+
+    async def until(self, predicate: Callable[[], bool], *, timeout_s: float) -> bool:
+        """Whether the predicate came true in time; it is asked now and after every change."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            changed = self._next
+            if predicate():
+                return True
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return False
+            try:
+                await asyncio.wait_for(changed.wait(), left_s)
+            except TimeoutError:
+                return predicate()

@@ -1,0 +1,132 @@
+"""The routes around inference: models, explain, health and metrics."""
+
+import itertools
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import generate_latest
+
+from lorafleet.auth import Caller, requires
+from lorafleet.http import HttpError
+from router.core.errors import CatalogUnavailable, ModelNotFound, NoReplica
+from router.core.fleet import Adapter, Fleet
+from router.core.resolve import visible_adapters
+from router.explain import explained, undecided
+from router.stages import Parts, Routed, asked, read, request_id, resolve_target, route, tokenize
+from router.wire import DecisionList, RouteAnswer
+
+
+def control_routes(parts: Parts) -> APIRouter:
+    """Everything but inference: models, explain, health and metrics."""
+    api = APIRouter()
+    infers = Annotated[Caller, Depends(requires(parts.keys, "infer"))]
+    admin = [Depends(requires(parts.keys, "admin"))]
+
+    @api.get("/v1/models")
+    async def models(caller: infers) -> JSONResponse:
+        """Base models, adapters and aliases that the caller may use."""
+        return JSONResponse({"object": "list", "data": list(_cards(_fleet(parts), caller).values())})
+
+    @api.get("/v1/models/{model:path}")
+    async def model(model: str, caller: infers) -> JSONResponse:
+        """One of them."""
+        card = _cards(_fleet(parts), caller).get(model)
+        if card is None:
+            raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what is", param="model")
+        return JSONResponse(card)
+
+    @api.post("/v1/route", dependencies=admin, response_model=RouteAnswer)
+    async def explain(request: Request) -> Any:
+        """Where this completion would go and why; sends nothing and loads nothing."""
+        headers = dict(request.headers)
+        question = await read(parts, request_id(headers), headers, request.receive)
+        target = resolve_target(parts, parts.keys.caller(headers.get("authorization")), question)
+        tokens = await tokenize(parts, target, question)
+        try:
+            return explained(route(parts, target, question, tokens, frozenset()))
+        except NoReplica as exc:
+            ask = asked(target, question, tokens)
+            adapter = target.adapter.lora_id if target.adapter else "base"
+            note = f"{exc}; a request would wait for a load" if target.adapter else str(exc)
+            return undecided(
+                ask,
+                request_id=question.request_id,
+                at=time.time(),
+                adapter=adapter,
+                tokens=tokens,
+                replicas=parts.discovery.fleet.of(ask.base_model),
+                note=note,
+            )
+
+    @api.get("/v1/decisions", dependencies=admin, response_model=DecisionList)
+    async def decisions(
+        adapter: str | None = None, worker: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    ) -> Any:
+        """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`."""
+        found = (d for d in reversed(parts.decisions) if _is_about(d, adapter, worker))
+        return DecisionList(data=tuple(explained(d) for d in itertools.islice(found, limit)))
+
+    @api.get("/health")
+    async def health() -> dict[str, str]:
+        """Alive."""
+        return {"status": "ok"}
+
+    @api.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Discovery and catalog synced once, and not stopping; an empty fleet is ready too."""
+        if parts.stopping:
+            raise HttpError(503, "stopping", "this router is stopping", retry_after_s=1.0)
+        if not parts.discovery.is_synced():
+            raise HttpError(503, "not_synced", "waiting for the orchestrator's catalog", retry_after_s=1.0)
+        return {"status": "ready"}
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus."""
+        age_s = parts.discovery.catalog_age_s()
+        parts.metrics.catalog_age.set(float("inf") if age_s is None else age_s)
+        return Response(generate_latest(parts.metrics.registry), media_type="text/plain; version=0.0.4")
+
+    return api
+
+
+def _fleet(parts: Parts) -> Fleet:
+    if not parts.discovery.has_catalog:
+        raise CatalogUnavailable("this router has not heard from the orchestrator yet", retry_after_s=2.0)
+    return parts.discovery.fleet
+
+
+def _is_about(routed: Routed, adapter: str | None, worker: str | None) -> bool:
+    name = routed.ask.engine_name or "base"
+    return worker in (None, routed.decision.replica.id) and adapter in (None, name, name.rpartition("@")[0])
+
+
+def _cards(fleet: Fleet, caller: Caller) -> dict[str, dict[str, Any]]:
+    """Model cards in vLLM's form, by id."""
+
+    def may_use(adapter: Adapter) -> bool:
+        return caller.may_use(adapter.tenants)
+
+    def card(id_: str, root: str, parent: str | None, **more: Any) -> dict[str, Any]:
+        return {
+            "id": id_,
+            "object": "model",
+            "created": 0,
+            "owned_by": "lorafleet",
+            "root": root,
+            "parent": parent,
+        } | more
+
+    bases = fleet.base_models
+    mine = visible_adapters(fleet, may_use)
+    cards = {name: card(name, name, None, max_model_len=r.max_model_len) for name, r in bases.items()}
+    cards |= {
+        lora_id: card(lora_id, adapter.engine_name or lora_id, adapter.base_model) for lora_id, adapter in mine.items()
+    }
+    for name, alias in fleet.aliases.items():
+        targets = [mine[lora_id] for lora_id, _weight in alias.targets if lora_id in mine]
+        if targets:
+            cards[name] = card(name, targets[0].lora_id, targets[0].base_model)
+    return cards

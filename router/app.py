@@ -1,0 +1,183 @@
+"""Builds the router and joins its parts."""
+
+import asyncio
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import aiohttp
+import httpx
+import structlog
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from lorafleet import logs, serve
+from lorafleet.auth import KeyFileError, Keys, refuse_open_server
+from lorafleet.http import install_error_handlers
+from lorafleet.loops import forever
+from lorafleet.settings import load_or_exit
+from router.api import control_routes
+from router.cold import ColdStarts
+from router.config import Config
+from router.core.errors import RouterError
+from router.core.fleet import Replica
+from router.core.index import WorkerId
+from router.core.load import LoadBook
+from router.discovery import Discovery
+from router.inference import PATHS, Inference
+from router.kv_events import Feeds, Source
+from router.metrics import Metrics
+from router.stages import Parts
+from router.tokens import Tokenizers
+from router.usage import Usage, send_usage
+from workers.wire import Metadata
+
+log = structlog.get_logger()
+
+_USAGE_EVERY_S = 1.0
+
+
+class _Joined:
+    """Hears of every worker and tells the parts that care."""
+
+    def __init__(self, feeds: Feeds, load: LoadBook, usage: Usage, tokenizers: Tokenizers) -> None:
+        self._feeds = feeds
+        self._load = load
+        self._usage = usage
+        self._tokenizers = tokenizers
+        self._learning: set[asyncio.Task[None]] = set()
+
+    def heard(self, replica: Replica, metadata: Metadata) -> None:
+        self._load.reported(replica.id, replica.report)
+        transport = metadata.transport
+        if len(transport.kv_events) == 1 and len(transport.kv_replay) == 1:
+            self._feeds.follow(
+                Source(
+                    worker=replica.id,
+                    base_model=replica.base_model,
+                    block_size=replica.block_size,
+                    events=transport.kv_events[0],
+                    replay=transport.kv_replay[0],
+                    topic=transport.kv_topic,
+                )
+            )
+        if replica.state == "ready" and not self._tokenizers.knows(replica.base_model):
+            task = asyncio.create_task(self._learn(replica))
+            self._learning.add(task)
+            task.add_done_callback(self._learning.discard)
+
+    def gone(self, worker: WorkerId) -> None:
+        self._feeds.forget(worker)
+        self._load.forget(worker)
+        self._usage.forget(worker)
+
+    async def _learn(self, replica: Replica) -> None:
+        try:
+            await self._tokenizers.learn(replica.base_model, agent_url=replica.agent_url, engine_url=replica.engine_url)
+        except (httpx.HTTPError, ValueError) as exc:
+            # Heard again in a second, and tried again then.
+            log.warning("tokenizer not fetched yet", base_model=replica.base_model, error=repr(exc))
+
+
+def build(config: Config) -> tuple[FastAPI, Parts]:
+    """The router's app and its parts; raises KeyFileError. Nothing runs before the app's lifespan begins."""
+    keys = Keys(config.key_files)
+    refuse_open_server(keys, config.host, allow_open=config.allow_open)
+    metrics = Metrics()
+    load = LoadBook()
+    orchestrator_url = config.orchestrator_url.rstrip("/")
+    control = httpx.AsyncClient(
+        timeout=config.control_timeout_s,
+        headers={"authorization": f"Bearer {config.token}"} if config.token else {},
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+        trust_env=False,
+    )
+    tokenizers = Tokenizers(control, mode=config.tokenizer)
+    feeds = Feeds(metrics, config.kv_tail_poll_s)
+    usage = Usage(config.router_id or f"{socket.gethostname()}-{os.getpid()}", load)
+    if config.state_dir is not None:
+        config.state_dir.mkdir(parents=True, exist_ok=True)
+    discovery = Discovery(
+        control,
+        orchestrator_url=orchestrator_url,
+        listener=_Joined(feeds, load, usage, tokenizers),
+        state_file=config.state_dir / "catalog.json" if config.state_dir else None,
+        catalog_poll_s=config.catalog_poll_s,
+        metadata_poll_s=config.metadata_poll_s,
+        unreachable_after_s=config.unreachable_after_s,
+        clock=time.monotonic,
+        on_failure=lambda loop: metrics.loop_failures.labels(loop).inc(),
+    )
+    cold = ColdStarts(
+        control, discovery, metrics, orchestrator_url, config.cold_start_timeout_s, config.max_held_requests
+    )
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0, ttl_dns_cache=10)
+        async with (
+            control,
+            aiohttp.ClientSession(connector=connector, auto_decompress=False, trust_env=False) as session,
+        ):
+            parts.session = session
+            running = [
+                asyncio.create_task(discovery.run()),
+                asyncio.create_task(_report_usage(control, orchestrator_url, usage, discovery, metrics)),
+            ]
+            try:
+                yield
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+                await feeds.close()
+
+    app = FastAPI(title="lorafleet router", lifespan=lifespan)
+    parts = Parts(
+        config=config,
+        keys=keys,
+        discovery=discovery,
+        tokenizers=tokenizers,
+        feeds=feeds,
+        load=load,
+        cold=cold,
+        usage=usage,
+        metrics=metrics,
+        session=None,  # type: ignore[arg-type]  # opened with the loop, in lifespan
+        rng=random.Random(),
+    )
+    app.include_router(control_routes(parts))
+    for path in PATHS:
+        app.router.routes.append(Route(path, Inference(parts, path), methods=["POST"]))
+    install_error_handlers(app, RouterError)
+    return app, parts
+
+
+async def _report_usage(
+    client: httpx.AsyncClient, url: str, usage: Usage, discovery: Discovery, metrics: Metrics
+) -> None:
+    async def step() -> None:
+        await send_usage(client, url, usage, lambda: discovery.fleet.revision, time.monotonic)
+
+    await forever(step, name="usage", every_s=_USAGE_EVERY_S, on_failure=metrics.loop_failures.labels("usage").inc)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until SIGTERM: then not ready, finish what is in flight, and return."""
+    config = load_or_exit(Config, sys.argv[1:] if argv is None else argv, prog="python -m router")
+    logs.configure("router", log_format=config.log_format, level=config.log_level)
+    try:
+        app, parts = build(config)
+        sock = serve.bind(config.host, config.port)
+    except (KeyFileError, OSError) as exc:
+        sys.exit(f"python -m router: {exc}")
+
+    def stopping() -> None:
+        parts.stopping = True
+
+    log.info("serving", host=config.host, port=sock.getsockname()[1], orchestrator=config.orchestrator_url)
+    serve.run(lambda: serve.serve(app, sock, port_file=config.port_file, grace_s=config.grace_s, on_stop=stopping))

@@ -1,0 +1,201 @@
+"""Adapters that are loaded nowhere: ask once for each, however many requests wait, and hold those for a while."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx
+import structlog
+from xxhash import xxh3_64_intdigest
+
+from orchestrator.wire import EnsureAnswer, EnsureRequest
+from router.core.errors import (
+    AdapterFailed,
+    ColdStartTimeout,
+    ModelNotFound,
+    NoCapacity,
+    NoReplica,
+    RouterError,
+    Saturated,
+)
+from router.core.fleet import Adapter, Replica
+from router.core.policy import rendezvous_home
+from router.discovery import Discovery
+from router.metrics import Metrics
+from workers.wire import LoadRequest
+
+log = structlog.get_logger()
+
+_ASK_AGAIN_S = 1.0
+# One call to `ensure` waits at the orchestrator for at most so long; then it is asked again.
+_ENSURE_WAIT_S = 10.0
+_DEFAULT_RETRY_S = 5.0
+
+
+@dataclass(slots=True)
+class _Flight:
+    """The one load of an adapter that any number of requests wait for."""
+
+    task: "asyncio.Task[None]"
+    waiting: int = 0
+    expected_s: float | None = None
+
+
+@dataclass(slots=True)
+class ColdStarts:
+    """Brings an adapter to where a request can run; see `until_resident`."""
+
+    client: httpx.AsyncClient
+    discovery: Discovery
+    metrics: Metrics
+    orchestrator_url: str
+    timeout_s: float
+    max_held: int
+    _flights: dict[str, _Flight] = field(default_factory=dict)
+    _held: int = 0
+
+    async def until_resident(self, lora_id: str) -> Adapter:
+        """The adapter, once some replica reports its exact digest as ready; at once when one does already.
+
+        raises  Saturated when too many requests wait already, ColdStartTimeout after `timeout_s`, and what the
+                orchestrator says of the adapter: AdapterFailed, NoCapacity, ModelNotFound
+        """
+        adapter = self._resident(lora_id)
+        if adapter is not None:
+            return adapter
+        if self._held >= self.max_held:
+            raise Saturated(f"{self._held} requests wait for adapters already; try again", retry_after_s=2.0)
+        flight = self._flights.get(lora_id)
+        if flight is None:
+            flight = self._flights[lora_id] = _Flight(asyncio.create_task(self._bring(lora_id)))
+        self._held += 1
+        flight.waiting += 1
+        self.metrics.held.set(self._held)
+        try:
+            return await self._wait(lora_id, flight)
+        finally:
+            self._held -= 1
+            self.metrics.held.set(self._held)
+            flight.waiting -= 1
+            if not flight.waiting:
+                flight.task.cancel()
+                if self._flights.get(lora_id) is flight:
+                    del self._flights[lora_id]
+
+    async def _wait(self, lora_id: str, flight: _Flight) -> Adapter:
+        def settled() -> bool:
+            return flight.task.done() or self._resident(lora_id) is not None
+
+        flight.task.add_done_callback(lambda _: self.discovery.changes.notify())
+        await self.discovery.changes.until(settled, timeout_s=self.timeout_s)
+        adapter = self._resident(lora_id)
+        if adapter is not None:
+            return adapter
+        if flight.task.done() and not flight.task.cancelled() and (failure := flight.task.exception()) is not None:
+            raise failure
+        raise ColdStartTimeout(
+            f"adapter {lora_id!r} was not loaded within {self.timeout_s:g} s; it may be soon, try again",
+            retry_after_s=flight.expected_s or _DEFAULT_RETRY_S,
+        )
+
+    def _resident(self, lora_id: str) -> Adapter | None:
+        fleet = self.discovery.fleet
+        adapter = fleet.adapters.get(lora_id)
+        if adapter is None or adapter.engine_name is None:
+            return None
+        return adapter if fleet.holding(adapter.engine_name) else None
+
+    async def _bring(self, lora_id: str) -> None:
+        """Ask until the adapter is there or somebody says that it will not be."""
+        while self._resident(lora_id) is None:
+            try:
+                placed = await self._ensure(lora_id)
+            except RouterError as exc:
+                self.metrics.cold_starts.labels(exc.code).inc()
+                raise
+            except (httpx.HTTPError, ValueError) as exc:
+                log.warning("orchestrator away, asking the adapter's home itself", lora_id=lora_id, error=repr(exc))
+                placed = await self._load_at_home(lora_id)
+            self.metrics.cold_starts.labels("asked" if placed is None else "placed").inc()
+            self.discovery.look_now(placed)
+            await asyncio.sleep(_ASK_AGAIN_S if placed is None else _ASK_AGAIN_S / 4)
+
+    async def _ensure(self, lora_id: str) -> str | None:
+        """Where the orchestrator says that it is ready, or None: not yet."""
+        answer = await self.client.post(
+            f"{self.orchestrator_url}/v1/adapters/{lora_id}/ensure",
+            content=EnsureRequest(wait_s=_ENSURE_WAIT_S).model_dump_json(),
+            headers={"content-type": "application/json"},
+            timeout=httpx.Timeout(5.0, read=_ENSURE_WAIT_S + 5.0),
+        )
+        if answer.status_code in _REFUSALS:
+            raise _REFUSALS[answer.status_code](_message(answer))
+        if answer.status_code == 503 and _code(answer) == NoCapacity.code:
+            raise NoCapacity(_message(answer), retry_after_s=_retry_after_s(answer))
+        answer.raise_for_status()
+        told = EnsureAnswer.model_validate_json(answer.content)
+        flight = self._flights.get(lora_id)
+        if flight is not None and told.expected_s is not None:
+            flight.expected_s = told.expected_s
+        if told.error and told.state == "failed":
+            raise AdapterFailed(f"adapter {lora_id!r} failed its checks: {told.error}", param="lora_id")
+        return told.ready[0] if told.ready else None
+
+    async def _load_at_home(self, lora_id: str) -> str | None:
+        """Have the adapter's rendezvous home load it; every router picks the same home."""
+        adapter = self.discovery.fleet.adapters.get(lora_id)
+        if adapter is None:
+            raise ModelNotFound(f"adapter {lora_id!r} is no longer registered", param="lora_id")
+        home = rendezvous_home(lora_id, self._homes(adapter), _weigh)
+        if home is None:
+            raise NoReplica(f"no replica of {adapter.base_model!r} is there to load adapter {lora_id!r}")
+        wanted = LoadRequest(
+            lora_id=lora_id, source=adapter.source, base_model=adapter.base_model, digest=adapter.digest
+        )
+        try:
+            answer = await self.client.post(
+                f"{home.agent_url}/v1/admin/load_lora",
+                json=wanted.model_dump(exclude_none=True),
+                timeout=self.timeout_s,
+            )
+        except httpx.HTTPError as exc:
+            log.warning("home does not load it", lora_id=lora_id, worker=home.id, error=repr(exc))
+            return None
+        if answer.status_code == 409 and _code(answer) == "no_free_slot":
+            raise NoCapacity(_message(answer), retry_after_s=_DEFAULT_RETRY_S)
+        return home.id if answer.is_success else None
+
+    def _homes(self, adapter: Adapter) -> list[Replica]:
+        return [r for r in self.discovery.fleet.of(adapter.base_model or "") if r.state == "ready"]
+
+
+def _weigh(text: str) -> int:
+    return xxh3_64_intdigest(text.encode())
+
+
+_REFUSALS: dict[int, Callable[[str], RouterError]] = {404: ModelNotFound, 409: AdapterFailed}
+
+
+def _error(answer: httpx.Response) -> dict[str, object]:
+    try:
+        error = answer.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return error if isinstance(error, dict) else {}
+
+
+def _message(answer: httpx.Response) -> str:
+    return str(_error(answer).get("message") or f"the orchestrator answered {answer.status_code}")
+
+
+def _code(answer: httpx.Response) -> str:
+    return str(_error(answer).get("code") or "")
+
+
+def _retry_after_s(answer: httpx.Response) -> float:
+    try:
+        value = float(answer.headers.get("retry-after", _DEFAULT_RETRY_S))
+    except ValueError:
+        return _DEFAULT_RETRY_S
+    return value if math.isfinite(value) else _DEFAULT_RETRY_S

@@ -1,0 +1,51 @@
+"""The router's settings."""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from lorafleet.settings import HouseSettings
+
+
+class Config(HouseSettings):
+    """KV-aware, LoRA-aware router in front of a fleet of vLLM workers.
+
+    Example: python -m router --port 8000 --orchestrator-url http://127.0.0.1:8080
+    """
+
+    model_config = SettingsConfigDict(env_prefix="LORAFLEET_ROUTER_")
+
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    orchestrator_url: str = Field(default="http://127.0.0.1:8080", description="where the catalog comes from")
+    router_id: str = Field(default="", description="our name in usage reports; empty: host name and process id")
+    state_dir: Path | None = Field(
+        default=None, description="keep the last catalog here, so that a restart does not need the orchestrator"
+    )
+    catalog_poll_s: float = Field(default=1.0, gt=0, description="longest time between looks at the catalog")
+    metadata_poll_s: float = Field(default=1.0, gt=0, description="longest time between looks at each agent")
+    control_timeout_s: float = Field(default=5.0, gt=0, description="for each call to an agent or the orchestrator")
+    unreachable_after_s: float = Field(
+        default=10.0, gt=0, description="an agent silent for so long no longer vouches for its engine"
+    )
+    connect_timeout_s: float = Field(default=2.0, gt=0, description="to open a connection to an engine")
+    first_data_timeout_s: float = Field(
+        default=300.0, gt=0, description="from sending a request to its first token or whole answer"
+    )
+    idle_timeout_s: float = Field(default=120.0, gt=0, description="between two pieces of a streamed answer")
+    cold_start_timeout_s: float = Field(
+        default=60.0, gt=0, description="how long a request waits for an adapter that is loaded nowhere"
+    )
+    max_held_requests: int = Field(default=1000, ge=1, description="requests that may wait for adapters at once")
+    max_body_bytes: int = Field(default=32 * 2**20, gt=0, description="largest request body; larger: 413")
+    max_answer_bytes: int = Field(default=64 * 2**20, gt=0, description="largest unstreamed answer from an engine")
+    max_tries: int = Field(default=3, ge=1, description="replicas that one request may be sent to before it fails")
+    tokenizer: str = Field(
+        default="auto",
+        pattern="^(auto|remote|off)$",
+        description="auto: here when equal to the engine's, else there; remote: always there; off: no KV matching",
+    )
+    kv_tail_poll_s: float = Field(
+        default=5.0, gt=0, description="how often a silent engine is asked for KV events that got lost"
+    )
+    grace_s: float = Field(default=30.0, ge=0, description="on SIGTERM, how long requests in flight may still take")

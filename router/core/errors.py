@@ -1,0 +1,106 @@
+"""Every error that the router raises on purpose.
+
+RouterError
+├── RequestError            theirs: 4xx, never retried, never a replica's fault
+│   ├── BadBody             400 invalid_request_body
+│   ├── BodyTooLarge        413 body_too_large
+│   ├── ModelNotFound       404 model_not_found
+│   ├── AdapterFailed       409 adapter_failed
+│   └── Saturated           429 saturated, with Retry-After: too much waits here already
+├── Unavailable             ours: 503 with Retry-After
+│   ├── NoReplica           no_replica: nothing serves this base model now
+│   ├── NoCapacity          no_capacity: no worker has room for this adapter
+│   ├── ColdStartTimeout    adapter_loading: it was not there in time
+│   └── CatalogUnavailable  catalog_unavailable: we never heard what exists
+├── ReplicaUnreachable      no byte was sent to the client: another replica may be tried
+└── StreamBroken            tokens are out: never retried
+"""
+
+
+class RouterError(Exception):
+    """Carries what its HTTP answer needs: `status`, `code`, `param`, `retry_after_s`."""
+
+    status = 500
+    code = "router_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class RequestError(RouterError):
+    """The request cannot be served as it is; the same bytes would fail anywhere."""
+
+    status = 400
+    code = "invalid_request"
+
+
+class BadBody(RequestError):
+    code = "invalid_request_body"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class ModelNotFound(RequestError):
+    """Unknown, or not for this caller: the two answer alike, so that names cannot be probed."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class AdapterFailed(RequestError):
+    status = 409
+    code = "adapter_failed"
+
+
+class Saturated(RequestError):
+    status = 429
+    code = "saturated"
+
+
+class Unavailable(RouterError):
+    """Not now; coming back after `retry_after_s` may help."""
+
+    status = 503
+    code = "unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+
+
+class NoReplica(Unavailable):
+    code = "no_replica"
+
+
+class NoCapacity(Unavailable):
+    code = "no_capacity"
+
+
+class ColdStartTimeout(Unavailable):
+    code = "adapter_loading"
+
+
+class CatalogUnavailable(Unavailable):
+    code = "catalog_unavailable"
+
+
+class ReplicaUnreachable(RouterError):
+    """A replica failed before anything reached the client; `reason` is a word for the metric."""
+
+    status = 502
+    code = "replica_unreachable"
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class StreamBroken(RouterError):
+    """A replica failed after the client had seen tokens."""
+
+    status = 502
+    code = "stream_broken"

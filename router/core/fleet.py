@@ -1,0 +1,104 @@
+"""Frozen snapshot of the fleet: what a decision reads, and nothing that changes while it reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from router.core.index import WorkerId
+
+ReplicaState = Literal["ready", "starting", "cordoned", "draining", "unreachable"]
+AdapterLocation = Literal["device", "host", "disk", "remote"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """One adapter that an engine reports as ready to serve."""
+
+    lora_id: str
+    digest: str
+    engine_name: str
+    location: AdapterLocation = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """An engine's own counters, and when (our clock) we read them. Rates are 0.0 until measured."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A worker as the router sees it. `residents` by engine name; `draining` are engine names to avoid."""
+
+    id: WorkerId
+    base_model: str
+    engine_url: str
+    agent_url: str
+    dialect: str
+    state: ReplicaState
+    block_size: int
+    max_loras: int
+    max_num_seqs: int
+    max_model_len: int
+    engine_boot_id: str = ""
+    residents: Mapping[str, Resident] = field(default_factory=lambda: MappingProxyType({}))
+    draining: frozenset[str] = frozenset()
+    report: Report = Report()
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that the catalog knows. `digest` is None until one agent has inspected it."""
+
+    lora_id: str
+    base_model: str | None
+    digest: str | None
+    source: str
+    tenants: tuple[str, ...] | None = None
+    error: str | None = None
+
+    @property
+    def engine_name(self) -> str | None:
+        """What engines call it; the name carries the digest, so other bytes are another name."""
+        return None if self.digest is None else f"{self.lora_id}@{self.digest[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name for one or more adapters: (lora_id, weight) pairs."""
+
+    name: str
+    targets: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Everything that exists, at one revision of the catalog."""
+
+    revision: int = 0
+    replicas: Mapping[WorkerId, Replica] = field(default_factory=lambda: MappingProxyType({}))
+    adapters: Mapping[str, Adapter] = field(default_factory=lambda: MappingProxyType({}))
+    aliases: Mapping[str, Alias] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def base_models(self) -> dict[str, Replica]:
+        """Base models that some replica serves, each with one replica of it."""
+        return {replica.base_model: replica for replica in self.replicas.values()}
+
+    def of(self, base_model: str) -> list[Replica]:
+        """The replicas of a base model, whatever their state."""
+        return [replica for replica in self.replicas.values() if replica.base_model == base_model]
+
+    def holding(self, engine_name: str) -> list[Replica]:
+        """The ready replicas that report this exact adapter and digest, and are not draining it."""
+        return [
+            replica
+            for replica in self.replicas.values()
+            if replica.state == "ready" and engine_name in replica.residents and engine_name not in replica.draining
+        ]

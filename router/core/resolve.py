@@ -1,0 +1,113 @@
+"""What a request names -> a base model, and perhaps an adapter."""
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from random import Random
+
+from router.core.errors import AdapterFailed, BadBody, ModelNotFound, NoReplica
+from router.core.fleet import Adapter, Fleet
+
+Visible = Callable[[Adapter], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to run. `asked` is the name to answer with: what the client said, or the base model's name."""
+
+    base_model: str
+    adapter: Adapter | None
+    asked: str
+
+
+def resolve(fleet: Fleet, *, model: object, lora_id: object, visible: Visible, rng: Random) -> Target:
+    """The target of a request.
+
+    model, lora_id  those fields of the body, as they came (None: absent)
+    visible         whether the caller may use an adapter; what it may not use does not exist for it
+    raises          BadBody for wrong types or two fields that disagree, ModelNotFound, AdapterFailed, and
+                    NoReplica when the adapter's base model is served by nobody or not known yet
+    """
+    for param, value in (("model", model), ("lora_id", lora_id)):
+        if value is not None and not isinstance(value, str):
+            raise BadBody(f"{param} must be a string, found {type(value).__name__}", param=param)
+    assert model is None or isinstance(model, str)
+    assert lora_id is None or isinstance(lora_id, str)
+    bases = fleet.base_models
+    if lora_id:
+        target = _adapter_target(fleet, lora_id, asked=model or lora_id, param="lora_id", visible=visible, rng=rng)
+        named_base = model if model in bases else None
+        if named_base is None and model and not _agrees(fleet, model, lora_id, target):
+            raise ModelNotFound(_unknown(model), param="model")
+        if named_base is not None and target.base_model != named_base:
+            raise BadBody(
+                f"lora_id {lora_id!r} is an adapter of base model {target.base_model!r}, but model names {model!r};"
+                " leave model out or name the adapter's own base model",
+                param="lora_id",
+            )
+        return target
+    if not model:
+        if len(bases) == 1:
+            only = next(iter(bases))
+            return Target(only, None, only)
+        raise BadBody(f"model is missing; name one of: {', '.join(sorted(bases)) or 'none served now'}", param="model")
+    if model in bases:
+        return Target(model, None, model)
+    base, name = _split(bases, model)
+    target = _adapter_target(fleet, name, asked=model, param="model", visible=visible, rng=rng)
+    if base is not None and target.base_model != base:
+        raise ModelNotFound(_unknown(model), param="model")
+    return target
+
+
+def visible_adapters(fleet: Fleet, visible: Visible) -> dict[str, Adapter]:
+    """The adapters that exist for a caller, by lora_id."""
+    return {lora_id: adapter for lora_id, adapter in fleet.adapters.items() if visible(adapter)}
+
+
+def _adapter_target(fleet: Fleet, name: str, *, asked: str, param: str, visible: Visible, rng: Random) -> Target:
+    adapter = _pick(fleet, name, visible, rng)
+    if adapter is None:
+        raise ModelNotFound(_unknown(name), param=param)
+    if adapter.error is not None:
+        raise AdapterFailed(f"adapter {adapter.lora_id!r} failed its checks: {adapter.error}", param=param)
+    base_model = adapter.base_model or _only_base(fleet)
+    if base_model is None:
+        raise NoReplica(f"the base model of adapter {adapter.lora_id!r} is not known yet; it is being inspected")
+    return Target(base_model, adapter, asked)
+
+
+def _pick(fleet: Fleet, name: str, visible: Visible, rng: Random) -> Adapter | None:
+    adapter = fleet.adapters.get(name)
+    if adapter is not None:
+        return adapter if visible(adapter) else None
+    alias = fleet.aliases.get(name)
+    if alias is None:
+        return None
+    usable = [(fleet.adapters[lora_id], weight) for lora_id, weight in alias.targets if lora_id in fleet.adapters]
+    usable = [(adapter, weight) for adapter, weight in usable if weight > 0 and visible(adapter)]
+    if not usable:
+        return None
+    return rng.choices([adapter for adapter, _ in usable], [weight for _, weight in usable])[0]
+
+
+def _split(bases: Container[str], model: str) -> tuple[str | None, str]:
+    """`base:adapter` -> (base, adapter); base names may hold colons themselves, lora_ids never do."""
+    base, colon, name = model.rpartition(":")
+    if colon and base in bases:
+        return base, name
+    return None, model
+
+
+def _agrees(fleet: Fleet, model: str, lora_id: str, target: Target) -> bool:
+    """Whether a model that is no base model says the same as lora_id, in one of its spellings."""
+    _base, name = _split(fleet.base_models, model)
+    return name == lora_id and _base in (None, target.base_model)
+
+
+def _only_base(fleet: Fleet) -> str | None:
+    bases = fleet.base_models
+    return next(iter(bases)) if len(bases) == 1 else None
+
+
+def _unknown(name: str) -> str:
+    return f"The model {name!r} does not exist or is not yours to use; GET /v1/models lists what is"

@@ -1,0 +1,282 @@
+"""Who the replicas are and what they hold: follows the orchestrator's catalog and every agent's own report."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import httpx
+import structlog
+from pydantic import ValidationError
+
+from lorafleet.loops import Changes, forever
+from orchestrator.wire import Catalog, CatalogWorker
+from router.core.fleet import Adapter, Alias, Fleet, Replica, ReplicaState, Report, Resident
+from router.core.index import WorkerId
+from workers.wire import Metadata
+
+log = structlog.get_logger()
+
+
+class Listener(Protocol):
+    """Who wants to know that a worker said something, or is gone."""
+
+    def heard(self, replica: Replica, metadata: Metadata) -> None: ...
+
+    def gone(self, worker: WorkerId) -> None: ...
+
+
+@dataclass(slots=True)
+class _Follow:
+    """One worker that the catalog names."""
+
+    worker: CatalogWorker
+    poke: asyncio.Event
+    metadata: Metadata | None = None
+    heard_at: float = 0.0
+    engine_answers: bool = False
+    tasks: tuple[asyncio.Task[None], ...] = ()
+
+
+class Discovery:
+    """Owns the snapshot `fleet`; swaps it whole at every change and tells `changes`."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        *,
+        orchestrator_url: str,
+        listener: Listener,
+        state_file: Path | None,
+        catalog_poll_s: float,
+        metadata_poll_s: float,
+        unreachable_after_s: float,
+        clock: Callable[[], float],
+        on_failure: Callable[[str], object],
+    ) -> None:
+        self.fleet = Fleet()
+        self.changes = Changes()
+        self.has_catalog = False
+        self.confirmed_at: float | None = None
+        self._client = client
+        self._url = orchestrator_url.rstrip("/")
+        self._listener = listener
+        self._state_file = state_file
+        self._catalog_poll_s = catalog_poll_s
+        self._metadata_poll_s = metadata_poll_s
+        self._unreachable_after_s = unreachable_after_s
+        self._clock = clock
+        self._on_failure = on_failure
+        self._catalog = Catalog(revision=0)
+        self._etag: str | None = None
+        self._catalog_poke = asyncio.Event()
+        self._follows: dict[str, _Follow] = {}
+
+    async def run(self) -> None:
+        """Follow until cancelled. The last catalog on disk is in force until the orchestrator answers."""
+        self._read_saved()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._forever(self._look, "catalog", self._catalog_poll_s, self._catalog_poke))
+                tasks.create_task(self._forever(self._listen_orchestrator, "catalog_events", self._catalog_poll_s))
+        finally:
+            for follow in self._follows.values():
+                for task in follow.tasks:
+                    task.cancel()
+
+    def is_synced(self) -> bool:
+        """Whether a catalog is in force and every worker of it has been asked at least once."""
+        return self.has_catalog and all(f.metadata is not None or f.heard_at for f in self._follows.values())
+
+    def look_now(self, worker: str | None = None) -> None:
+        """Ask the orchestrator and this worker's agent (None: every agent) again at once."""
+        self._catalog_poke.set()
+        for id_, follow in self._follows.items():
+            if worker in (None, id_):
+                follow.poke.set()
+
+    def catalog_age_s(self) -> float | None:
+        """Seconds since the orchestrator last confirmed the catalog in force; None before the first time."""
+        return None if self.confirmed_at is None else self._clock() - self.confirmed_at
+
+    async def _look(self) -> None:
+        headers = {"if-none-match": self._etag} if self._etag else {}
+        answer = await self._client.get(f"{self._url}/v1/catalog", headers=headers)
+        if answer.status_code != 304:
+            answer.raise_for_status()
+            self._adopt(Catalog.model_validate_json(answer.content))
+            self._etag = answer.headers.get("etag")
+            self._save(answer.content)
+        self.confirmed_at = self._clock()
+
+    async def _listen_orchestrator(self) -> None:
+        await self._listen(f"{self._url}/v1/events", {"since": str(self._catalog.revision)}, self._catalog_poke)
+
+    async def _listen(self, url: str, params: dict[str, str], poke: asyncio.Event) -> None:
+        """Poke at every message of an SSE stream; the stream is only a hint, polling finds whatever it misses."""
+        timeout = httpx.Timeout(5.0, read=60.0)
+        async with self._client.stream("GET", url, params=params, timeout=timeout) as stream:
+            if stream.status_code == 410:
+                poke.set()
+                return
+            stream.raise_for_status()
+            async for line in stream.aiter_lines():
+                if line.startswith("data:"):
+                    poke.set()
+
+    def _adopt(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.has_catalog = True
+        named = {worker.id: worker for worker in catalog.workers}
+        for gone in self._follows.keys() - named.keys():
+            self._unfollow(gone)
+        for id_, worker in named.items():
+            follow = self._follows.get(id_)
+            if follow is not None and follow.worker.agent_url != worker.agent_url:
+                self._unfollow(id_)
+                follow = None
+            if follow is None:
+                self._follow(worker)
+            else:
+                follow.worker = worker
+        self._rebuild()
+
+    def _follow(self, worker: CatalogWorker) -> None:
+        follow = _Follow(worker, asyncio.Event())
+        self._follows[worker.id] = follow
+
+        async def look() -> None:
+            await self._hear(follow)
+
+        async def listen() -> None:
+            await self._listen(f"{worker.agent_url}/v1/events", {}, follow.poke)
+
+        follow.tasks = (
+            asyncio.create_task(self._forever(look, "metadata", self._metadata_poll_s, follow.poke)),
+            asyncio.create_task(self._forever(listen, "agent_events", self._metadata_poll_s)),
+        )
+
+    def _unfollow(self, id_: str) -> None:
+        follow = self._follows.pop(id_)
+        for task in follow.tasks:
+            task.cancel()
+        self._listener.gone(WorkerId(id_))
+
+    async def _hear(self, follow: _Follow) -> None:
+        try:
+            answer = await self._client.get(f"{follow.worker.agent_url}/metadata")
+            answer.raise_for_status()
+            metadata = Metadata.model_validate_json(answer.content)
+        except (httpx.HTTPError, ValidationError):
+            follow.heard_at = follow.heard_at or self._clock()
+            if self._clock() - follow.heard_at > self._unreachable_after_s:
+                follow.engine_answers = await self._engine_answers(follow)
+            self._rebuild()
+            raise
+        if self._follows.get(follow.worker.id) is not follow:
+            return
+        follow.metadata, follow.heard_at, follow.engine_answers = metadata, self._clock(), True
+        self._rebuild()
+        self._listener.heard(self.fleet.replicas[WorkerId(follow.worker.id)], metadata)
+
+    async def _engine_answers(self, follow: _Follow) -> bool:
+        """An agent's restart or upgrade moves nothing: while its engine answers, the last report stays valid."""
+        if follow.metadata is None:
+            return False
+        try:
+            answer = await self._client.get(f"{follow.metadata.transport.engine_url}/health")
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    def _rebuild(self) -> None:
+        replicas = {
+            WorkerId(id_): self._replica(follow, follow.metadata)
+            for id_, follow in self._follows.items()
+            if follow.metadata is not None
+        }
+        adapters = {
+            a.lora_id: Adapter(a.lora_id, a.base_model, a.digest, a.source, a.tenants, a.error)
+            for a in self._catalog.adapters
+            if a.state != "deleting"
+        }
+        aliases = {
+            a.name: Alias(a.name, tuple((target.lora_id, target.weight) for target in a.targets))
+            for a in self._catalog.aliases
+        }
+        self.fleet = Fleet(
+            self._catalog.revision, MappingProxyType(replicas), MappingProxyType(adapters), MappingProxyType(aliases)
+        )
+        self.changes.notify()
+
+    def _replica(self, follow: _Follow, metadata: Metadata) -> Replica:
+        draining = {d.lora_id + "@" + d.digest[:12] for d in self._catalog.draining if d.worker_id == follow.worker.id}
+        replica = replica_from(follow.worker.id, metadata, heard_at=follow.heard_at)
+        return replace(
+            replica,
+            state=_state(follow, metadata, silent=self._clock() - follow.heard_at > self._unreachable_after_s),
+            draining=replica.draining | draining,
+        )
+
+    def _read_saved(self) -> None:
+        if self._state_file is None or not self._state_file.exists():
+            return
+        try:
+            self._adopt(Catalog.model_validate_json(self._state_file.read_bytes()))
+        except (OSError, ValidationError) as exc:
+            log.warning("saved catalog not used", file=str(self._state_file), error=str(exc))
+
+    def _save(self, content: bytes) -> None:
+        if self._state_file is None:
+            return
+        partial = self._state_file.with_suffix(".partial")
+        try:
+            partial.write_bytes(content)
+            partial.replace(self._state_file)
+        except OSError as exc:
+            log.warning("catalog not saved", file=str(self._state_file), error=str(exc))
+
+    async def _forever(
+        self, step: Callable[[], Awaitable[object]], name: str, every_s: float, poke: asyncio.Event | None = None
+    ) -> None:
+        await forever(step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name))
+
+
+def replica_from(worker: str, metadata: Metadata, *, heard_at: float) -> Replica:
+    """A replica as its agent describes it."""
+    held = [lora for lora in metadata.lora.loaded_loras if lora.state in ("ready", "draining")]
+    shape, load = metadata.model.runtime_config, metadata.load
+    return Replica(
+        id=WorkerId(worker),
+        base_model=metadata.model.base_model,
+        engine_url=metadata.transport.engine_url.rstrip("/"),
+        agent_url=metadata.agent_url.rstrip("/"),
+        dialect=metadata.transport.dialect,
+        state="ready",
+        block_size=shape.block_size,
+        max_loras=metadata.lora.max_loras,
+        max_num_seqs=shape.max_num_seqs,
+        max_model_len=shape.max_model_len,
+        engine_boot_id=metadata.engine_boot_id,
+        residents=MappingProxyType(
+            {lora.engine_name: Resident(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
+        ),
+        draining=frozenset(lora.engine_name for lora in held if lora.state == "draining"),
+        report=Report(
+            running=load.running,
+            waiting=load.waiting,
+            kv_usage=load.kv_usage,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            at=heard_at - load.read_age_s,
+        ),
+    )
+
+
+def _state(follow: _Follow, metadata: Metadata, *, silent: bool) -> ReplicaState:
+    if silent and not follow.engine_answers:
+        return "unreachable"
+    if metadata.state == "draining" or follow.worker.state == "draining":
+        return "draining"
+    return "ready" if metadata.state == "ready" else "starting"

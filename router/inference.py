@@ -1,0 +1,182 @@
+"""One inference route as an ASGI app: the stages in order, retries before the first byte, and the answer."""
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from lorafleet.auth import Caller
+from lorafleet.http import HttpError, envelope, error_headers
+from router.core.errors import NoReplica, ReplicaUnreachable, RouterError, StreamBroken
+from router.core.index import WorkerId
+from router.dress import dress_vllm
+from router.proxy import Call, Echo, Limits, Opened, error_event, open_answer, relay
+from router.stages import Flight, Parts, Question, Routed, read, request_id, resolve_target, route, tokenize, warm
+
+log = structlog.get_logger()
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+_FORWARDED_HEADERS = ("traceparent", "tracestate")
+
+
+class Inference:
+    """One OpenAI route as an ASGI app: read -> authenticate -> resolve -> authorise -> tokenize -> hash -> match ->
+    decide -> open -> relay -> record."""
+
+    def __init__(self, parts: Parts, path: str) -> None:
+        self._parts = parts
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        answer = _Answer(send, request_id(headers))
+        work: asyncio.Task[None] | None = None
+        gone: asyncio.Task[None] | None = None
+        try:
+            caller = self._parts.keys.caller(headers.get("authorization"))
+            question = await read(self._parts, answer.request_id, headers, receive)
+            work = asyncio.create_task(self._serve(caller, question, headers, answer))
+            # The client's leaving is watched throughout: a stopped read would lose its FIN, and the engine would
+            # go on computing for nobody.
+            gone = asyncio.create_task(_disconnected(receive))
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work
+        except (RouterError, HttpError) as exc:
+            await answer.fail(exc)
+        except Exception as exc:
+            log.exception("unexpected error", path=self._path, request_id=answer.request_id)
+            await answer.fail(
+                HttpError(500, "internal_error", f"internal error ({type(exc).__name__}); see the router's log")
+            )
+        finally:
+            for task in (work, gone):
+                if task is not None and not task.done():
+                    task.cancel()
+            await asyncio.gather(*(task for task in (work, gone) if task is not None), return_exceptions=True)
+            self._parts.metrics.requests.labels(self._path, answer.status or 499, answer.code).inc()
+
+    async def _serve(self, caller: Caller, question: Question, headers: Mapping[str, str], answer: "_Answer") -> None:
+        parts = self._parts
+        target = resolve_target(parts, caller, question)
+        tokens = await tokenize(parts, target, question)
+        excluded: set[WorkerId] = set()
+        while True:
+            target = await warm(parts, target)
+            routed = route(parts, target, question, tokens, frozenset(excluded))
+            flight = Flight.begin(parts, routed)
+            try:
+                opened = await self._open(routed, question, headers)
+            except ReplicaUnreachable as exc:
+                flight.end()
+                excluded.add(routed.decision.replica.id)
+                self._note_failure(exc, routed, len(excluded))
+                continue
+            except BaseException:
+                flight.end()
+                raise
+            try:
+                await self._relay(opened, routed, question, flight, answer)
+            finally:
+                opened.close()
+                flight.end()
+            return
+
+    async def _open(self, routed: Routed, question: Question, headers: Mapping[str, str]) -> Opened:
+        config, replica = self._parts.config, routed.decision.replica
+        sent = {"content-type": "application/json", "accept-encoding": "identity", "x-request-id": question.request_id}
+        sent |= {name: headers[name] for name in _FORWARDED_HEADERS if name in headers}
+        call = Call(
+            url=replica.engine_url + self._path,
+            body=dress_vllm(question.fields, routed.engine_model),
+            headers=sent,
+            engine_model=routed.engine_model,
+            has_adapter=routed.target.adapter is not None,
+            replica=replica.id,
+        )
+        limits = Limits(
+            config.connect_timeout_s, config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes
+        )
+        return await open_answer(self._parts.session, call, limits, streamed=question.streamed)
+
+    async def _relay(
+        self, opened: Opened, routed: Routed, question: Question, flight: "Flight", answer: "_Answer"
+    ) -> None:
+        parts = self._parts
+        flight.first_token()
+        parts.metrics.first_data.labels(routed.target.base_model).observe(parts.clock() - question.read_at)
+        await answer.begin(opened, routed)
+        try:
+            await relay(opened, Echo(routed.engine_model, routed.target.asked), answer.send)
+        except StreamBroken as exc:
+            log.warning("stream broken", request_id=question.request_id, error=str(exc))
+            answer.code = exc.code
+            await answer.send(error_event(envelope(exc.status, exc.code, str(exc))))
+        await answer.finish()
+
+    def _note_failure(self, exc: ReplicaUnreachable, routed: Routed, failures: int) -> None:
+        parts, replica = self._parts, routed.decision.replica
+        log.warning("attempt failed", worker=replica.id, reason=exc.reason, error=str(exc), attempt=failures)
+        parts.metrics.retries.labels(exc.reason).inc()
+        parts.discovery.look_now(replica.id)
+        if failures >= parts.config.max_tries:
+            raise NoReplica(f"{failures} replicas failed before an answer began; the last: {exc}", retry_after_s=1.0)
+
+
+class _Answer:
+    """The client's side of one request: a head, pieces, an end; or one error, if nothing has been sent."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status: int | None = None
+        self.code = ""
+
+    async def begin(self, opened: Opened, routed: Routed) -> None:
+        adapter = routed.target.adapter
+        headers = {
+            "content-type": opened.content_type,
+            "x-lorafleet-worker": routed.decision.replica.id,
+            "x-lorafleet-adapter": (adapter.engine_name or adapter.lora_id) if adapter else "base",
+            "x-lorafleet-cached-tokens": str(routed.decision.score.cached_tokens),
+        }
+        if opened.streamed:
+            headers["cache-control"] = "no-cache"
+        await self._head(opened.status, headers)
+
+    async def send(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, exc: RouterError | HttpError) -> None:
+        """One error answer; silent when a head is out already."""
+        if self.status is not None:
+            return
+        self.code = exc.code
+        body = msgspec.json.encode(envelope(exc.status, exc.code, str(exc), exc.param))
+        await self._head(
+            exc.status,
+            {"content-type": "application/json", "content-length": str(len(body))}
+            | error_headers(exc.status, exc.retry_after_s),
+        )
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+        named = {"x-request-id": self.request_id, **headers}
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(name.encode(), value.encode("latin-1")) for name, value in named.items()],
+            }
+        )
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,46 @@
+"""The router's Prometheus metrics. Labels are bounded: workers, base models, stages and codes, never adapters."""
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_SHORT = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+
+
+class Metrics:
+    """All of them, on one registry of this router's own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        on: Any = {"registry": self.registry, "namespace": "lorafleet", "subsystem": "router"}
+        self.requests = Counter(
+            "requests", "Answers, by HTTP status and error code.", ("route", "status", "code"), **on
+        )
+        self.first_data = Histogram(
+            "first_data_seconds", "Request read to first data from an engine.", ("base_model",), buckets=_SECONDS, **on
+        )
+        self.decide = Histogram("decide_seconds", "match and decide, per attempt.", buckets=_SHORT, **on)
+        self.tokenize = Histogram("tokenize_seconds", "tokenize.", ("by",), buckets=_SHORT, **on)
+        self.retries = Counter("retries", "Attempts after the first, by reason.", ("reason",), **on)
+        self.cold_starts = Counter("cold_starts", "Loads asked for, by outcome.", ("outcome",), **on)
+        self.held = Gauge("held_requests", "Requests waiting for an adapter.", **on)
+        self.in_flight = Gauge("in_flight_requests", "Requests at engines.", **on)
+        self.predicted_tokens = Counter("predicted_cached_tokens", "Prompt tokens predicted as cached.", **on)
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of routed requests.", **on)
+        self.kv_events = Counter("kv_events", "KV events applied, by type.", ("worker", "type"), **on)
+        self.kv_rejected = Counter("kv_rejected", "KV events not accepted, by reason.", ("worker", "reason"), **on)
+        self.kv_gaps = Counter("kv_gaps", "Holes in a KV event stream, by how they ended.", ("worker", "outcome"), **on)
+        self.kv_blocks = Gauge("kv_blocks", "Engine blocks known.", ("worker",), **on)
+        self.kv_degraded = Gauge("kv_degraded", "1 while known blocks may be wrong.", ("worker",), **on)
+        self.replicas = Gauge("replicas", "Replicas known, by state.", ("state",), **on)
+        self.catalog_age = Gauge("catalog_age_seconds", "Since the orchestrator last confirmed the catalog.", **on)
+        self.catalog_revision = Gauge("catalog_revision", "Revision of the catalog in force.", **on)
+        self.loop_failures = Counter("loop_failures", "Rounds of a background loop that failed.", ("loop",), **on)
+
+    def forget_worker(self, worker: str) -> None:
+        """Drop a gone worker's series, so that names which never come back do not pile up."""
+        for metric in (self.kv_blocks, self.kv_degraded):
+            metric.remove_by_labels({"worker": worker})
+        for counter in (self.kv_events, self.kv_rejected, self.kv_gaps):
+            counter.remove_by_labels({"worker": worker})

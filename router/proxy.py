@@ -1,0 +1,226 @@
+"""open -> relay: one attempt at one replica, and its bytes to the client."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from router.core.errors import ReplicaUnreachable, StreamBroken
+
+Send = Callable[[bytes], Awaitable[None]]
+
+_BOUNDARY = b"\n\n"
+# The longest single event held back while its end is awaited.
+_MAX_EVENT_BYTES = 8 * 2**20
+# vLLM 0.32 answers so, with 500, while SIGTERM waits for requests in flight (seen running).
+_SHUTTING_DOWN = b"cannot schedule new futures after shutdown"
+
+# vLLM 0.32 v1/engine/exceptions.py EngineDeadError.
+_DEAD = b"EngineCore encountered an issue"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds and bytes that bound one attempt."""
+
+    connect_s: float
+    first_data_s: float
+    idle_s: float
+    answer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is sent. `engine_model` is the name in `body`; `has_adapter`: that name is an adapter's."""
+
+    url: str
+    body: bytes
+    headers: Mapping[str, str]
+    engine_model: str
+    has_adapter: bool
+    replica: str
+
+
+class Opened:
+    """An answer that has begun: a status and the first bytes are there, nothing has gone to the client."""
+
+    def __init__(
+        self, response: aiohttp.ClientResponse, first: bytes, *, streamed: bool, replica: str, idle_s: float
+    ) -> None:
+        self.status = response.status
+        self.content_type = response.headers.get("content-type", "application/json")
+        self.first = first
+        self.streamed = streamed
+        self.in_band_error = False
+        self._response = response
+        self._replica = replica
+        self._idle_s = idle_s
+
+    async def rest(self) -> AsyncIterator[bytes]:
+        """What follows `first`; raises StreamBroken when the engine leaves in the middle or falls silent."""
+        read = self._response.content.readany
+        try:
+            while chunk := await asyncio.wait_for(read(), self._idle_s):
+                yield chunk
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise StreamBroken(f"replica {self._replica} broke off in the middle of its answer: {exc!r}") from exc
+
+    def close(self) -> None:
+        """Free the connection; one whose answer was not read to its end is closed, and the engine aborts."""
+        self._response.close()
+
+
+async def open_answer(session: aiohttp.ClientSession, call: Call, limits: Limits, *, streamed: bool) -> Opened:
+    """Send one request and wait for its first `data:` event, or its whole body.
+
+    vLLM sends a streamed 200 head long before its first token, so the head decides nothing.
+
+    raises  ReplicaUnreachable when another replica may do better: no connection, 502, 503, an adapter that the
+            replica had reported but no longer knows, an engine shutting down, an error in place of the first event
+    """
+    response: aiohttp.ClientResponse | None = None
+    try:
+        async with asyncio.timeout(limits.first_data_s):
+            timeout = aiohttp.ClientTimeout(sock_connect=limits.connect_s)
+            response = await session.post(call.url, data=call.body, headers=call.headers, timeout=timeout)
+            opened = await _begun(response, call, limits, streamed=streamed)
+    except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+        reason = "connection" if response is None else "no_answer"
+        if response is not None:
+            response.close()
+        raise ReplicaUnreachable(f"{call.replica}: {exc!r}", reason=reason) from exc
+    except BaseException:
+        if response is not None:
+            response.close()
+        raise
+    reason_to_retry = _retry_reason(opened, has_adapter=call.has_adapter)
+    if reason_to_retry is not None:
+        opened.close()
+        raise ReplicaUnreachable(f"{call.replica}: {opened.status} {opened.first[:200]!r}", reason=reason_to_retry)
+    return opened
+
+
+async def _begun(response: aiohttp.ClientResponse, call: Call, limits: Limits, *, streamed: bool) -> Opened:
+    if not streamed or response.status != 200:
+        whole = await _whole_body(response, limits.answer_bytes)
+        return Opened(response, whole, streamed=False, replica=call.replica, idle_s=limits.idle_s)
+    first = await _first_event(response)
+    failure = _event_error(first)
+    opened = Opened(response, first, streamed=failure is None, replica=call.replica, idle_s=limits.idle_s)
+    if failure is not None:
+        opened.status, opened.first = failure
+        opened.content_type = "application/json"
+        opened.in_band_error = True
+    return opened
+
+
+class Echo:
+    """Puts back the client's name for the model wherever the engine wrote its own.
+
+    Only `"model":"<engine's name>"` is replaced: inside a JSON string the quotes would be escaped, so a text
+    that talks about it cannot match. A name may fall between two chunks, so whole events are replaced.
+    """
+
+    def __init__(self, engine_model: str, asked: str) -> None:
+        self._same = engine_model == asked
+        ours, theirs = msgspec.json.encode(engine_model), msgspec.json.encode(asked)
+        self._pairs = tuple((key + ours, key + theirs) for key in (b'"model":', b'"model": '))
+        self._held = b""
+
+    def whole(self, body: bytes) -> bytes:
+        """A complete body or event, renamed."""
+        if not self._same:
+            for ours, theirs in self._pairs:
+                body = body.replace(ours, theirs)
+        return body
+
+    def chunk(self, chunk: bytes) -> bytes:
+        """The events that this chunk completes, renamed; the rest is kept for the next."""
+        if self._same:
+            return chunk
+        self._held += chunk
+        cut = self._held.rfind(_BOUNDARY) + len(_BOUNDARY)
+        if cut < len(_BOUNDARY):
+            if len(self._held) > _MAX_EVENT_BYTES:
+                raise StreamBroken(f"an event of over {_MAX_EVENT_BYTES} bytes")
+            return b""
+        ready, self._held = self._held[:cut], self._held[cut:]
+        return self.whole(ready)
+
+    def end(self) -> bytes:
+        """What is left when the stream ends without a closing blank line."""
+        left, self._held = self._held, b""
+        return self.whole(left)
+
+
+async def relay(opened: Opened, echo: Echo, send: Send) -> None:
+    """Send the answer's bytes on as they come; raises StreamBroken when the engine leaves."""
+    if not opened.streamed:
+        await send(echo.whole(opened.first))
+        return
+    if first := echo.chunk(opened.first):
+        await send(first)
+    async for chunk in opened.rest():
+        if ready := echo.chunk(chunk):
+            await send(ready)
+    if left := echo.end():
+        await send(left)
+
+
+def error_event(body: Mapping[str, Any]) -> bytes:
+    """The end of a stream that broke: OpenAI's error in an event, then the usual last line."""
+    return b"data: " + msgspec.json.encode(body) + _BOUNDARY + b"data: [DONE]" + _BOUNDARY
+
+
+async def _first_event(response: aiohttp.ClientResponse) -> bytes:
+    """Bytes up to and including the first `data:` event, with what came along in the same chunk."""
+    got = b""
+    async for chunk in response.content.iter_any():
+        got += chunk
+        start = 0 if got.startswith(b"data:") else got.find(b"\ndata:")
+        if start >= 0 and got.find(_BOUNDARY, start) >= 0:
+            return got
+        if len(got) > _MAX_EVENT_BYTES:
+            raise aiohttp.ClientPayloadError(f"no event within {_MAX_EVENT_BYTES} bytes")
+    raise aiohttp.ClientPayloadError("the stream ended before its first event")
+
+
+def _event_error(event: bytes) -> tuple[int, bytes] | None:
+    """(status, body) when the first event is an error, as vLLM puts it in a stream that began with 200."""
+    line = event[event.find(b"data:") + 5 :].split(_BOUNDARY, 1)[0].strip()
+    if not line.startswith((b'{"error"', b'{"object":"error"')):
+        return None
+    try:
+        error = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return 500, line
+    inner = error.get("error")
+    code = (inner if isinstance(inner, dict) else error).get("code")
+    return (code if isinstance(code, int) and 400 <= code < 600 else 500), line
+
+
+async def _whole_body(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    got = bytearray()
+    async for chunk in response.content.iter_any():
+        got += chunk
+        if len(got) > most_bytes:
+            raise aiohttp.ClientPayloadError(f"an answer of over {most_bytes} bytes")
+    return bytes(got)
+
+
+def _retry_reason(opened: Opened, *, has_adapter: bool) -> str | None:
+    """Why another replica may do better, or None: the answer is the client's, error or not."""
+    if opened.status in (502, 503):
+        return "engine_unavailable"
+    if opened.status == 404 and has_adapter:
+        return "adapter_missing"
+    if opened.status == 500 and _SHUTTING_DOWN in opened.first:
+        return "engine_draining"
+    if opened.status == 500 and _DEAD in opened.first:
+        return "engine_dead"
+    if opened.in_band_error and opened.status >= 500:
+        return "first_event_error"
+    return None
