@@ -7,6 +7,12 @@ from typing import Any
 import structlog
 
 
+# A frame's locals hold prompts and keys; neither belongs in a log.
+_without_locals = structlog.processors.ExceptionRenderer(
+    structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+)
+
+
 def configure(component: str, *, log_format: str = "json", level: str = "info") -> None:
     """Send our own and the libraries' lines to stderr in one form. Call once, at a process's start."""
     shared: list[Any] = [
@@ -16,9 +22,9 @@ def configure(component: str, *, log_format: str = "json", level: str = "info") 
         _component(component),
     ]
     renderer: list[Any] = (
-        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)]
         if log_format == "console"
-        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        else [_without_locals, structlog.processors.JSONRenderer()]
     )
     structlog.configure(
         processors=[*shared, *renderer],

@@ -5,9 +5,13 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 
+import httpx
 import structlog
 
 log = structlog.get_logger()
+
+# Somebody else is not there, or says no: nothing that a traceback of ours would explain.
+_AWAY = (OSError, TimeoutError, httpx.HTTPError)
 
 
 async def forever(
@@ -22,8 +26,8 @@ async def forever(
 ) -> None:
     """Run `step` again and again until cancelled: every `every_s`, or at once when poked.
 
-    A step that raises is logged (with its traceback the first time in a row, in one line after that), counted
-    by `on_failure`, and tried again after a jittered, growing pause of at most `most_backoff_s`.
+    A step that raises is logged (in one line when the other side is away, with a traceback when the fault is
+    ours), counted by `on_failure`, and tried again after a jittered, growing pause of at most `most_backoff_s`.
     """
     chance = rng or random.Random()
     failures = 0
@@ -37,7 +41,8 @@ async def forever(
         except Exception as exc:  # the top of a loop: it logs, counts and goes on
             failures += 1
             on_failure()
-            log.warning("loop step failed", loop=name, failures=failures, error=repr(exc), exc_info=failures == 1)
+            ours = not isinstance(exc, _AWAY)
+            log.warning("loop step failed", loop=name, failures=failures, error=repr(exc), exc_info=ours)
             pause_s = min(most_backoff_s, 0.1 * 2.0 ** min(failures, 10)) * chance.uniform(0.5, 1.0)
         if poke is None or failures:
             await asyncio.sleep(pause_s)
