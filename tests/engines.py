@@ -1,0 +1,139 @@
+"""Real engine processes for tests: the sim and vLLM on the CPU, started with the same arguments."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["sim", "vllm"]
+
+MODULES = {"sim": "workers.engines.sim", "vllm": "vllm.entrypoints.openai.api_server"}
+START_WITHIN_S = {"sim": 20.0, "vllm": 240.0}  # vLLM: 25-60 s alone on 2 cores, longer beside other work
+
+# The least that vLLM 0.32 starts with on 2 cores; the sim takes and ignores what it has no use for.
+FLAGS: Sequence[str] = (
+    "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "16", "--enforce-eager",
+    "--max-model-len", "2048", "--max-num-batched-tokens", "2048", "--max-num-seqs", "8", "--block-size", "32",
+    "--num-gpu-blocks-override", "256", "--enable-prompt-tokens-details", "--shutdown-timeout", "20",
+)  # fmt: skip
+ENVIRONMENT: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+}
+
+
+@dataclass(slots=True)
+class RunningEngine:
+    """An engine that answers /health. Stop it."""
+
+    kind: Kind
+    url: str
+    model: str
+    kv_endpoint: str
+    replay_endpoint: str
+    log: Path
+    process: "subprocess.Popen[bytes]"
+    started_in_s: float
+    _folder: Path
+
+    def stop(self, *, within_s: float = 60.0) -> int:
+        """SIGTERM, wait, and see to it that nothing of its process group is left; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(within_s)
+        finally:
+            end_group(self.process)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def start_engine(
+    kind: Kind,
+    model_dir: Path,
+    *,
+    served_model_name: str = "tiny-qwen",
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> RunningEngine:
+    """Start an engine on a free loopback port, KV events on ipc sockets; returns once it answers.
+
+    flags        come after `FLAGS`, so that they win
+    raises       RuntimeError with the end of the engine's log when it exits or is not up in time
+    """
+    folder = Path(tempfile.mkdtemp(prefix="engine-", dir="/tmp"))  # short: an ipc path has at most 107 bytes
+    port = free_port()
+    kv_endpoint, replay_endpoint = f"ipc://{folder}/kv", f"ipc://{folder}/replay"
+    events = (
+        f'{{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"{kv_endpoint}",'
+        f'"replay_endpoint":"{replay_endpoint}","topic":"kv"}}'
+    )
+    command = [sys.executable, "-m", MODULES[kind], "--model", str(model_dir), "--served-model-name", served_model_name]
+    command += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, "--kv-events-config", events, *flags]
+    log = folder / "log"
+    began = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_healthy(url, process, log, began + START_WITHIN_S[kind])
+    except BaseException:
+        end_group(process)
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    started_in_s = time.monotonic() - began
+    return RunningEngine(kind, url, served_model_name, kv_endpoint, replay_endpoint, log, process, started_in_s, folder)
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill whatever is left of the process group that `process` leads."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path, deadline: float) -> None:
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            pass
+        if process.poll() is not None:
+            raise RuntimeError(f"the engine exited with {process.returncode}; its log ends:\n{_tail(log)}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the engine did not answer {url}/health in time; its log ends:\n{_tail(log)}")
+        time.sleep(0.02)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-6000:]
