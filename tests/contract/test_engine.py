@@ -12,6 +12,8 @@ import msgspec
 import pytest
 import zmq
 
+from lorafleet.chat import ChatTokenizer
+from tests.bodies import assert_same_tokens_as_engine
 from tests.contract import golden
 from tests.contract.conftest import EVENT_WITHIN_MS, Bench
 from tests.contract.golden import fits
@@ -453,6 +455,10 @@ def test_tokenize_without_the_generation_prompt_is_a_prefix(bench: Bench) -> Non
     bare = bench.client.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()["tokens"]
     assert whole[: len(bare)] == bare
     assert len(bare) < len(whole)
+
+
+def test_our_tokenizer_gives_the_engines_ids(bench: Bench, model_dir: Path) -> None:
+    assert_same_tokens_as_engine(ChatTokenizer.from_dir(model_dir), bench.engine.url, bench.engine.model)
 
 
 # --- adapters

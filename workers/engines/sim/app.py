@@ -357,7 +357,9 @@ async def _json(request: Request) -> Any:
 
 async def _all_ended(jobs: Sequence[Generation], told: "asyncio.Queue[Generation]") -> None:
     while any(job.ended is None for job in jobs):
-        _alive(await told.get())
+        await told.get()
+    for job in jobs:
+        _alive(job)
 
 
 def _alive(job: Generation) -> Generation:

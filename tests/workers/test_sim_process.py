@@ -1,0 +1,151 @@
+"""The sim as a process: how it starts, what it refuses to start with, and how it ends."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lorafleet.tiny import make_adapters, make_model
+from tests.engines import RunningEngine, start_engine
+from workers.engines.sim.settings import parse
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: Path) -> Iterator[RunningEngine]:
+    running = start_engine("sim", model_dir, flags=("--sim-response-tokens", "12", "--sim-decode-tokens-per-s", "500"))
+    yield running
+    running.stop()
+
+
+def load(engine: RunningEngine, name: str, path: Path) -> None:
+    answer = httpx.post(f"{engine.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+    assert answer.status_code == 200, answer.text
+
+
+def complete(engine: RunningEngine, **body: object) -> httpx.Response:
+    return httpx.post(f"{engine.url}/v1/completions", json={"prompt": "hello", **body}, timeout=30)
+
+
+def test_it_starts_within_seconds_on_a_busy_machine(engine: RunningEngine) -> None:
+    assert engine.started_in_s < 3  # 0.3-0.5 s when idle
+
+
+def test_an_answer_ends_by_itself_unless_eos_is_ignored(engine: RunningEngine) -> None:
+    natural = complete(engine, max_tokens=50).json()
+    assert (natural["choices"][0]["finish_reason"], natural["usage"]["completion_tokens"]) == ("stop", 12)
+    longer = complete(engine, max_tokens=50, ignore_eos=True).json()
+    assert (longer["choices"][0]["finish_reason"], longer["usage"]["completion_tokens"]) == ("length", 50)
+    assert longer["choices"][0]["text"].startswith(natural["choices"][0]["text"])
+
+
+def test_a_stop_string_is_left_out_of_the_text(engine: RunningEngine) -> None:
+    text = complete(engine, max_tokens=10).json()["choices"][0]["text"]
+    word = text.split()[4]
+    choice = complete(engine, max_tokens=10, stop=[word]).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", word)
+    assert choice["text"] == text[: text.index(word)]
+
+
+def test_the_adapters_content_decides_the_text_and_not_its_name(engine: RunningEngine, tmp_path: Path) -> None:
+    first, second, _ = make_adapters(tmp_path)
+    load(engine, "one", first)
+    load(engine, "same", first)
+    load(engine, "other", second)
+    texts = [
+        complete(engine, model=name).json()["choices"][0]["text"] for name in ("one", "same", "other", "tiny-qwen")
+    ]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+    for name in ("one", "same", "other"):
+        httpx.post(f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+
+
+def test_many_at_once_are_all_answered(engine: RunningEngine) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda n: complete(engine, prompt=[n + 5] * 40, max_tokens=20), range(40)))
+    assert {answer.status_code for answer in answers} == {200}
+
+
+def test_an_engine_whose_adapter_files_vanished_dies_with_its_requests_and_exits_with_0(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    engine = start_engine("sim", model_dir, flags=("--max-loras", "1", "--max-cpu-loras", "1"))
+    try:
+        first, second, _ = make_adapters(tmp_path)
+        load(engine, "gone", first)
+        load(engine, "pushes-it-out", second)
+        shutil.rmtree(first)
+        body = {"prompt": "hello", "max_tokens": 1000, "stream": True}
+        with httpx.stream("POST", f"{engine.url}/v1/completions", json=body) as innocent:
+            lines = innocent.iter_lines()
+            next(lines)
+            answer = complete(engine, model="gone")
+            *_, error, _, done, _ = lines
+        assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == (500, "data: [DONE]")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
+        assert engine.process.wait(10) == 0
+    finally:
+        engine.stop()
+
+
+def test_without_a_shutdown_timeout_sigterm_waits_for_nobody(model_dir: Path) -> None:
+    flags = ("--shutdown-timeout", "0", "--sim-decode-tokens-per-s", "1")
+    engine = start_engine("sim", model_dir, flags=flags)
+    body = {"prompt": "hello", "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", f"{engine.url}/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        began = time.monotonic()
+        assert engine.stop() == 0
+        assert time.monotonic() - began < 10
+
+
+def test_runtime_loading_is_off_unless_the_environment_allows_it(model_dir: Path) -> None:
+    engine = start_engine("sim", model_dir, environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
+    try:
+        answer = httpx.post(f"{engine.url}/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
+        assert (answer.status_code, answer.json()) == (404, {"detail": "Not Found"})
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-lroas", "2"], "unrecognized arguments: --max-lroas 2"),
+        (["--max-loras", "2", "--max-cpu-loras", "1"], "max_cpu_loras (1) must be >= max_loras (2)."),
+        (["--max-lora-rank", "12"], "invalid choice: 12"),
+        (["--num-gpu-blocks-override", "2", "--max-model-len", "64"], "give more blocks or a shorter length"),
+        (["--kv-events-config", '{"topick": "x"}'], "topick"),
+    ],
+)
+def test_a_flag_it_cannot_honour_is_refused_by_name(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--model", str(model_dir), *flags], {})
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.engines.sim", "--model", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"--model {tmp_path}: no tokenizer.json there" in done.stderr
