@@ -11,7 +11,7 @@ from typing import Any
 # Accepted and without effect: they change how real kernels run, what is logged, or what the sim cannot do worse.
 IGNORED_WITH_VALUE = (
     "--attention-backend", "--chat-template-content-format", "--compilation-config", "--cpu-offload-gb",
-    "--data-parallel-size", "--distributed-executor-backend", "--download-dir", "--dtype", "--generation-config",
+    "--distributed-executor-backend", "--download-dir", "--dtype", "--generation-config",
     "--gpu-memory-utilization", "--hf-overrides", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format",
     "--lora-dtype", "--max-log-len", "--pipeline-parallel-size", "--quantization", "--revision", "--runner", "--seed",
     "--swap-space", "--tensor-parallel-size", "--tokenizer-mode", "--tokenizer-revision", "--uvicorn-log-level",
