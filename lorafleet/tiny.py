@@ -280,7 +280,7 @@ def _head() -> Array:
     return rows
 
 
-_END_LENGTH: Final = 1.1  # measured: an answer ends after some hundred tokens, seldom among the first 24
+_END_LENGTH: Final = 1.1  # measured: base answers end after some hundred tokens; adapters talk on to max_tokens
 
 
 # --- adapters ----------------------------------------------------------------------------------------------------

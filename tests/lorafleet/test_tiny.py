@@ -51,9 +51,13 @@ def test_a_second_call_makes_nothing(made):
 
 
 def test_a_failure_half_way_leaves_nothing_behind(tmp_path):
-    with pytest.raises(OSError, match="No space left"), tiny._whole(tmp_path / "model") as folder:
-        (folder / "config.json").write_text("{}")
-        raise OSError(28, "No space left on device")
+    def fill_the_disk():
+        with tiny._whole(tmp_path / "model") as folder:
+            (folder / "config.json").write_text("{}")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fill_the_disk()
     assert list(tmp_path.iterdir()) == []
 
 
