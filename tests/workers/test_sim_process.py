@@ -78,6 +78,21 @@ def test_many_at_once_are_all_answered(engine: RunningEngine) -> None:
     assert {answer.status_code for answer in answers} == {200}
 
 
+def test_a_reader_who_leaves_before_a_whole_answer_ends_the_request(model_dir: Path) -> None:
+    engine = start_engine("sim", model_dir, flags=("--sim-decode-tokens-per-s", "1"))
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{engine.url}/v1/completions", json={"prompt": "hello", "max_tokens": 1000}, timeout=0.3)
+        running = 'vllm:num_requests_running{engine="0",model_name="tiny-qwen"} 0.0'
+        deadline = time.monotonic() + 5
+        while running not in (page := httpx.get(f"{engine.url}/metrics").text) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert running in page
+        assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny-qwen"} 1.0' in page
+    finally:
+        engine.stop()
+
+
 def test_an_engine_whose_adapter_files_vanished_dies_with_its_requests_and_exits_with_0(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -93,8 +108,10 @@ def test_an_engine_whose_adapter_files_vanished_dies_with_its_requests_and_exits
             next(lines)
             answer = complete(engine, model="gone")
             *_, error, _, done, _ = lines
-        assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == (500, "data: [DONE]")
-        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
+        fault = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+        body = {"error": {"message": fault, "type": "InternalServerError", "param": None, "code": 500}}
+        assert (error, done) == (f"data: {json.dumps(body)}", "data: [DONE]")
+        assert (answer.status_code, answer.json()) == (500, body)
         assert engine.process.wait(10) == 0
     finally:
         engine.stop()

@@ -187,7 +187,8 @@ class Service:
                 if with_usage:
                     yield _event(answers.usage_chunk(head, jobs))
         except (EngineDead, Draining) as exc:  # the 200 is out: in-band, as vLLM
-            yield _event(Refused(str(exc), "InternalServerError", 500).body())
+            error = Refused(str(exc), "InternalServerError", 500).body()
+            yield f"data: {json.dumps(error)}\n\n"  # with spaces, unlike every other event
         yield "data: [DONE]\n\n"
 
     async def models(self, _request: Request) -> Response:
