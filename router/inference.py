@@ -107,9 +107,13 @@ class Inference:
         parts = self._parts
         flight.first_token()
         parts.metrics.first_data.labels(routed.target.base_model).observe(parts.clock() - question.read_at)
+        echo = Echo(routed.engine_model, routed.target.asked)
+        if not opened.streamed:
+            await answer.whole(opened, routed, echo.whole(opened.first))
+            return
         await answer.begin(opened, routed)
         try:
-            await relay(opened, Echo(routed.engine_model, routed.target.asked), answer.send)
+            await relay(opened, echo, answer.send)
         except StreamBroken as exc:
             log.warning("stream broken", request_id=question.request_id, error=str(exc))
             answer.code = exc.code
@@ -134,17 +138,14 @@ class _Answer:
         self.status: int | None = None
         self.code = ""
 
+    async def whole(self, opened: Opened, routed: Routed, body: bytes) -> None:
+        """An answer that is complete."""
+        await self._head(opened.status, _about(opened, routed) | {"content-length": str(len(body))})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
     async def begin(self, opened: Opened, routed: Routed) -> None:
-        adapter = routed.target.adapter
-        headers = {
-            "content-type": opened.content_type,
-            "x-lorafleet-worker": routed.decision.replica.id,
-            "x-lorafleet-adapter": (adapter.engine_name or adapter.lora_id) if adapter else "base",
-            "x-lorafleet-cached-tokens": str(routed.decision.score.cached_tokens),
-        }
-        if opened.streamed:
-            headers["cache-control"] = "no-cache"
-        await self._head(opened.status, headers)
+        """The head of a stream; `send` and `finish` follow."""
+        await self._head(opened.status, _about(opened, routed) | {"cache-control": "no-cache"})
 
     async def send(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -175,6 +176,16 @@ class _Answer:
                 "headers": [(name.encode(), value.encode("latin-1")) for name, value in named.items()],
             }
         )
+
+
+def _about(opened: Opened, routed: Routed) -> dict[str, str]:
+    adapter = routed.target.adapter
+    return {
+        "content-type": opened.content_type,
+        "x-lorafleet-worker": routed.decision.replica.id,
+        "x-lorafleet-adapter": (adapter.engine_name or adapter.lora_id) if adapter else "base",
+        "x-lorafleet-cached-tokens": str(routed.decision.score.cached_tokens),
+    }
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -157,10 +157,7 @@ class Echo:
 
 
 async def relay(opened: Opened, echo: Echo, send: Send) -> None:
-    """Send the answer's bytes on as they come; raises StreamBroken when the engine leaves."""
-    if not opened.streamed:
-        await send(echo.whole(opened.first))
-        return
+    """Send a stream's bytes on as they come; raises StreamBroken when the engine leaves."""
     if first := echo.chunk(opened.first):
         await send(first)
     async for chunk in opened.rest():

@@ -28,7 +28,7 @@ from router.discovery import Discovery
 from router.dress import Body, refuse_steering
 from router.kv_events import Feeds
 from router.metrics import Metrics
-from router.tokens import NO_TOKENS, Tokenizers, Tokens
+from router.tokens import FIELDS, NO_TOKENS, Tokenizers, Tokens
 from router.usage import Usage
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -36,25 +36,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SPECULATE_S = 2.0
 _KEPT_DECISIONS = 1000
 # What a decision reads of a body; the rest is sent on without being parsed.
-_DECODED_FIELDS = frozenset(
-    {
-        "model",
-        "lora_id",
-        "stream",
-        "messages",
-        "prompt",
-        "tools",
-        "add_generation_prompt",
-        "continue_final_message",
-        "add_special_tokens",
-        "chat_template",
-        "chat_template_kwargs",
-        "documents",
-        "tool_choice",
-        "cache_salt",
-        "vllm_xargs",
-    }
-)
+_DECODED_FIELDS = FIELDS | {"model", "lora_id", "stream", "cache_salt", "vllm_xargs"}
 
 _decode_body = msgspec.json.Decoder(Body).decode
 _decode_any = msgspec.json.Decoder().decode

@@ -8,13 +8,35 @@ from typing import Any, Literal
 import httpx
 import structlog
 from jinja2 import TemplateError
-from lorafleet.chat import ChatTokenizer, Untokenizable
 
+from lorafleet.chat import ChatTokenizer, Untokenizable
 from workers.wire import ModelFiles
 
 log = structlog.get_logger()
 
 Source = Literal["local", "remote", "given", "none"]
+
+# What /tokenize takes. Source: vLLM 0.32 entrypoints/serve/tokenize/protocol.py.
+_TOKENIZE_FIELDS = (
+    "messages",
+    "prompt",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template_kwargs",
+)
+# What changes a prompt's ids but /tokenize would not know of (or, a client's own template, is not ours to run).
+_ENGINE_ONLY_FIELDS = (
+    "chat_template",
+    "documents",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "reasoning_effort",
+    "truncate_prompt_tokens",
+)
+# Everything of a body that its ids depend on.
+FIELDS = frozenset({*_TOKENIZE_FIELDS, *_ENGINE_ONLY_FIELDS})
 
 # Above this many characters encoding leaves the event loop: about 4 ms of it.
 _THREAD_ABOVE_CHARS = 16_384
@@ -137,6 +159,8 @@ class Tokenizers:
         return local
 
     async def _remote(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> Tokens:
+        if any(body.get(name) is not None for name in _ENGINE_ONLY_FIELDS):
+            return NO_TOKENS
         try:
             ids = await self._ask(body, base_model, engine_url)
         except httpx.HTTPError as exc:
@@ -152,18 +176,6 @@ class Tokenizers:
             return None
         tokens = answer.json().get("tokens")
         return tokens if isinstance(tokens, list) else None
-
-
-# vLLM 0.32 entrypoints/serve/tokenize/protocol.py: what changes the ids. No client's chat_template: never ours to run.
-_TOKENIZE_FIELDS = (
-    "messages",
-    "prompt",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template_kwargs",
-)
 
 
 async def _encode(local: ChatTokenizer, body: Mapping[str, Any]) -> list[int]:

@@ -1,0 +1,222 @@
+"""Small hand-written servers around a real router: engines that do as told, and one that plays
+orchestrator and agents."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from orchestrator.wire import Catalog, CatalogAdapter, CatalogWorker
+from router.app import build
+from router.config import Config
+from tests.serving import serving
+from workers.wire import LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport, engine_name
+
+DIGEST = "ab" * 32
+BASE = "tiny-qwen"
+
+
+def chunk(model: str, text: str) -> bytes:
+    choices = [{"index": 0, "delta": {"content": text}}]
+    return (
+        b"data: "
+        + json.dumps({"id": "1", "model": model, "choices": choices}, separators=(",", ":")).encode()
+        + b"\n\n"
+    )
+
+
+async def echo(engine: "Engine", body: dict) -> Response:
+    """The ordinary engine: answers with the model it was asked for, streamed or whole."""
+    model = body["model"]
+    if not body.get("stream"):
+        return JSONResponse({"id": "1", "model": model, "choices": [{"message": {"content": "hi"}}]})
+
+    async def pieces():
+        yield chunk(model, "one")
+        await engine.go_on.wait()
+        yield chunk(model, "two")
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+@dataclass
+class Engine:
+    """One engine; `answer` decides what a completion gets."""
+
+    name: str
+    answer: Callable = echo
+    bodies: list[dict] = field(default_factory=list)
+    headers: list[dict] = field(default_factory=list)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self):
+        self.go_on.set()
+
+    @property
+    def app(self):
+        async def complete(request: Request):
+            body = await request.json()
+            self.bodies.append(body)
+            self.headers.append(dict(request.headers))
+            return await self.answer(self, body)
+
+        async def tokenize(request: Request):
+            return JSONResponse({"error": {"message": "no"}}, 400)
+
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", complete, methods=["POST"]),
+                Route("/v1/completions", complete, methods=["POST"]),
+                Route("/tokenize", tokenize, methods=["POST"]),
+                Route("/health", lambda r: Response()),
+            ]
+        )
+
+
+@dataclass
+class Control:
+    """Orchestrator and agents: serves what the tests put in, and wakes the router at each `tell`."""
+
+    adapters: list[CatalogAdapter] = field(default_factory=list)
+    residents: dict[str, list[str]] = field(default_factory=dict)
+    workers: dict[str, str] = field(default_factory=dict)
+    ensured: list[str] = field(default_factory=list)
+    ensure: Callable | None = None
+    usage: list[dict] = field(default_factory=list)
+    down: bool = False
+    loads: list[dict] = field(default_factory=list)
+    max_loras: int = 2
+    revision: int = 1
+    url: str = ""
+    _told: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add_adapter(self, lora_id, *, on=(), **more):
+        adapter = {"digest": DIGEST, "base_model": BASE, "source": "file:///x", "state": "ready"} | more
+        self.adapters.append(CatalogAdapter(lora_id=lora_id, **adapter))
+        for worker in on:
+            self.residents.setdefault(worker, []).append(lora_id)
+
+    def tell(self):
+        self.revision += 1
+        told, self._told = self._told, asyncio.Event()
+        told.set()
+
+    def metadata(self, worker: str) -> Metadata:
+        held = tuple(
+            LoadedLora(
+                lora_id=lora_id,
+                digest=DIGEST,
+                engine_name=engine_name(lora_id, DIGEST),
+                state="ready",
+                location="device",
+            )
+            for lora_id in self.residents.get(worker, [])
+        )
+        shape = RuntimeConfig(
+            block_size=16, total_kv_blocks=100, max_num_seqs=8, max_num_batched_tokens=2048, max_model_len=2048
+        )
+        return Metadata(
+            instance_id=worker,
+            agent_url=f"{self.url}/agents/{worker}",
+            model=ModelCard(name=BASE, base_model=BASE, runtime_config=shape),
+            transport=Transport(engine_url=self.workers[worker]),
+            lora=LoraInfo(enabled=True, max_loras=self.max_loras, max_cpu_loras=4, loaded_loras=held),
+            agent_boot_id="a",
+            engine_boot_id="e",
+        )
+
+    @property
+    def app(self):
+        def guarded(handler):
+            async def handle(request: Request):
+                return Response(status_code=503) if self.down else await handler(request)
+
+            return handle
+
+        async def catalog(_request):
+            workers = tuple(
+                CatalogWorker(id=w, agent_url=f"{self.url}/agents/{w}", state="ready") for w in self.workers
+            )
+            catalog = Catalog(revision=self.revision, adapters=tuple(self.adapters), workers=workers)
+            return Response(catalog.model_dump_json(), media_type="application/json")
+
+        async def events(_request):
+            async def messages():
+                while True:
+                    told = self._told
+                    yield b": here\n\n"
+                    await told.wait()
+                    yield b"data: {}\n\n"
+
+            return StreamingResponse(messages(), media_type="text/event-stream")
+
+        async def ensure(request: Request):
+            self.ensured.append(request.path_params["lora_id"])
+            return await self.ensure(self, request.path_params["lora_id"])
+
+        async def usage(request: Request):
+            self.usage.append(await request.json())
+            return Response(status_code=204)
+
+        async def metadata(request: Request):
+            return Response(self.metadata(request.path_params["w"]).model_dump_json(), media_type="application/json")
+
+        async def load(request: Request):
+            wanted = await request.json()
+            self.loads.append(wanted)
+            self.residents.setdefault(request.path_params["w"], []).append(wanted["lora_id"])
+            return JSONResponse({})
+
+        async def no_files(_request):
+            return JSONResponse({"base_model": BASE, "files": {}})
+
+        return Starlette(
+            routes=[
+                Route("/v1/catalog", guarded(catalog)),
+                Route("/v1/events", guarded(events)),
+                Route("/v1/usage", guarded(usage), methods=["POST"]),
+                Route("/v1/adapters/{lora_id:path}/ensure", guarded(ensure), methods=["POST"]),
+                Route("/agents/{w}/metadata", metadata),
+                Route("/agents/{w}/v1/events", events),
+                Route("/agents/{w}/v1/model/files", no_files),
+                Route("/agents/{w}/v1/admin/load_lora", load, methods=["POST"]),
+            ]
+        )
+
+
+@contextlib.asynccontextmanager
+async def fleet(*engines: Engine, control: Control | None = None, **settings) -> AsyncIterator:
+    """(client of a real router, control, parts) in front of these engines."""
+    control = control or Control()
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            control.workers[engine.name] = await stack.enter_async_context(serving(engine.app))
+        control.url = await stack.enter_async_context(serving(control.app))
+        config = Config(
+            **{
+                "orchestrator_url": control.url,
+                "metadata_poll_s": 0.2,
+                "catalog_poll_s": 0.2,
+                "tokenizer": "remote",
+                "cold_start_timeout_s": 5.0,
+                **settings,
+            }
+        )
+        app, parts = build(config)
+        url = await stack.enter_async_context(serving(app))
+        if not control.down:
+            arrived = await parts.discovery.changes.until(
+                lambda: len(parts.discovery.fleet.replicas) == len(engines), timeout_s=5
+            )
+            assert arrived or not engines
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
+        yield client, control, parts

@@ -1,0 +1,498 @@
+import asyncio
+import json
+import socket
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from lorafleet.auth import hash_key
+from router.core.errors import RequestError, RouterError, Unavailable
+from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
+from tests.router.doubles import BASE, DIGEST, Control, Engine, chunk, fleet
+
+CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
+SQL = f"sql/v1@{DIGEST[:12]}"
+
+
+def with_sql(*on):
+    control = Control()
+    control.add_adapter("sql/v1", on=on)
+    return control
+
+
+def error_of(answer):
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_an_adapters_request_runs_under_the_engines_name_and_answers_under_the_clients():
+    engine = Engine("w0")
+    async with fleet(engine, control=with_sql("w0")) as (client, _, _):
+        for body in ({**CHAT, "lora_id": "sql/v1"}, {**CHAT, "model": "sql/v1"}, {**CHAT, "model": f"{BASE}:sql/v1"}):
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200
+            assert answer.json()["model"] == body["model"]
+            assert answer.headers["x-lorafleet-adapter"] == SQL
+            assert answer.headers["x-lorafleet-worker"] == "w0"
+    assert [b["model"] for b in engine.bodies] == [SQL] * 3
+    assert all("lora_id" not in b for b in engine.bodies)
+
+
+async def test_every_other_field_reaches_the_engine_as_it_was_sent():
+    engine = Engine("w0")
+    odd = {"temperature": 1e-7, "seed": 2**53, "unknown": {"ключ": [None, True, "\u2028"]}, "logit_bias": {"1": -100}}
+    async with fleet(engine) as (client, _, _):
+        raw = json.dumps({**CHAT, **odd}, ensure_ascii=False)
+        await client.post("/v1/chat/completions", content=raw, headers={"authorization": "Bearer secret"})
+    assert engine.bodies == [{**CHAT, **odd}]
+    assert "authorization" not in engine.headers[0]
+
+
+async def test_a_stream_arrives_in_pieces_under_the_clients_name_even_when_cut_inside_it():
+    async def cut(engine, body):
+        async def pieces():
+            whole = chunk(body["model"], "one")
+            middle = whole.index(b"@")
+            yield whole[:middle]
+            await asyncio.sleep(0)
+            yield whole[middle:]
+            await engine.go_on.wait()
+            yield chunk(body["model"], 'say "model":"x"') + b"data: [DONE]\n\n"
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    engine = Engine("w0", cut)
+    engine.go_on.clear()
+    async with fleet(engine, control=with_sql("w0")) as (client, _, _):
+        ask = {**CHAT, "lora_id": "sql/v1", "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=ask) as answer:
+            pieces = answer.aiter_bytes()
+            first = await anext(pieces)
+            assert json.loads(first.removeprefix(b"data: "))["model"] == BASE
+            engine.go_on.set()
+            rest = b"".join([piece async for piece in pieces])
+    assert SQL.encode() not in first + rest
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("how", ["refused", "503", "reset", "draining", "in_band", "empty"])
+async def test_a_replica_that_fails_before_its_first_token_is_passed_over(how, streamed):
+    async def fail(engine, body):
+        if how == "503":
+            return JSONResponse({"error": {"message": "busy"}}, 503)
+        if how == "draining":
+            return JSONResponse({"error": {"message": "cannot schedule new futures after shutdown"}}, 500)
+        if how == "in_band":
+            error = b'data: {"error": {"message": "dead", "code": 500}}\n\ndata: [DONE]\n\n'
+            return (
+                StreamingResponse(iter([error]), media_type="text/event-stream")
+                if streamed
+                else Response(status_code=502)
+            )
+
+        async def nothing():
+            if how == "reset":
+                yield b'{"half'
+                raise ConnectionResetError
+            return
+            yield
+
+        return (
+            StreamingResponse(nothing(), media_type="text/event-stream")
+            if streamed or how == "reset"
+            else Response(status_code=503)
+        )
+
+    bad, good = Engine("bad", fail), Engine("good")
+    async with fleet(bad, good) as (client, control, parts):
+        if how == "refused":
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                control.workers["bad"] = f"http://127.0.0.1:{free.getsockname()[1]}"
+            control.tell()
+            await parts.discovery.changes.until(
+                lambda: parts.discovery.fleet.replicas["bad"].engine_url == control.workers["bad"], timeout_s=5
+            )
+        for _ in range(6):
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": streamed})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-lorafleet-worker"] == "good"
+        assert list(parts.load.in_flight()) == []
+    assert how == "refused" or bad.bodies
+
+
+async def test_a_fleet_that_only_fails_is_answered_with_503_and_no_replica_is_asked_twice():
+    async def fail(engine, body):
+        return JSONResponse({"error": {"message": "busy"}}, 503)
+
+    engines = [Engine(f"w{i}", fail) for i in range(2)]
+    async with fleet(*engines) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert error_of(answer) == (503, "no_replica")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert [len(e.bodies) for e in engines] == [1, 1]
+
+
+async def test_an_engine_that_leaves_after_its_first_token_ends_the_stream_with_an_error_event():
+    async def breaks(engine, body):
+        async def pieces():
+            yield chunk(body["model"], "one")
+            await asyncio.sleep(0.05)
+            raise ConnectionResetError
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    engine, other = Engine("w0", breaks), Engine("w1", breaks)
+    async with fleet(engine, other) as (client, _, parts):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        assert list(parts.load.in_flight()) == []
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert json.loads(events[-2])["error"]["code"] == "stream_broken"
+    assert events[-1] == "[DONE]"
+    assert len(engine.bodies) + len(other.bodies) == 1
+
+
+async def test_a_client_that_leaves_aborts_the_engine():
+    async def endless(engine, body):
+        async def pieces():
+            try:
+                while True:
+                    yield chunk(body["model"], "x")
+                    await asyncio.sleep(0.005)
+            finally:
+                engine.aborted.set()
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    engine = Engine("w0", endless)
+    async with fleet(engine) as (client, _, parts):
+        async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+            assert await anext(answer.aiter_bytes())
+        await asyncio.wait_for(engine.aborted.wait(), 5)
+        await parts.discovery.changes.until(lambda: not list(parts.load.in_flight()), timeout_s=5)
+        assert list(parts.load.in_flight()) == []
+
+
+async def test_a_client_that_leaves_before_the_first_token_aborts_the_engine():
+    async def silent(engine, body):
+        async def pieces():
+            try:
+                await asyncio.Event().wait()
+                yield b""
+            finally:
+                engine.aborted.set()
+
+        engine.go_on.set()
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    engine = Engine("w0", silent)
+    engine.go_on.clear()
+    async with fleet(engine) as (client, _, _):
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+        await asyncio.wait_for(engine.go_on.wait(), 5)
+        asking.cancel()
+        await asyncio.wait_for(engine.aborted.wait(), 5)
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500])
+async def test_an_engines_own_refusal_of_a_base_request_reaches_the_client_and_is_not_retried(status):
+    async def refuse(engine, body):
+        return JSONResponse({"error": {"message": "no", "code": status}}, status)
+
+    engines = [Engine(f"w{i}", refuse) for i in range(2)]
+    async with fleet(*engines) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == status
+    assert answer.json() == {"error": {"message": "no", "code": status}}
+    assert sum(len(e.bodies) for e in engines) == 1
+
+
+async def test_a_refusal_inside_a_stream_that_began_with_200_becomes_the_answers_status():
+    async def refuse(engine, body):
+        event = b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
+        return StreamingResponse(iter([event]), media_type="text/event-stream")
+
+    async with fleet(Engine("w0", refuse)) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "too long"
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{", b'"x"', b"\xff\xfe", b'{"model": 3}', b'{"model": "tiny-qwen", "lora_id": []}']
+)
+async def test_a_malformed_body_is_a_400_and_reaches_no_engine(raw):
+    engine = Engine("w0")
+    async with fleet(engine) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", content=raw)
+    assert error_of(answer) == (400, "invalid_request_body")
+    assert engine.bodies == []
+
+
+@pytest.mark.parametrize(
+    "more", [*({name: 1} for name in REFUSED_FIELDS), *({"vllm_xargs": {name: 1}} for name in REFUSED_EXTRA_ARGS)]
+)
+async def test_a_field_that_steers_engine_or_index_is_refused(more):
+    engine = Engine("w0")
+    async with fleet(engine) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, **more})
+    assert error_of(answer) == (400, "invalid_request_body")
+    assert engine.bodies == []
+
+
+async def test_a_body_over_the_limit_is_a_413():
+    async with fleet(Engine("w0"), max_body_bytes=100) as (client, _, _):
+        assert error_of(await client.post("/v1/chat/completions", json={**CHAT, "x": "y" * 200})) == (
+            413,
+            "body_too_large",
+        )
+
+        async def pieces():
+            yield b"{" + b" " * 200
+
+        assert error_of(await client.post("/v1/chat/completions", content=pieces())) == (413, "body_too_large")
+
+
+async def test_an_unknown_model_and_an_empty_fleet_have_their_own_codes():
+    async with fleet(Engine("w0")) as (client, _, _):
+        assert error_of(await client.post("/v1/chat/completions", json={**CHAT, "model": "nope"})) == (
+            404,
+            "model_not_found",
+        )
+        assert error_of(await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "nope"})) == (
+            404,
+            "model_not_found",
+        )
+        assert error_of(await client.get("/v1/models/nope")) == (404, "model_not_found")
+        assert error_of(await client.get("/nope")) == (404, "not_found")
+        assert (await client.get("/v1/chat/completions")).status_code == 405
+    async with fleet() as (client, _, parts):
+        await parts.discovery.changes.until(lambda: parts.discovery.has_catalog, timeout_s=5)
+        assert (await client.get("/ready")).status_code == 200
+        answer = await client.post("/v1/chat/completions", json={"model": "m/v1", "messages": []})
+        assert answer.status_code == 404
+
+
+async def test_a_router_that_never_had_a_catalog_says_so_and_is_not_ready():
+    async with fleet(control=Control(down=True)) as (client, _, _):
+        assert error_of(await client.post("/v1/chat/completions", json=CHAT)) == (503, "catalog_unavailable")
+        assert error_of(await client.get("/v1/models")) == (503, "catalog_unavailable")
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_the_last_catalog_on_disk_serves_while_the_orchestrator_is_away(tmp_path):
+    engine, control = Engine("w0"), with_sql("w0")
+    async with fleet(engine, control=control, state_dir=tmp_path):
+        pass
+    control.down = True
+    control.url = ""
+    async with fleet(engine, control=control, state_dir=tmp_path) as (client, _, parts):
+        # The workers' addresses moved with the doubles' ports, so only the catalog itself can be looked at.
+        assert parts.discovery.has_catalog
+        assert "sql/v1" in {card["id"] for card in (await client.get("/v1/models")).json()["data"]}
+
+
+async def test_a_cold_adapter_is_ensured_once_however_many_wait():
+    async def load(control, lora_id):
+        await asyncio.sleep(0.05)
+        control.residents["w1"] = [lora_id]
+        return JSONResponse(
+            {"lora_id": lora_id, "digest": DIGEST, "state": "ready", "ready": ["w1"], "loading": [], "expected_s": 0}
+        )
+
+    engines, control = [Engine("w0"), Engine("w1")], with_sql()
+    control.ensure = load
+    async with fleet(*engines, control=control) as (client, _, _):
+        asks = [client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"}) for _ in range(8)]
+        answers = await asyncio.gather(*asks)
+    assert [a.headers["x-lorafleet-worker"] for a in answers] == ["w1"] * 8
+    assert control.ensured == ["sql/v1"]
+    assert {b["model"] for b in engines[1].bodies} == {SQL}
+    assert engines[0].bodies == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (409, "adapter_failed", (409, "adapter_failed")),
+        (503, "no_capacity", (503, "no_capacity")),
+        (404, "adapter_not_found", (404, "model_not_found")),
+    ],
+)
+async def test_what_the_orchestrator_says_of_a_cold_adapter_reaches_every_waiting_client(status, code, expected):
+    async def refuse(control, lora_id):
+        return JSONResponse({"error": {"message": "because", "code": code}}, status, {"retry-after": "7"})
+
+    engine, control = Engine("w0"), with_sql()
+    control.ensure = refuse
+    async with fleet(engine, control=control) as (client, _, _):
+        asks = [client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"}) for _ in range(3)]
+        for answer in await asyncio.gather(*asks):
+            assert error_of(answer) == expected
+            assert "because" in answer.json()["error"]["message"]
+            assert status != 503 or answer.headers["retry-after"] == "7"
+    assert engine.bodies == []
+
+
+async def test_a_load_that_takes_too_long_is_a_503_with_a_time_to_come_back():
+    async def slow(control, lora_id):
+        return JSONResponse(
+            {"lora_id": lora_id, "digest": DIGEST, "state": "loading", "ready": [], "loading": ["w0"], "expected_s": 3}
+        )
+
+    engine, control = Engine("w0"), with_sql()
+    control.ensure = slow
+    async with fleet(engine, control=control, cold_start_timeout_s=0.3) as (client, _, parts):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+        assert error_of(answer) == (503, "adapter_loading")
+        assert answer.headers["retry-after"] == "3"
+        assert parts.cold._flights == {}
+    assert engine.bodies == []
+
+
+async def test_while_the_orchestrator_is_away_the_adapters_home_loads_it():
+    engines, control = [Engine("w0"), Engine("w1")], with_sql()
+
+    async def unreachable(control, lora_id):
+        return Response(status_code=500)
+
+    control.ensure = unreachable
+    async with fleet(*engines, control=control) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+    assert answer.status_code == 200
+    assert [load["lora_id"] for load in control.loads] == ["sql/v1"]
+
+
+async def test_requests_beyond_the_hold_are_shed():
+    async def never(control, lora_id):
+        await asyncio.sleep(60)
+
+    control = with_sql()
+    control.ensure = never
+    async with fleet(Engine("w0"), control=control, max_held_requests=1, cold_start_timeout_s=0.5) as (
+        client,
+        _,
+        parts,
+    ):
+        ask = {**CHAT, "lora_id": "sql/v1"}
+        held = asyncio.create_task(client.post("/v1/chat/completions", json=ask))
+        while not parts.cold._held:
+            await asyncio.sleep(0.005)
+        assert error_of(await client.post("/v1/chat/completions", json=ask)) == (429, "saturated")
+        assert error_of(await held) == (503, "adapter_loading")
+
+
+async def test_keys_scopes_and_tenants(tmp_path):
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(
+        "keys:\n"
+        f"- {{sha256: {hash_key('user')}, tenant: acme, scopes: [infer]}}\n"
+        f"- {{sha256: {hash_key('other')}, tenant: rival, scopes: [infer]}}\n"
+        f"- {{sha256: {hash_key('root')}, scopes: [admin]}}\n"
+    )
+    control = with_sql("w0")
+    control.add_adapter("secret/v1", on=["w0"], tenants=("acme",))
+
+    def bearer(key):
+        return {"headers": {"authorization": f"Bearer {key}"}}
+
+    async with fleet(Engine("w0"), control=control, key_files=(keys,)) as (client, _, _):
+        for headers in ({}, bearer("wrong"), {"headers": {"authorization": "Basic user"}}):
+            for ask in (client.post("/v1/chat/completions", json=CHAT, **headers), client.get("/v1/models", **headers)):
+                assert error_of(await ask) == (401, "invalid_api_key")
+        assert (await client.post("/v1/chat/completions", json=CHAT, **bearer("user"))).status_code == 200
+        secret = {**CHAT, "lora_id": "secret/v1"}
+        assert (await client.post("/v1/chat/completions", json=secret, **bearer("user"))).status_code == 200
+        refused = await client.post("/v1/chat/completions", json=secret, **bearer("other"))
+        absent = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "absent/v1"}, **bearer("other"))
+        assert error_of(refused) == error_of(absent) == (404, "model_not_found")
+        assert refused.json()["error"]["message"].replace("secret", "absent") == absent.json()["error"]["message"]
+        seen = {
+            key: {c["id"] for c in (await client.get("/v1/models", **bearer(key))).json()["data"]}
+            for key in ("user", "other", "root")
+        }
+        assert seen == {
+            "user": {BASE, "sql/v1", "secret/v1"},
+            "other": {BASE, "sql/v1"},
+            "root": {BASE, "sql/v1", "secret/v1"},
+        }
+        assert error_of(await client.post("/v1/route", json=CHAT, **bearer("user"))) == (403, "scope_missing")
+        assert error_of(await client.get("/v1/decisions", **bearer("user"))) == (403, "scope_missing")
+        assert (await client.post("/v1/route", json=CHAT, **bearer("root"))).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_route_explains_and_sends_nothing():
+    engines = [Engine("w0"), Engine("w1")]
+    async with fleet(*engines, control=with_sql("w1")) as (client, control, _):
+        base = (await client.post("/v1/route", json={**CHAT, "prompt": None})).json()
+        assert {s["worker_id"] for s in base["scores"]} == {"w0", "w1"}
+        adapter = (await client.post("/v1/route", json={**CHAT, "lora_id": "sql/v1"})).json()
+        assert adapter["worker_id"] == "w1"
+        assert adapter["adapter"] == SQL
+        assert adapter["rejected"] == [{"worker_id": "w0", "reason": "adapter not resident"}]
+        control.residents.clear()
+        control.tell()
+        while (cold := (await client.post("/v1/route", json={**CHAT, "lora_id": "sql/v1"})).json())["worker_id"]:
+            await asyncio.sleep(0.01)
+        assert "wait for a load" in cold["note"]
+        assert (await client.get("/v1/decisions")).json()["data"] == []
+        await client.post("/v1/chat/completions", json=CHAT)
+        kept = (await client.get("/v1/decisions", params={"adapter": "base"})).json()["data"]
+        assert [d["worker_id"] for d in kept] == [("w0", "w1")[bool(engines[1].bodies)]]
+    assert sum(len(e.bodies) for e in engines) == 1
+    assert control.ensured == []
+
+
+async def test_a_usage_report_counts_what_was_sent_and_what_is_in_flight():
+    engine = Engine("w0")
+    engine.go_on.clear()
+    async with fleet(engine, control=with_sql("w0")) as (client, control, parts):
+        ask = {**CHAT, "lora_id": "sql/v1", "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=ask) as answer:
+            await anext(answer.aiter_bytes())
+            report = parts.usage.report(parts.discovery.fleet.revision, parts.clock())
+            (use,) = report.uses
+            assert (use.worker_id, use.engine_name, use.requests, use.in_flight) == ("w0", SQL, 1, 1)
+            engine.go_on.set()
+        while not control.usage or control.usage[-1]["uses"] == []:
+            await asyncio.sleep(0.02)
+        assert control.usage[-1]["revision_seen"] == control.revision
+
+
+async def test_the_routers_own_request_id_is_the_clients_when_that_is_safe():
+    engine = Engine("w0")
+    async with fleet(engine) as (client, _, _):
+        given = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "abc-1"})
+        odd = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "a b"})
+    assert given.headers["x-request-id"] == engine.headers[0]["x-request-id"] == "abc-1"
+    assert odd.headers["x-request-id"] == engine.headers[1]["x-request-id"] != "a b"
+
+
+def test_every_error_has_its_own_code_and_those_that_pass_say_when_to_come_back():
+    def tree(cls):
+        return [cls, *(below for sub in cls.__subclasses__() for below in tree(sub))]
+
+    codes = [cls.code for cls in tree(RouterError)]
+    assert len(set(codes)) == len(codes)
+    assert all(cls.status < 500 for cls in tree(RequestError))
+    assert all(cls("x").retry_after_s for cls in tree(Unavailable))
+
+
+async def test_the_connection_is_kept_and_answers_do_not_mix_under_concurrency():
+    async def named(engine, body):
+        await asyncio.sleep(0.001)
+        return JSONResponse({"model": body["model"], "seen": body["messages"][0]["content"]})
+
+    async with fleet(Engine("w0", named), Engine("w1", named)) as (client, _, parts):
+
+        async def ask(n):
+            body = {**CHAT, "messages": [{"role": "user", "content": str(n)}]}
+            return (await client.post("/v1/chat/completions", json=body)).json()["seen"]
+
+        assert await asyncio.gather(*(ask(n) for n in range(200))) == [str(n) for n in range(200)]
+        assert list(parts.load.in_flight()) == []
+        assert isinstance(client, httpx.AsyncClient)
