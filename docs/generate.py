@@ -1,0 +1,58 @@
+"""Write docs/configuration.md from the settings themselves: `python docs/generate.py`."""
+
+from pathlib import Path
+
+from lorafleet.settings import HouseSettings
+from orchestrator.config import Config as OrchestratorConfig
+from router.config import Config as RouterConfig
+from workers.config import Config as WorkersConfig
+
+HOUSES: dict[str, type[HouseSettings]] = {
+    "router": RouterConfig,
+    "orchestrator": OrchestratorConfig,
+    "workers": WorkersConfig,
+}
+TARGET = Path(__file__).parent / "configuration.md"
+
+_INTRO = """# Configuration
+
+Generated from the code by `python docs/generate.py`; a test holds the two together.
+
+Every setting is a flag, an environment variable and a key of a YAML file, in this order of precedence:
+
+```
+python -m router --cold-start-timeout-s 30
+LORAFLEET_ROUTER_COLD_START_TIMEOUT_S=30 python -m router
+python -m router --config router.yaml          # cold_start_timeout_s: 30
+```
+
+Unknown flags, unknown `LORAFLEET_<HOUSE>_…` variables and unknown keys are refused at start, by name: a typing error
+never means the default. Lists repeat the flag, or are JSON in the environment (`'["a", "b"]'`).
+"""
+
+
+def _shown(value: object) -> str:
+    if value is None or value in ("", ()):
+        return ""
+    return f"`{value}`"
+
+
+def section(house: str, settings: type[HouseSettings]) -> str:
+    """One house's table."""
+    prefix = settings.model_config.get("env_prefix", "")
+    rows = [
+        f"| `--{name.replace('_', '-')}` | `{prefix}{name.upper()}` | {_shown(field.default)} | {field.description} |"
+        for name, field in settings.model_fields.items()
+    ]
+    return "\n".join(
+        [f"## `python -m {house}`", "", "| flag | environment | default | meaning |", "|---|---|---|---|", *rows, ""]
+    )
+
+
+def document() -> str:
+    """The whole file."""
+    return "\n".join([_INTRO, *(section(house, settings) for house, settings in HOUSES.items())])
+
+
+if __name__ == "__main__":
+    TARGET.write_text(document())
