@@ -137,6 +137,25 @@ class Policy(_Written):
     failure_expiry_s: float = Field(default=60.0, gt=0)
 
 
+class AdapterBatch(_Written):
+    """`POST /v1/adapters:batch`: each is registered or refused on its own."""
+
+    adapters: tuple[AdapterSpec, ...] = Field(min_length=1, max_length=1000)
+
+
+class BatchResult(_Wire):
+    """201 registered, 200 was registered already, 409 and others refused, with the reason."""
+
+    lora_id: str
+    status: int
+    code: str | None = None
+    error: str | None = None
+
+
+class BatchAnswer(_Wire):
+    data: tuple[BatchResult, ...]
+
+
 class EnsureRequest(_Wire):
     replicas: int | None = Field(default=None, ge=1)
     wait_s: float = Field(default=0.0, ge=0, le=600)
@@ -201,6 +220,12 @@ class WorkerItem(_Wire):
 class WorkerList(_Wire):
     data: tuple[WorkerItem, ...]
     next: str | None = None
+
+
+class WorkerDrain(_Written):
+    """`POST /v1/workers/{id}/drain`: how long its adapters may take to find a place elsewhere."""
+
+    deadline_s: float | None = Field(default=None, ge=0, le=86400)
 
 
 class Heartbeat(_Wire):
@@ -284,4 +309,21 @@ class UsageReport(_Wire):
     seq: int
     revision_seen: int
     uses: tuple[AdapterUse, ...] = ()
+    wire: int = WIRE
+
+
+class UsageAnswer(_Wire):
+    """`accepted` is false for a report that was taken before, or that is older than one that was."""
+
+    accepted: bool
+    revision: int
+    wire: int = WIRE
+
+
+class Status(_Wire):
+    """`GET /health` and `/ready`."""
+
+    status: str
+    epoch: int
+    revision: int
     wire: int = WIRE

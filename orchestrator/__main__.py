@@ -1,0 +1,27 @@
+"""`python -m orchestrator`."""
+
+import sys
+
+from lorafleet import logs, serve
+from lorafleet.auth import KeyFileError
+from lorafleet.settings import load_or_exit
+from orchestrator.app import main
+from orchestrator.config import OrchestratorSettings
+from orchestrator.core.errors import StoreError
+
+PROG = "python -m orchestrator"
+
+
+def run() -> None:
+    """Exit status 2 and one line on stderr when it cannot start."""
+    settings = load_or_exit(OrchestratorSettings, sys.argv[1:], prog=PROG)
+    logs.configure("orchestrator", log_format=settings.log_format, level=settings.log_level)
+    try:
+        serve.run(lambda: main(settings))
+    except (StoreError, KeyFileError, OSError) as exc:
+        print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
+        raise SystemExit(2) from exc
+
+
+if __name__ == "__main__":
+    run()

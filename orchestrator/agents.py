@@ -1,0 +1,129 @@
+"""The client of the workers' agents: one method a call, foreign failures translated once.
+
+Which failures are the adapter's own is decided by the agent's error code, in `CONTENT_CODES`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from orchestrator.core.errors import Permanent, Transient
+from workers.wire import AvailableLora, DrainRequest, InspectRequest, LoadedLora, LoadRequest, Metadata, UnloadRequest
+
+M = TypeVar("M", bound=BaseModel)
+
+CONTENT_CODES = frozenset(
+    {
+        "adapter_invalid",
+        "adapter_refused",
+        "base_model_mismatch",
+        "digest_mismatch",
+        "invalid_lora_id",
+        "source_forbidden",
+        "source_invalid",
+        "source_not_found",
+        "source_too_big",
+        "source_unsupported",
+    }
+)
+"""Agent error codes (workers/core/errors.py) that name the adapter's own fault, on whatever worker it is tried.
+
+Everything else is the worker's trouble of the moment and is tried again, elsewhere if possible; so is `rank_too_big`,
+which another worker may allow.
+"""
+
+
+class Agents:
+    """Calls agents; every action carries our epoch and an idempotency key that says which action it is."""
+
+    def __init__(self, client: httpx.AsyncClient, *, token: str, epoch: Callable[[], int]) -> None:
+        self._client = client
+        self._epoch = epoch
+        self._auth = {"authorization": f"Bearer {token}"} if token else {}
+
+    async def metadata(self, agent_url: str, *, timeout_s: float) -> Metadata:
+        """Raises Transient when the agent does not answer with its metadata."""
+        return _parsed(Metadata, await self._call("GET", agent_url, "/metadata", timeout_s=timeout_s))
+
+    async def inspect(self, agent_url: str, ask: InspectRequest, *, key: str, timeout_s: float) -> AvailableLora:
+        """Raises Permanent for what is wrong with the bytes, Transient for everything else."""
+        return _parsed(AvailableLora, await self._act(agent_url, "inspect_lora", ask, key=key, timeout_s=timeout_s))
+
+    async def load(self, agent_url: str, ask: LoadRequest, *, key: str, timeout_s: float) -> LoadedLora:
+        """Raises Permanent for what is wrong with the bytes, Transient for everything else."""
+        return _parsed(LoadedLora, await self._act(agent_url, "load_lora", ask, key=key, timeout_s=timeout_s))
+
+    async def unload(self, agent_url: str, ask: UnloadRequest, *, key: str, timeout_s: float) -> None:
+        """Done, also when the agent does not hold it (404). Raises Transient."""
+        answer = await self._act(agent_url, "unload_lora", ask, key=key, timeout_s=timeout_s, also=frozenset({404}))
+        answer.close()
+
+    async def drain(self, agent_url: str, ask: DrainRequest, *, key: str, timeout_s: float) -> None:
+        """The whole worker. Raises Transient."""
+        await self._act(agent_url, "drain", ask, key=key, timeout_s=timeout_s)
+
+    async def engine_models(self, engine_url: str, *, timeout_s: float) -> frozenset[str] | None:
+        """Names that the engine serves; None when it is up but will not say. Raises Transient when it is not up."""
+        await self._call("GET", engine_url, "/health", timeout_s=timeout_s, headers={})
+        try:
+            answer = await self._call("GET", engine_url, "/v1/models", timeout_s=timeout_s, headers={})
+            return frozenset(str(item["id"]) for item in answer.json()["data"])
+        except (Transient, Permanent, ValueError, KeyError, TypeError):
+            return None
+
+    async def _act(
+        self,
+        agent_url: str,
+        verb: str,
+        ask: BaseModel,
+        *,
+        key: str,
+        timeout_s: float,
+        also: frozenset[int] = frozenset(),
+    ) -> httpx.Response:
+        headers = {"x-lorafleet-epoch": str(self._epoch()), "x-lorafleet-idempotency-key": key} | self._auth
+        body = ask.model_dump(mode="json", exclude_none=True)
+        path = f"/v1/admin/{verb}"
+        return await self._call("POST", agent_url, path, timeout_s=timeout_s, body=body, headers=headers, also=also)
+
+    async def _call(
+        self,
+        method: str,
+        base_url: str,
+        path: str,
+        *,
+        timeout_s: float,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        also: frozenset[int] = frozenset(),
+    ) -> httpx.Response:
+        url = base_url.rstrip("/") + path
+        headers = self._auth if headers is None else headers
+        try:
+            answer = await self._client.request(method, url, json=body, headers=headers, timeout=timeout_s)
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            raise Transient(f"{method} {url}: {exc!r}", code="worker_unreachable") from exc
+        if answer.is_success or answer.status_code in also:
+            return answer
+        raise _refusal(method, url, answer)
+
+
+def _refusal(method: str, url: str, answer: httpx.Response) -> Transient | Permanent:
+    code, message = "worker_failed", f"{method} {url}: HTTP {answer.status_code}"
+    try:
+        error = answer.json()["error"]
+        code, message = str(error["code"] or code), str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"{message}: {answer.text[:200]!r}"
+    if code in CONTENT_CODES:
+        return Permanent(message, code=code)
+    return Transient(message, code=code)
+
+
+def _parsed(cls: type[M], answer: httpx.Response) -> M:
+    try:
+        return cls.model_validate_json(answer.content)
+    except ValidationError as exc:
+        raise Transient(f"{answer.request.url}: not a {cls.__name__}: {exc}", code="worker_speaks_nonsense") from exc

@@ -1,0 +1,112 @@
+"""Builds the orchestrator and joins its parts; the only place that does."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import httpx
+import structlog
+from fastapi import FastAPI
+
+from lorafleet.auth import Keys, refuse_open_server
+from lorafleet.http import install_error_handlers
+from lorafleet.serve import bind, serve
+from orchestrator.agents import Agents
+from orchestrator.api import build_router
+from orchestrator.catalog import CatalogBook
+from orchestrator.config import OrchestratorSettings
+from orchestrator.core.demand import DemandBook
+from orchestrator.core.errors import OrchestratorError
+from orchestrator.fleet import Fleet
+from orchestrator.metrics import Metrics
+from orchestrator.reconcile import Reconciler
+from orchestrator.registry import Registry
+from orchestrator.store import Store
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Orchestrator:
+    """The app, and the loop that runs while it serves."""
+
+    app: FastAPI
+    reconciler: Reconciler
+    store: Store
+    client: httpx.AsyncClient
+    is_stopping: bool = False
+
+    def stop(self) -> None:
+        """Streams and waiting calls end now, so that the server can."""
+        self.is_stopping = True
+        self.reconciler.catalog.changed.notify()
+
+
+def build(
+    settings: OrchestratorSettings,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
+) -> Orchestrator:
+    """Everything, joined. Raises StoreError and KeyFileError; nothing runs until the app is served."""
+    keys = Keys(settings.key_files)
+    refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
+    store = Store(settings.store, wall=wall)
+    store.expire_tombstones(settings.tombstones_kept_s)
+    client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256))
+    fleet, metrics = Fleet(clock=clock, wall=wall), Metrics()
+    reconciler = Reconciler(
+        settings=settings,
+        store=store,
+        fleet=fleet,
+        demand=DemandBook(),
+        catalog=CatalogBook(store, wall=wall, buffer=settings.event_buffer),
+        agents=Agents(client, token=settings.token, epoch=lambda: store.epoch),
+        metrics=metrics,
+        clock=clock,
+        wall=wall,
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        loop = asyncio.create_task(reconciler.run())
+        try:
+            yield
+        finally:
+            loop.cancel()
+            await asyncio.gather(loop, return_exceptions=True)
+            await reconciler.stop()
+            await client.aclose()
+            store.close()
+
+    app = FastAPI(
+        title="lorafleet orchestrator",
+        version=version("lorafleet"),
+        description="Decides which adapter lives on which worker, and makes it so.",
+        lifespan=lifespan,
+    )
+    whole = Orchestrator(app, reconciler, store, client)
+    app.include_router(
+        build_router(
+            keys=keys,
+            registry=Registry(store, fleet, wall=wall),
+            reconciler=reconciler,
+            metrics=metrics,
+            is_stopping=lambda: whole.is_stopping,
+            clock=clock,
+        )
+    )
+    install_error_handlers(app, OrchestratorError)
+    return whole
+
+
+async def main(settings: OrchestratorSettings) -> None:
+    """Serve until SIGTERM. Raises StoreError, KeyFileError, OSError when it cannot start."""
+    whole = build(settings)
+    sock = bind(settings.host, settings.port)
+    port = sock.getsockname()[1]
+    log.info("serving", host=settings.host, port=port, epoch=whole.store.epoch, adapters=len(whole.store.adapters))
+    await serve(whole.app, sock, port_file=settings.port_file, grace_s=settings.stop_grace_s, on_stop=whole.stop)

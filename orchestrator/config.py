@@ -1,0 +1,45 @@
+"""The orchestrator's settings; see `lorafleet.settings` for where they come from."""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from lorafleet.settings import HouseSettings
+
+
+class OrchestratorSettings(HouseSettings):
+    """lorafleet orchestrator: decides which adapter lives on which worker, and makes it so."""
+
+    model_config = SettingsConfigDict(env_prefix="LORAFLEET_ORCHESTRATOR_")
+
+    port: int = Field(default=8080, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    store: Path = Field(
+        default=Path("lorafleet-orchestrator.db"), description="SQLite file with what was asked for; made when missing"
+    )
+    pass_interval_s: float = Field(default=2.0, gt=0, description="time between passes when nothing happens")
+    heartbeat_interval_s: float = Field(default=1.0, gt=0, description="how often agents are told to report")
+    probe_after_s: float = Field(
+        default=3.0, gt=0, description="ask agent and engine ourselves when a worker has been silent this long"
+    )
+    lost_after_s: float = Field(
+        default=5.0, gt=0, description="silent this long, and neither agent nor engine answers: the worker is lost"
+    )
+    forget_after_s: float = Field(default=3600.0, gt=0, description="drop a lost worker from the lists after this long")
+    settle_s: float = Field(
+        default=2.5, ge=0, description="after a start, hear the fleet out this long before loading or deleting anything"
+    )
+    wanted_for_s: float = Field(
+        default=60.0, gt=0, description="an `ensure` counts this long, or until the adapter is there"
+    )
+    probe_timeout_s: float = Field(default=2.0, gt=0, description="deadline of a call that only asks")
+    inspect_timeout_s: float = Field(default=300.0, gt=0, description="deadline of fetching and verifying an adapter")
+    load_timeout_s: float = Field(default=300.0, gt=0, description="deadline of a load, the fetch included")
+    unload_timeout_s: float = Field(default=30.0, gt=0, description="deadline of an unload")
+    inspects_in_flight: int = Field(default=8, ge=1, description="most adapters inspected at the same time")
+    event_buffer: int = Field(default=4096, ge=1, description="events kept for followers that reconnect")
+    keep_alive_s: float = Field(default=15.0, gt=0, description="time between comments on an idle event stream")
+    tombstones_kept_s: float = Field(
+        default=7 * 86400.0, gt=0, description="a worker that returns within this time still gives up what was deleted"
+    )
+    stop_grace_s: float = Field(default=10.0, ge=1, description="on SIGTERM, time for requests in flight to finish")

@@ -1,0 +1,77 @@
+"""Every error the orchestrator raises on purpose.
+
+OrchestratorError
+├── RequestError            the caller's: 4xx, nothing was changed
+│   ├── NotFound            404
+│   ├── Conflict            409: immutable, adapter_failed, name_taken, in_use, …
+│   ├── Stale               412: somebody else wrote in between (If-Match)
+│   └── Expired             410: the event buffer no longer reaches back that far
+├── Unavailable             503: nobody is there who could answer now; with Retry-After
+├── Transient               a worker could not do it now; tried again after `retry_after_s`, perhaps elsewhere
+├── Permanent               the adapter's bytes or source are wrong; quarantined until someone says `retry`
+└── StoreError              the store cannot be used; the process refuses to start, the file is left as it is
+"""
+
+
+class OrchestratorError(Exception):
+    """The root. `status` and `code` are what a REST caller sees."""
+
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code or type(self).code
+        self.param = param
+
+
+class RequestError(OrchestratorError):
+    status = 400
+    code = "invalid_request"
+
+
+class NotFound(RequestError):
+    status = 404
+    code = "adapter_not_found"
+
+
+class Conflict(RequestError):
+    status = 409
+    code = "conflict"
+
+
+class Stale(RequestError):
+    status = 412
+    code = "precondition_failed"
+
+
+class Expired(RequestError):
+    status = 410
+    code = "events_expired"
+
+
+class Unavailable(OrchestratorError):
+    status = 503
+    code = "no_worker"
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class Transient(OrchestratorError):
+    status = 503
+    code = "worker_failed"
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class Permanent(OrchestratorError):
+    status = 422
+    code = "adapter_refused"
+
+
+class StoreError(OrchestratorError):
+    code = "store_unusable"

@@ -1,0 +1,138 @@
+"""The difference between desired and observed, as the steps that this pass may take.
+
+Nothing is unloaded because nobody mentions it: `place` names what leaves and why, and an adapter leaves a worker
+only after it has drained there.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.core.demand import Router
+from orchestrator.core.state import Desired, Observed, Pair, Rules, Worker
+
+Operation = Literal["inspect", "load", "drain", "unload"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One step on one worker. A drain without a lora_id is the whole worker's."""
+
+    operation: Operation
+    lora_id: str
+    worker_id: str
+    reason: str
+    evict: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """An adapter that takes no new requests on a worker, since a catalog revision and until a deadline at most."""
+
+    lora_id: str
+    worker_id: str
+    engine_name: str
+    revision: int
+    since: float
+    deadline: float
+    reason: str
+
+
+def is_drained(drain: Drain, routers: Iterable[Router], worker: Worker, now: float) -> bool:
+    """Whether nothing is in flight there any more, or the deadline has passed.
+
+    Every live router must have said so, knowing the catalog that forbids new requests. With no live router
+    there is nobody to ask: then the engine's own count must be 0 in a report younger than the mark.
+    """
+    if now >= drain.deadline:
+        return True
+    routers = list(routers)
+    if not routers:
+        return worker.running == 0 and worker.reported_at > drain.since
+    return all(
+        router.revision_seen >= drain.revision and router.in_flight(drain.engine_name, drain.worker_id) == 0
+        for router in routers
+    )
+
+
+def drains_wanted(desired: Desired) -> dict[Pair, str]:
+    """(lora_id, worker_id) -> why it has to take no new requests there."""
+    wanted = {(removal.lora_id, removal.worker_id): removal.reason for removal in desired.removals}
+    for load in desired.loads:
+        if load.evict is not None:
+            wanted[load.evict, load.worker_id] = f"makes room for {load.lora_id}"
+    return wanted
+
+
+def diff(
+    desired: Desired, observed: Observed, drained: Mapping[Pair, bool], policy: Rules, inspects: int, now: float
+) -> list[Action]:
+    """What to do now, in order: within the budgets, and nothing that is under way already.
+
+    drained    of everything that drains: whether it has finished
+    inspects   how many more inspections may start
+    """
+    actions = [
+        Action(operation="inspect", lora_id=step.lora_id, worker_id=step.worker_id, reason=step.reason)
+        for step in desired.inspections[: max(0, inspects)]
+    ]
+    actions += [
+        Action(operation="drain", lora_id=lora_id, worker_id=worker_id, reason=reason)
+        for (lora_id, worker_id), reason in drains_wanted(desired).items()
+        if (lora_id, worker_id) not in drained
+    ]
+    busy = dict(observed.busy)
+    actions += _unloads(desired, observed, drained, policy, busy, now)
+    actions += _loads(desired, observed, drained, policy, busy)
+    actions += [
+        Action(operation="drain", lora_id="", worker_id=worker_id, reason="asked to drain; nothing is left to move")
+        for worker_id in desired.leaving
+        if not busy.get(worker_id)
+    ]
+    return actions
+
+
+def _unloads(
+    desired: Desired,
+    observed: Observed,
+    drained: Mapping[Pair, bool],
+    policy: Rules,
+    busy: dict[str, int],
+    now: float,
+) -> list[Action]:
+    actions: list[Action] = []
+    for step in desired.removals:
+        is_failing = observed.failed(step.lora_id, step.worker_id, now) is not None
+        if not drained.get((step.lora_id, step.worker_id)) or is_failing:
+            continue
+        if busy.get(step.worker_id, 0) < policy.loads_per_worker:
+            busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
+            actions.append(
+                Action(operation="unload", lora_id=step.lora_id, worker_id=step.worker_id, reason=step.reason)
+            )
+    return actions
+
+
+def _loads(
+    desired: Desired, observed: Observed, drained: Mapping[Pair, bool], policy: Rules, busy: dict[str, int]
+) -> list[Action]:
+    actions: list[Action] = []
+    left = policy.loads_fleet_wide - observed.loads_in_flight
+    for step in desired.loads:
+        if left <= 0:
+            break
+        if step.evict is not None and not drained.get((step.evict, step.worker_id)):
+            continue
+        if busy.get(step.worker_id, 0) < policy.loads_per_worker:
+            busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
+            left -= 1
+            actions.append(
+                Action(
+                    operation="load",
+                    lora_id=step.lora_id,
+                    worker_id=step.worker_id,
+                    reason=step.reason,
+                    evict=step.evict,
+                )
+            )
+    return actions

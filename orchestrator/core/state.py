@@ -1,0 +1,202 @@
+"""What is wanted, what was last reported, and what is asked for: frozen snapshots that one pass decides from.
+
+All times are seconds of one monotonic clock, that of the process which took the snapshot.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Pair = tuple[str, str]
+"""(lora_id, worker_id)"""
+
+SERVING = frozenset({"ready", "cordoned", "unmanaged"})
+"""Worker states in which an adapter that is there counts as a replica that will stay."""
+OCCUPYING = frozenset({"loading", "ready", "draining"})
+"""States of an adapter on a worker in which it takes one of the worker's slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """One registered adapter. digest, rank and size_bytes are None until an agent has inspected it."""
+
+    lora_id: str
+    source: str
+    base_model: str | None = None
+    digest: str | None = None
+    rank: int | None = None
+    size_bytes: int | None = None
+    loading: str | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    pinned: bool = False
+    priority: int = 0
+    weight: float = 1.0
+    tenants: tuple[str, ...] | None = None
+    quarantine: str | None = None
+    is_deleting: bool = False
+
+    @property
+    def is_inspected(self) -> bool:
+        return self.digest is not None and self.rank is not None and self.base_model is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The global placement policy; the same fields as `wire.Policy`, where they are described."""
+
+    loading: str = "lazy"
+    min_replicas: int = 1
+    max_replicas: int = 64
+    target_utilisation: float = 0.7
+    reserve_slots: int = 1
+    loads_per_worker: int = 1
+    loads_fleet_wide: int = 16
+    min_residency_s: float = 60.0
+    scale_down_after_s: float = 300.0
+    drain_deadline_s: float = 30.0
+    failure_expiry_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intent:
+    """All that was asked for over REST and is stored. `tombstones`: lora_id -> digest of adapters that were deleted."""
+
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    tombstones: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """An adapter on a worker, as its agent reported it. `since`: when it became ready there."""
+
+    lora_id: str
+    digest: str
+    engine_name: str
+    state: str
+    location: str = "device"
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """A worker as last reported. `slots`: how many adapters it can hold at all; `running`: requests in its engine.
+
+    base_models   every name that the base model goes by there
+    reported_at   when the report was made, so that "nothing runs" can be told from "nothing ran a while ago"
+    """
+
+    id: str
+    state: str
+    base_models: frozenset[str]
+    slots: int
+    max_lora_rank: int
+    held: Mapping[str, Held] = field(default_factory=dict)
+    zone: str = ""
+    node: str = ""
+    running: int = 0
+    load: float = 0.0
+    drain_deadline: float | None = None
+    is_agent_draining: bool = False
+    reported_at: float = 0.0
+
+    @property
+    def occupied(self) -> int:
+        return sum(held.state in OCCUPYING for held in self.held.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """That an adapter failed on a worker, until when that counts, and why."""
+
+    until: float
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """The fleet as reported, and what we know to be under way there."""
+
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    failures: Mapping[Pair, Failure] = field(default_factory=dict)
+    busy: Mapping[str, int] = field(default_factory=dict)
+    """worker_id -> loads and unloads that we have started there and not yet heard the end of"""
+    inspecting: Mapping[str, str] = field(default_factory=dict)
+    """lora_id -> worker_id that fetches and verifies it right now"""
+    loads_in_flight: int = 0
+
+    def failed(self, lora_id: str, worker_id: str, now: float) -> Failure | None:
+        failure = self.failures.get((lora_id, worker_id))
+        return failure if failure is not None and failure.until > now else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """Somebody asks for an adapter that is not, or not often enough, there.
+
+    may_evict   True when a request waits for it; False when it only lost its place with a worker
+    """
+
+    replicas: int
+    may_evict: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What routers say they sent, and what they ask for.
+
+    rates    lora_id -> requests a second
+    in_use   (lora_id, worker_id) with a request in flight
+    wants    lora_id -> what is asked for and not there yet; none that has expired
+    """
+
+    rates: Mapping[str, float] = field(default_factory=dict)
+    in_use: frozenset[Pair] = frozenset()
+    wants: Mapping[str, Want] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Put this adapter there; `evict` names the adapter that has to make room."""
+
+    lora_id: str
+    worker_id: str
+    reason: str
+    evict: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """Take this adapter away from there, because of a tombstone or a finished move."""
+
+    lora_id: str
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """Have this worker fetch and verify an adapter whose digest and rank nobody knows yet."""
+
+    lora_id: str
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    """Where adapters should be, and the steps that lead there.
+
+    replicas   lora_id -> workers where it is and stays, or will be
+    targets    lora_id -> how many replicas it should have (only where that is not 0)
+    unplaced   lora_id -> why fewer replicas than the target could be placed
+    leaving    workers that may now be told to drain, as nothing there has to be moved any more
+    """
+
+    replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    targets: Mapping[str, int] = field(default_factory=dict)
+    loads: tuple[Load, ...] = ()
+    removals: tuple[Removal, ...] = ()
+    inspections: tuple[Inspection, ...] = ()
+    unplaced: Mapping[str, str] = field(default_factory=dict)
+    leaving: tuple[str, ...] = ()

@@ -1,0 +1,250 @@
+"""What the workers last said, in memory only: heartbeats and our own probes in, an `Observed` snapshot out.
+
+A report stays valid for as long as its engine runs, however old it is. So silence alone changes nothing: agent and
+engine are asked first, and only when both are gone is the worker lost.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from orchestrator.core.state import OCCUPYING, Failure, Held, Observed, Pair, Worker
+from orchestrator.store import WorkerIntent
+from workers.wire import LoadedLora, LoraInfo, Metadata
+
+_AGENT_STATES = {"starting": "starting", "engine_down": "starting", "draining": "draining", "ready": "ready"}
+
+
+@dataclass(slots=True)
+class Entry:
+    """One worker. `reach`: heard (the agent speaks), unmanaged (only the engine answers), lost (neither)."""
+
+    report: Metadata
+    heard_at: float
+    reach: str = "heard"
+    since: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(lora_id, engine boot) -> when we, or the agent, first saw it ready"""
+    probed_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a report or probe changed: whether a pass is due, and which adapters went without our doing."""
+
+    is_news: bool
+    vanished: tuple[str, ...] = ()
+
+
+class Fleet:
+    """All workers by id. One writer: the event loop."""
+
+    def __init__(self, *, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+        self._clock = clock
+        self._wall = wall
+        self.entries: dict[str, Entry] = {}
+
+    def hear(self, report: Metadata) -> Change:
+        """Take an agent's own word."""
+        now = self._clock()
+        entry = self.entries.get(report.instance_id)
+        if entry is None:
+            entry = self.entries[report.instance_id] = Entry(report, now)
+            self._note_ready(entry, now)
+            return Change(is_news=True)
+        before, entry.report, entry.heard_at = entry.report, report, now
+        had = _ready_ids(before) if entry.reach != "lost" else frozenset()
+        is_news = entry.reach != "heard" or _gist(before) != _gist(report)
+        entry.reach = "heard"
+        self._note_ready(entry, now)
+        return Change(is_news, tuple(sorted(had - _there_ids(report))))
+
+    def engine_answers(self, worker_id: str, models: frozenset[str] | None) -> Change:
+        """The agent is silent, its engine is up: what it holds is still there, less what it does not list."""
+        entry = self.entries[worker_id]
+        loaded = entry.report.lora.loaded_loras
+        there = tuple(lora for lora in loaded if models is None or lora.engine_name in models)
+        gone = tuple(
+            sorted({lora.lora_id for lora in loaded if lora.state == "ready"} - {lora.lora_id for lora in there})
+        )
+        is_news = entry.reach != "unmanaged" or bool(gone)
+        entry.reach = "unmanaged"
+        entry.report = _with_loaded(entry.report, there)
+        return Change(is_news, gone)
+
+    def nobody_answers(self, worker_id: str) -> Change:
+        """Agent and engine are gone, and so is what the engine held."""
+        entry = self.entries[worker_id]
+        if entry.reach == "lost":
+            return Change(is_news=False)
+        entry.reach = "lost"
+        return Change(is_news=True, vanished=tuple(sorted(_ready_ids(entry.report))))
+
+    def loaded(self, worker_id: str, lora: LoadedLora, evicted: str | None) -> None:
+        """Our own load succeeded: true at once, without waiting for the next report."""
+        entry = self.entries.get(worker_id)
+        if entry is not None:
+            out = {lora.lora_id, evicted}
+            others = tuple(held for held in entry.report.lora.loaded_loras if held.lora_id not in out)
+            entry.report = _with_loaded(entry.report, (*others, lora))
+            self._note_ready(entry, self._clock())
+
+    def unloaded(self, worker_id: str, lora_id: str) -> None:
+        """Our own unload succeeded."""
+        entry = self.entries.get(worker_id)
+        if entry is not None:
+            others = tuple(held for held in entry.report.lora.loaded_loras if held.lora_id != lora_id)
+            entry.report = _with_loaded(entry.report, others)
+
+    def silent(self, probe_after_s: float) -> list[str]:
+        """Workers not heard for this long, to be probed; each at most once in that time."""
+        now = self._clock()
+        found = []
+        for worker_id, entry in self.entries.items():
+            if now - max(entry.heard_at, entry.probed_at) >= probe_after_s:
+                entry.probed_at = now
+                found.append(worker_id)
+        return found
+
+    def forget(self, after_s: float) -> list[str]:
+        """Drop workers that have been lost for long, and say which."""
+        now = self._clock()
+        old = [name for name, entry in self.entries.items() if entry.reach == "lost" and now - entry.heard_at > after_s]
+        for name in old:
+            del self.entries[name]
+        return old
+
+    def base_model_names(self) -> frozenset[str]:
+        """Every name under which a worker serves its base model."""
+        return frozenset(
+            name for entry in self.entries.values() for name in (entry.report.model.name, entry.report.model.base_model)
+        )
+
+    def snapshot(
+        self,
+        intents: Mapping[str, WorkerIntent],
+        *,
+        failures: Mapping[Pair, Failure],
+        busy: Mapping[str, int],
+        loading: Mapping[Pair, str],
+        draining: Iterable[Pair],
+        inspecting: Mapping[str, str],
+    ) -> Observed:
+        """The fleet now.
+
+        loading    (lora_id, worker_id) -> digest of loads that we have under way
+        draining   (lora_id, worker_id) that take no new requests, by our own mark
+        """
+        workers = {name: self._worker(entry, intents.get(name)) for name, entry in self.entries.items()}
+        for (lora_id, worker_id), digest in loading.items():
+            if worker_id in workers and lora_id not in workers[worker_id].held:
+                held = Held(lora_id=lora_id, digest=digest, engine_name="", state="loading", since=self._clock())
+                workers[worker_id] = replace(workers[worker_id], held={**workers[worker_id].held, lora_id: held})
+        for lora_id, worker_id in draining:
+            if worker_id in workers and lora_id in workers[worker_id].held:
+                all_held = dict(workers[worker_id].held)
+                all_held[lora_id] = replace(all_held[lora_id], state="draining")
+                workers[worker_id] = replace(workers[worker_id], held=all_held)
+        return Observed(
+            workers=workers,
+            failures=failures,
+            busy=busy,
+            inspecting=inspecting,
+            loads_in_flight=len(loading),
+        )
+
+    def _worker(self, entry: Entry, intent: WorkerIntent | None) -> Worker:
+        report = entry.report
+        held = {} if entry.reach == "lost" else {lora.lora_id: self._held(entry, lora) for lora in _slots(report)}
+        capacity = report.lora.capacity
+        until = None if intent is None or intent.until is None else self._clock() + intent.until - self._wall()
+        return Worker(
+            id=report.instance_id,
+            state=state_of(entry, intent),
+            base_models=frozenset({report.model.name, report.model.base_model}),
+            slots=capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0,
+            max_lora_rank=report.lora.max_lora_rank,
+            held=held,
+            zone=report.zone,
+            node=report.node,
+            running=report.load.running + report.load.waiting,
+            load=report.load.running + report.load.waiting,
+            drain_deadline=until,
+            is_agent_draining=report.state == "draining",
+            reported_at=entry.heard_at,
+        )
+
+    def _held(self, entry: Entry, lora: LoadedLora) -> Held:
+        since = entry.since.get((lora.lora_id, entry.report.engine_boot_id), self._clock())
+        return Held(
+            lora_id=lora.lora_id,
+            digest=lora.digest,
+            engine_name=lora.engine_name,
+            state=lora.state,
+            location=lora.location,
+            since=since,
+        )
+
+    def _note_ready(self, entry: Entry, now: float) -> None:
+        boot = entry.report.engine_boot_id
+        entry.since = {
+            (lora.lora_id, boot): entry.since.get((lora.lora_id, boot), now - self._age(lora))
+            for lora in entry.report.lora.loaded_loras
+            if lora.state == "ready"
+        }
+
+    def _age(self, lora: LoadedLora) -> float:
+        """By the agent's clock, which may be off: it only delays or hastens an eviction by that much."""
+        try:
+            loaded_at = datetime.fromisoformat(lora.loaded_at or "")
+        except ValueError:
+            return 0.0
+        loaded_at = loaded_at if loaded_at.tzinfo else loaded_at.replace(tzinfo=UTC)
+        return max(0.0, self._wall() - loaded_at.timestamp())
+
+
+def state_of(entry: Entry, intent: WorkerIntent | None) -> str:
+    """One word for a worker: what we cannot reach outweighs what it says, and that what we were told."""
+    if entry.reach in ("lost", "unmanaged"):
+        return entry.reach
+    said = _AGENT_STATES[entry.report.state]
+    return intent.state if said == "ready" and intent is not None else said
+
+
+def _slots(report: Metadata) -> tuple[LoadedLora, ...]:
+    """What the report lists, in an order that keeps the occupying entry when a lora_id is listed twice."""
+    return tuple(sorted(report.lora.loaded_loras, key=lambda lora: lora.state in OCCUPYING))
+
+
+def _ready_ids(report: Metadata) -> frozenset[str]:
+    if report.state in ("starting", "engine_down"):
+        return frozenset()
+    return frozenset(lora.lora_id for lora in report.lora.loaded_loras if lora.state == "ready")
+
+
+def _there_ids(report: Metadata) -> frozenset[str]:
+    if report.state in ("starting", "engine_down"):
+        return frozenset()
+    return frozenset(lora.lora_id for lora in report.lora.loaded_loras if lora.state in OCCUPYING)
+
+
+def _gist(report: Metadata) -> tuple[object, ...]:
+    """The part of a report that can change a decision; counters that move all the time are left out."""
+    capacity = report.lora.capacity
+    held = frozenset((lora.lora_id, lora.digest, lora.state) for lora in report.lora.loaded_loras)
+    shape = (capacity.loaded_count + capacity.available_slots, report.lora.max_lora_rank, report.lora.enabled)
+    who = (report.agent_url, report.transport.engine_url, report.engine_boot_id, report.zone, report.node)
+    return (report.state, held, shape, who, report.model.name, report.model.base_model)
+
+
+def _with_loaded(report: Metadata, loaded: tuple[LoadedLora, ...]) -> Metadata:
+    """The same report with other adapters, and the slots counted again."""
+    capacity = report.lora.capacity
+    total = capacity.loaded_count + capacity.available_slots
+    count = capacity.loaded_count + _occupied(loaded) - _occupied(report.lora.loaded_loras)
+    capacity = capacity.model_copy(update={"loaded_count": count, "available_slots": max(0, total - count)})
+    lora: LoraInfo = report.lora.model_copy(update={"loaded_loras": loaded, "capacity": capacity})
+    return report.model_copy(update={"lora": lora})
+
+
+def _occupied(loaded: Iterable[LoadedLora]) -> int:
+    return sum(lora.state in OCCUPYING for lora in loaded)

@@ -1,0 +1,117 @@
+"""An orchestrator whose passes are run by hand, in front of agents served for real."""
+
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from orchestrator.app import build
+from orchestrator.config import OrchestratorSettings
+from tests.orchestrator.doubles import FakeAgent, serving
+
+
+class Clock:
+    """Monotonic time that only moves when told to."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class House:
+    """The orchestrator's REST, its reconciler, and the agents it acts on. No loop runs: `turn` is one pass."""
+
+    def __init__(self, path, clock, **settings):
+        self.clock = clock
+        self.settings = OrchestratorSettings(store=path, settle_s=0, **settings)
+        self.whole = build(self.settings, clock=clock, wall=lambda: 1_800_000_000.0 + clock.now)
+        self.reconciler = self.whole.reconciler
+        self.store = self.whole.store
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.whole.app), base_url="http://orchestrator")
+        self.agents = {}
+        self.stack = AsyncExitStack()
+
+    async def worker(self, worker_id="w0", **shape):
+        agent = FakeAgent(worker_id, **shape)
+        await self.join(agent)
+        return agent
+
+    async def join(self, agent):
+        if not agent.url:
+            agent.url = await self.stack.enter_async_context(serving(agent.app))
+        self.agents[agent.worker_id] = agent
+        await self.beat()
+
+    async def beat(self):
+        for agent in self.agents.values():
+            answer = await self.http.post("/v1/workers/register", json=agent.heartbeat())
+            assert answer.status_code == 200, answer.text
+
+    async def turn(self):
+        """One pass to its end: heartbeats, pass, all its actions. Returns what it did."""
+        await self.beat()
+        actions = self.reconciler.run_pass()
+        await self.reconciler.settled()
+        return actions
+
+    async def settle(self, turns=30):
+        """Passes until one does nothing; returns all that was done."""
+        done = []
+        for _ in range(turns):
+            actions = await self.turn()
+            if not actions:
+                return done
+            done += actions
+        raise AssertionError(f"still acting after {turns} passes: {actions}")
+
+    async def register(self, lora_id="sql/v1", **spec):
+        answer = await self.http.post("/v1/adapters", json={"lora_id": lora_id, "source": f"file:///{lora_id}"} | spec)
+        assert answer.status_code in (200, 201), answer.text
+        return answer.json()
+
+    async def ensure(self, lora_id="sql/v1", **ask):
+        return await self.http.post(f"/v1/adapters/{lora_id}/ensure", json=ask)
+
+    async def adapter(self, lora_id="sql/v1"):
+        return (await self.http.get(f"/v1/adapters/{lora_id}")).json()
+
+    async def catalog(self):
+        return (await self.http.get("/v1/catalog")).json()
+
+    async def usage(self, revision_seen, *uses, router_id="r0", boot_id="b0", seq=1):
+        body = {"router_id": router_id, "boot_id": boot_id, "seq": seq, "revision_seen": revision_seen, "uses": uses}
+        return (await self.http.post("/v1/usage", json=body)).json()
+
+    async def close(self):
+        await self.reconciler.settled()
+        await self.http.aclose()
+        await self.reconciler.stop()
+        await self.whole.client.aclose()
+        self.store.close()
+        await self.stack.aclose()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+async def open_house(tmp_path, clock):
+    """Makes houses on one store file; all are closed at the end."""
+    houses = []
+
+    def make(path=tmp_path / "store.db", **settings):
+        houses.append(House(path, clock, **settings))
+        return houses[-1]
+
+    yield make
+    for house in houses:
+        await house.close()
+
+
+@pytest.fixture
+async def house(open_house):
+    return open_house()

@@ -1,0 +1,184 @@
+"""A worker's agent and engine in one small server, served for real: slots, digests, and failures on demand."""
+
+import asyncio
+import hashlib
+import socket
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from lorafleet.http import envelope
+from workers.wire import engine_name
+
+
+def digest_of(source):
+    """The bytes behind a source: a source is its content here."""
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+class FakeAgent:
+    """Holds up to `slots` adapters. `fail_calls`: numbers of the action calls that answer 503 instead of acting."""
+
+    def __init__(self, worker_id, *, slots=4, base_model="tiny-qwen", max_lora_rank=64, zone="", node=""):
+        self.worker_id = worker_id
+        self.slots = slots
+        self.base_model = base_model
+        self.max_lora_rank = max_lora_rank
+        self.zone = zone
+        self.node = node
+        self.state = "ready"
+        self.url = ""
+        self.loaded = {}
+        self.calls = []
+        self.epochs = []
+        self.keys = []
+        self.fail_calls = set()
+        self.refuse = {}
+        self.ranks = {}
+        self.running = 0
+        self.engine_boot_id = "e1"
+        self.hold_loads = None
+        self.epoch = 0
+        self.drained = False
+        self.app = self._app()
+
+    def put(self, lora_id, source, *, loaded_at="2020-01-01T00:00:00Z"):
+        """An adapter that is there without anybody having asked us."""
+        digest = digest_of(source)
+        self.loaded[lora_id] = {
+            "lora_id": lora_id,
+            "digest": digest,
+            "engine_name": engine_name(lora_id, digest),
+            "state": "ready",
+            "location": "device",
+            "rank": self.ranks.get(source, 8),
+            "loaded_at": loaded_at,
+        }
+        return self.loaded[lora_id]
+
+    def operations(self):
+        return [(verb, body.get("lora_id")) for verb, body in self.calls]
+
+    def metadata(self):
+        return {
+            "instance_id": self.worker_id,
+            "state": self.state,
+            "agent_url": self.url,
+            "zone": self.zone,
+            "node": self.node,
+            "model": {
+                "name": self.base_model,
+                "base_model": self.base_model,
+                "runtime_config": {
+                    "block_size": 16,
+                    "total_kv_blocks": 64,
+                    "max_num_seqs": 8,
+                    "max_num_batched_tokens": 2048,
+                    "max_model_len": 2048,
+                },
+            },
+            "transport": {"engine_url": self.url},
+            "lora": {
+                "enabled": True,
+                "max_loras": 2,
+                "max_cpu_loras": self.slots,
+                "max_lora_rank": self.max_lora_rank,
+                "loaded_loras": list(self.loaded.values()),
+                "capacity": {
+                    "loaded_count": len(self.loaded),
+                    "available_slots": self.slots - len(self.loaded),
+                    "device_slots": 2,
+                    "host_slots": self.slots,
+                },
+            },
+            "load": {"running": self.running},
+            "agent_boot_id": "a1",
+            "engine_boot_id": self.engine_boot_id,
+            "epoch": self.epoch,
+        }
+
+    def heartbeat(self):
+        return {"metadata": self.metadata()}
+
+    def _app(self):
+        app = FastAPI()
+
+        @app.get("/metadata")
+        async def metadata():
+            return self.metadata()
+
+        @app.get("/health")
+        async def health():
+            return {}
+
+        @app.get("/v1/models")
+        async def models():
+            return {"data": [{"id": lora["engine_name"]} for lora in self.loaded.values()]}
+
+        @app.post("/v1/admin/{verb}")
+        async def act(verb: str, request: Request):
+            body = await request.json()
+            self.calls.append((verb, body))
+            self.epochs.append(int(request.headers["x-lorafleet-epoch"]))
+            self.keys.append(request.headers["x-lorafleet-idempotency-key"])
+            if len(self.calls) in self.fail_calls:
+                return JSONResponse(envelope(503, "engine_unreachable", "the call that had to fail"), 503)
+            if body.get("lora_id") in self.refuse:
+                code = self.refuse[body["lora_id"]]
+                return JSONResponse(envelope(422, code, f"{code} by the double"), 422)
+            return await getattr(self, verb)(body)
+
+        return app
+
+    async def inspect_lora(self, body):
+        digest = digest_of(body["source"])
+        rank = self.ranks.get(body["source"], 8)
+        return {
+            "lora_id": body["lora_id"],
+            "path": f"/cache/{digest}",
+            "base_model": body.get("base_model") or self.base_model,
+            "rank": rank,
+            "digest": digest,
+            "size_bytes": 1000,
+        }
+
+    async def load_lora(self, body):
+        if self.hold_loads is not None:
+            await self.hold_loads.wait()
+        assert digest_of(body["source"]) == body["digest"]
+        if body.get("evict"):
+            del self.loaded[body["evict"]]
+        if body["lora_id"] not in self.loaded and len(self.loaded) >= self.slots:
+            return JSONResponse(envelope(409, "no_free_slot", "full"), 409)
+        return self.put(body["lora_id"], body["source"])
+
+    async def unload_lora(self, body):
+        if body["lora_id"] not in self.loaded:
+            return JSONResponse(envelope(404, "not_loaded", "not here"), 404)
+        del self.loaded[body["lora_id"]]
+        return {}
+
+    async def drain(self, body):
+        self.drained = True
+        self.state = "draining"
+        return {}
+
+
+@asynccontextmanager
+async def serving(app):
+    """Serve an ASGI app on a free loopback port; yields its URL."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    sock.listen(64)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1))
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        sock.close()
