@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import httpx
 import structlog
-from xxhash import xxh3_64_intdigest
 
 from orchestrator.wire import EnsureAnswer, EnsureRequest
 from router.core.errors import (
@@ -147,7 +146,7 @@ class ColdStarts:
         adapter = self.discovery.fleet.adapters.get(lora_id)
         if adapter is None:
             raise ModelNotFound(f"adapter {lora_id!r} is no longer registered", param="lora_id")
-        home = rendezvous_home(lora_id, self._homes(adapter), _weigh)
+        home = rendezvous_home(lora_id, self._homes(adapter))
         if home is None:
             raise NoReplica(f"no replica of {adapter.base_model!r} is there to load adapter {lora_id!r}")
         wanted = LoadRequest(
@@ -168,10 +167,6 @@ class ColdStarts:
 
     def _homes(self, adapter: Adapter) -> list[Replica]:
         return [r for r in self.discovery.fleet.of(adapter.base_model or "") if r.state == "ready"]
-
-
-def _weigh(text: str) -> int:
-    return xxh3_64_intdigest(text.encode())
 
 
 _REFUSALS: dict[int, Callable[[str], RouterError]] = {404: ModelNotFound, 409: AdapterFailed}

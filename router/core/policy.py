@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from random import Random
 from statistics import median
 
+from xxhash import xxh3_64_intdigest
+
 from router.core.errors import NoReplica
 from router.core.fleet import Replica
 from router.core.index import WorkerId
@@ -184,9 +186,13 @@ def _queue_wait_s(replica: Replica, own: Own, now: float) -> float:
     return queue_s + full_s + (own.request_s if replica.report.kv_usage > 0.98 else 0.0)
 
 
-def rendezvous_home(lora_id: str, replicas: Sequence[Replica], weigh: Callable[[str], int]) -> Replica | None:
-    """The replica where an adapter belongs when nobody decides: highest hash of (lora_id, worker) wins.
+def rendezvous_home(lora_id: str, replicas: Sequence[Replica]) -> Replica | None:
+    """The replica where an adapter belongs when nobody decides: highest claim wins; None without replicas.
 
-    weigh  a hash of a string; every router and orchestrator must use the same
+    The orchestrator's placement uses the same claim, so that both mean the same home; a test holds them together.
     """
-    return max(replicas, key=lambda r: (weigh(f"{lora_id}\0{r.id}"), r.id), default=None)
+
+    def claim(replica: Replica) -> tuple[int, str]:
+        return xxh3_64_intdigest(f"{len(lora_id)}:{lora_id}{replica.id}".encode()), replica.id
+
+    return max(replicas, key=claim, default=None)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.core.placement import rendezvous
 from router.core.errors import NoReplica
 from router.core.fleet import Replica, Report, Resident
 from router.core.load import LoadBook, Own
@@ -137,10 +138,16 @@ def test_the_winner_is_never_dearer_than_a_tie_and_the_same_seed_decides_the_sam
 def test_removing_a_replica_moves_only_the_homes_that_it_was():
     fleet = [a_replica(f"w{i}") for i in range(5)]
     names = [f"adapter-{i}/v1" for i in range(200)]
-    before = {n: rendezvous_home(n, fleet, hash).id for n in names}
-    after = {n: rendezvous_home(n, fleet[1:], hash).id for n in names}
+    before = {n: rendezvous_home(n, fleet).id for n in names}
+    after = {n: rendezvous_home(n, fleet[1:]).id for n in names}
     assert all(after[n] == home for n, home in before.items() if home != "w0")
     assert set(before.values()) == {r.id for r in fleet}
+
+
+def test_router_and_orchestrator_mean_the_same_home():
+    fleet = [a_replica(f"w{i}") for i in range(5)]
+    for name in (f"adapter-{i}/v1" for i in range(50)):
+        assert rendezvous_home(name, fleet).id == max((r.id for r in fleet), key=lambda w: rendezvous(name, w))
 
 
 @given(st.lists(st.sampled_from(["begin", "first_token", "end", "end_again", "forget"]), max_size=60), st.randoms())
