@@ -1,0 +1,430 @@
+"""The `lorafleet` command. Flags in, one call, a table out; what is heavy is imported by the command that needs it."""
+
+# ruff: noqa: PLC0415, PLR0917  (`lorafleet --help` must not wait for httpx, rich tables or numpy; Typer passes by name)
+
+import os
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lorafleet.failure import Failure
+
+if TYPE_CHECKING:
+    from lorafleet.client import Api
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Serve many LoRA adapters from one fleet of vLLM workers.\n\nFirst steps: lorafleet up --engine sim --demo",
+)
+adapters_app = typer.Typer(no_args_is_help=True, help="Adapters: register, look at, forget.")
+aliases_app = typer.Typer(no_args_is_help=True, help="Aliases: names that point at adapters, with weights.")
+workers_app = typer.Typer(no_args_is_help=True, help="Workers: an engine with its agent.")
+policy_app = typer.Typer(no_args_is_help=True, help="The global placement policy.")
+keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
+for name, sub in (
+    ("adapters", adapters_app),
+    ("aliases", aliases_app),
+    ("workers", workers_app),
+    ("policy", policy_app),
+    ("keys", keys_app),
+):
+    app.add_typer(sub, name=name)
+
+
+class EngineName(StrEnum):
+    vllm = "vllm"
+    sim = "sim"
+
+
+class LoadingName(StrEnum):
+    lazy = "lazy"
+    eager = "eager"
+    weighted = "weighted"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which servers the command speaks to, and with which key."""
+
+    orchestrator_url: str
+    router_url: str
+    token: str
+
+    def orchestrator(self) -> "Api":
+        from lorafleet.client import Api
+
+        return Api(self.orchestrator_url, self.token, flag="lorafleet --orchestrator-url")
+
+    def router(self) -> "Api":
+        from lorafleet.client import Api
+
+        return Api(self.router_url, self.token, flag="lorafleet --router-url")
+
+
+@app.callback()
+def _target(
+    context: typer.Context,
+    orchestrator_url: Annotated[
+        str, typer.Option(envvar="LORAFLEET_URL_ORCHESTRATOR", help="where the orchestrator is")
+    ] = "http://127.0.0.1:8080",
+    router_url: Annotated[
+        str, typer.Option(envvar="LORAFLEET_URL_ROUTER", help="where the router is")
+    ] = "http://127.0.0.1:8000",
+    token: Annotated[
+        str, typer.Option(envvar="LORAFLEET_TOKEN", help="API key, where the fleet wants one", show_default=False)
+    ] = "",
+) -> None:
+    context.obj = Target(orchestrator_url, router_url, token)
+
+
+def _default_state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "lorafleet"
+
+
+@app.command()
+def up(
+    engine: Annotated[EngineName, typer.Option(help="vllm: real vLLM; sim: speaks like it, computes nothing")] = (
+        EngineName.vllm
+    ),
+    workers: Annotated[int, typer.Option(min=1, max=256, help="how many engines, each with its agent")] = 2,
+    model: Annotated[Path | None, typer.Option(help="folder of the base model; without it a tiny one is made")] = None,
+    adapters: Annotated[
+        Path | None, typer.Option(help="every folder below it with an adapter_config.json is an adapter")
+    ] = None,
+    max_loras: Annotated[int, typer.Option(min=1, max=1024, help="adapters that one engine runs at once")] = 2,
+    router_port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one")] = 8000,
+    orchestrator_port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one")] = 8080,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="store, models and logs; default ~/.local/state/lorafleet", show_default=False)
+    ] = None,
+    key_file: Annotated[
+        Path | None, typer.Option(help="who may call (see `lorafleet keys new`); without it everything is open")
+    ] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="then ask four questions and show where each went")] = False,
+    once: Annotated[bool, typer.Option("--once", help="stop when ready (and the demo done)")] = False,
+) -> None:
+    """Start a whole fleet on this machine, and stop it with Ctrl-C.
+
+    Prints one line `ready router=... orchestrator=...` when it is. Everything listens on loopback.
+
+    Examples:
+
+      lorafleet up --engine sim --workers 8 --demo
+
+      lorafleet up --model ./Qwen2.5-0.5B --adapters ./my-adapters --max-loras 4
+    """
+    from lorafleet.fleet import Options
+    from lorafleet.up import run
+
+    options = Options(
+        engine=engine.value,
+        workers=workers,
+        model=model,
+        adapters=adapters,
+        max_loras=max_loras,
+        router_port=router_port,
+        orchestrator_port=orchestrator_port,
+        state_dir=state_dir or _default_state_dir(),
+        key_file=key_file,
+        demo=demo,
+        once=once,
+    )
+    raise typer.Exit(run(options))
+
+
+# --- adapters ----------------------------------------------------------------------------------------------------
+
+
+@adapters_app.command("list")
+def adapters_list(context: typer.Context) -> None:
+    """All adapters: state, replicas, workers."""
+    from lorafleet import tables
+
+    with context.obj.orchestrator() as api:
+        tables.show(tables.adapters(api.every("/v1/adapters")))
+
+
+@adapters_app.command("show")
+def adapters_show(context: typer.Context, lora_id: str) -> None:
+    """One adapter, everything known.
+
+    Example: lorafleet adapters show sql-expert/v1
+    """
+    _show(context, f"/v1/adapters/{_path(lora_id)}")
+
+
+@adapters_app.command("add")
+def adapters_add(
+    context: typer.Context,
+    lora_id: Annotated[str, typer.Argument(help="name, usually with a version: sql-expert/v2")],
+    source: Annotated[str, typer.Argument(help="folder, or file://, hf://, s3://, gs://, https:// address")],
+    base_model: Annotated[str | None, typer.Option(help="default: what the adapter itself says")] = None,
+    digest: Annotated[str | None, typer.Option(help="refuse any other bytes (sha256)")] = None,
+    loading: Annotated[LoadingName | None, typer.Option(help="default: as the global policy says")] = None,
+    min_replicas: Annotated[int | None, typer.Option(min=0)] = None,
+    max_replicas: Annotated[int | None, typer.Option(min=1)] = None,
+    pinned: Annotated[bool, typer.Option("--pinned", help="never evicted")] = False,
+    tenant: Annotated[list[str] | None, typer.Option(help="who may use it; repeat; default: everyone")] = None,
+) -> None:
+    """Register an adapter. The same again changes nothing.
+
+    Examples:
+
+      lorafleet adapters add sql-expert/v2 ./sql-expert-v2
+
+      lorafleet adapters add legal/v3 s3://bucket/legal-v3 --loading eager --min-replicas 2 --tenant acme
+    """
+    said = {"loading": loading and loading.value, "min_replicas": min_replicas, "max_replicas": max_replicas}
+    policy = {name: value for name, value in said.items() if value is not None} | ({"pinned": True} if pinned else {})
+    spec = {
+        "lora_id": lora_id,
+        "source": str(Path(source).resolve()) if "://" not in source else source,
+        "base_model": base_model,
+        "digest": digest,
+        "policy": policy,
+        "tenants": tenant or None,
+    }
+    with context.obj.orchestrator() as api:
+        api.call("POST", "/v1/adapters", spec)
+    typer.echo(f"{lora_id} is registered; see: lorafleet adapters show {lora_id}")
+
+
+@adapters_app.command("rm")
+def adapters_rm(context: typer.Context, lora_id: str) -> None:
+    """Unload an adapter everywhere and forget it. Requests in flight finish first."""
+    with context.obj.orchestrator() as api:
+        api.call("DELETE", f"/v1/adapters/{_path(lora_id)}")
+    typer.echo(f"{lora_id} is being removed")
+
+
+# --- aliases -----------------------------------------------------------------------------------------------------
+
+
+@aliases_app.command("list")
+def aliases_list(context: typer.Context) -> None:
+    """All aliases and what they point at."""
+    from lorafleet import tables
+
+    with context.obj.orchestrator() as api:
+        tables.show(tables.aliases(api.every("/v1/aliases")))
+
+
+@aliases_app.command("set")
+def aliases_set(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="the alias")],
+    targets: Annotated[list[str], typer.Argument(help="lora_id, or lora_id=weight")],
+) -> None:
+    """Point an alias at one or more adapters, in place of what it pointed at.
+
+    Examples:
+
+      lorafleet aliases set sql-expert sql-expert/v1
+
+      lorafleet aliases set sql-expert sql-expert/v1=9 sql-expert/v2=1
+    """
+    with context.obj.orchestrator() as api:
+        api.call("PUT", f"/v1/aliases/{_path(name)}", {"targets": [_alias_target(target) for target in targets]})
+    typer.echo(f"{name} -> {', '.join(targets)}")
+
+
+def _alias_target(text: str) -> dict[str, Any]:
+    lora_id, has_weight, weight = text.partition("=")
+    try:
+        return {"lora_id": lora_id, "weight": float(weight)} if has_weight else {"lora_id": lora_id}
+    except ValueError as exc:
+        raise Failure(f"{text}: {weight!r} is no number; write lora_id or lora_id=weight", status=2) from exc
+
+
+@aliases_app.command("rm")
+def aliases_rm(context: typer.Context, name: str) -> None:
+    """Remove an alias; its adapters stay."""
+    with context.obj.orchestrator() as api:
+        api.call("DELETE", f"/v1/aliases/{_path(name)}")
+    typer.echo(f"{name} is removed")
+
+
+# --- workers, placements, policy ---------------------------------------------------------------------------------
+
+
+@app.command()
+def placements(context: typer.Context) -> None:
+    """Which adapter is on which worker, and whether it should be."""
+    from lorafleet import tables
+
+    with context.obj.orchestrator() as api:
+        tables.show(tables.placements(api.every("/v1/placements")))
+
+
+@workers_app.command("list")
+def workers_list(context: typer.Context) -> None:
+    """All workers: state, adapters, free slots."""
+    from lorafleet import tables
+
+    with context.obj.orchestrator() as api:
+        tables.show(tables.workers(api.every("/v1/workers")))
+
+
+@workers_app.command("cordon")
+def workers_cordon(context: typer.Context, worker: str) -> None:
+    """Place nothing new on a worker; it serves what it has."""
+    _worker(context, worker, "cordon", "is cordoned")
+
+
+@workers_app.command("uncordon")
+def workers_uncordon(context: typer.Context, worker: str) -> None:
+    """Use a cordoned or drained worker again."""
+    _worker(context, worker, "uncordon", "is in use again")
+
+
+@workers_app.command("drain")
+def workers_drain(
+    context: typer.Context,
+    worker: str,
+    deadline_s: Annotated[float | None, typer.Option(min=0, help="how long its adapters may take to move")] = None,
+) -> None:
+    """Move a worker's adapters elsewhere and send it nothing more.
+
+    Example: lorafleet workers drain w1 --deadline-s 60
+    """
+    _worker(context, worker, "drain", "is draining", {} if deadline_s is None else {"deadline_s": deadline_s})
+
+
+def _worker(context: typer.Context, worker: str, verb: str, result: str, body: Any = None) -> None:
+    with context.obj.orchestrator() as api:
+        api.call("POST", f"/v1/workers/{_path(worker)}/{verb}", body)
+    typer.echo(f"{worker} {result}")
+
+
+@policy_app.command("show")
+def policy_show(context: typer.Context) -> None:
+    """The policy in force."""
+    _show(context, "/v1/policy")
+
+
+@policy_app.command("set")
+def policy_set(
+    context: typer.Context, changes: Annotated[list[str], typer.Argument(help="name=value, as `policy show` has them")]
+) -> None:
+    """Change parts of the policy, effective at once.
+
+    Example: lorafleet policy set loading=eager reserve_slots=0
+    """
+    import yaml
+
+    body = {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise Failure(f"{change}: write name=value; `lorafleet policy show` has the names", status=2)
+        body[name.strip().replace("-", "_")] = yaml.safe_load(value)
+    with context.obj.orchestrator() as api:
+        from lorafleet import tables
+
+        tables.show(tables.fields(api.call("PATCH", "/v1/policy", body)))
+
+
+# --- what goes on ------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def explain(
+    context: typer.Context,
+    prompt: Annotated[str, typer.Argument(help="a user's message")],
+    model: Annotated[
+        str, typer.Option(help="base model, adapter, alias, or base:adapter; default: the base model")
+    ] = "",
+    lora_id: Annotated[str | None, typer.Option(help="adapter, as a request's lora_id names it")] = None,
+) -> None:
+    """Where the router would send this prompt now, and every replica's scores in seconds. Sends nothing.
+
+    Example: lorafleet explain "Which customers paid late?" --model sql-expert/v1
+    """
+    from lorafleet import tables
+
+    with context.obj.router() as api:
+        body = {"model": model or _base_model(api), "messages": [{"role": "user", "content": prompt}]}
+        answer = api.call("POST", "/v1/route", body | ({"lora_id": lora_id} if lora_id else {}))
+    typer.echo(
+        f"{answer['adapter']} on {answer['worker_id'] or 'no worker'}: {answer['cached_tokens']} of"
+        f" {answer['prompt_tokens']} prompt tokens cached (kappa {answer['kappa']:.2f}, rho {answer['rho']:.3f})"
+    )
+    tables.show(tables.decision(answer))
+    if answer.get("note"):
+        typer.echo(answer["note"])
+
+
+def _base_model(api: "Api") -> str:
+    for item in api.call("GET", "/v1/models")["data"]:
+        if not item.get("parent"):
+            return str(item["id"])
+    raise Failure("the router knows no base model yet; name one with --model")
+
+
+@app.command()
+def top(
+    context: typer.Context,
+    every_s: Annotated[float, typer.Option(min=0.2, help="seconds between looks")] = 1.0,
+) -> None:
+    """Workers and adapters, live; one look when the output is not a terminal. Ctrl-C ends it."""
+    from lorafleet import top as live
+
+    with context.obj.orchestrator() as api:
+        live.run(api, every_s=every_s)
+
+
+# --- keys --------------------------------------------------------------------------------------------------------
+
+
+@keys_app.command("new")
+def keys_new(
+    file: Annotated[Path, typer.Option(help="the key file; made when missing")],
+    tenant: Annotated[str | None, typer.Option(help="whose key it is; none stands above tenants")] = None,
+    scopes: Annotated[str, typer.Option(help="some of infer, load, admin, with commas between")] = "infer",
+    note: Annotated[str, typer.Option(help="for whoever reads the file")] = "",
+) -> None:
+    """Make a key: printed once, here; the file gets only its hash. Running servers see it within a second or two.
+
+    Example: lorafleet keys new --tenant acme --scopes infer --file keys.yaml
+    """
+    from lorafleet.keys import add_key
+
+    wanted = [scope.strip() for scope in scopes.split(",") if scope.strip()]
+    typer.echo(add_key(file, tenant, wanted, note))
+
+
+def _show(context: typer.Context, path: str) -> None:
+    from lorafleet import tables
+
+    with context.obj.orchestrator() as api:
+        tables.show(tables.fields(api.call("GET", path)))
+
+
+def _path(name: str) -> str:
+    from urllib.parse import quote
+
+    return quote(name, safe="/")
+
+
+def main() -> None:
+    """The console script: a Failure is one line on stderr and its status."""
+    try:
+        app()
+    except Failure as exc:
+        sys.stdout.flush()
+        typer.echo(f"lorafleet: {exc}", err=True)
+        raise SystemExit(exc.status) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""JSON over HTTP to the router, the orchestrator and the agents, for the CLI: every failure is one line."""
+
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from lorafleet.failure import Failure
+
+
+class Api:
+    """One server. `flag` is how a person would name it differently."""
+
+    def __init__(self, url: str, token: str = "", *, flag: str = "", timeout_s: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        self._flag = flag
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        # Loopback and cluster addresses: a proxy from the environment would only be in the way.
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    def __enter__(self) -> "Api":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self._client.close()
+
+    def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        """The answer's JSON (None when it is empty); raises Failure for a server that is away or says no."""
+        params = {name: value for name, value in query.items() if value is not None}
+        try:
+            answer = self._client.request(method, path, json=body, params=params)
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            hint = f"; is the fleet up? ({self._flag} names another address)" if self._flag else ""
+            raise Failure(f"{self.url}: {exc}{hint}") from exc
+        if answer.is_success:
+            return answer.json() if answer.content else None
+        raise Refused(answer.status_code, _reason(answer))
+
+    def every(self, path: str) -> list[dict[str, Any]]:
+        """All items of a list, page by page."""
+        items: list[dict[str, Any]] = []
+        cursor = None
+        while True:
+            page = self.call("GET", path, cursor=cursor)
+            items += page["data"]
+            cursor = page.get("next")
+            if cursor is None:
+                return items
+
+
+class Refused(Failure):
+    """The server answered with an error; the message is its own, with what to do where we know more."""
+
+    def __init__(self, http_status: int, message: str) -> None:
+        hints = {401: " (give --token KEY or set LORAFLEET_TOKEN)", 403: " (use a key that has the scope)"}
+        super().__init__(message + hints.get(http_status, ""))
+        self.http_status = http_status
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.request.method} {answer.request.url}: HTTP {answer.status_code}: {answer.text[:200]}"

@@ -1,0 +1,125 @@
+"""A few chat completions through the router, and a table of where each went and what it found cached there."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+# Long enough for some blocks of 32 tokens, so that a cache hit shows.
+PROMPT = (
+    "We run a small shop with three tables. customers has id, name, city and joined_on; orders has id, customer_id,"
+    " ordered_on, due_on, paid_on and total; items has order_id, product, quantity and price. An order is late when it"
+    " was paid after its due date, or is past due and not paid at all. Customers who joined this year do not count, and"
+    " neither do orders below ten euros. For every city, list the five customers with the most late orders in the last"
+    " twelve months, with how many orders each of them placed, how many were late, and how many days late on average."
+    " Sort by city, then by the number of late orders, and explain each step so that a new colleague can follow it."
+)
+MAX_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One answer. Token counts are the engine's own; `predicted` is what the router expected to be cached."""
+
+    adapter: str
+    worker: str
+    prompt_tokens: int
+    cached_tokens: int
+    predicted: int
+    first_token_ms: float
+    text: str
+
+
+async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[str]) -> list[Row]:
+    """Ask base, two adapters, and the base again; print the table; the rows."""
+    asked = [None, *_shown(lora_ids), None]
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with httpx.AsyncClient(base_url=router_url, headers=headers, timeout=300, trust_env=False) as client:
+        rows = [await ask(client, base_model, lora_id) for lora_id in asked]
+    _print(rows)
+    return rows
+
+
+async def ask(client: httpx.AsyncClient, base_model: str, lora_id: str | None, prompt: str = PROMPT) -> Row:
+    """One streamed chat completion at temperature 0. Raises httpx.HTTPStatusError with the router's own message."""
+    body = {
+        "model": base_model,
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    } | ({"lora_id": lora_id} if lora_id else {})
+    began = time.monotonic()
+    first_s, text = 0.0, ""
+    usage: dict[str, Any] = {}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        if answer.is_error:
+            message = (await answer.aread()).decode(errors="replace")
+            raise httpx.HTTPStatusError(message, request=answer.request, response=answer)
+        async for chunk in _chunks(answer):
+            for choice in chunk["choices"]:
+                piece = choice["delta"].get("content") or ""
+                if piece and not text:
+                    first_s = time.monotonic() - began
+                text += piece
+            usage = chunk.get("usage") or usage
+        headers = answer.headers
+    return Row(
+        adapter=headers["x-lorafleet-adapter"],
+        worker=headers["x-lorafleet-worker"],
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        predicted=int(headers["x-lorafleet-cached-tokens"]),
+        first_token_ms=1000 * first_s,
+        text=text,
+    )
+
+
+async def _chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in answer.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def _shown(lora_ids: Sequence[str]) -> list[str]:
+    favourites = [lora_id for lora_id in ("sql-expert/v1", "python-expert/v1") if lora_id in lora_ids]
+    return (favourites or list(lora_ids))[:2]
+
+
+def _print(rows: Sequence[Row]) -> None:
+    table = Table(title="The same prompt, four times", title_justify="left", expand=False)
+    for name, justify in (
+        ("adapter", "left"),
+        ("worker", "left"),
+        ("prompt tokens", "right"),
+        ("cached tokens", "right"),
+        ("first token", "right"),
+        ("text begins", "left"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(
+            row.adapter,
+            row.worker,
+            str(row.prompt_tokens),
+            str(row.cached_tokens),
+            f"{row.first_token_ms:.0f} ms",
+            " ".join(row.text.split())[:48],
+        )
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = 140
+    console.print(table)
+    again, first = rows[-1], rows[0]
+    console.print(
+        f"The last one asked again what the first had asked: it went to {again.worker}"
+        f" ({'the same worker' if again.worker == first.worker else 'another worker'}), which had"
+        f" {again.cached_tokens} of its {again.prompt_tokens} tokens cached (the router predicted {again.predicted}).\n"
+        "An adapter's first answer includes loading it. A cached prompt under another adapter counts for nothing."
+    )

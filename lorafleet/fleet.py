@@ -1,0 +1,341 @@
+"""The processes of a local fleet: brought up in order, kept alive, taken down in order.
+
+prepare (model, adapters, folders) -> children (orchestrator, router, agents with engines) -> settle (workers ready,
+adapters registered and inspected) -> ready line -> demo -> keep (restart what dies) -> stop, and sweep
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import yaml
+
+from lorafleet import commands, demo, welcome
+from lorafleet.auth import hash_key, new_key
+from lorafleet.failure import Failure
+from lorafleet.processes import Child, Guard, clean_environment
+from lorafleet.progress import Steps
+
+_POLL_S = 0.05
+_WITHIN_S = {"sim": 60.0, "vllm": 600.0}  # per worker on an idle box vLLM takes 25-60 s; ten minutes is stuck
+_SERVER_WITHIN_S = 60.0  # orchestrator and router take about a second; beside two starting vLLMs several
+_STARTS_BEFORE_READY = 3
+_LONGEST_BACKOFF_S = 10.0
+_CALM_S = 30.0  # a child that ran this long has its backoff forgotten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `lorafleet up` was told; see its `--help`."""
+
+    engine: str
+    workers: int
+    model: Path | None
+    adapters: Path | None
+    max_loras: int
+    router_port: int
+    orchestrator_port: int
+    state_dir: Path
+    key_file: Path | None = None
+    demo: bool = False
+    once: bool = False
+    grace_s: float = 10.0
+
+
+class Fleet:
+    """The children and what is known of them. Make it, `live`, and always `stop`."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.steps = Steps()
+        self.is_ready = False
+        self.token = ""
+        self._folder = options.state_dir.resolve()
+        self._mark = secrets.token_hex(16)
+        # Short: the path of a Unix socket has at most 107 bytes, and a state folder may lie deep.
+        self._scratch = Path(tempfile.mkdtemp(prefix="lf-", dir="/tmp"))
+        self._guard = Guard(self._mark, self._scratch)
+        self._ports = {"router": options.router_port, "orchestrator": options.orchestrator_port}
+        self._children: dict[str, Child] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._group: asyncio.TaskGroup | None = None
+
+    def url(self, name: str) -> str:
+        """Of the router or the orchestrator, once it has started."""
+        return f"http://{commands.LOOPBACK}:{self._ports[name]}"
+
+    @property
+    def workers(self) -> list[str]:
+        return [f"w{number}" for number in range(self.options.workers)]
+
+    async def live(self) -> None:
+        """From nothing to ready and the demo, then until cancelled (or, with `once`, no longer). Raises Failure."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                with self.steps:
+                    await self._bring_up()
+                if self.options.once:
+                    for keeper in self._keepers:
+                        keeper.cancel()
+        except* Failure as failures:
+            raise _first(failures) from None
+
+    async def stop(self) -> None:
+        """Router, agents with their engines, orchestrator, in this order; then whatever is left, by force."""
+        began = time.monotonic()
+        if self._children:
+            self.steps.say("stopping: router, workers, orchestrator")
+        for names in (["router"], self.workers, ["orchestrator"]):
+            children = [self._children[name] for name in names if name in self._children]
+            grace_s = self.options.grace_s * (3 if names == self.workers else 1)  # an agent stops an engine in turn
+            for child, went in zip(children, await asyncio.gather(*(c.stop(grace_s) for c in children)), strict=True):
+                if not went:
+                    self.steps.say(f"{child.name}: did not stop within {grace_s:.0f} s and was killed")
+        await asyncio.to_thread(self._guard.release)
+        if self._children:
+            self.steps.say(f"stopped in {time.monotonic() - began:.1f} s; nothing is left running")
+
+    def kill(self) -> None:
+        """Everything, at once."""
+        self._guard.release()
+
+    # --- bringing up ---------------------------------------------------------------------------------------------
+
+    async def _bring_up(self) -> None:
+        base, adapters = await asyncio.to_thread(self._prepare)
+        async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._headers()) as client:
+            await self._serve("orchestrator", self._orchestrator)
+            await self._answers(client, "orchestrator")
+            registered = await self._register(client, base.name, adapters)
+            await self._serve("router", self._router)
+            await self._start_workers(client, base, commands.rank_for(adapters.values()))
+            await self._inspected(client, registered)
+            await self._answers(client, "router")
+        self.is_ready = True
+        self.steps.close()
+        has_keys = self.options.key_file is not None
+        welcome.show(
+            self.url("router"),
+            self.url("orchestrator"),
+            self._folder / "logs",
+            base.name,
+            registered,
+            has_keys=has_keys,
+        )
+        if self.options.demo:
+            await demo.run(self.url("router"), self.token, base.name, registered)
+
+    def _prepare(self) -> tuple[commands.Base, dict[str, Path]]:
+        """The base model's folder and the adapters' by lora_id; the tiny ones are made where none were given."""
+        for name in ("logs", "run"):
+            (self._folder / name).mkdir(exist_ok=True)
+        self._write_keys()
+        model, adapters = self.options.model, self.options.adapters
+        if model is None:
+            from lorafleet import tiny  # noqa: PLC0415  (numpy and tokenizers: only the demo model needs them)
+
+            model = tiny.make_model(self._folder / tiny.MODEL_NAME, progress=self.steps.say)
+            if adapters is None:
+                tiny.make_adapters(self._adapters, progress=self.steps.say)
+        base = commands.Base(name=model.resolve().name, folder=model.resolve(), is_tiny=self.options.model is None)
+        return base, adapter_folders(self._adapters)
+
+    @property
+    def _adapters(self) -> Path:
+        return (self.options.adapters or self._folder / "adapters").resolve()
+
+    def _write_keys(self) -> None:
+        """With a key file the fleet's own processes need a key too: a new one at every start, only its hash on disk."""
+        if self.options.key_file is None:
+            return
+        self.token = new_key()
+        entry = {"sha256": hash_key(self.token), "scopes": ["admin"], "note": "lorafleet up, for its own processes"}
+        self._own_keys.write_text(yaml.safe_dump({"keys": [entry]}))
+
+    async def _start_workers(self, client: httpx.AsyncClient, base: commands.Base, max_lora_rank: int) -> None:
+        # Measured on 2 cores: two vLLMs one after the other are ready sooner than together (see docs/cli.md).
+        at_once = self.options.workers if self.options.engine == "sim" else max(1, (os.cpu_count() or 2) // 2)
+        turn = asyncio.Semaphore(at_once)
+
+        async def start(name: str) -> None:
+            async with turn:
+                self.steps.begin(name, f"starting {self.options.engine}")
+                await self._start(name, lambda: self._agent(name, base, max_lora_rank))
+                await self._worker_ready(client, name)
+
+        async with asyncio.TaskGroup() as group:
+            for name in self.workers:
+                group.create_task(start(name))
+
+    async def _worker_ready(self, client: httpx.AsyncClient, name: str) -> None:
+        began = time.monotonic()
+        deadline = began + _WITHIN_S[self.options.engine]
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                items = (await client.get(f"{self.url('orchestrator')}/v1/workers")).json().get("data", [])
+                state = next((item["state"] for item in items if item["id"] == name), "not heard of")
+                if state in ("ready", "cordoned", "draining"):
+                    self.steps.done(name, f"{state} after {time.monotonic() - began:.1f} s")
+                    return
+                self.steps.still(name, f"starting {self.options.engine} (now: {state})")
+            if time.monotonic() > deadline:
+                raise self._failed(self._children[name], "is not ready in time")
+            await asyncio.sleep(_POLL_S)
+
+    async def _register(self, client: httpx.AsyncClient, base_model: str, adapters: dict[str, Path]) -> list[str]:
+        """Tell the orchestrator of each folder; the lora_ids it took. What it knows already is left as it is."""
+        taken = []
+        for lora_id, folder in adapters.items():
+            spec = {"lora_id": lora_id, "source": str(folder), "base_model": base_model}
+            answer = await client.post(f"{self.url('orchestrator')}/v1/adapters", json=spec)
+            body = answer.json()
+            code = None if answer.is_success else body["error"]["code"]
+            if code in (None, "already_registered"):  # the latter: somebody gave it a policy or tenants since
+                taken.append(lora_id)
+            else:
+                self.steps.say(f"adapter {lora_id}: not registered: {body['error']['message']}")
+        if adapters:
+            self.steps.say(f"adapters: {len(taken)} of {len(adapters)} registered")
+        return taken
+
+    async def _inspected(self, client: httpx.AsyncClient, lora_ids: list[str]) -> None:
+        """Until a worker has fetched and verified each adapter, or said what is wrong with it."""
+        began = time.monotonic()
+        waiting = set(lora_ids)
+        if waiting:
+            self.steps.begin("adapters", "being fetched and verified")
+        while waiting:
+            for lora_id in sorted(waiting):
+                item = (await client.get(f"{self.url('orchestrator')}/v1/adapters/{lora_id}")).json()
+                if item.get("digest"):
+                    waiting.discard(lora_id)
+                    self.steps.say(f"adapter {lora_id}: rank {item['rank']}, digest {item['digest'][:12]}")
+                elif item.get("state") == "failed":
+                    waiting.discard(lora_id)
+                    self.steps.say(f"adapter {lora_id}: failed: {item.get('error')}")
+            if waiting:
+                self.steps.still("adapters", f"being fetched and verified ({len(waiting)} to go)")
+                if time.monotonic() - began > _SERVER_WITHIN_S + 2 * len(lora_ids):
+                    raise self._failed(self._children["orchestrator"], f"has not inspected {min(waiting)} in time")
+                await asyncio.sleep(_POLL_S)
+        if lora_ids:
+            self.steps.done("adapters", "verified")
+
+    # --- children ------------------------------------------------------------------------------------------------
+
+    async def _serve(self, name: str, command: Callable[[], list[str]]) -> None:
+        """Start a server and learn its port, which it keeps over restarts."""
+        port_file = self._port_file(name)
+        port_file.unlink(missing_ok=True)
+        self.steps.begin(name, "starting")
+        await self._start(name, command)
+        deadline = time.monotonic() + _SERVER_WITHIN_S
+        while not port_file.exists():
+            if time.monotonic() > deadline:
+                raise self._failed(self._children[name], "does not listen in time")
+            await asyncio.sleep(_POLL_S)
+        self._ports[name] = int(port_file.read_text())
+
+    async def _answers(self, client: httpx.AsyncClient, name: str) -> None:
+        deadline = time.monotonic() + _SERVER_WITHIN_S
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(f"{self.url(name)}/ready")).is_success:
+                    self.steps.done(name, f"ready at {self.url(name)}")
+                    return
+            if time.monotonic() > deadline:
+                raise self._failed(self._children[name], "is not ready in time")
+            await asyncio.sleep(_POLL_S)
+
+    async def _start(self, name: str, command: Callable[[], list[str]]) -> None:
+        log_path = self._folder / "logs" / f"{name}.log"
+        environment = clean_environment(self._mark) | commands.environment(name, self.token)
+        environment["VLLM_RPC_BASE_PATH"] = str(self._scratch)  # or its own sockets stay in /tmp when it is killed
+        child = Child(name=name, command=command, environment=environment, log_path=log_path)
+        log_path.write_bytes(b"")  # this run's only: a failure's tail must not be an older one's
+        self._children[name] = child
+        await child.start()
+        assert self._group is not None
+        self._keepers.append(self._group.create_task(self._keep(child)))
+
+    async def _keep(self, child: Child) -> None:
+        """Restart it whenever it ends, slower each time. Raises Failure when it never comes up to begin with."""
+        in_a_row = 0
+        while True:
+            assert child.process is not None
+            status = await child.process.wait()
+            in_a_row = 0 if time.monotonic() - child.started_at > _CALM_S else in_a_row + 1
+            if not self.is_ready and (status == 2 or in_a_row >= _STARTS_BEFORE_READY):
+                raise self._failed(child, f"ended with {_ending(status)}")
+            wait_s = min(_LONGEST_BACKOFF_S, 0.25 * 2 ** (in_a_row - 1)) if in_a_row else 0.0
+            again = f"starting it again in {wait_s:.2g} s"
+            self.steps.say(f"{child.name}: ended with {_ending(status)}; {again}; log: {child.log_path}")
+            await asyncio.sleep(wait_s)
+            await child.start()
+
+    def _failed(self, child: Child, what: str) -> Failure:
+        return Failure(f"{child.name} {what}. The end of {child.log_path}:\n{child.tail()}")
+
+    # --- what the children are told ------------------------------------------------------------------------------
+
+    def _orchestrator(self) -> list[str]:
+        store = self._folder / "orchestrator.db"
+        return commands.orchestrator(self._common("orchestrator"), store)
+
+    def _router(self) -> list[str]:
+        state_dir = self._folder / "router"
+        return commands.router(self._common("router"), self.url("orchestrator"), state_dir, self.options.grace_s)
+
+    def _agent(self, name: str, base: commands.Base, max_lora_rank: int) -> list[str]:
+        return commands.agent(
+            self._common(name),
+            name=name,
+            engine=self.options.engine,
+            base=base,
+            max_loras=self.options.max_loras,
+            max_lora_rank=max_lora_rank,
+            orchestrator_url=self.url("orchestrator"),
+            adapters=self._adapters,
+            folder=self._folder,
+            sockets=self._scratch,
+        )
+
+    def _common(self, name: str) -> list[str]:
+        keys = [] if self.options.key_file is None else [self.options.key_file.resolve(), self._own_keys]
+        return commands.common(self._ports.get(name, 0), self._port_file(name), keys)
+
+    @property
+    def _own_keys(self) -> Path:
+        return self._folder / "run" / "own-keys.yaml"
+
+    def _port_file(self, name: str) -> Path:
+        return self._folder / "run" / f"{name}.port"
+
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+
+
+def adapter_folders(root: Path) -> dict[str, Path]:
+    """lora_id (the path below `root`) -> absolute folder, for every folder with an adapter_config.json."""
+    found = sorted(path.parent for path in root.resolve().rglob("adapter_config.json"))
+    return {folder.relative_to(root.resolve()).as_posix(): folder for folder in found if folder != root.resolve()}
+
+
+def _ending(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-status).name
+    return f"status {status}"
+
+
+def _first(group: BaseExceptionGroup[Failure]) -> Failure:
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

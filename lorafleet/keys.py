@@ -1,0 +1,47 @@
+"""New keys for a key file: the key is shown once, the file gets its hash."""
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from lorafleet.auth import SCOPES, KeyFileError, Keys, hash_key, new_key
+from lorafleet.failure import Failure
+
+
+def add_key(path: Path, tenant: str | None, scopes: Sequence[str], note: str = "") -> str:
+    """A fresh key, whose hash is now the file's last entry. Servers see either the old file or the new one, whole.
+
+    Raises Failure for an unknown scope, or a file that is no key file.
+    """
+    if unknown := sorted(set(scopes) - set(SCOPES)):
+        raise Failure(f"--scopes: {', '.join(unknown)} unknown; known: {', '.join(SCOPES)}", status=2)
+    if not scopes:
+        raise Failure(f"--scopes: none given; known: {', '.join(SCOPES)}", status=2)
+    key = new_key()
+    entry = {"sha256": hash_key(key), "tenant": tenant, "scopes": list(scopes), "note": note}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _append(path, {name: value for name, value in entry.items() if value})
+    except (OSError, KeyFileError) as exc:
+        raise Failure(f"--file: {exc}") from exc
+    return key
+
+
+def _append(path: Path, entry: dict[str, object]) -> None:
+    # Two of us at once would lose a key without the lock; it is on the folder, because the file is replaced.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        before = path.read_text() if path.exists() else ""
+        if before.strip():
+            Keys([path])  # refuses what no server would read
+        entries = (yaml.safe_load(before) or {}).get("keys", [])
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(yaml.safe_dump({"keys": [*entries, entry]}, sort_keys=False))
+        partial.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)
+        partial.replace(path)
+    finally:
+        os.close(folder)
