@@ -1,0 +1,155 @@
+import httpx
+import pytest
+from fastapi import Depends, FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorafleet.auth import OPEN, Caller, KeyFileError, Keys, hash_key, new_key, refuse_open_server, requires
+from lorafleet.http import HttpError, install_error_handlers
+from tests.serving import serving
+
+
+def key_file(path, *entries):
+    lines = [f"- {{sha256: {hash_key(key)}, tenant: {tenant}, scopes: [{scopes}]}}" for key, tenant, scopes in entries]
+    path.write_text("keys:\n" + "\n".join(lines) + "\n")
+    return path
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        self.now += 10.0
+        return self.now
+
+
+def test_without_a_file_everybody_may_do_everything():
+    assert Keys([]).caller(None) is OPEN
+    assert Keys([]).caller("Bearer whatever") is OPEN
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic one", "one", "Bearer two", "bearer  "])
+def test_a_missing_or_unknown_key_is_refused(tmp_path, header):
+    keys = Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
+    with pytest.raises(HttpError) as refused:
+        keys.caller(header)
+    assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+
+
+def test_a_known_key_is_its_tenant_with_its_scopes(tmp_path):
+    keys = Keys(
+        [key_file(tmp_path / "a", ("one", "acme", "infer")), key_file(tmp_path / "b", ("two", "null", "admin"))]
+    )
+    assert keys.caller("Bearer one") == Caller("acme", frozenset({"infer"}))
+    assert keys.caller("bearer two") == Caller(None, frozenset({"admin"}))
+
+
+def test_a_changed_file_is_in_force_at_once_and_a_broken_one_changes_nothing(tmp_path):
+    path = key_file(tmp_path / "k", ("one", "acme", "infer"))
+    keys = Keys([path], clock=Clock())
+    assert keys.caller("Bearer one")
+    path.write_text("keys: [{sha256: nonsense}]")
+    assert keys.caller("Bearer one")
+    path.unlink()
+    assert keys.caller("Bearer one")
+    key_file(path, ("two", "acme", "infer"))
+    assert keys.caller("Bearer two")
+    with pytest.raises(HttpError):
+        keys.caller("Bearer one")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "keys: 3",
+        "keys: [3]",
+        "keys: [{sha256: abc, scopes: [infer]}]",
+        f"keys: [{{sha256: {'a' * 64}, scopes: []}}]",
+        f"keys: [{{sha256: {'a' * 64}, scopes: [root]}}]",
+        f"keys: [{{sha256: {'a' * 64}, scopes: [infer], tenant: 3}}]",
+        f"keys: [{{sha256: {'a' * 64}, scopes: [infer], tennant: x}}]",
+        "keys: [",
+    ],
+)
+def test_a_file_that_breaks_its_form_is_refused_at_the_start_by_name(tmp_path, text):
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    with pytest.raises(KeyFileError, match=r"keys\.yaml"):
+        Keys([path])
+
+
+@given(st.sets(st.sampled_from(["infer", "load", "admin"]), min_size=1))
+def test_a_wider_scope_holds_the_narrower_ones(scopes):
+    caller = Caller("acme", frozenset(scopes))
+    assert caller.may("infer")
+    assert caller.may("load") == bool(scopes & {"load", "admin"})
+    assert caller.may("admin") == ("admin" in scopes)
+
+
+def test_an_adapter_belongs_to_its_tenants_and_to_those_above_tenants():
+    user, nobody = Caller("acme", frozenset({"infer"})), Caller(None, frozenset({"infer"}))
+    assert user.may_use(None)
+    assert user.may_use(("acme", "other"))
+    assert not user.may_use(("other",))
+    assert not user.may_use(())
+    assert not nobody.may_use(("acme",))
+    assert OPEN.may_use(("acme",))
+
+
+@pytest.mark.parametrize(
+    ("host", "refused"),
+    [("127.0.0.1", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("worker-7", True)],
+)
+def test_a_server_without_keys_stays_on_loopback_unless_told_otherwise(host, refused):
+    if refused:
+        with pytest.raises(KeyFileError, match=r"--key-files"):
+            refuse_open_server(Keys([]), host, allow_open=False)
+    else:
+        refuse_open_server(Keys([]), host, allow_open=False)
+    refuse_open_server(Keys([]), host, allow_open=True)
+
+
+def test_new_keys_differ_and_are_not_in_their_own_hash():
+    keys = {new_key() for _ in range(50)}
+    assert len(keys) == 50
+    assert all(len(key) > 40 and key not in hash_key(key) for key in keys)
+
+
+async def test_errors_of_every_kind_come_in_one_envelope(tmp_path):
+    keys = Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
+    app = FastAPI()
+    install_error_handlers(app)
+
+    @app.get("/admin", dependencies=[Depends(requires(keys, "admin"))])
+    async def admin(): ...
+
+    @app.get("/number")
+    async def number(n: int): ...
+
+    @app.get("/broken")
+    async def broken():
+        raise RuntimeError("secret detail")
+
+    async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+        answers = {
+            "/admin": await client.get("/admin"),
+            "/admin+key": await client.get("/admin", headers={"authorization": "Bearer one"}),
+            "/number": await client.get("/number?n=x"),
+            "/broken": await client.get("/broken"),
+            "/nowhere": await client.get("/nowhere"),
+            "post": await client.post("/admin"),
+        }
+    found = {name: (a.status_code, a.json()["error"]["code"]) for name, a in answers.items()}
+    assert found == {
+        "/admin": (401, "invalid_api_key"),
+        "/admin+key": (403, "scope_missing"),
+        "/number": (400, "invalid_request"),
+        "/broken": (500, "internal_error"),
+        "/nowhere": (404, "not_found"),
+        "post": (405, "method_not_allowed"),
+    }
+    assert answers["/number"].json()["error"]["param"] == "query.n"
+    assert "secret" not in answers["/broken"].text
+    assert answers["/admin"].headers["www-authenticate"] == "Bearer"

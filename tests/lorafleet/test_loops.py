@@ -1,0 +1,55 @@
+import asyncio
+import random
+
+from lorafleet.loops import Changes, forever
+
+
+async def test_a_loop_survives_its_worst_round_and_counts_it():
+    rounds, failures, done = [], [], asyncio.Event()
+
+    async def step():
+        rounds.append(1)
+        if len(rounds) < 3:
+            raise RuntimeError("no")
+        done.set()
+
+    loop = asyncio.create_task(
+        forever(
+            step,
+            name="x",
+            every_s=60,
+            on_failure=lambda: failures.append(1),
+            most_backoff_s=0.001,
+            rng=random.Random(0),
+        )
+    )
+    await asyncio.wait_for(done.wait(), 5)
+    assert len(failures) == 2
+    loop.cancel()
+
+
+async def test_a_poke_starts_the_next_round_at_once():
+    poke, rounds = asyncio.Event(), asyncio.Queue()
+
+    async def step():
+        rounds.put_nowait(1)
+
+    loop = asyncio.create_task(forever(step, name="x", every_s=600, poke=poke))
+    for _ in range(3):
+        await asyncio.wait_for(rounds.get(), 5)
+        poke.set()
+    loop.cancel()
+
+
+async def test_everyone_who_waits_sees_a_change_and_a_deadline_ends_the_wait():
+    changes, value = Changes(), []
+    waiting = [asyncio.create_task(changes.until(lambda: len(value) > 1, timeout_s=5)) for _ in range(3)]
+    await asyncio.sleep(0)
+    value.append(1)
+    changes.notify()
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    value.append(2)
+    changes.notify()
+    assert await asyncio.gather(*waiting) == [True] * 3
+    assert await changes.until(lambda: False, timeout_s=0.01) is False

@@ -1,0 +1,74 @@
+import pytest
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from lorafleet.settings import HouseSettings, SettingsError, load
+
+
+class Example(HouseSettings):
+    """An example."""
+
+    model_config = SettingsConfigDict(env_prefix="LORAFLEET_EXAMPLE_")
+
+    port: int = Field(default=1, description="a port")
+    wait_s: float = Field(default=2.0, gt=0, description="a time")
+    names: tuple[str, ...] = Field(default=(), description="some names")
+
+
+def loaded(*argv):
+    return load(Example, argv, prog="example")
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(monkeypatch, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("port: 3\nwait-s: 3.0\nnames: [c]\n")
+    monkeypatch.setenv("LORAFLEET_EXAMPLE_PORT", "4")
+    monkeypatch.setenv("LORAFLEET_EXAMPLE_WAIT_S", "4.0")
+    found = loaded("--config", str(file), "--port", "5")
+    assert (found.port, found.wait_s, found.names, found.host) == (5, 4.0, ("c",), "127.0.0.1")
+    assert isinstance(found, Example)
+
+
+def test_a_list_repeats_its_flag_or_is_json_in_the_environment(monkeypatch):
+    assert loaded("--names", "a", "--names", "b").names == ("a", "b")
+    monkeypatch.setenv("LORAFLEET_EXAMPLE_NAMES", '["x", "y"]')
+    assert loaded().names == ("x", "y")
+
+
+def test_the_file_may_be_named_in_the_environment(monkeypatch, tmp_path):
+    (tmp_path / "c.yaml").write_text("port: 3")
+    monkeypatch.setenv("LORAFLEET_EXAMPLE_CONFIG", str(tmp_path / "c.yaml"))
+    assert loaded().port == 3
+
+
+def test_unknown_names_are_refused_by_name_wherever_they_stand(monkeypatch, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("prot: 3")
+    with pytest.raises(SettingsError, match="prot"):
+        loaded("--config", str(tmp_path / "c.yaml"))
+    with pytest.raises(SystemExit) as ended:
+        loaded("--prot", "3")
+    assert ended.value.code == 2
+    assert "--prot" in capsys.readouterr().err
+    monkeypatch.setenv("LORAFLEET_EXAMPLE_PROT", "3")
+    with pytest.raises(SettingsError, match="LORAFLEET_EXAMPLE_PROT"):
+        loaded()
+
+
+@pytest.mark.parametrize("argv", [["--wait-s", "0"], ["--port", "x"], ["--log-level", "loud"]])
+def test_a_value_out_of_range_is_refused_and_named(argv):
+    with pytest.raises(SettingsError, match=argv[0].removeprefix("--")):
+        loaded(*argv)
+
+
+@pytest.mark.parametrize("text", ["[1]", "a: [", "3"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(SettingsError, match=r"c\.yaml"):
+        loaded("--config", str(tmp_path / "c.yaml"))
+
+
+def test_settings_are_frozen_and_do_not_show_the_token():
+    found = loaded("--token", "hush")
+    assert "hush" not in repr(found)
+    with pytest.raises(Exception, match="frozen"):
+        found.port = 7
