@@ -1,6 +1,5 @@
 """Real servers on loopback, in the test's own loop."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -17,14 +16,13 @@ async def serving(app, *, port: int = 0) -> AsyncIterator[str]:
         app, http="httptools", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None
-    task = asyncio.create_task(server._serve([sock]))
-    while not server.started:
-        if task.done():
-            await task
-        await asyncio.sleep(0.001)
+    # Not `serve()`: that looks for its end ten times a second, and a test starts and stops several servers.
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    await server.startup([sock])
+    if server.should_exit:
+        raise RuntimeError("the app did not start; see its log")
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
-        server.should_exit = True
-        await task
+        await server.shutdown([sock])
