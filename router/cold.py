@@ -1,7 +1,6 @@
 """Adapters that are loaded nowhere: ask once for each, however many requests wait, and hold those for a while."""
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,6 +38,7 @@ class _Flight:
     task: "asyncio.Task[None]"
     waiting: int = 0
     expected_s: float | None = None
+    stuck: str | None = None
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class ColdStarts:
     async def until_resident(self, lora_id: str) -> Adapter:
         """The adapter, once some replica reports its exact digest as ready; at once when one does already.
 
-        raises  Saturated when too many requests wait already, ColdStartTimeout after `timeout_s`, and what the
-                orchestrator says of the adapter: AdapterFailed, NoCapacity, ModelNotFound
+        raises  Saturated when too many requests wait already; AdapterFailed and ModelNotFound when the
+                orchestrator says so; after `timeout_s` NoCapacity when there was no room, else ColdStartTimeout
         """
         adapter = self._resident(lora_id)
         if adapter is not None:
@@ -93,6 +93,8 @@ class ColdStarts:
             return adapter
         if flight.task.done() and not flight.task.cancelled() and (failure := flight.task.exception()) is not None:
             raise failure
+        if flight.stuck is not None:
+            raise NoCapacity(f"adapter {lora_id!r} has no room: {flight.stuck}", retry_after_s=_DEFAULT_RETRY_S)
         raise ColdStartTimeout(
             f"adapter {lora_id!r} was not loaded within {self.timeout_s:g} s; it may be soon, try again",
             retry_after_s=flight.expected_s or _DEFAULT_RETRY_S,
@@ -130,13 +132,12 @@ class ColdStarts:
         )
         if answer.status_code in _REFUSALS:
             raise _REFUSALS[answer.status_code](_message(answer))
-        if answer.status_code == 503 and _code(answer) == NoCapacity.code:
-            raise NoCapacity(_message(answer), retry_after_s=_retry_after_s(answer))
         answer.raise_for_status()
         told = EnsureAnswer.model_validate_json(answer.content)
         flight = self._flights.get(lora_id)
-        if flight is not None and told.expected_s is not None:
+        if flight is not None:
             flight.expected_s = told.expected_s
+            flight.stuck = None if told.ready or told.loading else told.error
         if told.error and told.state == "failed":
             raise AdapterFailed(f"adapter {lora_id!r} failed its checks: {told.error}", param="lora_id")
         return told.ready[0] if told.ready else None
@@ -186,11 +187,3 @@ def _message(answer: httpx.Response) -> str:
 
 def _code(answer: httpx.Response) -> str:
     return str(_error(answer).get("code") or "")
-
-
-def _retry_after_s(answer: httpx.Response) -> float:
-    try:
-        value = float(answer.headers.get("retry-after", _DEFAULT_RETRY_S))
-    except ValueError:
-        return _DEFAULT_RETRY_S
-    return value if math.isfinite(value) else _DEFAULT_RETRY_S

@@ -318,7 +318,6 @@ async def test_a_cold_adapter_is_ensured_once_however_many_wait():
     ("status", "code", "expected"),
     [
         (409, "adapter_failed", (409, "adapter_failed")),
-        (503, "no_capacity", (503, "no_capacity")),
         (404, "adapter_not_found", (404, "model_not_found")),
     ],
 )
@@ -333,8 +332,21 @@ async def test_what_the_orchestrator_says_of_a_cold_adapter_reaches_every_waitin
         for answer in await asyncio.gather(*asks):
             assert error_of(answer) == expected
             assert "because" in answer.json()["error"]["message"]
-            assert status != 503 or answer.headers["retry-after"] == "7"
     assert engine.bodies == []
+
+
+async def test_an_adapter_that_finds_no_room_in_time_is_a_503_that_says_so():
+    async def full(control, lora_id):
+        answer = {"lora_id": lora_id, "digest": DIGEST, "state": "registered", "ready": [], "loading": []}
+        return JSONResponse(answer | {"expected_s": None, "error": "no free slot on 1 workers"})
+
+    control = with_sql()
+    control.ensure = full
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.3) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+    assert error_of(answer) == (503, "no_capacity")
+    assert "no free slot" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"]
 
 
 async def test_a_load_that_takes_too_long_is_a_503_with_a_time_to_come_back():
