@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from lorafleet.settings import HouseSettings
-from orchestrator.config import Config as OrchestratorConfig
-from router.config import Config as RouterConfig
-from workers.config import Config as WorkersConfig
+from orchestrator.config import OrchestratorSettings
+from router.config import RouterSettings
+from workers.config import WorkerSettings
 
 HOUSES: dict[str, type[HouseSettings]] = {
-    "router": RouterConfig,
-    "orchestrator": OrchestratorConfig,
-    "workers": WorkersConfig,
+    "router": RouterSettings,
+    "orchestrator": OrchestratorSettings,
+    "workers": WorkerSettings,
 }
 TARGET = Path(__file__).parent / "configuration.md"
 

@@ -2,7 +2,8 @@
 
 import itertools
 import time
-from typing import Annotated, Any
+from collections import Counter
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -11,7 +12,7 @@ from prometheus_client import generate_latest
 from lorafleet.auth import Caller, requires
 from lorafleet.http import HttpError
 from router.core.errors import CatalogUnavailable, ModelNotFound, NoReplica
-from router.core.fleet import Adapter, Fleet
+from router.core.fleet import Adapter, Fleet, ReplicaState
 from router.core.resolve import visible_adapters
 from router.explain import explained, undecided
 from router.stages import Parts, Routed, asked, read, request_id, resolve_target, route, tokenize
@@ -87,6 +88,10 @@ def control_routes(parts: Parts) -> APIRouter:
         """Prometheus."""
         age_s = parts.discovery.catalog_age_s()
         parts.metrics.catalog_age.set(float("inf") if age_s is None else age_s)
+        parts.metrics.catalog_revision.set(parts.discovery.fleet.revision)
+        states = Counter(replica.state for replica in parts.discovery.fleet.replicas.values())
+        for state in get_args(ReplicaState):
+            parts.metrics.replicas.labels(state).set(states[state])
         return Response(generate_latest(parts.metrics.registry), media_type="text/plain; version=0.0.4")
 
     return api

@@ -22,7 +22,7 @@ from lorafleet.loops import forever
 from lorafleet.settings import load_or_exit
 from router.api import control_routes
 from router.cold import ColdStarts
-from router.config import Config
+from router.config import RouterSettings
 from router.core.errors import RouterError
 from router.core.fleet import Replica
 from router.core.index import WorkerId
@@ -83,7 +83,7 @@ class _Joined:
             log.warning("tokenizer not fetched yet", base_model=replica.base_model, error=repr(exc))
 
 
-def build(config: Config) -> tuple[FastAPI, Parts]:
+def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
     """The router's app and its parts; raises KeyFileError. Nothing runs before the app's lifespan begins."""
     keys = Keys(config.key_files)
     refuse_open_server(keys, config.host, allow_open=config.allow_open)
@@ -168,7 +168,7 @@ async def _report_usage(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM: then not ready, finish what is in flight, and return."""
-    config = load_or_exit(Config, sys.argv[1:] if argv is None else argv, prog="python -m router")
+    config = load_or_exit(RouterSettings, sys.argv[1:] if argv is None else argv, prog="python -m router")
     logs.configure("router", log_format=config.log_format, level=config.log_level)
     try:
         app, parts = build(config)

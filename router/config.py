@@ -8,7 +8,7 @@ from pydantic_settings import SettingsConfigDict
 from lorafleet.settings import HouseSettings
 
 
-class Config(HouseSettings):
+class RouterSettings(HouseSettings):
     """KV-aware, LoRA-aware router in front of a fleet of vLLM workers.
 
     Example: python -m router --port 8000 --orchestrator-url http://127.0.0.1:8080

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive
 
 from lorafleet.auth import Caller, Keys
 from router.cold import ColdStarts
-from router.config import Config
+from router.config import RouterSettings
 from router.core.blocks import BlockHash, block_hashes, root_hash
 from router.core.errors import BadBody, BodyTooLarge, CatalogUnavailable
 from router.core.fleet import Replica
@@ -75,7 +75,7 @@ class Routed:
 class Parts:
     """What the stages work with; built once by app.py."""
 
-    config: Config
+    config: RouterSettings
     keys: Keys
     discovery: Discovery
     tokenizers: Tokenizers

@@ -7,7 +7,7 @@ from typing import Literal
 
 from router.core.index import WorkerId
 
-ReplicaState = Literal["ready", "starting", "cordoned", "draining", "unreachable"]
+ReplicaState = Literal["ready", "starting", "draining", "unreachable"]
 AdapterLocation = Literal["device", "host", "disk", "remote"]
 
 

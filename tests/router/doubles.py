@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from orchestrator.wire import Catalog, CatalogAdapter, CatalogWorker
 from router.app import build
-from router.config import Config
+from router.config import RouterSettings
 from tests.serving import serving
 from workers.wire import LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport, engine_name
 
@@ -201,7 +201,7 @@ async def fleet(*engines: Engine, control: Control | None = None, **settings) ->
         for engine in engines:
             control.workers[engine.name] = await stack.enter_async_context(serving(engine.app))
         control.url = await stack.enter_async_context(serving(control.app))
-        config = Config(
+        config = RouterSettings(
             **{
                 "orchestrator_url": control.url,
                 "metadata_poll_s": 0.2,
