@@ -20,7 +20,7 @@ from router.wire import DecisionList, RouteAnswer
 
 
 def control_routes(parts: Parts) -> APIRouter:
-    """Everything but inference: models, explain, health and metrics."""
+    """Models, and why a request goes where it goes."""
     api = APIRouter()
     infers = Annotated[Caller, Depends(requires(parts.keys, "infer"))]
     admin = [Depends(requires(parts.keys, "admin"))]
@@ -68,6 +68,13 @@ def control_routes(parts: Parts) -> APIRouter:
         """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`."""
         found = (d for d in reversed(parts.decisions) if _is_about(d, adapter, worker))
         return DecisionList(data=tuple(explained(d) for d in itertools.islice(found, limit)))
+
+    return api
+
+
+def health_routes(parts: Parts) -> APIRouter:
+    """What probes and Prometheus ask; open to whoever can reach it."""
+    api = APIRouter()
 
     @api.get("/health")
     async def health() -> dict[str, str]:

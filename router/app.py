@@ -20,7 +20,7 @@ from lorafleet.auth import KeyFileError, Keys, refuse_open_server
 from lorafleet.http import install_error_handlers
 from lorafleet.loops import forever
 from lorafleet.settings import load_or_exit
-from router.api import control_routes
+from router.api import control_routes, health_routes
 from router.cold import ColdStarts
 from router.config import RouterSettings
 from router.core.errors import RouterError
@@ -151,6 +151,7 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
         rng=random.Random(),
     )
     app.include_router(control_routes(parts))
+    app.include_router(health_routes(parts))
     for path in PATHS:
         app.router.routes.append(Route(path, Inference(parts, path), methods=["POST"]))
     install_error_handlers(app, RouterError)
