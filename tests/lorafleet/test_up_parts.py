@@ -1,0 +1,185 @@
+"""The parts of `lorafleet up` that need no fleet; whole fleets are in tests/e2e."""
+
+import asyncio
+import importlib.util
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lorafleet import commands, welcome
+from lorafleet.failure import Failure
+from lorafleet.fleet import Options, adapter_folders
+from lorafleet.processes import Child, Guard, clean_environment, kill_marked, marked
+from lorafleet.progress import Steps
+from lorafleet.up import run
+
+SLEEPER = "import time; time.sleep(600)"
+
+
+def options(tmp_path: Path, **changes: object) -> Options:
+    base = {
+        "engine": "sim", "workers": 1, "model": None, "adapters": None, "max_loras": 2, "router_port": 0,
+        "orchestrator_port": 0, "state_dir": tmp_path / "state",
+    }  # fmt: skip
+    return Options(**(base | changes))
+
+
+def until(true: Callable[[], bool], *, within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("flag", ["--router-port", "--orchestrator-port"])
+def test_a_port_in_use_is_one_line_that_names_the_flag(tmp_path: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Failure) as failure:
+            run(options(tmp_path, **{flag.removeprefix("--").replace("-", "_"): port}))
+    assert flag in str(failure.value)
+    assert str(port) in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": Path("/nowhere")}, "--model"),
+        ({"adapters": Path("/nowhere")}, "--adapters"),
+        ({"key_file": Path("/nowhere")}, "--key-file"),
+        ({"router_port": 18431, "orchestrator_port": 18431}, "--router-port"),
+        ({"state_dir": Path("/proc/nothing")}, "--state-dir"),
+    ],
+)
+def test_a_wrong_flag_is_refused_by_name_before_anything_starts(
+    tmp_path: Path, changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(Failure, match=named) as failure:
+        run(options(tmp_path, **changes))
+    assert failure.value.status == 2
+
+
+def test_a_missing_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
+    with pytest.raises(Failure, match="make install"):
+        run(options(tmp_path, engine="vllm"))
+
+
+def test_an_adapters_name_is_its_path_below_the_folder(tmp_path: Path) -> None:
+    for name in ("sql/v1", "sql/v2", "plain"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    (tmp_path / "no-adapter").mkdir()
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert adapter_folders(tmp_path) == {name: tmp_path / name for name in ("plain", "sql/v1", "sql/v2")}
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [([], 16), ([8], 16), ([8, 17], 32), ([64, 8], 64), ([1000], 512)])
+def test_the_engine_is_padded_to_the_largest_rank_that_is_needed(tmp_path: Path, ranks: list[int], fits: int) -> None:
+    folders = []
+    for index, rank in enumerate(ranks):
+        folders.append(tmp_path / str(index))
+        folders[-1].mkdir()
+        (folders[-1] / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    assert commands.rank_for([*folders, tmp_path / "missing"]) == fits
+
+
+def test_the_lines_to_try_are_commands_with_json_bodies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    welcome.show("http://r", "http://o", tmp_path, "tiny", ["sql/v1"], has_keys=True)
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "ready router=http://r orchestrator=http://o"
+    curls = [line.strip() for line in out.splitlines() if line.strip().startswith("curl")]
+    bodies = [json.loads(line.partition("-d '")[2].removesuffix("'")) for line in curls]
+    assert [body["model"] for body in bodies] == ["tiny", "sql/v1", "sql/v1"]
+    assert all("Bearer $KEY" in line for line in curls)
+
+
+def test_no_setting_of_ours_reaches_a_child_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAFLEET_ROUTER_PORT", "1")
+    monkeypatch.setenv("LORAFLEET_TOKEN", "secret")
+    environment = clean_environment("mark")
+    assert {name for name in environment if name.startswith("LORAFLEET_")} == {"LORAFLEET_FLEET_MARK"}
+
+
+def test_steps_are_whole_lines_with_the_time_where_nobody_watches() -> None:
+    out = io.StringIO()
+    with Steps(out) as steps:
+        steps.begin("w0", "starting")
+        steps.still("w0", "starting")
+        steps.done("w0", "ready")
+    lines = out.getvalue().splitlines()
+    assert [line.partition("] ")[2] for line in lines] == ["w0: starting", "w0: ready"]
+    assert all(line.startswith("[") and line[7:11] == " s] " for line in lines)
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_and_said_so(tmp_path: Path) -> None:
+    code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); {SLEEPER}"
+    child = Child(
+        name="stubborn",
+        command=lambda: [sys.executable, "-c", code],
+        environment=dict(os.environ),
+        log_path=tmp_path / "log",
+    )
+    await child.start()
+    await asyncio.to_thread(until, lambda: "up" in child.tail())
+    assert await child.stop(0.1) is False
+    assert not child.is_running
+    assert await child.stop(0.1) is True
+
+
+def test_what_is_marked_is_found_and_killed_in_whatever_session() -> None:
+    mark = os.urandom(8).hex()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER], env=clean_environment(mark), start_new_session=True
+    )  # a session of its own, as an engine's helpers may have
+    until(lambda: marked(mark) == [process.pid])
+    assert kill_marked(mark, within_s=0.2) == [process.pid]
+    assert process.wait(5) == -signal.SIGKILL
+    assert marked(mark) == []
+
+
+def test_the_guard_sweeps_up_after_a_parent_that_was_killed(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    mark = os.urandom(8).hex()
+    code = (
+        "import subprocess, sys, time; from pathlib import Path\n"
+        "from lorafleet.processes import Guard, clean_environment\n"
+        f"guard = Guard({mark!r}, Path({str(scratch)!r}))\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}], env=clean_environment({mark!r}))\n"
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        grandchild = int(parent.stdout.readline())
+        assert is_alive(grandchild)
+        parent.kill()
+    until(lambda: not is_alive(grandchild) and not scratch.exists())
+
+
+def test_a_released_guard_has_swept_and_is_gone(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    guard = Guard(os.urandom(8).hex(), scratch)
+    guard.release()
+    assert not scratch.exists()
