@@ -125,6 +125,7 @@ class Metadata(_Wire):
     namespace: str = "default"
     component: str = "worker"
     state: AgentState = "ready"
+    state_reason: str = ""
     agent_url: str = ""
     zone: str = ""
     node: str = ""
@@ -151,7 +152,10 @@ class LoadRequest(_Wire):
 
 
 class UnloadRequest(_Wire):
+    """`POST /v1/admin/unload_lora`. Without a digest every version of the adapter goes."""
+
     lora_id: str
+    digest: str | None = None
     wire: int = WIRE
 
 
@@ -166,6 +170,15 @@ class InspectRequest(_Wire):
 
 class DrainRequest(_Wire):
     deadline_s: float = Field(default=30.0, ge=0)
+    wire: int = WIRE
+
+
+class DrainAnswer(_Wire):
+    """Whether the engine finished everything before the deadline, and what it still had if not."""
+
+    is_drained: bool
+    running: int
+    waiting: int
     wire: int = WIRE
 
 

@@ -1,0 +1,28 @@
+"""`python -m workers [flags] [-- engine command...]`."""
+
+import sys
+
+from lorafleet import logs, serve
+from lorafleet.auth import KeyFileError
+from lorafleet.settings import load_or_exit
+from workers.app import main
+from workers.config import WorkerSettings
+
+PROG = "python -m workers"
+
+
+def run() -> None:
+    """Exit status 2 and one line on stderr when it cannot start."""
+    arguments = sys.argv[1:]
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    settings = load_or_exit(WorkerSettings, arguments[:cut], prog=PROG)
+    logs.configure("worker", log_format=settings.log_format, level=settings.log_level)
+    try:
+        serve.run(lambda: main(settings, arguments[cut + 1 :]))
+    except (KeyFileError, OSError) as exc:
+        print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
+        raise SystemExit(2) from exc
+
+
+if __name__ == "__main__":
+    run()

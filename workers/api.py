@@ -1,0 +1,151 @@
+"""The agent over HTTP."""
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from lorafleet.auth import Caller, Keys, check_scope, requires
+from lorafleet.chat import read_files
+from orchestrator.wire import UsageReport
+from workers.agent import Agent
+from workers.core.errors import EngineError, RequestError
+from workers.wire import (
+    AvailableLora,
+    AvailableLoras,
+    DrainAnswer,
+    DrainRequest,
+    InspectRequest,
+    LoadedLora,
+    LoadedLoras,
+    LoadRequest,
+    Metadata,
+    ModelFiles,
+    UnloadRequest,
+)
+
+EPOCH_HEADER = "x-lorafleet-epoch"
+
+
+def build_router(agent: Agent, keys: Keys) -> APIRouter:
+    """Every route. Reading and loading need `load`, taking away needs `admin`; health and metrics are open."""
+    api = APIRouter()
+    api.include_router(_told(agent, keys))
+    api.include_router(_done(agent, keys))
+    api.include_router(_probed(agent))
+    return api
+
+
+def _told(agent: Agent, keys: Keys) -> APIRouter:
+    api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
+
+    @api.get("/metadata")
+    async def metadata() -> Metadata:
+        return agent.metadata()
+
+    @api.get("/v1/metadata/loras")
+    async def loras() -> AvailableLoras:
+        return AvailableLoras(data=agent.catalog())
+
+    @api.get("/v1/metadata/loras/{lora_id:path}")
+    async def lora(lora_id: str) -> AvailableLora | LoadedLora:
+        found = next((item for item in agent.catalog() if item.lora_id == lora_id), None)
+        if found is None:
+            raise RequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
+        return found
+
+    @api.get("/v1/admin/loras")
+    async def loaded() -> LoadedLoras:
+        return LoadedLoras(data=agent.loaded())
+
+    @api.post("/v1/usage")
+    async def usage(body: UsageReport) -> JSONResponse:
+        return JSONResponse({"accepted": agent.usage(body), "wire": 1})
+
+    @api.get("/v1/events")
+    async def events(last_event_id: Annotated[str | None, Header()] = None) -> StreamingResponse:
+        after = agent.events.position(last_event_id)
+        stream = agent.events.stream(after, keep_alive_s=agent.settings.keep_alive_s)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    @api.get("/v1/model/files")
+    def model_files() -> ModelFiles:
+        folder = Path(agent.settings.model)
+        try:
+            files = read_files(folder) if agent.settings.model else {}
+        except (OSError, ValueError) as exc:
+            raise RequestError("model_files_unavailable", f"model folder {folder}: {exc}") from exc
+        if not files:
+            message = f"no tokenizer files in {folder}; give `model` as a local folder"
+            raise RequestError("model_files_unavailable", message)
+        return ModelFiles(base_model=agent.metadata().model.base_model, files=files)
+
+    return api
+
+
+def _done(agent: Agent, keys: Keys) -> APIRouter:
+    api = APIRouter()
+    load, admin = requires(keys, "load"), requires(keys, "admin")
+    operator = [Depends(admin)]
+
+    @api.post("/v1/admin/load_lora")
+    async def load_lora(
+        body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Annotated[int | None, Depends(_epoch)]
+    ) -> LoadedLora:
+        if body.evict is not None:
+            check_scope(caller, "admin")
+        agent.fence(epoch, is_destructive=body.evict is not None)
+        return await agent.load(body)
+
+    @api.post("/v1/admin/unload_lora", dependencies=operator)
+    async def unload_lora(body: UnloadRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> LoadedLoras:
+        """What is loaded afterwards."""
+        agent.fence(epoch, is_destructive=True)
+        await agent.unload(body)
+        return LoadedLoras(data=agent.loaded())
+
+    @api.post("/v1/admin/inspect_lora", dependencies=operator)
+    async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> AvailableLora:
+        agent.fence(epoch, is_destructive=False)
+        return await agent.inspect(body)
+
+    @api.post("/v1/admin/drain", dependencies=operator)
+    async def drain(body: DrainRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> DrainAnswer:
+        agent.fence(epoch, is_destructive=False)
+        return await agent.drain(body.deadline_s)
+
+    return api
+
+
+def _probed(agent: Agent) -> APIRouter:
+    api = APIRouter()
+
+    @api.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @api.get("/ready")
+    async def ready() -> dict[str, str]:
+        if agent.state != "ready":
+            reason = f": {agent.state_reason}" if agent.state_reason else ""
+            raise EngineError("not_ready", f"{agent.state}{reason}", retry_after_s=5)
+        return {"status": "ready"}
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        agent.measure()
+        return Response(agent.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return api
+
+
+def _epoch(request: Request) -> int | None:
+    text = request.headers.get(EPOCH_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise RequestError(
+            "invalid_epoch", f"header {EPOCH_HEADER}: {text!r} is not a whole number", param=EPOCH_HEADER
+        )
+    return int(text)

@@ -1,0 +1,142 @@
+"""Builds the agent and joins its parts; the only place that does."""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+
+import httpx
+import structlog
+from fastapi import FastAPI
+
+from lorafleet.auth import Keys, refuse_open_server
+from lorafleet.http import install_error_handlers
+from lorafleet.loops import forever
+from lorafleet.serve import bind, serve
+from workers.agent import Agent, timestamp
+from workers.api import build_router
+from workers.cache import Cache, base_shapes
+from workers.config import WorkerSettings
+from workers.core.errors import SourceError, WorkerError
+from workers.core.manifest import Rules
+from workers.events import Events
+from workers.heartbeat import Heartbeats
+from workers.library import Library
+from workers.metrics import Metrics
+from workers.records import Records
+from workers.sources.local import LocalSource
+from workers.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The app, and the agent it serves."""
+
+    app: FastAPI
+    agent: Agent
+
+    def stop(self) -> None:
+        """Streams end now, so that the server can."""
+        self.agent.events.close()
+
+
+def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = ()) -> Worker:
+    """Everything, joined; the engine starts when the app is served. Raises KeyFileError, OSError."""
+    keys = Keys(settings.key_files)
+    refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
+    settings.state.mkdir(parents=True, exist_ok=True)
+    rng, metrics, boot_id = Random(), Metrics(), uuid.uuid4().hex
+    rules = rules_of(settings)
+    roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
+    local = LocalSource(roots, max_bytes=settings.max_adapter_bytes)
+    cache = Cache(settings.cache_dir, sources={"file": local}, rules=rules, fetch_deadline_s=settings.fetch_deadline_s)
+    agent = Agent(
+        settings=settings,
+        cache=cache,
+        library=Library(settings.lora_path.resolve() if settings.lora_path else None, rules),
+        records=Records(settings.state),
+        events=Events(boot_id=boot_id, size=settings.event_buffer, now=timestamp),
+        metrics=metrics,
+        boot_id=boot_id,
+        agent_url=settings.advertise_url.rstrip("/") or _url(settings.host, port),
+    )
+    supervisor = Supervisor(settings, agent, own_command=own_command, rng=rng)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(cache.clean)
+        await agent.library.scan()
+        async with httpx.AsyncClient(trust_env=False) as client:
+            tasks = [
+                asyncio.create_task(supervisor.run()),
+                asyncio.create_task(_loop("scrape", agent.scrape, settings.scrape_s, metrics)),
+                asyncio.create_task(_loop("look", agent.look, settings.scan_s, metrics)),
+            ]
+            if settings.orchestrator_url:
+                tasks.append(asyncio.create_task(Heartbeats(agent, client, rng=rng).run()))
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await supervisor.stop()
+
+    app = FastAPI(
+        title="lorafleet worker",
+        version=version("lorafleet"),
+        description="The agent beside one engine: starts and watches it, and holds its adapters.",
+        lifespan=lifespan,
+    )
+    app.include_router(build_router(agent, keys))
+    install_error_handlers(app, WorkerError)
+    return Worker(app, agent)
+
+
+def rules_of(settings: WorkerSettings) -> Rules:
+    """What this worker accepts; the base model's shapes where its folder is at hand."""
+    folder = Path(settings.model)
+    shapes = None
+    if settings.check_shapes and settings.model and folder.is_dir():
+        try:
+            shapes = base_shapes(folder)
+        except (SourceError, OSError) as exc:
+            log.warning("adapters are not held against the base model's shapes", model=str(folder), error=str(exc))
+    names = {settings.base_name, settings.model_name, settings.model} - {""}
+    return Rules(
+        max_rank=settings.max_lora_rank,
+        base_names=frozenset(names),
+        base_check=settings.base_model_check if names else "off",
+        base_shapes=shapes,
+    )
+
+
+async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> None:
+    """Serve until SIGTERM. Raises KeyFileError, OSError when it cannot start."""
+    sock = bind(settings.host, settings.port)
+    port = sock.getsockname()[1]
+    worker = build(settings, port=port, own_command=own_command)
+    log.info("serving", host=settings.host, port=port, instance_id=settings.instance_id)
+    await serve(worker.app, sock, port_file=settings.port_file, grace_s=settings.stop_grace_s, on_stop=worker.stop)
+
+
+async def _loop(name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: Metrics) -> None:
+    async def tolerant() -> None:
+        try:
+            await step()
+        except WorkerError as exc:
+            # The engine is away: the supervisor says so, once.
+            log.debug("loop step failed", loop=name, error=str(exc))
+
+    await forever(tolerant, name=name, every_s=every_s, on_failure=metrics.loop_failures.labels(name).inc)
+
+
+def _url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"

@@ -1,0 +1,129 @@
+"""Settings of the agent."""
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from lorafleet.settings import HouseSettings
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM 0.32 config/lora.py takes
+UNIX_PATH_BYTES = 107  # sun_path of Linux has 108 with the closing zero
+
+
+def _home(kind: str) -> Path:
+    return Path.home() / (".cache" if kind == "cache" else ".local/state") / "lorafleet"
+
+
+class WorkerSettings(HouseSettings):
+    """The agent beside one engine: starts and watches it, and holds its adapters."""
+
+    model_config = SettingsConfigDict(env_prefix="LORAFLEET_WORKERS_")
+
+    port: int = Field(default=8090, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    instance_id: str = Field(
+        default="worker-0",
+        pattern=r"^[A-Za-z0-9._-]{1,100}$",
+        description="this worker's name in the fleet; unique, and the same after a restart",
+    )
+    zone: str = Field(default="", description="failure zone that the orchestrator spreads over")
+    node: str = Field(default="", description="machine that the orchestrator spreads over")
+    namespace: str = Field(default="default", description="namespace shown in the metadata")
+
+    engine: Literal["vllm", "sim"] = Field(default="vllm", description="engine to start")
+    engine_url: str = Field(default="", description="use this running vLLM instead of starting one")
+    engine_host: str = Field(default="127.0.0.1", description="address the engine listens on")
+    engine_port: int = Field(default=8100, ge=0, le=65535, description="port of the engine; 0 picks a free one")
+    engine_advertise_url: str = Field(default="", description="engine URL that routers use, if not its own address")
+    engine_args: tuple[str, ...] = Field(default=(), description="further engine arguments, passed on as they are")
+    engine_shutdown_s: int = Field(default=20, ge=0, description="seconds the engine may take to finish requests")
+    device_profile: Literal["auto", "cpu", "gpu"] = Field(
+        default="auto", description="cpu: the settings that make vLLM's CPU build light; auto: look at the build"
+    )
+
+    model: str = Field(default="", description="folder (or, on a GPU, hub name) of the base model")
+    served_model_name: str = Field(default="", description="the base model's name in requests; default: as `model`")
+    base_model: str = Field(default="", description="base model's name in the fleet; default: the served name")
+    max_loras: int = Field(default=4, ge=1, description="adapters in one batch: the engine's device slots")
+    max_cpu_loras: int = Field(default=16, ge=1, description="adapters this worker holds: the engine's host slots")
+    max_lora_rank: Annotated[Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], BeforeValidator(int)] = Field(
+        default=64, description="largest rank; the engine pads every adapter to it"
+    )
+    block_size: int | None = Field(default=None, ge=1, description="tokens a KV block; default: the engine's (CPU: 32)")
+    num_gpu_blocks_override: int | None = Field(default=None, ge=2, description="KV blocks; default: what fits")
+    max_model_len: int | None = Field(default=None, ge=1, description="tokens a request; default: the model's")
+    max_num_seqs: int = Field(default=256, ge=1, description="requests in one batch")
+    max_num_batched_tokens: int = Field(default=8192, ge=1, description="tokens in one engine step")
+
+    lora_path: Path | None = Field(
+        default=None, description="folder scanned for adapters: a subfolder's path below it is its lora_id"
+    )
+    lora_roots: tuple[Path, ...] = Field(default=(), description="further folders that sources may name")
+    preload_loras: tuple[str, ...] = Field(default=(), description="adapters of lora_path loaded before ready")
+    cache_dir: Path = Field(default=_home("cache"), description="verified adapters, one folder a digest; may be shared")
+    state_dir: Path | None = Field(
+        default=None, description="this worker's record and engine log; default: ~/.local/state/lorafleet/<instance_id>"
+    )
+    ipc_dir: Path = Field(
+        default=Path(tempfile.gettempdir()) / f"lorafleet-{os.getuid()}",
+        description="folder of the KV event sockets; keep it short, a socket's whole path has at most 107 bytes",
+    )
+    max_adapter_bytes: int = Field(default=8 << 30, ge=1, description="largest adapter, in bytes on disk")
+    base_model_check: Literal["name", "exact", "off"] = Field(
+        default="name", description="how an adapter's own base model is compared: last path part, whole, or not"
+    )
+    check_shapes: bool = Field(default=True, description="hold adapters against the shapes of a local base model")
+
+    orchestrator_url: str = Field(default="", description="where to send heartbeats; none: the agent stands alone")
+    advertise_url: str = Field(default="", description="this agent's URL for others; default: host and port")
+    heartbeat_s: float = Field(default=1.0, gt=0, description="seconds between heartbeats when nothing changes")
+    scrape_s: float = Field(default=1.0, gt=0, description="seconds between readings of the engine's metrics")
+    scan_s: float = Field(default=5.0, gt=0, description="seconds between looks at lora_path and the engine's list")
+
+    start_deadline_s: float = Field(default=900.0, gt=0, description="seconds the engine may take to start")
+    fetch_deadline_s: float = Field(default=600.0, gt=0, description="seconds a source may take")
+    load_deadline_s: float = Field(default=120.0, gt=0, description="seconds the engine may take to load an adapter")
+    health_timeout_s: float = Field(default=5.0, gt=0, description="seconds the engine may take to say it is healthy")
+    hang_after_s: float = Field(default=60.0, gt=0, description="seconds without health before a restart")
+    crash_loop_after: int = Field(default=5, ge=1, description="failures in a row after which restarts become slow")
+    crash_loop_retry_s: float = Field(default=60.0, gt=0, description="seconds between such slow restarts")
+    event_buffer: int = Field(default=1000, ge=1, description="events kept for those who reconnect")
+    keep_alive_s: float = Field(default=15.0, gt=0, description="seconds between signs of life on the event stream")
+    stop_grace_s: float = Field(default=30.0, ge=1, description="seconds open calls may take when stopping")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if not self.model and not self.engine_url:
+            raise ValueError("model: give the base model's folder, or engine_url of a running engine")
+        if self.max_lora_rank not in _RANKS:
+            raise ValueError(f"max_lora_rank {self.max_lora_rank} must be one of {_RANKS}")
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
+        path = str(self.socket_path("replay"))
+        if len(path.encode()) > UNIX_PATH_BYTES:
+            raise ValueError(
+                f"ipc_dir: socket path {path} has {len(path.encode())} bytes, at most {UNIX_PATH_BYTES} are possible;"
+                " give a shorter ipc_dir"
+            )
+        return self
+
+    @property
+    def state(self) -> Path:
+        return self.state_dir or _home("state") / self.instance_id
+
+    @property
+    def base_name(self) -> str:
+        return self.base_model or self.model_name
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model
+
+    def socket_path(self, kind: str) -> Path:
+        """Where the engine binds its `events` or `replay` socket; the state folder tells two workers apart."""
+        worker = hashlib.sha256(str(self.state.absolute()).encode()).hexdigest()[:12]
+        return self.ipc_dir.absolute() / f"{worker}.{kind}"

@@ -1,0 +1,75 @@
+"""Every error that an agent raises on purpose.
+
+WorkerError
+├── RequestError   the call itself is wrong: unknown adapter, bad name, no epoch, an old epoch
+├── SourceError    the adapter's bytes: missing, forbidden, too big, not what they say they are
+└── EngineError    the engine: no free slot, adapter refused, unreachable, down, draining
+
+Each carries `status` and `code` for the answer, and `retry_after_s` where coming back later can help.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class WorkerError(Exception):
+    """An error with a code; `codes` says which codes a class has and what HTTP status each one is."""
+
+    codes: ClassVar[Mapping[str, int]] = {}
+
+    def __init__(
+        self, code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = self.codes[code]
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class RequestError(WorkerError):
+    """The caller must change the call."""
+
+    codes: ClassVar[Mapping[str, int]] = {
+        "invalid_lora_id": 400,
+        "invalid_epoch": 400,
+        "adapter_unknown": 404,
+        "not_loaded": 404,
+        "stale_epoch": 409,
+        "epoch_required": 409,
+        "model_files_unavailable": 404,
+        "events_gone": 410,
+    }
+
+
+class SourceError(WorkerError):
+    """The adapter or its source must change; trying again with the same bytes fails again."""
+
+    codes: ClassVar[Mapping[str, int]] = {
+        "source_unsupported": 400,
+        "source_invalid": 400,
+        "source_not_found": 404,
+        "source_forbidden": 403,
+        "source_too_big": 413,
+        "source_failed": 502,
+        "adapter_invalid": 422,
+        "rank_too_big": 422,
+        "base_model_mismatch": 422,
+        "digest_mismatch": 409,
+        "disk_full": 507,
+    }
+
+
+class EngineError(WorkerError):
+    """The engine cannot do it now, or refused the adapter."""
+
+    codes: ClassVar[Mapping[str, int]] = {
+        "no_free_slot": 409,
+        "adapter_refused": 422,
+        "engine_unreachable": 503,
+        "engine_timeout": 504,
+        "engine_down": 503,
+        "engine_start_failed": 503,
+        "draining": 503,
+        "not_ready": 503,
+    }

@@ -1,0 +1,102 @@
+"""The command line and environment that start an engine."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from workers.config import WorkerSettings
+
+MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sim": "workers.engines.sim"}
+
+# The lightest vLLM on a few cores; on a GPU none of it is set (vLLM 0.32 on the CPU, seen running).
+_CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+_CPU_BLOCK_SIZE = 32  # the CPU backend takes multiples of 32 only
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to run, and what its environment has besides ours (ours wins where both name something)."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequence[str] = ()) -> Launch:
+    """How to start the engine. `own_command` stands in for `python -m vllm...`; flags it already has are kept."""
+    is_cpu = settings.engine == "vllm" and is_cpu_build(settings)
+    base = tuple(own_command) or (sys.executable, "-m", MODULES[settings.engine])
+    command = list(base)
+    for flag, value in _flags(settings, port=port, topic=topic, is_cpu=is_cpu):
+        if not _has(base, flag) and not (flag == "--model" and "serve" in base):
+            command += [flag] if value is None else [flag, value]
+    command += settings.engine_args
+    environment = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if Path(settings.model).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    if is_cpu:
+        environment |= _CPU_ENVIRONMENT
+    return Launch(tuple(command), environment)
+
+
+def is_cpu_build(settings: WorkerSettings) -> bool:
+    """Whether vLLM will run on the CPU: as the profile says, else by what is installed."""
+    if settings.device_profile != "auto":
+        return settings.device_profile == "cpu"
+    return _version("vllm-cpu") is not None or any(
+        (_version(name) or "").endswith("+cpu") for name in ("vllm", "torch")
+    )
+
+
+def kv_config(settings: WorkerSettings, topic: str) -> dict[str, object]:
+    """vLLM's --kv-events-config. It binds ipc:// endpoints (a tcp:// one with an address it would connect to)."""
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{settings.socket_path('events')}",
+        "replay_endpoint": f"ipc://{settings.socket_path('replay')}",
+        "topic": topic,
+    }
+
+
+def _flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> list[tuple[str, str | None]]:
+    block_size = settings.block_size or (_CPU_BLOCK_SIZE if is_cpu else None)
+    optional: list[tuple[str, object]] = [
+        ("--block-size", block_size),
+        ("--num-gpu-blocks-override", settings.num_gpu_blocks_override),
+        ("--max-model-len", settings.max_model_len),
+    ]
+    return [
+        ("--model", settings.model),
+        ("--served-model-name", settings.model_name),
+        ("--host", settings.engine_host),
+        ("--port", str(port)),
+        ("--enable-lora", None),
+        ("--max-loras", str(settings.max_loras)),
+        ("--max-cpu-loras", str(settings.max_cpu_loras)),
+        ("--max-lora-rank", str(settings.max_lora_rank)),
+        ("--max-num-seqs", str(settings.max_num_seqs)),
+        ("--max-num-batched-tokens", str(settings.max_num_batched_tokens)),
+        ("--enable-prompt-tokens-details", None),
+        ("--shutdown-timeout", str(settings.engine_shutdown_s)),
+        ("--kv-events-config", json.dumps(kv_config(settings, topic), separators=(",", ":"))),
+        *((flag, str(value)) for flag, value in optional if value is not None),
+        *([("--enforce-eager", None)] if is_cpu else []),
+    ]
+
+
+def _has(command: Sequence[str], flag: str) -> bool:
+    return any(word == flag or word.startswith(flag + "=") for word in command)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

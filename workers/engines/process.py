@@ -1,0 +1,121 @@
+"""One engine process: started, listened to, stopped."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from io import FileIO
+from pathlib import Path
+
+import structlog
+
+from workers.engines.launch import Launch
+
+log = structlog.get_logger()
+
+_GUARD = Path(__file__).with_name("guard.py")
+_TAIL_LINES = 40
+_LOG_BYTES = 32 << 20
+
+
+class EngineProcess:
+    """An engine under its guard, in a process group of its own. Start it once; a restart is a new one."""
+
+    def __init__(self, process: asyncio.subprocess.Process, *, log_file: Path, pid_file: Path) -> None:
+        self._process = process
+        self._pid_file = pid_file
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._reader = asyncio.create_task(self._read(log_file))
+
+    @classmethod
+    async def start(cls, launch: Launch, *, state_dir: Path) -> "EngineProcess":
+        """Raises OSError when the command cannot be run."""
+        pid_file = state_dir / "engine.pid"
+        pid_file.unlink(missing_ok=True)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            str(_GUARD),
+            str(pid_file),
+            *launch.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**launch.environment, **os.environ},
+            start_new_session=True,
+            limit=1 << 20,
+        )
+        log.info("engine started", pid=process.pid, command=" ".join(launch.command))
+        return cls(process, log_file=state_dir / "engine.log", pid_file=pid_file)
+
+    @property
+    def tail(self) -> str:
+        """The end of what the engine printed."""
+        return "\n".join(self._tail)
+
+    @property
+    def has_exited(self) -> bool:
+        return self._process.returncode is not None
+
+    async def wait(self) -> int:
+        """Its exit status, once nothing of its group is left. vLLM exits 0 on a crash too."""
+        code = await self._process.wait()
+        self.kill()
+        return code
+
+    async def stop(self, *, within_s: float) -> None:
+        """SIGTERM, time to finish its requests, then SIGKILL for the whole group."""
+        if not self.has_exited:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._process.wait(), within_s)
+            except TimeoutError:
+                log.warning("engine did not stop in time, killed", within_s=within_s)
+        await self.end()
+
+    async def end(self) -> None:
+        """Kill what is left and read its last words."""
+        self.kill()
+        await self._process.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._reader), 2.0)
+        self._reader.cancel()
+        self._pid_file.unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """SIGKILL for every process of the group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _read(self, log_file: Path) -> None:
+        assert self._process.stdout is not None
+        with _opened(log_file) as file:
+            while True:
+                try:
+                    line = await self._process.stdout.readline()
+                except ValueError:
+                    continue  # a line of more than 1 MiB is not kept
+                if not line:
+                    return
+                file.write(line)
+                text = line.decode(errors="replace").rstrip()
+                self._tail.append(text[:500])
+                log.debug("engine", line=text)
+
+
+def _opened(log_file: Path) -> FileIO:
+    if log_file.exists() and log_file.stat().st_size > _LOG_BYTES:
+        log_file.replace(log_file.with_suffix(".log.1"))
+    return log_file.open("ab", buffering=0)
+
+
+def free_port(host: str) -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

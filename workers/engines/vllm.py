@@ -1,0 +1,158 @@
+"""vLLM 0.32's HTTP, which the sim speaks too: adapters, health, metrics."""
+
+import asyncio
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from workers.core.errors import EngineError
+from workers.engines.base import Scrape, Shape, Traits
+
+# Only these lines of /metrics are parsed: the whole page is thousands of histogram buckets, and read every second.
+_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+_SUMS = (
+    # Both are observed when a request ends (v1/metrics/loggers.py record()), so their quotient fits together.
+    # vllm:prompt_tokens_total is counted at the first token and would not.
+    "vllm:request_prefill_kv_computed_tokens_sum",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_generation_tokens_sum",
+    "vllm:request_generation_tokens_count",
+    "vllm:request_decode_time_seconds_sum",
+)
+_WANTED = re.compile(
+    r"^(?:" + "|".join((*_GAUGES, *_SUMS, "vllm:num_requests_waiting_by_reason", "vllm:cache_config_info"))
+    + r"|process_start_time_seconds)[ {].*$",
+    re.MULTILINE,
+)  # fmt: skip
+
+
+class VllmEngine:
+    """Client of one engine. Redirects and proxies of the environment are not followed."""
+
+    traits = Traits(dialect="vllm", keeps_ghosts=True)
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        limits = httpx.Limits(max_keepalive_connections=4, keepalive_expiry=2.0)
+        self._client = httpx.AsyncClient(base_url=url, timeout=10.0, limits=limits, trust_env=False)
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
+        """Raises EngineError: `adapter_refused` with the engine's reason, `engine_timeout`, `engine_unreachable`."""
+        body = {"lora_name": name, "lora_path": str(path)}
+        try:
+            answer = await self._call("POST", "/v1/load_lora_adapter", body=body, timeout_s=timeout_s)
+        except EngineError:
+            # Nobody knows how it ended; the list does.
+            if await self._has(name, path):
+                return
+            raise
+        if answer.is_success or await self._has(name, path):
+            return
+        self._refuse(f"load {name}", answer)
+
+    async def unload(self, name: str, *, timeout_s: float) -> None:
+        answer = await self._call("POST", "/v1/unload_lora_adapter", body={"lora_name": name}, timeout_s=timeout_s)
+        if not answer.is_success and answer.status_code != 404:
+            self._refuse(f"unload {name}", answer)
+
+    async def adapters(self) -> Mapping[str, str]:
+        return {item["id"]: str(item.get("root") or "") for item in await self._models() if item.get("parent")}
+
+    async def shape(self) -> Shape:
+        """Block size and count from vllm:cache_config_info, length and name from /v1/models."""
+        base = next((item for item in await self._models() if not item.get("parent")), {})
+        scrape = await self.scrape()
+        return Shape(
+            block_size=scrape.block_size,
+            total_kv_blocks=scrape.total_kv_blocks,
+            max_model_len=int(base.get("max_model_len") or 0),
+            model_name=str(base.get("id") or ""),
+        )
+
+    async def is_healthy(self, *, timeout_s: float) -> bool:
+        try:
+            return (await self._call("GET", "/health", timeout_s=timeout_s)).is_success
+        except EngineError:
+            return False
+
+    async def scrape(self) -> Scrape:
+        answer = await self._call("GET", "/metrics", timeout_s=5.0)
+        return parse_metrics(answer.text)
+
+    async def _has(self, name: str, path: Path) -> bool:
+        try:
+            return (await self.adapters()).get(name) == str(path)
+        except EngineError:
+            return False
+
+    async def _models(self) -> list[dict[str, Any]]:
+        answer = await self._call("GET", "/v1/models", timeout_s=10.0)
+        try:
+            return list(answer.json()["data"])
+        except (ValueError, KeyError, TypeError) as exc:
+            message = f"engine {self.url}: /v1/models is no list of models: HTTP {answer.status_code}"
+            raise EngineError("engine_unreachable", message, retry_after_s=1) from exc
+
+    async def _call(
+        self, method: str, path: str, *, timeout_s: float, body: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._client.request(method, path, json=body, timeout=timeout_s)
+        except (TimeoutError, httpx.TimeoutException) as exc:
+            message = f"engine {self.url}{path}: no answer within {timeout_s:g} s"
+            raise EngineError("engine_timeout", message, retry_after_s=2) from exc
+        except httpx.HTTPError as exc:
+            message = f"engine {self.url}{path}: {exc!r}"
+            raise EngineError("engine_unreachable", message, retry_after_s=2) from exc
+
+    def _refuse(self, what: str, answer: httpx.Response) -> NoReturn:
+        try:
+            error = answer.json()
+            text = str((error.get("error") or error)["message"])  # flat before 2025
+        except (ValueError, KeyError, TypeError, AttributeError):
+            text = answer.text[:500]
+        raise EngineError("adapter_refused", f"{what}: the engine answered {answer.status_code}: {text}")
+
+
+def parse_metrics(page: str) -> Scrape:
+    """What one page of vLLM's /metrics says, summed over data-parallel ranks (usage: the mean)."""
+    values: dict[str, list[float]] = {}
+    cache: Mapping[str, str] = {}
+    deferred = 0.0
+    for family in text_string_to_metric_families("\n".join(_WANTED.findall(page)) + "\n"):
+        for sample in family.samples:
+            values.setdefault(sample.name, []).append(sample.value)
+            if sample.name == "vllm:cache_config_info":
+                cache = sample.labels
+            if sample.labels.get("reason") == "deferred":
+                deferred += sample.value
+    total = {name: sum(found) for name, found in values.items()}
+    generated = total.get("vllm:request_generation_tokens_sum")
+    requests = total.get("vllm:request_generation_tokens_count", 0.0)
+    usage = values.get("vllm:kv_cache_usage_perc", [0.0])
+    return Scrape(
+        running=int(total.get("vllm:num_requests_running", 0)),
+        waiting=int(total.get("vllm:num_requests_waiting", 0)),
+        waiting_for_slot=int(deferred),
+        kv_usage=sum(usage) / len(usage),
+        prefill_tokens=total.get("vllm:request_prefill_kv_computed_tokens_sum"),
+        prefill_seconds=total.get("vllm:request_prefill_time_seconds_sum"),
+        # The first token of an answer belongs to the prefill; decode time runs from it to the last.
+        decode_tokens=None if generated is None else max(0.0, generated - requests),
+        decode_seconds=total.get("vllm:request_decode_time_seconds_sum"),
+        started_at=total.get("process_start_time_seconds", 0.0),
+        block_size=_number(cache.get("block_size")),
+        total_kv_blocks=_number(cache.get("num_gpu_blocks")),
+    )
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0

@@ -1,0 +1,61 @@
+"""Tells the orchestrator that this worker is there, with all it knows: every second, and at once when it changes."""
+
+import asyncio
+from random import Random
+
+import httpx
+import structlog
+
+from orchestrator.wire import Heartbeat, HeartbeatAnswer
+from workers.agent import Agent
+
+log = structlog.get_logger()
+
+_MOST_BACKOFF_S = 10.0
+_GATHER_S = 0.02  # a load changes several things within milliseconds: they go out together
+
+
+class Heartbeats:
+    """Posts heartbeats until cancelled; an orchestrator that is away costs nothing but log lines."""
+
+    def __init__(self, agent: Agent, client: httpx.AsyncClient, *, rng: Random) -> None:
+        self._agent = agent
+        self._client = client
+        self._rng = rng
+        settings = agent.settings
+        self._url = settings.orchestrator_url.rstrip("/") + "/v1/workers/register"
+        self._headers = {"authorization": f"Bearer {settings.token}"} if settings.token else {}
+        self._every_s = settings.heartbeat_s
+
+    async def run(self) -> None:
+        failures = 0
+        while True:
+            told = self._agent.version
+            try:
+                await self._beat()
+                if failures:
+                    log.info("orchestrator takes heartbeats again", url=self._url)
+                failures = 0
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as exc:
+                failures += 1
+                self._agent.metrics.heartbeat_failures.inc()
+                if failures in {1, 10} or failures % 100 == 0:
+                    log.warning("heartbeat not taken", url=self._url, failures=failures, error=repr(exc))
+            await self._pause(told, failures)
+
+    async def _beat(self) -> None:
+        body = Heartbeat(metadata=self._agent.metadata()).model_dump_json()
+        headers = {"content-type": "application/json", **self._headers}
+        answer = await self._client.post(self._url, content=body, headers=headers, timeout=5.0)
+        answer.raise_for_status()
+        told = HeartbeatAnswer.model_validate_json(answer.content)
+        # Whoever answers heartbeats leads; commands of an older epoch are refused from now on.
+        self._agent.records.raise_epoch(told.epoch)
+
+    async def _pause(self, told: int, failures: int) -> None:
+        if failures:
+            await asyncio.sleep(min(_MOST_BACKOFF_S, 0.2 * 2.0 ** min(failures, 6)) * self._rng.uniform(0.5, 1.0))
+            return
+        every_s = self._every_s * self._rng.uniform(0.8, 1.0)
+        if await self._agent.changes.until(lambda: self._agent.version != told, timeout_s=every_s):
+            await asyncio.sleep(_GATHER_S)

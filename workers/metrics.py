@@ -1,0 +1,39 @@
+"""The agent's own metrics. Labels are bounded: codes and operations, never adapters."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
+
+
+class Metrics:
+    """One agent's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.load_seconds = Histogram(
+            "lora_load_duration_seconds", "Stages of a load.", ["stage"], registry=registry, buckets=_BUCKETS
+        )
+        self.unload_seconds = Histogram("lora_unload_duration_seconds", "Unloads.", registry=registry, buckets=_BUCKETS)
+        self.load_failures = Counter("lora_load_failures", "Failed loads by error code.", ["code"], registry=registry)
+        self.memory_bytes = Gauge("lora_memory_usage_bytes", "Weights of the loaded adapters.", registry=registry)
+        self.requests = Gauge(
+            "lora_request_count", "Requests on the loaded adapters, as routers report them.", registry=registry
+        )
+        self.loaded = Gauge("lorafleet_workers_loaded_adapters", "Adapters that the engine holds.", registry=registry)
+        self.ghosts = Gauge(
+            "lorafleet_workers_ghosts", "Unloaded adapters still in the engine's memory (estimated).", registry=registry
+        )
+        self.disk_free_bytes = Gauge("lorafleet_workers_disk_free_bytes", "Free in the cache.", registry=registry)
+        self.engine_up = Gauge("lorafleet_workers_engine_up", "1 while the engine answers.", registry=registry)
+        self.engine_restarts = Counter("lorafleet_workers_engine_restarts", "Engine failures.", registry=registry)
+        self.heartbeat_failures = Counter(
+            "lorafleet_workers_heartbeat_failures", "Heartbeats that were not taken.", registry=registry
+        )
+        self.loop_failures = Counter(
+            "lorafleet_workers_loop_failures", "Rounds of a background loop that failed.", ["loop"], registry=registry
+        )
+
+    def page(self) -> bytes:
+        """Prometheus' text form."""
+        return generate_latest(self.registry)

@@ -1,0 +1,104 @@
+"""What this worker did, on disk: one small JSON file an adapter, and the highest epoch seen. Written whole or not."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """An adapter whose files are installed here. `is_loaded`: the engine should hold it, also after a restart."""
+
+    lora_id: str
+    digest: str
+    engine_name: str
+    path: str
+    source: str
+    base_model: str
+    rank: int
+    size_bytes: int
+    is_loaded: bool = False
+    loaded_at: str | None = None
+    last_used: str | None = None
+    request_count: int = 0
+    load_seconds: float | None = None
+    order: int = 0
+    """Grows with every load: the order in which a restart loads again."""
+
+
+class Records:
+    """The records of one state folder, held in memory and written through."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "adapters"
+        self._epoch_file = folder / "epoch.json"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._records = {record.engine_name: record for record in _read_all(self._folder)}
+        self.epoch = _read_epoch(self._epoch_file)
+
+    def get(self, engine_name: str) -> Record | None:
+        return self._records.get(engine_name)
+
+    def all(self) -> tuple[Record, ...]:
+        return tuple(sorted(self._records.values(), key=lambda record: record.order))
+
+    def of(self, lora_id: str) -> tuple[Record, ...]:
+        """Every version of an adapter, oldest load first."""
+        return tuple(record for record in self.all() if record.lora_id == lora_id)
+
+    def put(self, record: Record) -> Record:
+        self._records[record.engine_name] = record
+        _write(self._folder / _file_name(record.engine_name), asdict(record))
+        return record
+
+    def keep(self, record: Record) -> None:
+        """Change what is in memory alone; it reaches the disk with the next `put`. For counts of use."""
+        self._records[record.engine_name] = record
+
+    def next_order(self) -> int:
+        return max((record.order for record in self._records.values()), default=0) + 1
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Remember the highest epoch seen; a lower one changes nothing."""
+        if epoch > self.epoch:
+            _write(self._epoch_file, {"epoch": epoch})
+            self.epoch = epoch
+
+
+def _file_name(engine_name: str) -> str:
+    return hashlib.sha256(engine_name.encode()).hexdigest()[:32] + ".json"
+
+
+def _read_all(folder: Path) -> list[Record]:
+    known = {field.name for field in fields(Record)}
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            raw = json.loads(path.read_text())
+            found.append(Record(**{key: value for key, value in raw.items() if key in known}))
+        except (OSError, ValueError, TypeError, AttributeError) as exc:
+            # One damaged record costs one adapter's memory of itself, not the worker's start.
+            log.warning("record left out", path=str(path), error=str(exc))
+    return found
+
+
+def _read_epoch(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text())["epoch"])
+    except FileNotFoundError:
+        return 0
+
+
+def _write(path: Path, value: object) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

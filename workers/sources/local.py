@@ -1,0 +1,80 @@
+"""Adapters in folders of this machine: `file:///path` and plain paths, below allowed roots only."""
+
+import asyncio
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from workers.core.errors import SourceError
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, is_adapter_file
+
+
+class LocalSource:
+    """Copies an adapter's files from below `roots`. A link may point anywhere below them and nowhere else."""
+
+    def __init__(self, roots: Iterable[Path], *, max_bytes: int) -> None:
+        self._roots = tuple(root.resolve() for root in roots)
+        self._max_bytes = max_bytes
+
+    async def fetch(self, ref: str, into: Path) -> None:
+        folder = self._folder(ref)
+        await asyncio.to_thread(self._copy, folder, into)
+
+    def _folder(self, ref: str) -> Path:
+        path = Path(_path_of(ref))
+        if not path.is_absolute():
+            raise SourceError("source_invalid", f"source {ref!r}: a relative path depends on who reads it; give /path")
+        found = self._allowed(path, ref)
+        if not found.is_dir():
+            raise SourceError("source_not_found", f"source {ref!r}: no such folder")
+        return found
+
+    def _allowed(self, path: Path, ref: str) -> Path:
+        # Judged before it is looked at: whether a path outside the roots exists is nobody's business.
+        resolved = path.resolve()
+        if not any(resolved.is_relative_to(root) for root in self._roots):
+            roots = ", ".join(str(root) for root in self._roots) or "none"
+            raise SourceError(
+                "source_forbidden", f"source {ref!r}: outside the allowed folders ({roots}); see lora_roots"
+            )
+        return resolved
+
+    def _copy(self, folder: Path, into: Path) -> None:
+        names = sorted(entry.name for entry in folder.iterdir() if is_adapter_file(entry.name))
+        if CONFIG_NAME not in names:
+            raise SourceError("source_not_found", f"source {str(folder)!r}: no {CONFIG_NAME} in it")
+        left = self._max_bytes
+        for name in names:
+            limit = min(left, MAX_CONFIG_BYTES) if name == CONFIG_NAME else left
+            left -= self._copy_file(folder / name, into / name, limit)
+
+    def _copy_file(self, path: Path, to: Path, limit: int) -> int:
+        resolved = self._allowed(path, str(path))
+        try:
+            # NONBLOCK: opening a FIFO must not wait for a writer. NOFOLLOW: resolved already, so a link is a swap.
+            fd = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as exc:
+            raise SourceError("source_not_found", f"source {str(path)!r}: {exc.strerror}") from exc
+        with os.fdopen(fd, "rb") as source:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise SourceError("source_invalid", f"source {str(path)!r}: not a regular file")
+            if status.st_size > limit:
+                raise SourceError(
+                    "source_too_big", f"source {str(path)!r}: {status.st_size} bytes, at most {limit} are allowed"
+                )
+            with to.open("xb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+                return target.tell()
+
+
+def _path_of(ref: str) -> str:
+    if "://" not in ref:
+        return ref
+    parts = urlsplit(ref)
+    if parts.netloc not in {"", "localhost"}:
+        raise SourceError("source_invalid", f"source {ref!r}: file:// takes no host; write file:///path")
+    return unquote(parts.path)

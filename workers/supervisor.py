@@ -1,0 +1,187 @@
+"""Keeps an engine running: starts it, waits for its health, watches it, starts it again; or watches one of others.
+
+Every exit is a failure, because vLLM exits 0 when it crashes (0.32, seen running).
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import structlog
+
+from workers.agent import Agent
+from workers.config import WorkerSettings
+from workers.core.errors import EngineError, WorkerError
+from workers.core.restarts import Restarts
+from workers.engines.launch import kv_config, launch
+from workers.engines.process import EngineProcess, free_port
+from workers.engines.vllm import VllmEngine
+from workers.wire import Transport
+
+log = structlog.get_logger()
+
+_POLL_S = 0.1
+_SPARE_S = 10.0  # between the engine's own end of draining and SIGKILL
+
+
+class Supervisor:
+    """One engine, for as long as `run` runs."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        agent: Agent,
+        *,
+        own_command: Sequence[str] = (),
+        rng: Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._agent = agent
+        self._own_command = tuple(own_command)
+        self._rng = rng
+        self._clock = clock
+        self._port = _port_of(own_command) or settings.engine_port
+        self._process: EngineProcess | None = None
+        self._restarts = Restarts(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
+
+    async def run(self) -> None:
+        """Until cancelled. Then the engine still runs: `stop` ends it."""
+        while True:
+            ready_at: float | None = None
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    engine = await self._start(stack)
+                    ready_at = self._clock()
+                    reason = await self._watch(engine)
+            except (WorkerError, OSError) as exc:
+                reason = str(exc)
+            except Exception as exc:  # the top of a loop: it logs, counts and goes on
+                log.exception("supervising failed")
+                reason = repr(exc)
+            await self._failed(reason, up_s=0.0 if ready_at is None else self._clock() - ready_at)
+
+    async def stop(self) -> None:
+        """Drain and end the engine; nothing of it is left afterwards."""
+        if self._process is not None:
+            await self._process.stop(within_s=self._settings.engine_shutdown_s + _SPARE_S)
+        for kind in ("events", "replay"):
+            self._settings.socket_path(kind).unlink(missing_ok=True)
+
+    async def _failed(self, reason: str, *, up_s: float) -> None:
+        self._restarts = self._restarts.failed(up_s)
+        delay_s = self._restarts.delay_s(self._rng)
+        if self._restarts.is_loop:
+            reason = f"crash loop ({self._restarts.failures} failures in a row, next try in {delay_s:.0f} s): {reason}"
+        log.error("engine down", reason=reason, failures=self._restarts.failures, retry_s=round(delay_s, 2))
+        self._agent.metrics.engine_restarts.inc()
+        self._agent.engine_down(reason)
+        if self._process is not None:
+            await self._process.end()
+            self._process = None
+        await asyncio.sleep(delay_s)
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> VllmEngine:
+        """A healthy engine that holds what it should. Raises EngineError with the end of its log."""
+        if self._settings.engine_url:
+            return await self._attach(stack)
+        boot_id = uuid.uuid4().hex
+        topic = f"kv@{boot_id}"
+        self._port = self._port or free_port(self._settings.engine_host)
+        self._settings.ipc_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        start = launch(self._settings, port=self._port, topic=topic, own_command=self._own_command)
+        self._process = await EngineProcess.start(start, state_dir=self._settings.state)
+        engine = VllmEngine(self._url())
+        stack.push_async_callback(engine.aclose)
+        await self._until_healthy(engine)
+        kv = kv_config(self._settings, topic)
+        transport = Transport(
+            engine_url=self._settings.engine_advertise_url or engine.url,
+            kv_events=(str(kv["endpoint"]),),
+            kv_replay=(str(kv["replay_endpoint"]),),
+            kv_topic=topic,
+        )
+        # While adapters are loaded again the process may die under us: that is told at once, not by a timeout.
+        await self._unless_exited(self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport))
+        return engine
+
+    async def _attach(self, stack: contextlib.AsyncExitStack) -> VllmEngine:
+        engine = VllmEngine(self._settings.engine_url.rstrip("/"))
+        stack.push_async_callback(engine.aclose)
+        await self._until_healthy(engine)
+        # An engine that somebody else starts has no boot id of ours; the second it started in is the next best.
+        boot_id = f"{(await engine.scrape()).started_at:.2f}"
+        transport = Transport(engine_url=self._settings.engine_advertise_url or engine.url)
+        await self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport)
+        return engine
+
+    async def _until_healthy(self, engine: VllmEngine) -> None:
+        deadline = self._clock() + self._settings.start_deadline_s
+        while not await engine.is_healthy(timeout_s=self._settings.health_timeout_s):
+            if self._process is not None and self._process.has_exited:
+                raise EngineError("engine_start_failed", await self._exit_reason("the engine did not start"))
+            if self._clock() > deadline:
+                tail = self._process.tail if self._process is not None else ""
+                message = f"engine {engine.url}: not healthy within {self._settings.start_deadline_s:g} s\n{tail}"
+                raise EngineError("engine_start_failed", message)
+            await asyncio.sleep(_POLL_S)
+
+    async def _watch(self, engine: VllmEngine) -> str:
+        """Why the engine has to be started again: it exited, hangs, or (attached) is another one now."""
+        healthy_at = self._clock()
+        while True:
+            if await self._exited_within(1.0):
+                return await self._exit_reason("the engine exited")
+            if await engine.is_healthy(timeout_s=self._settings.health_timeout_s):
+                healthy_at = self._clock()
+                if self._process is None and f"{(await engine.scrape()).started_at:.2f}" != self._agent.engine_boot_id:
+                    return "the attached engine was restarted"
+            elif self._clock() - healthy_at > (self._settings.hang_after_s if self._process is not None else 3.0):
+                return f"the engine gave no sign of health for {self._clock() - healthy_at:.0f} s"
+
+    async def _exited_within(self, seconds: float) -> bool:
+        if self._process is None:
+            await asyncio.sleep(seconds)
+            return False
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), seconds)
+        return self._process.has_exited
+
+    async def _unless_exited(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._process is not None
+        process = self._process
+        task = asyncio.create_task(work)
+        exited = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait({task, exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineError("engine_down", await self._exit_reason("the engine exited while loading adapters"))
+            await task
+        finally:
+            for pending in (task, exited):
+                pending.cancel()
+            await asyncio.gather(task, exited, return_exceptions=True)
+
+    async def _exit_reason(self, what: str) -> str:
+        assert self._process is not None
+        code = await self._process.wait()
+        await self._process.end()
+        return f"{what} with status {code}; its output ends:\n{self._process.tail}"
+
+    def _url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.engine_host, self._settings.engine_host)  # noqa: S104
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+
+def _port_of(command: Sequence[str]) -> int | None:
+    """The port that a command of the user's own names."""
+    for word, following in pairwise((*command, "")):
+        text = following if word == "--port" else word.removeprefix("--port=") if word.startswith("--port=") else ""
+        if text.isdigit():
+            return int(text)
+    return None
