@@ -57,8 +57,7 @@ class Agents:
 
     async def unload(self, agent_url: str, ask: UnloadRequest, *, key: str, timeout_s: float) -> None:
         """Done, also when the agent does not hold it (404). Raises Transient."""
-        answer = await self._act(agent_url, "unload_lora", ask, key=key, timeout_s=timeout_s, also=frozenset({404}))
-        answer.close()
+        await self._act(agent_url, "unload_lora", ask, key=key, timeout_s=timeout_s, also=frozenset({404}))
 
     async def drain(self, agent_url: str, ask: DrainRequest, *, key: str, timeout_s: float) -> None:
         """The whole worker. Raises Transient."""

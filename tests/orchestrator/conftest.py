@@ -85,7 +85,6 @@ class House:
         return (await self.http.post("/v1/usage", json=body)).json()
 
     async def close(self):
-        await self.reconciler.settled()
         await self.http.aclose()
         await self.reconciler.stop()
         await self.whole.client.aclose()

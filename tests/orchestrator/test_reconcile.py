@@ -1,5 +1,23 @@
 """Passes against agents that are served for real."""
 
+import asyncio
+
+import pytest
+
+from tests.orchestrator.doubles import digest_of
+from workers.wire import engine_name
+
+SQL = "file:///sql/v1"
+SQL_ENGINE = engine_name("sql/v1", digest_of(SQL))
+
+
+async def ready(house, lora_id="sql/v1", **spec):
+    """Register, and have it on a worker."""
+    await house.register(lora_id, **spec)
+    await house.ensure(lora_id)
+    await house.settle()
+    assert (await house.adapter(lora_id))["state"] == "ready"
+
 
 async def test_an_adapter_is_inspected_then_loaded_when_somebody_asks_and_then_nothing_happens(house):
     agent = await house.worker()
@@ -18,3 +36,495 @@ async def test_an_adapter_is_inspected_then_loaded_when_somebody_asks_and_then_n
     assert answer["expected_s"] == 0.0
     assert agent.operations()[-1] == ("load_lora", "sql/v1")
     assert await house.turn() == []
+
+
+async def test_an_adapter_registered_before_any_worker_is_inspected_when_one_appears(house):
+    await house.register()
+    assert await house.turn() == []
+    agent = await house.worker()
+    await house.settle()
+    assert agent.operations() == [("inspect_lora", "sql/v1")]
+
+
+async def test_eager_adapters_are_there_without_being_asked_for(house):
+    for name in ("w0", "w1", "w2"):
+        await house.worker(name)
+    await house.register(policy={"loading": "eager", "min_replicas": 2})
+    await house.settle()
+    assert len((await house.adapter())["workers"]) == 2
+    assert await house.turn() == []
+
+
+async def test_every_action_carries_the_epoch_and_a_key_of_its_own(house):
+    agent = await house.worker()
+    await ready(house)
+    assert set(agent.epochs) == {house.store.epoch}
+    assert len(set(agent.keys)) == len(agent.keys)
+
+
+async def test_an_agent_that_obeyed_a_higher_epoch_raises_ours_above_it(house):
+    agent = await house.worker()
+    agent.epoch = 41
+    await house.beat()
+    assert house.store.epoch == 42
+    agent.epoch = 42
+    await house.beat()
+    assert house.store.epoch == 42
+
+
+async def test_a_fresh_store_on_a_full_fleet_unloads_nothing_and_reports_orphans(house):
+    agent = await house.worker(slots=2)
+    agent.put("a/v1", "a")
+    agent.put("b/v1", "b")
+    await house.http.put("/v1/policy", json={"loading": "eager"})
+    await house.register("c/v1")
+    await house.ensure("c/v1")
+    await house.settle()
+    assert set(agent.loaded) == {"a/v1", "b/v1"}
+    assert [verb for verb, _ in agent.operations() if verb != "inspect_lora"] == []
+    (item,) = (await house.http.get("/v1/workers")).json()["data"]
+    assert item["orphans"] == ["a/v1", "b/v1"]
+    assert "no free slot" in (await house.adapter("c/v1"))["error"]
+
+
+async def test_what_an_agent_holds_already_becomes_ready_when_it_is_registered(house):
+    agent = await house.worker()
+    agent.put("sql/v1", SQL)
+    await house.register()
+    await house.settle()
+    assert (await house.adapter())["workers"] == ["w0"]
+    assert agent.operations() == [("inspect_lora", "sql/v1")]
+
+
+async def test_a_lost_workers_adapters_are_placed_elsewhere_at_once(house, clock):
+    agents = [await house.worker(f"w{i}") for i in range(2)]
+    await ready(house)
+    (home,) = (await house.adapter())["workers"]
+    gone = house.agents.pop(home)
+    other = next(agent for agent in agents if agent is not gone)
+    # The same worker, but neither its agent nor its engine answers any more.
+    dead = "http://127.0.0.1:9"
+    report = gone.metadata() | {"agent_url": dead, "transport": {"engine_url": dead}}
+    await house.http.post("/v1/workers/register", json={"metadata": report})
+    clock.now += house.settings.lost_after_s + 1
+    await house.turn()
+    await house.settle()
+    assert (await house.http.get(f"/v1/workers/{home}")).json()["state"] == "lost"
+    assert (await house.adapter())["workers"] == [other.worker_id]
+    assert "sql/v1" in other.loaded
+
+
+async def test_a_worker_whose_engine_still_answers_is_left_alone_and_keeps_its_adapters(house, clock):
+    agent = await house.worker()
+    await house.worker("w1")
+    await ready(house)
+    (home,) = (await house.adapter())["workers"]
+    agent = house.agents.pop(home)
+    report = agent.metadata() | {"agent_url": "http://127.0.0.1:9"}
+    await house.http.post("/v1/workers/register", json={"metadata": report})
+    before = len(agent.calls)
+    clock.now += house.settings.lost_after_s + 1
+    await house.turn()
+    assert await house.settle() == []
+    assert (await house.http.get(f"/v1/workers/{home}")).json()["state"] == "unmanaged"
+    assert (await house.adapter())["workers"] == [home]
+    assert len(agent.calls) == before
+
+
+async def test_a_silent_agent_that_answers_when_asked_is_still_ready(house, clock):
+    await house.worker()
+    house.agents.clear()
+    clock.now += 100
+    await house.turn()
+    assert (await house.http.get("/v1/workers/w0")).json()["state"] == "ready"
+
+
+async def test_an_engine_that_restarts_empty_gets_back_what_it_held(house):
+    agent = await house.worker()
+    await ready(house)
+    agent.loaded.clear()
+    agent.engine_boot_id = "e2"
+    await house.settle()
+    assert list(agent.loaded) == ["sql/v1"]
+
+
+@pytest.mark.parametrize("code", ["adapter_invalid", "adapter_refused", "source_not_found", "digest_mismatch"])
+async def test_wrong_bytes_are_quarantined_with_the_reason_until_retry(house, clock, code):
+    agent = await house.worker()
+    agent.refuse["sql/v1"] = code
+    await house.register()
+    await house.settle()
+    item = await house.adapter()
+    assert item["state"] == "failed"
+    assert code in item["error"]
+    answer = await house.ensure()
+    assert answer.status_code == 409
+    assert answer.json()["error"]["code"] == "adapter_failed"
+    clock.now += 10_000
+    assert await house.settle() == []
+
+    agent.refuse.clear()
+    assert (await house.http.post("/v1/adapters/sql/v1/retry")).json()["error"] is None
+    await house.ensure()
+    await house.settle()
+    assert (await house.adapter())["state"] == "ready"
+
+
+async def test_a_workers_trouble_is_kept_for_a_while_and_tried_elsewhere(house, clock):
+    agents = [await house.worker(f"w{i}") for i in range(2)]
+    await house.register()
+    await house.settle()
+    await house.ensure()
+    for agent in agents:
+        agent.refuse["sql/v1"] = "engine_unreachable"
+    await house.settle()
+    assert "engine_unreachable" in (await house.adapter())["error"]
+    assert [len([v for v, _ in a.operations() if v == "load_lora"]) for a in agents] == [1, 1]
+    for agent in agents:
+        agent.refuse.clear()
+    assert await house.settle() == []
+    clock.now += house.store.rules.failure_expiry_s + 1
+    await house.ensure()
+    await house.settle()
+    assert (await house.adapter())["state"] == "ready"
+
+
+async def test_an_adapter_of_unknown_base_model_is_tried_on_each_base_model_before_it_is_refused(house):
+    agents = {name: await house.worker(name, base_model=f"base-{name}") for name in ("w0", "w1")}
+    for agent in agents.values():
+        agent.refuse["sql/v1"] = "base_model_mismatch"
+    await house.register()
+    await house.settle()
+    assert all(agent.operations() == [("inspect_lora", "sql/v1")] for agent in agents.values())
+    assert (await house.adapter())["state"] == "failed"
+
+
+async def test_bytes_that_differ_from_the_registered_digest_are_a_failure(house):
+    await house.worker()
+    await house.register(digest="0" * 64)
+    await house.settle()
+    item = await house.adapter()
+    assert item["state"] == "failed"
+    assert "digest_mismatch" in item["error"]
+    assert item["digest"] == "0" * 64
+
+
+async def test_whichever_call_fails_the_next_passes_mend_it(open_house, clock, tmp_path):
+    calls = ("inspect a", "load a", "inspect b", "load b in the place of a", "unload b")
+    for nth in range(1, len(calls) + 1):
+        house = open_house(tmp_path / f"{nth}.db")
+        agent = await house.worker(slots=2)
+        agent.fail_calls = {nth}
+        await house.http.patch("/v1/policy", json={"min_residency_s": 0})
+        for lora_id in ("a/v1", "b/v1"):
+            await house.register(lora_id)
+            for _ in range(4):
+                await house.settle()
+                clock.now += house.store.rules.failure_expiry_s + 1
+                await house.ensure(lora_id)
+            await house.settle()
+        assert list(agent.loaded) == ["b/v1"], f"call {nth}"
+        await house.http.delete("/v1/adapters/b/v1")
+        for _ in range(3):
+            await house.settle()
+            clock.now += house.store.rules.failure_expiry_s + 1
+        assert agent.loaded == {}, f"call {nth}"
+        assert "b/v1" not in house.store.adapters
+        assert len(agent.calls) == len(calls) + 1
+        house.agents.clear()
+
+
+async def test_a_victim_is_drained_before_it_makes_room(house, clock):
+    agent = await house.worker(slots=2)
+    await house.http.patch("/v1/policy", json={"min_residency_s": 5})
+    await ready(house, "a/v1", source="a")
+    name = engine_name("a/v1", digest_of("a"))
+    clock.now += 10
+    revision = (await house.catalog())["revision"]
+    use = {"worker_id": "w0", "engine_name": name, "requests": 1, "in_flight": 0}
+    await house.usage(revision, use)
+    await house.register("b/v1", source="b")
+    await house.ensure("b/v1")
+    await house.settle()
+    # The router has not seen the catalog that forbids new requests: nothing may be unloaded yet.
+    assert list(agent.loaded) == ["a/v1"]
+    catalog = await house.catalog()
+    assert [(d["worker_id"], d["lora_id"]) for d in catalog["draining"]] == [("w0", "a/v1")]
+    await house.usage(catalog["revision"], use, seq=2)
+    await house.settle()
+    assert list(agent.loaded) == ["b/v1"]
+    assert [body.get("evict") for verb, body in agent.calls if verb == "load_lora"] == [None, "a/v1"]
+    assert (await house.catalog())["draining"] == []
+
+
+async def test_deleting_waits_for_what_is_in_flight_and_then_unloads(house):
+    agent = await house.worker()
+    await ready(house)
+    use = {"worker_id": "w0", "engine_name": SQL_ENGINE, "requests": 1, "in_flight": 1}
+    await house.usage((await house.catalog())["revision"], use)
+    assert (await house.http.delete("/v1/adapters/sql/v1")).status_code == 202
+    await house.settle()
+    catalog = await house.catalog()
+    assert catalog["adapters"][0]["state"] == "deleting"
+    assert [(d["worker_id"], d["lora_id"]) for d in catalog["draining"]] == [("w0", "sql/v1")]
+
+    await house.usage(catalog["revision"], use, seq=2)
+    await house.settle()
+    assert "sql/v1" in agent.loaded
+    await house.usage(catalog["revision"], use | {"in_flight": 0}, seq=3)
+    await house.settle()
+    assert agent.loaded == {}
+    assert (await house.http.get("/v1/adapters/sql/v1")).status_code == 404
+    assert (await house.catalog())["adapters"] == []
+
+
+async def test_a_drain_ends_at_its_deadline_whatever_routers_say(house, clock):
+    agent = await house.worker()
+    await ready(house)
+    use = {"worker_id": "w0", "engine_name": SQL_ENGINE, "requests": 1, "in_flight": 1}
+    await house.usage(10**15, use)
+    await house.http.delete("/v1/adapters/sql/v1")
+    for seq in range(2, 6):
+        clock.now += house.store.rules.drain_deadline_s / 4 - 1
+        await house.usage(10**15, use, seq=seq)
+        await house.settle()
+    assert "sql/v1" in agent.loaded
+    clock.now += 5
+    await house.usage(10**15, use, seq=9)
+    await house.settle()
+    assert agent.loaded == {}
+
+
+async def test_without_a_live_router_the_engines_own_count_decides(house, clock):
+    agent = await house.worker()
+    await ready(house)
+    agent.running = 1
+    await house.beat()
+    await house.http.delete("/v1/adapters/sql/v1")
+    await house.settle()
+    assert "sql/v1" in agent.loaded
+    agent.running = 0
+    clock.now += 1
+    await house.settle()
+    assert agent.loaded == {}
+
+
+async def test_a_deletion_survives_a_restart(open_house):
+    house = open_house()
+    agent = await house.worker()
+    await ready(house)
+    agent.running = 1
+    await house.beat()
+    await house.http.delete("/v1/adapters/sql/v1")
+    await house.settle()
+    house.store.close()
+
+    again = open_house()
+    await again.join(agent)
+    await again.settle()
+    assert (await again.adapter())["state"] == "deleting"
+    agent.running = 0
+    again.clock.now += 1
+    await again.settle()
+    assert agent.loaded == {}
+    assert "sql/v1" not in again.store.adapters
+
+
+async def test_a_worker_that_was_away_gives_up_what_was_deleted_meanwhile(house, clock):
+    agent = await house.worker()
+    await ready(house)
+    copy = agent.loaded["sql/v1"]
+    agent.loaded.clear()
+    await house.http.delete("/v1/adapters/sql/v1")
+    await house.settle()
+    assert "sql/v1" not in house.store.adapters
+    agent.loaded["sql/v1"] = copy
+    await house.turn()
+    clock.now += 1
+    await house.settle()
+    assert agent.loaded == {}
+
+
+async def test_a_restart_keeps_everything_and_moves_nothing(open_house):
+    house = open_house()
+    agent = await house.worker()
+    await ready(house, policy={"pinned": True, "priority": 3}, tenants=["acme"])
+    await house.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})
+    await house.http.patch("/v1/policy", json={"loads_per_worker": 2})
+    before, revision = await house.adapter(), (await house.catalog())["revision"]
+    calls = len(agent.calls)
+    house.store.close()
+
+    again = open_house()
+    await again.join(agent)
+    assert await again.settle() == []
+    assert await again.adapter() == before
+    assert (await again.http.get("/v1/aliases/sql")).json()["targets"][0]["lora_id"] == "sql/v1"
+    assert (await again.http.get("/v1/policy")).json()["loads_per_worker"] == 2
+    assert (await again.catalog())["revision"] > revision
+    assert len(agent.calls) == calls
+
+
+async def test_nothing_is_loaded_before_the_fleet_has_had_time_to_speak(tmp_path, open_house, clock):
+    house = open_house()
+    house.reconciler.settings = house.settings.model_copy(update={"settle_s": 5.0})
+    agent = await house.worker()
+    await house.register(policy={"loading": "eager"})
+    assert await house.turn() == []
+    assert (await house.http.get("/ready")).status_code == 503
+    clock.now += 5
+    await house.settle()
+    assert (await house.http.get("/ready")).status_code == 200
+    assert list(agent.loaded) == ["sql/v1"]
+
+
+async def test_one_slow_load_delays_no_other_worker(house):
+    slow, fast = await house.worker("w0"), await house.worker("w1")
+    slow.hold_loads = asyncio.Event()
+    await house.register("a/v1", source="a", policy={"loading": "eager", "min_replicas": 2})
+    await house.turn()
+    await house.beat()
+    house.reconciler.run_pass()
+    while house.reconciler.loading_on("a/v1") != ["w0"]:
+        assert await house.reconciler.catalog.changed.wait(5)
+    assert list(fast.loaded) == ["a/v1"]
+    assert house.reconciler.run_pass() == []
+    assert (await house.ensure("a/v1", replicas=2)).json()["loading"] == ["w0"]
+    slow.hold_loads.set()
+    await house.reconciler.settled()
+    assert await house.settle() == []
+    assert (await house.adapter("a/v1"))["replicas"] == {"desired": 2, "ready": 2}
+
+
+async def test_a_worker_gets_one_load_at_a_time_and_the_fleet_no_more_than_its_budget(house):
+    for name in ("w0", "w1", "w2"):
+        await house.worker(name, slots=8)
+    await house.http.patch("/v1/policy", json={"loads_fleet_wide": 2})
+    for number in range(6):
+        await house.register(f"a{number}", policy={"loading": "eager", "min_replicas": 3})
+    inspected = await house.turn()
+    assert {action.operation for action in inspected} == {"inspect"}
+    await house.beat()
+    actions = house.reconciler.run_pass()
+    assert len(actions) == 2
+    assert len({action.worker_id for action in actions}) == 2
+    await house.reconciler.settled()
+    await house.settle()
+    assert all(len(agent.loaded) == 6 for agent in house.agents.values())
+
+
+async def test_a_drained_worker_hands_its_adapters_on_and_is_then_told(house):
+    for name in ("w0", "w1"):
+        await house.worker(name)
+    await ready(house)
+    (home,) = (await house.adapter())["workers"]
+    answer = await house.http.post(f"/v1/workers/{home}/drain", json={"deadline_s": 60})
+    assert answer.json()["state"] == "draining"
+    house.clock.now += 1
+    await house.settle()
+    house.clock.now += 1
+    await house.settle()
+    other = {"w0": "w1", "w1": "w0"}[home]
+    assert (await house.adapter())["workers"] == [other]
+    assert house.agents[home].loaded == {}
+    assert house.agents[home].drained
+    # Make before break: the new copy was there before the old one went.
+    assert ("load_lora", "sql/v1") in house.agents[other].operations()
+
+
+async def test_a_cordoned_worker_keeps_what_it_has_and_gets_nothing_new(house):
+    agent = await house.worker()
+    await ready(house)
+    await house.http.post("/v1/workers/w0/cordon")
+    await house.register("b/v1")
+    await house.ensure("b/v1")
+    await house.settle()
+    assert list(agent.loaded) == ["sql/v1"]
+    await house.http.post("/v1/workers/w0/uncordon")
+    await house.ensure("b/v1")
+    await house.settle()
+    assert set(agent.loaded) == {"sql/v1", "b/v1"}
+
+
+async def test_ensure_waits_until_the_adapter_is_there(open_house):
+    house = open_house(pass_interval_s=30)
+    await house.worker()
+    loop = asyncio.create_task(house.reconciler.run())
+    await house.register()
+    answer = (await asyncio.wait_for(house.ensure(wait_s=20), 10)).json()
+    assert answer["ready"] == ["w0"]
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+
+
+async def test_the_loop_survives_a_pass_that_raises(house, monkeypatch):
+    passes = []
+
+    def worst():
+        passes.append(1)
+        if len(passes) == 1:
+            raise RuntimeError("the worst iteration")
+        loop.cancel()
+        return []
+
+    house.reconciler.run_pass = worst
+    loop = asyncio.create_task(house.reconciler.run())
+    await asyncio.wait([loop], timeout=5)
+    assert len(passes) == 2
+
+
+async def test_usage_that_repeats_or_comes_late_changes_nothing(house):
+    await house.worker()
+    use = {"worker_id": "w0", "engine_name": SQL_ENGINE, "requests": 6, "in_flight": 0}
+    now = house.clock()
+    assert (await house.usage(1, use, seq=1))["accepted"]
+    assert house.reconciler.demand.rate("sql/v1", now) == 0.0  # history before we knew this router
+    assert (await house.usage(1, use | {"requests": 12}, seq=2))["accepted"]
+    assert house.reconciler.demand.rate("sql/v1", now) == pytest.approx(0.1)
+    assert not (await house.usage(1, use | {"requests": 12}, seq=2))["accepted"]
+    assert not (await house.usage(1, use | {"requests": 9}, seq=1))["accepted"]
+    assert (await house.usage(1, use | {"requests": 6}, boot_id="b1", seq=1))["accepted"]
+    assert not (await house.usage(1, use | {"requests": 99}, boot_id="b0", seq=9))["accepted"]
+    assert house.reconciler.demand.rate("sql/v1", now) == pytest.approx(0.2)
+
+
+async def test_an_adapter_in_use_is_not_a_victim(house, clock):
+    agent = await house.worker(slots=1)
+    await ready(house, "a/v1", source="a")
+    clock.now += 1000
+    name = engine_name("a/v1", digest_of("a"))
+    await house.usage(10**15, {"worker_id": "w0", "engine_name": name, "requests": 1, "in_flight": 1})
+    await house.register("b/v1", source="b")
+    await house.ensure("b/v1")
+    await house.settle()
+    assert list(agent.loaded) == ["a/v1"]
+    assert (await house.http.post("/v1/placements/plan")).json() == {"actions": [], "unplaced": ["b/v1"]}
+
+
+async def test_a_plan_says_what_the_next_pass_does_and_does_nothing(house):
+    agent = await house.worker()
+    await house.register(policy={"loading": "eager"})
+    await house.settle()
+    agent.loaded.clear()
+    agent.engine_boot_id = "e2"
+    await house.beat()
+    calls = len(agent.calls)
+    plan = (await house.http.post("/v1/placements/plan")).json()["actions"]
+    assert [(step["operation"], step["lora_id"], step["worker_id"]) for step in plan] == [("load", "sql/v1", "w0")]
+    assert "eager" in plan[0]["reason"]
+    assert len(agent.calls) == calls
+    assert (await house.http.post("/v1/rebalance")).json()["actions"] == plan
+    await house.reconciler.settled()
+    assert list(agent.loaded) == ["sql/v1"]
+
+
+async def test_a_weighted_fleet_shares_its_slots_by_weight(house):
+    for number in range(4):
+        await house.worker(f"w{number}", slots=2)
+    await house.http.patch("/v1/policy", json={"loading": "weighted", "reserve_slots": 0})
+    await house.register("a", policy={"weight": 3, "max_replicas": 4})
+    await house.register("b", policy={"weight": 1})
+    await house.register("c", policy={"weight": 1})
+    await house.settle()
+    counts = {name: (await house.adapter(name))["replicas"]["ready"] for name in "abc"}
+    assert counts == {"a": 4, "b": 2, "c": 2}

@@ -1,0 +1,282 @@
+"""Placement is pure: any fleet and any intent, checked against what must hold for all of them."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.placement import place, shares, usable_slots
+from orchestrator.core.state import Adapter, Demand, Held, Intent, Observed, Rules, Want, Worker
+
+NOW = 10_000.0
+BASES = ("qwen", "llama")
+
+
+def adapter(name, **changes):
+    return replace(Adapter(lora_id=name, source="s", base_model="qwen", digest=f"digest-{name}", rank=8), **changes)
+
+
+def held(name, since=0.0, state="ready", digest=None):
+    digest = digest or f"digest-{name}"
+    return Held(lora_id=name, digest=digest, engine_name=f"{name}@{digest}", state=state, since=since)
+
+
+def worker(name, *loras, slots=4, **changes):
+    base = Worker(id=name, state="ready", base_models=frozenset({"qwen"}), slots=slots, max_lora_rank=64)
+    return replace(base, held={lora.lora_id: lora for lora in loras}, **changes)
+
+
+def fleet(*workers, **more):
+    return Observed(workers={w.id: w for w in workers}, **more)
+
+
+def intent(*adapters, **more):
+    return Intent(adapters={a.lora_id: a for a in adapters}, **more)
+
+
+def want(*names, replicas=1, may_evict=True):
+    return Demand(wants=dict.fromkeys(names, Want(replicas=replicas, may_evict=may_evict)))
+
+
+def applied(observed, desired):
+    """The fleet after every load and removal has been done."""
+    workers = dict(observed.workers)
+    for step in desired.removals:
+        left = {k: v for k, v in workers[step.worker_id].held.items() if k != step.lora_id}
+        workers[step.worker_id] = replace(workers[step.worker_id], held=left)
+    for step in desired.loads:
+        now_held = {k: v for k, v in workers[step.worker_id].held.items() if k != step.evict}
+        now_held[step.lora_id] = held(step.lora_id, since=NOW)
+        workers[step.worker_id] = replace(workers[step.worker_id], held=now_held)
+    return replace(observed, workers=workers)
+
+
+@st.composite
+def fleets(draw):
+    names = [f"a{i}" for i in range(draw(st.integers(1, 8)))]
+    adapters = []
+    for name in names:
+        least = draw(st.none() | st.integers(0, 3))
+        adapters.append(
+            adapter(
+                name,
+                base_model=draw(st.sampled_from(BASES)),
+                rank=draw(st.sampled_from([8, 16, 64])),
+                loading=draw(st.sampled_from([None, "lazy", "eager", "weighted"])),
+                min_replicas=least,
+                max_replicas=draw(st.none() | st.integers(max(1, least or 0), 4)),
+                pinned=draw(st.booleans()),
+                weight=draw(st.sampled_from([0.5, 1.0, 3.0])),
+                priority=draw(st.sampled_from([0, 0, 5])),
+                is_deleting=draw(st.sampled_from([False, False, False, True])),
+                quarantine=draw(st.sampled_from([None, None, None, "bad bytes"])),
+            )
+        )
+    base_of = {a.lora_id: a.base_model for a in adapters}
+    workers = []
+    for i in range(draw(st.integers(1, 5))):
+        base = draw(st.sampled_from(BASES))
+        slots = draw(st.integers(0, 4))
+        mine = [name for name in names if base_of[name] == base]
+        there = draw(st.lists(st.sampled_from([*mine, "orphan"]), unique=True, max_size=slots))
+        loras = [held(name, since=draw(st.sampled_from([0.0, NOW]))) for name in there]
+        state = draw(st.sampled_from(["ready", "ready", "ready", "cordoned", "draining", "unmanaged", "lost"]))
+        workers.append(
+            worker(
+                f"w{i}",
+                *(loras if state != "lost" else ()),
+                slots=slots,
+                state=state,
+                base_models=frozenset({base}),
+                max_lora_rank=draw(st.sampled_from([16, 64])),
+                zone=draw(st.sampled_from(["z0", "z1"])),
+                node=f"n{i}",
+            )
+        )
+    wanted = draw(st.lists(st.sampled_from(names), unique=True))
+    demand = Demand(
+        rates={name: draw(st.sampled_from([0.0, 1.0, 9.0])) for name in names},
+        in_use=frozenset(
+            (name, w.id) for w in workers for name in w.held if draw(st.sampled_from([False, False, True]))
+        ),
+        wants={name: Want(replicas=draw(st.integers(1, 3)), may_evict=draw(st.booleans())) for name in wanted},
+    )
+    loading = draw(st.sampled_from(["lazy", "eager", "weighted"]))
+    rules = Rules(
+        loading=loading,
+        min_replicas=draw(st.integers(0, 2)),
+        reserve_slots=draw(st.integers(0, 2)),
+        min_residency_s=draw(st.sampled_from([0.0, 60.0])),
+    )
+    return intent(*adapters), fleet(*workers), demand, rules
+
+
+@given(fleets())
+def test_no_worker_is_given_more_than_its_slots_less_the_reserve(case):
+    wanted, observed, demand, rules = case
+    desired = place(wanted, observed, demand, rules, NOW)
+    after = applied(observed, desired)
+    for name, before in observed.workers.items():
+        room = max(usable_slots(before.slots, rules.reserve_slots), before.occupied)
+        assert after.workers[name].occupied <= room
+
+
+@given(fleets())
+def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
+    wanted, observed, demand, rules = case
+    for load in place(wanted, observed, demand, rules, NOW).loads:
+        there, what = observed.workers[load.worker_id], wanted.adapters[load.lora_id]
+        assert there.state == "ready"
+        assert what.base_model in there.base_models
+        assert what.rank <= there.max_lora_rank
+        assert load.lora_id not in there.held
+        assert not what.is_deleting
+        assert what.quarantine is None
+
+
+@given(fleets())
+def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_minimum(case):
+    wanted, observed, demand, rules = case
+    desired = place(wanted, observed, demand, rules, NOW)
+    after = applied(observed, desired)
+    victims = [(load.evict, load.worker_id) for load in desired.loads if load.evict is not None]
+    assert len(victims) == len(set(victims))
+    for lora_id, worker_id in victims:
+        known = wanted.adapters[lora_id]
+        assert not known.pinned
+        assert (lora_id, worker_id) not in demand.in_use
+        assert lora_id not in demand.wants
+        assert NOW - observed.workers[worker_id].held[lora_id].since >= rules.min_residency_s
+        if (known.loading or rules.loading) == "lazy":
+            least = known.min_replicas or 0
+        else:
+            least = rules.min_replicas if known.min_replicas is None else known.min_replicas
+        left = sum(lora_id in w.held for w in after.workers.values() if w.state in ("ready", "cordoned", "unmanaged"))
+        assert left >= min(least, known.max_replicas or 64)
+
+
+@given(fleets())
+def test_the_same_input_in_another_order_gives_the_same_answer(case):
+    wanted, observed, demand, rules = case
+    shuffled = Intent(adapters=dict(reversed(wanted.adapters.items())), tombstones=wanted.tombstones)
+    turned = replace(observed, workers=dict(reversed(observed.workers.items())))
+    one, other = place(wanted, observed, demand, rules, NOW), place(shuffled, turned, demand, rules, NOW)
+    assert (one.loads, one.removals, dict(one.replicas)) == (other.loads, other.removals, dict(other.replicas))
+
+
+@given(fleets())
+def test_once_its_loads_are_done_nothing_more_is_loaded(case):
+    wanted, observed, demand, rules = case
+    # With a residency of 0 what was just loaded could be thrown out again: that setting asks for thrashing.
+    rules = replace(rules, min_residency_s=60.0)
+    after = applied(observed, place(wanted, observed, demand, rules, NOW))
+    for _ in range(3):  # a finished move makes room, which may let one more adapter in
+        after = applied(after, place(wanted, after, demand, rules, NOW))
+    again = place(wanted, after, demand, rules, NOW)
+    assert again.loads == ()
+    assert again.removals == ()
+
+
+@given(st.integers(2, 8), st.integers(1, 12), st.data())
+def test_removing_one_of_n_workers_moves_only_its_adapters(count, adapters, data):
+    wanted = intent(*(adapter(f"a{i}", loading="eager") for i in range(adapters)))
+    observed = fleet(*(worker(f"w{i}", slots=16) for i in range(count)))
+    before = applied(observed, place(wanted, observed, Demand(), Rules(), NOW))
+    gone = data.draw(st.sampled_from(sorted(before.workers)))
+    rest = replace(before, workers={k: w for k, w in before.workers.items() if k != gone})
+    desired = place(wanted, rest, Demand(), Rules(), NOW)
+    assert {load.lora_id for load in desired.loads} == set(before.workers[gone].held)
+    assert desired.removals == ()
+
+
+def test_an_adapter_that_nobody_asks_for_is_neither_loaded_nor_unloaded_when_lazy():
+    observed = fleet(worker("w0", held("a")), worker("w1"))
+    desired = place(intent(adapter("a"), adapter("b")), observed, Demand(), Rules(), NOW)
+    assert (desired.loads, desired.removals) == ((), ())
+    assert desired.replicas == {"a": ("w0",)}
+
+
+def test_an_empty_intent_removes_nothing_from_a_full_fleet():
+    observed = fleet(worker("w0", *(held(f"a{i}") for i in range(4))))
+    desired = place(Intent(), observed, Demand(), Rules(loading="eager"), NOW)
+    assert (desired.loads, desired.removals, desired.replicas) == ((), (), {})
+
+
+def test_an_unknown_adapter_is_never_a_victim():
+    observed = fleet(worker("w0", held("orphan"), slots=1))
+    desired = place(intent(adapter("a")), observed, want("a"), Rules(), NOW)
+    assert desired.loads == ()
+    assert "no free slot" in desired.unplaced["a"]
+
+
+def test_the_victim_is_the_one_least_asked_for_and_it_is_named():
+    observed = fleet(worker("w0", held("hot"), held("cold"), held("warm"), slots=4))
+    demand = replace(want("new"), rates={"hot": 9.0, "cold": 0.1, "warm": 1.0})
+    adapters = intent(*map(adapter, ("hot", "cold", "warm", "new")))
+    (load,) = place(adapters, observed, demand, Rules(), NOW).loads
+    assert load.evict == "cold"
+    assert "cold" in load.reason
+
+
+def test_the_only_slot_of_a_worker_is_not_kept_in_reserve():
+    desired = place(intent(adapter("a")), fleet(worker("w0", slots=1)), want("a"), Rules(reserve_slots=1), NOW)
+    assert [load.worker_id for load in desired.loads] == ["w0"]
+
+
+def test_a_second_replica_goes_to_another_zone_when_no_home_decides():
+    there = worker("w0", held("a"), zone="z0", node="n0")
+    others = [worker(f"w{i}", zone="z0" if i < 7 else "z1", node=f"n{i}") for i in range(1, 8)]
+    observed = fleet(there, *others)
+    homes = {
+        load.worker_id for load in place(intent(adapter("a")), observed, want("a", replicas=2), Rules(), NOW).loads
+    }
+    assert len(homes) == 1
+    full = fleet(there, *(w if w.id not in homes else replace(w, slots=0) for w in others))
+    (load,) = place(intent(adapter("a")), full, want("a", replicas=2), Rules(), NOW).loads
+    # Either another of the adapter's two homes, or, failing that, the other zone.
+    assert load.worker_id not in homes
+
+
+def test_a_tombstone_is_the_reason_for_a_removal_only_with_the_same_digest():
+    observed = fleet(worker("w0", held("a")), worker("w1", held("a", digest="other")))
+    desired = place(Intent(tombstones={"a": "digest-a"}), observed, Demand(), Rules(), NOW)
+    assert [(step.lora_id, step.worker_id) for step in desired.removals] == [("a", "w0")]
+
+
+def test_a_draining_worker_gives_up_an_adapter_only_once_it_is_ready_elsewhere():
+    leaving = worker("w0", held("a"), state="draining")
+    first = place(intent(adapter("a")), fleet(leaving, worker("w1")), Demand(), Rules(), NOW)
+    assert [(load.lora_id, load.worker_id) for load in first.loads] == [("a", "w1")]
+    assert (first.removals, first.leaving) == ((), ())
+    half = place(intent(adapter("a")), fleet(leaving, worker("w1", held("a", state="loading"))), Demand(), Rules(), NOW)
+    assert (half.loads, half.removals) == ((), ())
+    done = place(intent(adapter("a")), fleet(leaving, worker("w1", held("a"))), Demand(), Rules(), NOW)
+    assert [(step.lora_id, step.worker_id) for step in done.removals] == [("a", "w0")]
+    assert place(intent(adapter("a")), fleet(replace(leaving, held={})), Demand(), Rules(), NOW).leaving == ("w0",)
+
+
+def test_nothing_is_done_to_an_unmanaged_worker_and_what_it_holds_counts():
+    observed = fleet(worker("w0", held("a"), held("gone"), state="unmanaged"), worker("w1"))
+    wanted = intent(adapter("a", loading="eager"), adapter("gone", is_deleting=True))
+    desired = place(wanted, observed, Demand(), Rules(), NOW)
+    assert (desired.loads, desired.removals) == ((), ())
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.floats(0.1, 10), st.integers(0, 6)), min_size=1),
+    st.integers(0, 30),
+)
+def test_shares_use_every_slot_that_caps_allow_and_follow_the_weights(table, slots):
+    weights = {name: weight for name, (weight, _) in table.items()}
+    caps = {name: cap for name, (_, cap) in table.items()}
+    given_ = shares(weights, caps, slots)
+    assert set(given_) == set(table)
+    assert sum(given_.values()) == min(slots, sum(caps.values()))
+    assert all(0 <= given_[name] <= caps[name] for name in table)
+    free = [name for name in table if given_[name] < caps[name]]
+    for one in free:
+        assert all(given_[one] >= given_[other] - 1 for other in table if weights[one] >= weights[other])
+
+
+def test_largest_remainder_gives_three_slots_of_four_to_three_times_the_weight():
+    assert shares({"a": 3.0, "b": 1.0}, {"a": 9, "b": 9}, 4) == {"a": 3, "b": 1}
