@@ -11,7 +11,6 @@ from pydantic_settings import SettingsConfigDict
 
 from lorafleet.settings import HouseSettings
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM 0.32 config/lora.py takes
 UNIX_PATH_BYTES = 107  # sun_path of Linux has 108 with the closing zero
 
 
@@ -99,8 +98,6 @@ class WorkerSettings(HouseSettings):
     def _fits_together(self) -> Self:
         if not self.model and not self.engine_url:
             raise ValueError("model: give the base model's folder, or engine_url of a running engine")
-        if self.max_lora_rank not in _RANKS:
-            raise ValueError(f"max_lora_rank {self.max_lora_rank} must be one of {_RANKS}")
         if self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
         path = str(self.socket_path("replay"))

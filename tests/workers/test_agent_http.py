@@ -1,0 +1,335 @@
+"""The agent as its callers see it: a real process around the sim engine."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from lorafleet.tiny import make_adapter
+from orchestrator.wire import Heartbeat
+from tests.serving import serving
+from tests.workers.running import code, group_of, is_running, loaded, post, sse, until
+from workers.wire import AvailableLoras, Metadata, engine_name
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+
+
+async def chat(engine_url: str, model: str) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=30) as client:
+        return await client.post(f"{engine_url}/v1/chat/completions", json={**CHAT, "model": model})
+
+
+async def metadata(client) -> Metadata:
+    return Metadata.model_validate((await client.get("/metadata")).json())
+
+
+async def test_an_adapter_loaded_on_demand_answers_and_an_unloaded_one_does_not(worker):
+    async with worker.running() as client:
+        answer = await post(client, "load_lora", lora_id="sql-expert/v1")
+        item = answer.json()
+        assert answer.status_code == 200
+        assert item["engine_name"] == engine_name("sql-expert/v1", item["digest"])
+        assert item["path"] == str((worker.cache_dir / item["digest"]).resolve())
+        engine = (await metadata(client)).transport.engine_url
+        assert (await chat(engine, item["engine_name"])).status_code == 200
+        again = await post(client, "load_lora", lora_id="sql-expert/v1", digest=item["digest"])
+        assert again.json()["loaded_at"] == item["loaded_at"]
+        assert (await post(client, "unload_lora", lora_id="sql-expert/v1")).status_code == 200
+        assert (await chat(engine, item["engine_name"])).status_code == 404
+        assert code(await post(client, "unload_lora", lora_id="sql-expert/v1")) == "not_loaded"
+        assert (await metadata(client)).lora.capacity.ghosts == 1
+
+
+async def test_metadata_tells_the_engines_own_shape_and_the_folders_adapters(worker):
+    async with worker.running("--block-size", "64", "--num-gpu-blocks-override", "100") as client:
+        told = await metadata(client)
+        shape = told.model.runtime_config
+        assert (shape.block_size, shape.total_kv_blocks, shape.max_model_len) == (64, 100, 2048)
+        assert told.transport.kv_topic == f"kv@{told.engine_boot_id}"
+        found = AvailableLoras.model_validate((await client.get("/v1/metadata/loras")).json())
+        assert [item.lora_id for item in found.data] == ["extra/v1", "legal/v2", "python-expert/v1", "sql-expert/v1"]
+        one = (await client.get("/v1/metadata/loras/python-expert/v1")).json()
+        assert (one["rank"], one["state"]) == (16, "on_disk")
+        assert code(await client.get("/v1/metadata/loras/nobody/v1")) == "adapter_unknown"
+        files = (await client.get("/v1/model/files")).json()
+        assert "tokenizer.json" in files["files"]
+
+
+async def test_an_engine_that_is_killed_comes_back_with_its_adapters(worker):
+    async with worker.running("--preload-loras", "legal/v2") as client:
+        item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
+        before = await metadata(client)
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        await until(lambda: not (worker.state_dir / "engine.pid").exists())
+        await worker.ready(client)
+        after = await metadata(client)
+        assert after.engine_boot_id not in {before.engine_boot_id, ""}
+        assert after.agent_boot_id == before.agent_boot_id
+        assert await loaded(client) == {"sql-expert/v1", "legal/v2"}
+        assert (await chat(after.transport.engine_url, item["engine_name"])).status_code == 200
+
+
+async def test_a_restarted_agent_has_what_it_had_and_nothing_it_unloaded(worker):
+    async with worker.running() as client:
+        for lora_id in ("sql-expert/v1", "legal/v2"):
+            await post(client, "load_lora", lora_id=lora_id)
+        await post(client, "unload_lora", lora_id="legal/v2")
+    async with worker.running() as client:
+        assert await loaded(client) == {"sql-expert/v1"}
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+async def test_nothing_of_an_ended_agent_is_left_running(worker, sent):
+    async with worker.running() as client:
+        await post(client, "load_lora", lora_id="sql-expert/v1")
+        engine = worker.engine_pid
+        group = group_of(engine)
+        assert len(group) >= 2
+        async with client.stream("GET", "/v1/events") as stream:
+            await anext(stream.aiter_lines())  # an open stream does not hold the agent up
+            worker.process.send_signal(sent)
+            await asyncio.wait_for(worker.process.wait(), 20)
+        await until(lambda: not any(is_running(pid) for pid in group))
+
+
+async def test_a_full_engine_refuses_names_what_it_holds_and_takes_the_named_victims_slot(worker):
+    async with worker.running() as client:
+        for lora_id in ("sql-expert/v1", "legal/v2", "python-expert/v1"):
+            assert (await post(client, "load_lora", lora_id=lora_id)).status_code == 200
+        refused = await post(client, "load_lora", lora_id="extra/v1")
+        assert (refused.status_code, code(refused)) == (409, "no_free_slot")
+        assert "legal/v2@" in refused.json()["error"]["message"]
+        assert code(await post(client, "load_lora", lora_id="extra/v1", evict="nobody/v1")) == "no_free_slot"
+        assert (await post(client, "load_lora", lora_id="extra/v1", evict="legal/v2")).status_code == 200
+        assert await loaded(client) == {"sql-expert/v1", "python-expert/v1", "extra/v1"}
+
+
+async def test_a_free_slot_spares_the_named_victim(worker):
+    async with worker.running("--preload-loras", "sql-expert/v1") as client:
+        await post(client, "load_lora", lora_id="legal/v2", evict="sql-expert/v1")
+        assert await loaded(client) == {"sql-expert/v1", "legal/v2"}
+
+
+async def test_an_older_epoch_is_refused_also_after_a_restart(worker):
+    async with worker.running() as client:
+        assert (await post(client, "load_lora", epoch=7, lora_id="sql-expert/v1")).status_code == 200
+        stale = await post(client, "unload_lora", epoch=6, lora_id="sql-expert/v1")
+        assert (stale.status_code, code(stale)) == (409, "stale_epoch")
+    async with worker.running() as client:
+        assert (await metadata(client)).epoch == 7
+        assert code(await post(client, "unload_lora", epoch=6, lora_id="sql-expert/v1")) == "stale_epoch"
+        headers = {"x-lorafleet-epoch": "-1"}
+        answer = await client.post("/v1/admin/unload_lora", json={"lora_id": "a"}, headers=headers)
+        assert code(answer) == "invalid_epoch"
+
+
+async def test_without_an_epoch_an_orchestrators_worker_only_fills_free_slots(worker):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        async with worker.running("--orchestrator-url", away) as client:
+            assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
+            assert code(await post(client, "unload_lora", lora_id="sql-expert/v1")) == "epoch_required"
+            evicting = await post(client, "load_lora", lora_id="legal/v2", evict="sql-expert/v1")
+            assert code(evicting) == "epoch_required"
+            assert (await post(client, "unload_lora", epoch=1, lora_id="sql-expert/v1")).status_code == 200
+
+
+async def test_broken_adapters_are_refused_with_a_code_and_the_engine_goes_on(worker, tmp_path):
+    root = tmp_path / "others"
+    config = "adapter_config.json"
+
+    def change(name: str, **values) -> str:
+        folder = make_adapter(root, name)
+        parsed = json.loads((folder / config).read_text()) | values
+        (folder / config).write_text(json.dumps(parsed))
+        return str(folder)
+
+    cut = make_adapter(root, "cut")
+    weights = cut / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (root / "empty").mkdir()
+    expected = {
+        change("rank", r=16): "adapter_invalid",
+        change("dora", use_dora=True): "adapter_invalid",
+        change("untargeted", target_modules=[]): "adapter_invalid",
+        change("stranger", base_model_name_or_path="org/other"): "base_model_mismatch",
+        str(make_adapter(root, "big", rank=32)): "rank_too_big",
+        str(cut): "adapter_invalid",
+        str(root / "empty"): "source_not_found",
+        str(root / "nothing"): "source_not_found",
+        "relative/path": "source_invalid",
+        "gopher://host/a": "source_unsupported",
+        "file://host/a": "source_invalid",
+    }
+    async with worker.running("--lora-roots", str(root)) as client:
+        for source, wanted in expected.items():
+            answer = await post(client, "load_lora", lora_id="broken/v1", source=source)
+            assert (code(answer), source) == (wanted, source)
+        fine = str(make_adapter(root, "fine"))
+        wrong = await post(client, "load_lora", lora_id="fine/v1", source=fine, digest="0" * 64)
+        assert code(wrong) == "digest_mismatch"
+        failed = (await client.get("/v1/metadata/loras/fine/v1")).json()
+        assert failed["state"] == "failed"
+        assert (await post(client, "load_lora", lora_id="fine/v1", source=fine)).status_code == 200
+        assert (await client.get("/v1/metadata/loras/fine/v1")).json()["state"] == "ready"
+        assert code(await post(client, "load_lora", lora_id="../x", source=fine)) == "invalid_lora_id"
+        page = (await client.get("/metrics")).text
+        assert 'lora_load_failures_total{code="adapter_invalid"} 4.0' in page
+        assert not list(worker.cache_dir.glob(".partial-*"))
+
+
+async def test_no_path_leads_out_of_the_allowed_folders(worker, agent_adapters, tmp_path):
+    secret = make_adapter(tmp_path / "secret", "a")
+    root = tmp_path / "allowed"
+    (root / "linked").mkdir(parents=True)
+    (root / "folder-link").symlink_to(secret)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (root / "linked" / name).symlink_to(secret / name)
+    escapes = [str(secret), f"{root}/../secret/a", str(root / "folder-link"), str(root / "linked"), f"file://{secret}"]
+    async with worker.running("--lora-roots", str(root)) as client:
+        for source in escapes:
+            answer = await post(client, "inspect_lora", lora_id="a/v1", source=source)
+            assert (code(answer), source) == ("source_forbidden", source)
+        # A link within the roots is how hub caches look, and fine.
+        (root / "within").symlink_to(agent_adapters / "legal" / "v2")
+        within = await post(client, "inspect_lora", lora_id="a/v1", source=str(root / "within"))
+        assert within.status_code == 200
+
+
+async def test_inspecting_installs_and_loads_nothing(worker, agent_adapters):
+    async with worker.running() as client:
+        answer = await post(
+            client, "inspect_lora", lora_id="sql-expert/v1", source=str(agent_adapters / "sql-expert/v1")
+        )
+        assert answer.json()["rank"] == 8
+        assert await loaded(client) == set()
+        # The digest alone is enough from here on: this lora_id's own source was verified.
+        loading = await post(client, "load_lora", lora_id="sql-expert/v1", digest=answer.json()["digest"])
+        assert loading.status_code == 200
+        other = await post(client, "load_lora", lora_id="other/v1", digest=answer.json()["digest"])
+        assert code(other) == "adapter_unknown"
+
+
+async def test_files_in_the_cache_cannot_be_written_and_damaged_ones_are_replaced(worker):
+    async with worker.running() as client:
+        item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
+        await post(client, "unload_lora", lora_id="sql-expert/v1")
+    weights = worker.cache_dir / item["digest"] / "adapter_model.safetensors"
+    assert weights.stat().st_mode & 0o222 == 0
+    whole = weights.read_bytes()
+    weights.chmod(0o644)
+    weights.write_bytes(b"damaged")
+    async with worker.running() as client:
+        again = await post(client, "load_lora", lora_id="sql-expert/v1", digest=item["digest"])
+        assert again.status_code == 200
+    assert weights.read_bytes() == whole
+
+
+async def test_events_resume_after_the_last_id_and_another_boots_id_is_gone(worker):
+    async with worker.running("--keep-alive-s", "0.1") as client:
+        async with client.stream("GET", "/v1/events") as stream:
+            lines = stream.aiter_lines()
+            assert await anext(lines) == ": connected"
+            await post(client, "load_lora", lora_id="sql-expert/v1")
+            seen = [await sse(lines) for _ in range(2)]
+            assert [event["type"] for _, event in seen] == ["DOWNLOADED_TO_DISK", "LOADED_TO_DEVICE"]
+            while await anext(lines) != ": keep-alive":
+                pass
+        await post(client, "unload_lora", lora_id="sql-expert/v1")
+        headers = {"last-event-id": seen[0][0]}
+        async with client.stream("GET", "/v1/events", headers=headers) as stream:
+            lines = stream.aiter_lines()
+            types = [(await sse(lines))[1]["type"] for _ in range(2)]
+            assert types == ["LOADED_TO_DEVICE", "UNLOADED_FROM_DEVICE"]
+        gone = await client.get("/v1/events", headers={"last-event-id": "other-boot:1"})
+        assert (gone.status_code, code(gone)) == (410, "events_gone")
+
+
+async def test_a_draining_worker_finishes_refuses_loads_and_says_so(worker):
+    async with worker.running() as client:
+        answer = await post(client, "drain", deadline_s=5)
+        assert answer.json()["is_drained"] is True
+        assert (await metadata(client)).state == "draining"
+        assert (await client.get("/ready")).status_code == 503
+        assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "draining"
+
+
+async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_comes_back(worker):
+    beats: asyncio.Queue[Heartbeat] = asyncio.Queue()
+    app = FastAPI()
+
+    @app.post("/v1/workers/register")
+    async def register(beat: Heartbeat) -> dict[str, float]:
+        beats.put_nowait(beat)
+        return {"epoch": 3, "revision": 1, "interval_s": 1.0}
+
+    async def beat_with(names: set[str]) -> None:
+        async with asyncio.timeout(10):
+            while {item.lora_id for item in (await beats.get()).metadata.lora.loaded_loras} != names:
+                pass
+
+    async with serving(app) as url:
+        port = int(url.rsplit(":", 1)[1])
+        async with worker.running("--orchestrator-url", url, "--heartbeat-s", "60") as client:
+            await post(client, "load_lora", epoch=3, lora_id="sql-expert/v1")
+            await beat_with({"sql-expert/v1"})
+    async with worker.running("--orchestrator-url", url, "--heartbeat-s", "0.2") as client:
+        assert (await client.get("/metrics")).is_success
+        async with serving(app, port=port):
+            await beat_with({"sql-expert/v1"})
+            assert code(await post(client, "unload_lora", epoch=2, lora_id="sql-expert/v1")) == "stale_epoch"
+
+
+async def test_an_engine_that_cannot_start_is_reported_with_its_last_words_and_tried_again(worker):
+    flags = ("--engine-args=--no-such-flag", "--crash-loop-after", "2")
+    async with worker.running(*flags, until_ready=False) as client:
+        async with asyncio.timeout(30):
+            while "crash loop" not in (await metadata(client)).state_reason:
+                await asyncio.sleep(0.05)
+        told = await metadata(client)
+        assert told.state == "engine_down"
+        assert "--no-such-flag" in told.state_reason
+        assert (await client.get("/health")).is_success
+        assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "not_ready"
+
+
+async def test_prefill_and_decode_rates_are_learned_from_the_engines_counters(worker):
+    speed = ("--engine-args=--sim-prefill-tokens-per-s=5000", "--engine-args=--sim-decode-tokens-per-s=100")
+    async with worker.running(*speed) as client:
+        told = await metadata(client)
+        assert told.load.prefill_tokens_per_s == 0.0
+        async with httpx.AsyncClient(timeout=30) as direct:
+            for index in range(6):
+                body = {"model": "tiny-qwen", "prompt": f"{index} " + "word " * 400, "max_tokens": 30}
+                await direct.post(f"{told.transport.engine_url}/v1/completions", json=body)
+        async with asyncio.timeout(10):
+            while (load := (await metadata(client)).load).decode_tokens_per_s == 0.0:
+                await asyncio.sleep(0.05)
+        assert 2500 < load.prefill_tokens_per_s < 6000
+        assert 50 < load.decode_tokens_per_s < 120
+
+
+async def test_the_scopes_of_a_key_file_hold(worker, tmp_path):
+    from lorafleet.auth import hash_key
+
+    keys = tmp_path / "keys.yaml"
+    rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in ("infer", "load", "admin")]
+    keys.write_text(json.dumps({"keys": rows}))
+    async with worker.running("--key-files", str(keys)) as client:
+        assert code(await client.get("/metadata")) == "invalid_api_key"
+
+        async def status(key: str, call: str, **body) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return (await client.post(f"/v1/admin/{call}", json=body, headers=headers)).status_code
+
+        assert (await client.get("/metadata", headers={"authorization": "Bearer infer"})).status_code == 403
+        assert await status("load", "load_lora", lora_id="sql-expert/v1") == 200
+        assert await status("load", "load_lora", lora_id="legal/v2", evict="sql-expert/v1") == 403
+        assert await status("load", "unload_lora", lora_id="sql-expert/v1") == 403
+        assert await status("admin", "unload_lora", lora_id="sql-expert/v1") == 200

@@ -1,0 +1,105 @@
+"""The engine's command line, and the settings that make it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from lorafleet.http import envelope
+from workers.config import WorkerSettings
+from workers.core.errors import EngineError, RequestError, SourceError, WorkerError
+from workers.engines.launch import launch
+from workers.engines.vllm import parse_metrics
+
+COMMON = {"model": "/models/m", "served_model_name": "m"}
+
+
+def settings(**more) -> WorkerSettings:
+    return WorkerSettings(**COMMON | more)
+
+
+def flag(command, name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_on_a_gpu_vllms_own_choices_stand():
+    start = launch(settings(device_profile="gpu"), port=8100, topic="kv@b")
+    assert "--enforce-eager" not in start.command
+    assert "--block-size" not in start.command
+    assert not any(name.startswith(("VLLM_CPU", "OMP")) for name in start.environment)
+    assert start.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_on_a_cpu_the_light_recipe_is_used():
+    start = launch(settings(device_profile="cpu"), port=8100, topic="kv@b")
+    assert flag(start.command, "--block-size") == "32"
+    assert "--enforce-eager" in start.command
+    assert start.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_kv_events_go_to_sockets_that_vllm_binds_under_this_boots_topic():
+    events = json.loads(flag(launch(settings(), port=1, topic="kv@b").command, "--kv-events-config"))
+    assert events["topic"] == "kv@b"
+    assert events["endpoint"].startswith("ipc:///")
+    assert events["endpoint"] != events["replay_endpoint"]
+
+
+def test_a_command_of_ones_own_keeps_what_it_says_and_gets_the_rest():
+    own = ("vllm", "serve", "/other", "--max-loras=7", "--port", "9")
+    command = launch(settings(), port=9, topic="t", own_command=own).command
+    assert command[:6] == own
+    assert "--model" not in command
+    assert "--max-loras" not in command
+    assert flag(command, "--max-cpu-loras") == "16"
+
+
+def test_a_socket_path_that_no_unix_socket_can_have_is_refused_with_its_length():
+    with pytest.raises(ValidationError, match="at most 107"):
+        settings(ipc_dir=Path("/tmp") / ("x" * 90))
+
+
+def test_two_workers_of_one_machine_have_sockets_of_their_own():
+    one, other = (settings(state_dir=Path("/s") / name).socket_path("events") for name in "ab")
+    assert one != other
+
+
+@pytest.mark.parametrize("wrong", [{"max_loras": 4, "max_cpu_loras": 2}, {"model": ""}, {"max_lora_rank": 12}])
+def test_settings_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        settings(**wrong)
+
+
+def test_every_error_has_a_status_and_an_envelope():
+    for cls in (RequestError, SourceError, EngineError):
+        assert issubclass(cls, WorkerError)
+        for code, status in cls.codes.items():
+            error = cls(code, "why")
+            assert 400 <= error.status < 600
+            assert envelope(status, code, str(error))["error"]["code"] == code
+
+
+def test_a_page_of_metrics_is_summed_over_ranks():
+    page = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="deferred"} 1.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.1
+vllm:cache_config_info{block_size="32",num_gpu_blocks="256",engine="0"} 1.0
+vllm:request_prefill_kv_computed_tokens_bucket{le="1.0",engine="0"} 9.0
+vllm:request_prefill_kv_computed_tokens_sum{engine="0"} 100.0
+vllm:request_prefill_time_seconds_sum{engine="0"} 2.0
+vllm:request_generation_tokens_sum{engine="0"} 50.0
+vllm:request_generation_tokens_count{engine="0"} 10.0
+process_start_time_seconds 1.7e+09
+"""
+    found = parse_metrics(page)
+    assert (found.running, found.waiting, found.waiting_for_slot) == (4, 2, 1)
+    assert found.kv_usage == pytest.approx(0.3)
+    assert (found.prefill_tokens, found.prefill_seconds, found.decode_tokens) == (100.0, 2.0, 40.0)
+    assert found.decode_seconds is None
+    assert (found.block_size, found.total_kv_blocks, found.started_at) == (32, 256, 1.7e9)

@@ -1,0 +1,123 @@
+"""The estimate of the engine's adapter memory, held against vLLM's algorithm written out plainly."""
+
+from collections import OrderedDict
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from workers.core.rates import Rate
+from workers.core.restarts import Restarts
+from workers.core.slots import Slots
+
+NAMES = st.sampled_from("abcdef")
+MAX_LORAS, MAX_CPU_LORAS = 2, 4
+
+
+class Vllm:
+    """vLLM 0.32: ids of a counter, a host LRU and a device LRU that are touched together; unload forgets the name."""
+
+    def __init__(self):
+        self.ids, self.counter = {}, 0
+        self.host, self.device = OrderedDict(), OrderedDict()
+
+    def load(self, name):
+        self.counter += 1
+        self.ids[name] = self.counter
+        self.run(name)
+
+    def unload(self, name):
+        del self.ids[name]
+
+    def run(self, name):
+        number = self.ids[name]
+        if number not in self.host:
+            if len(self.host) + 1 > MAX_CPU_LORAS:
+                oldest, _ = self.host.popitem(last=False)
+                self.device.pop(oldest, None)
+            self.host[number] = name
+        self.host.move_to_end(number)
+        if number not in self.device and len(self.device) >= MAX_LORAS:
+            self.device.popitem(last=False)
+        self.device[number] = name
+        self.device.move_to_end(number)
+
+    def location(self, name):
+        number = self.ids[name]
+        return "device" if number in self.device else "host" if number in self.host else "disk"
+
+
+class SlotsAgainstVllm(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.slots, self.engine = Slots(MAX_LORAS, MAX_CPU_LORAS), Vllm()
+
+    @rule(name=NAMES)
+    def load(self, name):
+        if not self.slots.has(name) and self.slots.free:
+            self.slots = self.slots.loaded(name)
+            self.engine.load(name)
+
+    @precondition(lambda self: self.slots.registered)
+    @rule(data=st.data())
+    def unload(self, data):
+        name = data.draw(st.sampled_from(sorted(self.slots.registered)))
+        self.slots = self.slots.unloaded(name)
+        self.engine.unload(name)
+
+    @precondition(lambda self: self.slots.registered)
+    @rule(data=st.data())
+    def use(self, data):
+        name = data.draw(st.sampled_from(sorted(self.slots.registered)))
+        self.slots = self.slots.used(name)
+        self.engine.run(name)
+
+    @invariant()
+    def names_and_places_are_the_engines(self):
+        assert self.slots.registered == set(self.engine.ids)
+        for name in self.slots.registered:
+            assert self.slots.location(name) == self.engine.location(name)
+
+    @invariant()
+    def ghosts_and_displaced_are_the_engines(self):
+        live = set(self.engine.ids.values())
+        assert self.slots.ghosts == sum(number not in live for number in self.engine.host)
+        gone = {name for name, number in self.engine.ids.items() if number not in self.engine.host}
+        assert set(self.slots.displaced()) == gone
+
+    @invariant()
+    def never_more_than_fits(self):
+        assert len(self.slots.held) <= MAX_CPU_LORAS
+        assert self.slots.free == MAX_CPU_LORAS - len(self.slots.registered)
+
+
+TestSlotsAgainstVllm = SlotsAgainstVllm.TestCase
+
+
+def test_a_rate_is_the_median_of_windows_that_hold_enough_tokens():
+    rate = Rate(100)
+    assert rate.add(0, 0) == 0.0
+    assert rate.add(50, 1) == 0.0
+    assert rate.add(100, 1) == 100.0
+    rate.add(200, 1.01)
+    assert rate.add(300, 2.01) == pytest.approx(100.0)
+
+
+def test_counters_that_start_over_do_not_spoil_a_rate():
+    rate = Rate(100)
+    for tokens, seconds in ((0, 0), (100, 1), (5, 0.1), (205, 1.1)):
+        found = rate.add(tokens, seconds)
+    assert found == pytest.approx((100 + 200) / 2)
+
+
+@given(st.lists(st.floats(0, 500), max_size=40), st.integers(0, 9))
+def test_a_failing_engine_is_tried_again_later_and_later_but_always(ups, seed):
+    rng, restarts, in_a_row = Random(seed), Restarts(), 0
+    for up_s in ups:
+        restarts = restarts.failed(up_s)
+        in_a_row = 1 if up_s >= restarts.stable_s else in_a_row + 1
+        assert restarts.failures == in_a_row
+        assert restarts.is_loop == (in_a_row >= restarts.loop_after)
+        assert 0.25 <= restarts.delay_s(rng) <= restarts.loop_retry_s
