@@ -1,5 +1,7 @@
 """Write docs/configuration.md from the settings themselves: `python docs/generate.py`."""
 
+import os
+import tempfile
 from pathlib import Path
 
 from lorafleet.settings import HouseSettings
@@ -34,7 +36,12 @@ never means the default. Lists repeat the flag, or are JSON in the environment (
 def _shown(value: object) -> str:
     if value is None or value in ("", ()):
         return ""
-    return f"`{value}`"
+    # Defaults below a home or a temporary folder differ from user to user.
+    here = {str(Path.home()): "~", tempfile.gettempdir(): "/tmp", f"lorafleet-{os.getuid()}": "lorafleet-<uid>"}
+    text = str(value)
+    for mine, anyones in here.items():
+        text = text.replace(mine, anyones)
+    return f"`{text}`"
 
 
 def section(house: str, settings: type[HouseSettings]) -> str:

@@ -12,6 +12,8 @@ _HOST_SLOTS_PER_DEVICE_SLOT = 2  # room for adapters that are warm but not in a 
 # For the tiny model on a few cores: starts quickest, and is still more than the demo asks for.
 _TINY = ("--max-model-len", "4096", "--max-num-seqs", "32", "--max-num-batched-tokens", "4096")
 _TINY_BLOCKS = ("--block-size", "32", "--num-gpu-blocks-override", "1024")
+# Measured on the CPU: decodes twice as fast as bfloat16, and greedy answers do not hang on what else is in the batch.
+_TINY_DTYPE = ("--engine-args=--dtype", "--engine-args=float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ def agent(
         "orchestrator-url": orchestrator_url,
     }
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    tiny = [*_TINY, *_TINY_BLOCKS] if base.is_tiny else []
+    tiny = [*_TINY, *_TINY_BLOCKS, *_TINY_DTYPE] if base.is_tiny else []
     return [sys.executable, "-m", "workers", *shared, *words, *tiny]
 
 
