@@ -169,7 +169,7 @@ class Views:
                 lora_id=action.lora_id,
                 worker_id=action.worker_id,
                 reason=action.reason,
-                evict=action.evict,
+                evict=action.evict or action.evict_after,
             )
             for action in actions
         ]

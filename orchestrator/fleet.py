@@ -80,19 +80,23 @@ class Fleet:
         return Change(is_news=True, vanished=tuple(sorted(_ready_ids(entry.report))))
 
     def loaded(self, worker_id: str, lora: LoadedLora, evicted: str | None) -> None:
-        """Our own load succeeded: true at once, without waiting for the next report."""
+        """Our own load succeeded: true at once, without waiting for the next report. `evicted`: an engine name."""
         entry = self.entries.get(worker_id)
         if entry is not None:
-            out = {lora.lora_id, evicted}
-            others = tuple(held for held in entry.report.lora.loaded_loras if held.lora_id not in out)
+            others = tuple(
+                held
+                for held in entry.report.lora.loaded_loras
+                if held.engine_name not in (lora.engine_name, evicted)
+                and (held.lora_id != lora.lora_id or held.state in ("ready", "draining"))
+            )
             entry.report = _with_loaded(entry.report, (*others, lora))
             self._note_ready(entry, self._clock())
 
-    def unloaded(self, worker_id: str, lora_id: str) -> None:
+    def unloaded(self, worker_id: str, engine_name: str) -> None:
         """Our own unload succeeded."""
         entry = self.entries.get(worker_id)
         if entry is not None:
-            others = tuple(held for held in entry.report.lora.loaded_loras if held.lora_id != lora_id)
+            others = tuple(held for held in entry.report.lora.loaded_loras if held.engine_name != engine_name)
             entry.report = _with_loaded(entry.report, others)
 
     def silent(self, probe_after_s: float) -> list[str]:
@@ -128,15 +132,18 @@ class Fleet:
         loading: Mapping[Pair, str],
         draining: Iterable[Pair],
         inspecting: Mapping[str, str],
+        owed: Mapping[Pair, str],
+        digests: Callable[[str], str | None],
     ) -> Observed:
         """The fleet now.
 
         loading    (lora_id, worker_id) -> digest of loads that we have under way
         draining   (lora_id, worker_id) that take no new requests, by our own mark
+        digests    lora_id -> its registered digest, to tell it from other bytes of the same name
         """
-        workers = {name: self._worker(entry, intents.get(name)) for name, entry in self.entries.items()}
+        workers = {name: self._worker(entry, intents.get(name), digests) for name, entry in self.entries.items()}
         for (lora_id, worker_id), digest in loading.items():
-            if worker_id in workers and lora_id not in workers[worker_id].held:
+            if worker_id in workers and not workers[worker_id].holds(lora_id):
                 held = Held(lora_id=lora_id, digest=digest, engine_name="", state="loading", since=self._clock())
                 workers[worker_id] = replace(workers[worker_id], held={**workers[worker_id].held, lora_id: held})
         for lora_id, worker_id in draining:
@@ -150,11 +157,12 @@ class Fleet:
             busy=busy,
             inspecting=inspecting,
             loads_in_flight=len(loading),
+            owed=owed,
         )
 
-    def _worker(self, entry: Entry, intent: WorkerIntent | None) -> Worker:
+    def _worker(self, entry: Entry, intent: WorkerIntent | None, digests: Callable[[str], str | None]) -> Worker:
         report = entry.report
-        held = {} if entry.reach == "lost" else {lora.lora_id: self._held(entry, lora) for lora in _slots(report)}
+        held = {} if entry.reach == "lost" else self._all_held(entry, digests)
         capacity = report.lora.capacity
         until = None if intent is None or intent.until is None else self._clock() + intent.until - self._wall()
         return Worker(
@@ -172,6 +180,22 @@ class Fleet:
             is_agent_draining=report.state == "draining",
             reported_at=entry.heard_at,
         )
+
+    def _all_held(self, entry: Entry, digests: Callable[[str], str | None]) -> dict[str, Held]:
+        """By lora_id. Of two versions the registered one has the name, the other goes by its engine name: an orphan."""
+        found: dict[str, Held] = {}
+        loras = entry.report.lora.loaded_loras
+
+        def order(lora: LoadedLora) -> tuple[bool, bool]:
+            return lora.state not in OCCUPYING, lora.digest != digests(lora.lora_id)
+
+        for lora in sorted(loras, key=order):
+            held = self._held(entry, lora)
+            if lora.lora_id not in found:
+                found[lora.lora_id] = held
+            elif lora.state in OCCUPYING:
+                found[lora.engine_name] = replace(held, lora_id=lora.engine_name)
+        return found
 
     def _held(self, entry: Entry, lora: LoadedLora) -> Held:
         since = entry.since.get((lora.lora_id, entry.report.engine_boot_id), self._clock())
@@ -208,11 +232,6 @@ def state_of(entry: Entry, intent: WorkerIntent | None) -> str:
         return entry.reach
     said = _AGENT_STATES[entry.report.state]
     return intent.state if said == "ready" and intent is not None else said
-
-
-def _slots(report: Metadata) -> tuple[LoadedLora, ...]:
-    """What the report lists, in an order that keeps the occupying entry when a lora_id is listed twice."""
-    return tuple(sorted(report.lora.loaded_loras, key=lambda lora: lora.state in OCCUPYING))
 
 
 def _ready_ids(report: Metadata) -> frozenset[str]:

@@ -24,7 +24,7 @@ from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import Permanent, Transient
 from orchestrator.core.placement import place
 from orchestrator.core.plan import Action, Drain, diff, drains_wanted, is_drained
-from orchestrator.core.state import Adapter, Desired, Failure, Observed, Pair, Want
+from orchestrator.core.state import Adapter, Desired, Failure, Held, Observed, Pair, Want
 from orchestrator.fleet import Change, Fleet, state_of
 from orchestrator.metrics import Metrics
 from orchestrator.store import Store
@@ -78,6 +78,7 @@ class Reconciler:
         self._inspecting: dict[str, str] = {}
         self._leaving: set[str] = set()
         self._drains: dict[Pair, Drain] = {}
+        self._owed: dict[Pair, str] = {}
         self._load_seconds: deque[float] = deque(maxlen=100)
         self.failures: dict[Pair, Failure] = {}
         self.view = View(Observed(), Desired())
@@ -181,7 +182,13 @@ class Reconciler:
             loading=self._loading,
             draining=self._drains,
             inspecting=self._inspecting,
+            owed=self._owed,
+            digests=self._digest,
         )
+
+    def _digest(self, lora_id: str) -> str | None:
+        adapter = self.store.adapters.get(lora_id)
+        return None if adapter is None else adapter.digest
 
     def _decide(self) -> tuple[Desired, Observed, list[Action]]:
         now = self._clock()
@@ -231,6 +238,7 @@ class Reconciler:
         wanted = drains_wanted(desired)
         for pair in [pair for pair in self._drains if pair not in wanted and not self._busy[pair[1]]]:
             del self._drains[pair]
+        self._owed = {pair: lora_id for pair, lora_id in self._owed.items() if pair in wanted or self._busy[pair[1]]}
 
     # -- observe ----------------------------------------------------------------------------------------------
 
@@ -290,7 +298,13 @@ class Reconciler:
     def _start(self, action: Action) -> None:
         """Begin an action. A drain is a mark in the catalog and done at once; the rest are calls to an agent."""
         where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
-        log.info("action", operation=action.operation, **where, reason=action.reason, evict=action.evict)
+        log.info(
+            "action",
+            operation=action.operation,
+            **where,
+            reason=action.reason,
+            evict=action.evict or action.evict_after,
+        )
         if action.operation == "drain" and action.lora_id:
             self._mark_draining(action)
         elif action.operation == "drain":
@@ -406,18 +420,21 @@ class Reconciler:
 
     async def _load(self, action: Action, adapter: Adapter) -> None:
         began = self._clock()
+        evicted = None if action.evict is None else self._held(action.evict, action.worker_id).engine_name
         ask = LoadRequest(
             lora_id=adapter.lora_id,
             source=adapter.source,
             base_model=adapter.base_model,
             digest=adapter.digest,
-            evict=action.evict,
+            evict=evicted,
         )
         url, timeout_s = self._agent_url(action.worker_id), self.settings.load_timeout_s
         lora = await self._agents.load(url, ask, key=_key(action), timeout_s=timeout_s)
         _check_loaded(lora, adapter)
         self._load_seconds.append(self._clock() - began)
-        self.fleet.loaded(action.worker_id, lora, action.evict)
+        self.fleet.loaded(action.worker_id, lora, evicted)
+        if action.evict_after is not None:
+            self._owed[action.evict_after, action.worker_id] = action.lora_id
         if action.evict is not None:
             self._drains.pop((action.evict, action.worker_id), None)
             self.catalog.emit(
@@ -426,16 +443,19 @@ class Reconciler:
         self.catalog.emit("loaded", lora_id=action.lora_id, worker_id=action.worker_id)
 
     async def _unload(self, action: Action) -> None:
-        ask, timeout_s = UnloadRequest(lora_id=action.lora_id), self.settings.unload_timeout_s
+        held, timeout_s = self._held(action.lora_id, action.worker_id), self.settings.unload_timeout_s
+        ask = UnloadRequest(lora_id=action.lora_id, digest=held.digest or None)
         await self._agents.unload(self._agent_url(action.worker_id), ask, key=_key(action), timeout_s=timeout_s)
-        self.fleet.unloaded(action.worker_id, action.lora_id)
+        self.fleet.unloaded(action.worker_id, held.engine_name)
         self._drains.pop((action.lora_id, action.worker_id), None)
         self.catalog.emit("unloaded", lora_id=action.lora_id, worker_id=action.worker_id, message=action.reason)
 
     async def _drain_worker(self, action: Action) -> None:
         try:
             ask = DrainRequest(deadline_s=self.store.rules.drain_deadline_s)
-            url, timeout_s = self._agent_url(action.worker_id), self.settings.unload_timeout_s
+            # The agent answers when its engine is empty, or at that deadline.
+            timeout_s = ask.deadline_s + self.settings.unload_timeout_s
+            url = self._agent_url(action.worker_id)
             await self._agents.drain(url, ask, key=_key(action), timeout_s=timeout_s)
         except (Transient, Permanent) as exc:
             self._leaving.discard(action.worker_id)  # the next pass asks again
@@ -448,12 +468,11 @@ class Reconciler:
         self._leaving.discard(worker_id)
 
     def _mark_draining(self, action: Action) -> None:
-        observed = self.observe().workers[action.worker_id].held[action.lora_id]
         now, pair = self._clock(), (action.lora_id, action.worker_id)
         mark = Drain(
             lora_id=action.lora_id,
             worker_id=action.worker_id,
-            engine_name=observed.engine_name,
+            engine_name=self._held(action.lora_id, action.worker_id).engine_name,
             revision=0,
             since=now,
             deadline=now + self.store.rules.drain_deadline_s,
@@ -464,6 +483,14 @@ class Reconciler:
         self.refresh_catalog()
         self._drains[pair] = replace(mark, revision=self.catalog.revision)
         self._metrics.operations.labels("drain", "ok").inc()
+
+    def _held(self, lora_id: str, worker_id: str) -> Held:
+        """The adapter there, as reported. Raises Transient when it went meanwhile."""
+        worker = self.observe().workers.get(worker_id)
+        held = None if worker is None else worker.held.get(lora_id)
+        if held is None:
+            raise Transient(f"{lora_id} is no longer on worker {worker_id}", code="not_loaded")
+        return held
 
     def _agent_url(self, worker_id: str) -> str:
         entry = self.fleet.entries.get(worker_id)

@@ -252,7 +252,7 @@ class _Pass:
                 _claim(adapter.lora_id)(worker),
             )
 
-        able = sorted((w for w in able if w.id not in there and adapter.lora_id not in w.held), key=order)
+        able = sorted((w for w in able if w.id not in there and not w.holds(adapter.lora_id)), key=order)
         for worker in able:
             if self.rooms[worker.id].free > 0:
                 return Load(lora_id=adapter.lora_id, worker_id=worker.id, reason=self._why(adapter, worker.id in homes))
@@ -352,6 +352,9 @@ class _Pass:
 
     def _why_removed(self, worker: Worker, held: Held) -> str | None:
         adapter = self.intent.adapters.get(held.lora_id)
+        owed_to = self.observed.owed.get((held.lora_id, worker.id))
+        if owed_to is not None and held.lora_id not in self.demand.wants:
+            return f"made room for {owed_to}"
         if adapter is None:
             return "deleted" if self.intent.tombstones.get(held.lora_id) == held.digest else None
         if adapter.is_deleting:

@@ -16,13 +16,18 @@ Operation = Literal["inspect", "load", "drain", "unload"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One step on one worker. A drain without a lora_id is the whole worker's."""
+    """One step on one worker. A drain without a lora_id is the whole worker's.
+
+    evict        the victim of a load: drained already, and unloaded by the agent because there is no slot left
+    evict_after  the victim of a load for which there still is a slot, the reserve: it drains meanwhile, and goes after
+    """
 
     operation: Operation
     lora_id: str
     worker_id: str
     reason: str
     evict: str | None = None
+    evict_after: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,21 +123,25 @@ def _loads(
 ) -> list[Action]:
     actions: list[Action] = []
     left = policy.loads_fleet_wide - observed.loads_in_flight
+    free = {worker_id: worker.slots - worker.occupied for worker_id, worker in observed.workers.items()}
     for step in desired.loads:
         if left <= 0:
             break
-        if step.evict is not None and not drained.get((step.evict, step.worker_id)):
+        has_slot = free[step.worker_id] > 0
+        if not has_slot and (step.evict is None or not drained.get((step.evict, step.worker_id))):
             continue
         if busy.get(step.worker_id, 0) < policy.loads_per_worker:
             busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
             left -= 1
+            free[step.worker_id] -= has_slot
             actions.append(
                 Action(
                     operation="load",
                     lora_id=step.lora_id,
                     worker_id=step.worker_id,
                     reason=step.reason,
-                    evict=step.evict,
+                    evict=None if has_slot else step.evict,
+                    evict_after=step.evict if has_slot else None,
                 )
             )
     return actions

@@ -103,6 +103,11 @@ class Worker:
     def occupied(self) -> int:
         return sum(held.state in OCCUPYING for held in self.held.values())
 
+    def holds(self, lora_id: str) -> bool:
+        """Whether the adapter takes a slot there; one that is only on its disk, or failed, does not."""
+        held = self.held.get(lora_id)
+        return held is not None and held.state in OCCUPYING
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
@@ -124,6 +129,8 @@ class Observed:
     inspecting: Mapping[str, str] = field(default_factory=dict)
     """lora_id -> worker_id that fetches and verifies it right now"""
     loads_in_flight: int = 0
+    owed: Mapping[Pair, str] = field(default_factory=dict)
+    """named victims of loads that took the reserve, and what they made room for: they leave as soon as they drained"""
 
     def failed(self, lora_id: str, worker_id: str, now: float) -> Failure | None:
         failure = self.failures.get((lora_id, worker_id))
@@ -167,7 +174,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """Take this adapter away from there, because of a tombstone or a finished move."""
+    """Take this adapter away from there: a tombstone, a finished move, or a load whose victim it is."""
 
     lora_id: str
     worker_id: str

@@ -148,14 +148,15 @@ class FakeAgent:
         if self.hold_loads is not None:
             await self.hold_loads.wait()
         assert digest_of(body["source"]) == body["digest"]
-        if body.get("evict"):
-            del self.loaded[body["evict"]]
+        if len(self.loaded) >= self.slots and body.get("evict"):
+            self.loaded = {name: it for name, it in self.loaded.items() if it["engine_name"] != body["evict"]}
         if body["lora_id"] not in self.loaded and len(self.loaded) >= self.slots:
             return JSONResponse(envelope(409, "no_free_slot", "full"), 409)
         return self.put(body["lora_id"], body["source"])
 
     async def unload_lora(self, body):
-        if body["lora_id"] not in self.loaded:
+        held = self.loaded.get(body["lora_id"])
+        if held is None or body.get("digest") not in (None, held["digest"]):
             return JSONResponse(envelope(404, "not_loaded", "not here"), 404)
         del self.loaded[body["lora_id"]]
         return {}

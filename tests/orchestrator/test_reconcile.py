@@ -210,7 +210,7 @@ async def test_bytes_that_differ_from_the_registered_digest_are_a_failure(house)
 
 
 async def test_whichever_call_fails_the_next_passes_mend_it(open_house, clock, tmp_path):
-    calls = ("inspect a", "load a", "inspect b", "load b in the place of a", "unload b")
+    calls = ("inspect a", "load a", "inspect b", "load b into the reserve", "unload a", "unload b")
     for nth in range(1, len(calls) + 1):
         house = open_house(tmp_path / f"{nth}.db")
         agent = await house.worker(slots=2)
@@ -235,7 +235,7 @@ async def test_whichever_call_fails_the_next_passes_mend_it(open_house, clock, t
 
 
 async def test_a_victim_is_drained_before_it_makes_room(house, clock):
-    agent = await house.worker(slots=2)
+    agent = await house.worker(slots=1)
     await house.http.patch("/v1/policy", json={"min_residency_s": 5})
     await ready(house, "a/v1", source="a")
     name = engine_name("a/v1", digest_of("a"))
@@ -253,8 +253,58 @@ async def test_a_victim_is_drained_before_it_makes_room(house, clock):
     await house.usage(catalog["revision"], use, seq=2)
     await house.settle()
     assert list(agent.loaded) == ["b/v1"]
-    assert [body.get("evict") for verb, body in agent.calls if verb == "load_lora"] == [None, "a/v1"]
+    assert [body.get("evict") for verb, body in agent.calls if verb == "load_lora"] == [None, name]
     assert (await house.catalog())["draining"] == []
+
+
+async def test_a_load_takes_the_reserve_at_once_and_its_victim_goes_when_it_has_drained(house, clock):
+    agent = await house.worker(slots=2)
+    await ready(house, "a/v1", source="a")
+    clock.now += 1000
+    name = engine_name("a/v1", digest_of("a"))
+    use = {"worker_id": "w0", "engine_name": name, "requests": 1, "in_flight": 0}
+    await house.usage((await house.catalog())["revision"], use)
+    await house.register("b/v1", source="b")
+    await house.ensure("b/v1")
+    await house.settle()
+    assert set(agent.loaded) == {"a/v1", "b/v1"}
+    catalog = await house.catalog()
+    assert [d["lora_id"] for d in catalog["draining"]] == ["a/v1"]
+    # A request that slipped in before the router knew is still given its time.
+    await house.usage(catalog["revision"], use | {"in_flight": 1}, seq=2)
+    await house.settle()
+    assert set(agent.loaded) == {"a/v1", "b/v1"}
+    await house.usage(catalog["revision"], use, seq=3)
+    await house.settle()
+    assert list(agent.loaded) == ["b/v1"]
+    assert (await house.catalog())["draining"] == []
+
+
+async def test_a_victim_that_is_asked_for_before_it_went_stays(house, clock):
+    agent = await house.worker(slots=2)
+    await ready(house, "a/v1", source="a")
+    clock.now += 1000
+    use = {"worker_id": "w0", "engine_name": engine_name("a/v1", digest_of("a")), "requests": 1, "in_flight": 0}
+    await house.usage(0, use)
+    await house.register("b/v1", source="b")
+    await house.ensure("b/v1")
+    await house.settle()
+    await house.ensure("a/v1")
+    await house.settle()
+    assert (await house.ensure("a/v1")).json()["ready"] == ["w0"]
+    assert set(agent.loaded) == {"a/v1", "b/v1"}
+    assert await house.turn() == []
+
+
+async def test_a_failed_attempt_does_not_keep_a_worker_from_trying_again(house, clock):
+    agent = await house.worker()
+    await house.register()
+    await house.settle()
+    agent.put("sql/v1", SQL)["state"] = "failed"
+    agent.slots += 1
+    await house.ensure()
+    await house.settle()
+    assert agent.loaded["sql/v1"]["state"] == "ready"
 
 
 async def test_deleting_waits_for_what_is_in_flight_and_then_unloads(house):
