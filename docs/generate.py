@@ -37,7 +37,7 @@ def _shown(value: object) -> str:
     if value is None or value in ("", ()):
         return ""
     # Defaults below a home or a temporary folder differ from user to user.
-    here = {str(Path.home()): "~", tempfile.gettempdir(): "/tmp", f"lorafleet-{os.getuid()}": "lorafleet-<uid>"}
+    here = {str(Path.home()): "~", tempfile.gettempdir(): "<tmp>", f"lorafleet-{os.getuid()}": "lorafleet-<uid>"}
     text = str(value)
     for mine, anyones in here.items():
         text = text.replace(mine, anyones)
