@@ -79,7 +79,8 @@ def fleets(draw):
         slots = draw(st.integers(0, 4))
         mine = [name for name in names if base_of[name] == base]
         there = draw(st.lists(st.sampled_from([*mine, "orphan"]), unique=True, max_size=slots))
-        loras = [held(name, since=draw(st.sampled_from([0.0, NOW]))) for name in there]
+        states = st.sampled_from(["ready", "ready", "ready", "loading", "failed"])
+        loras = [held(name, since=draw(st.sampled_from([0.0, NOW])), state=draw(states)) for name in there]
         state = draw(st.sampled_from(["ready", "ready", "ready", "cordoned", "draining", "unmanaged", "lost"]))
         workers.append(
             worker(
@@ -129,7 +130,7 @@ def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
         assert there.state == "ready"
         assert what.base_model in there.base_models
         assert what.rank <= there.max_lora_rank
-        assert load.lora_id not in there.held
+        assert not there.holds(load.lora_id)
         assert not what.is_deleting
         assert what.quarantine is None
 
@@ -151,7 +152,7 @@ def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_
             least = known.min_replicas or 0
         else:
             least = rules.min_replicas if known.min_replicas is None else known.min_replicas
-        left = sum(lora_id in w.held for w in after.workers.values() if w.state in ("ready", "cordoned", "unmanaged"))
+        left = sum(w.holds(lora_id) for w in after.workers.values() if w.state in ("ready", "cordoned", "unmanaged"))
         assert left >= min(least, known.max_replicas or 64)
 
 

@@ -1,0 +1,375 @@
+"""The REST contract: what is answered, to whom, and in which form."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+
+import httpx
+import pytest
+import yaml
+
+from lorafleet.auth import hash_key
+from orchestrator.core.errors import OrchestratorError
+from tests.orchestrator.doubles import serving
+
+SPEC = {"lora_id": "sql/v1", "source": "file:///sql/v1"}
+
+
+def code(answer):
+    return answer.json()["error"]["code"]
+
+
+async def test_registering_is_201_then_200_and_another_source_is_409_that_names_the_way_out(house):
+    assert (await house.http.post("/v1/adapters", json=SPEC)).status_code == 201
+    assert (await house.http.post("/v1/adapters", json=SPEC)).status_code == 200
+    answer = await house.http.post("/v1/adapters", json=SPEC | {"source": "file:///other"})
+    assert (answer.status_code, code(answer)) == (409, "immutable")
+    assert "sql/v2" in answer.json()["error"]["message"]
+    assert "alias" in answer.json()["error"]["message"]
+    other = await house.http.post("/v1/adapters", json=SPEC | {"tenants": ["acme"]})
+    assert (other.status_code, code(other)) == (409, "already_registered")
+
+
+async def test_a_digest_said_later_is_taken_and_another_one_is_immutable(house):
+    await house.register()
+    assert (await house.http.post("/v1/adapters", json=SPEC | {"digest": "a" * 64})).status_code == 200
+    assert (await house.adapter())["digest"] == "a" * 64
+    answer = await house.http.post("/v1/adapters", json=SPEC | {"digest": "b" * 64})
+    assert (answer.status_code, code(answer)) == (409, "immutable")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"lora_id": "../x", "source": "s"},
+        {"lora_id": "x/ensure", "source": "s"},
+        {"lora_id": "x"},
+        {"lora_id": "x", "source": "s", "sorce": "s"},
+        {"lora_id": "x", "source": "s", "digest": "short"},
+        {"lora_id": "x", "source": "s", "policy": {"min_replicas": 3, "max_replicas": 2}},
+        {"lora_id": "x", "source": "s", "policy": {"loading": "eagre"}},
+    ],
+)
+async def test_a_body_that_is_wrong_is_400_and_registers_nothing(house, body):
+    answer = await house.http.post("/v1/adapters", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert (await house.http.get("/v1/adapters")).json()["data"] == []
+
+
+async def test_names_of_base_models_aliases_and_adapters_exclude_each_other(house):
+    await house.worker(base_model="tiny-qwen")
+    await house.register()
+    assert (await house.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})).status_code == 201
+    for name in ("tiny-qwen", "sql"):
+        answer = await house.http.post("/v1/adapters", json=SPEC | {"lora_id": name})
+        assert (answer.status_code, code(answer)) == (409, "name_taken")
+    for name in ("tiny-qwen", "sql/v1"):
+        answer = await house.http.put(f"/v1/aliases/{name}", json={"targets": [{"lora_id": "sql/v1"}]})
+        assert (answer.status_code, code(answer)) == (409, "name_taken")
+
+
+async def test_an_alias_needs_targets_that_exist_and_keeps_them_from_being_deleted(house):
+    answer = await house.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})
+    assert (answer.status_code, code(answer)) == (404, "adapter_not_found")
+    await house.register()
+    body = {"targets": [{"lora_id": "sql/v1", "weight": 2.0}]}
+    assert (await house.http.put("/v1/aliases/sql", json=body)).status_code == 201
+    assert (await house.http.put("/v1/aliases/sql", json=body)).status_code == 200
+    assert (await house.http.get("/v1/aliases")).json()["data"] == [{"name": "sql"} | body]
+    answer = await house.http.delete("/v1/adapters/sql/v1")
+    assert (answer.status_code, code(answer)) == (409, "in_use")
+    assert (await house.http.delete("/v1/aliases/sql")).status_code == 204
+    answer = await house.http.get("/v1/aliases/sql")
+    assert (answer.status_code, code(answer)) == (404, "alias_not_found")
+    assert (await house.http.delete("/v1/adapters/sql/v1")).status_code == 204
+
+
+async def test_an_adapter_that_is_nowhere_is_deleted_at_once_and_then_unknown(house):
+    await house.register()
+    assert (await house.http.delete("/v1/adapters/sql/v1")).status_code == 204
+    for answer in (
+        await house.http.get("/v1/adapters/sql/v1"),
+        await house.http.delete("/v1/adapters/sql/v1"),
+        await house.ensure(),
+        await house.http.post("/v1/adapters/sql/v1/retry"),
+    ):
+        assert (answer.status_code, code(answer)) == (404, "adapter_not_found")
+
+
+async def test_a_patch_changes_what_it_names_and_nothing_else(house):
+    await house.register(policy={"pinned": True}, tenants=["acme"])
+    item = (await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 4}})).json()
+    assert (item["policy"]["pinned"], item["policy"]["priority"], item["tenants"]) == (True, 4, ["acme"])
+    item = (await house.http.patch("/v1/adapters/sql/v1", json={"tenants": None})).json()
+    assert (item["policy"]["priority"], item["tenants"]) == (4, None)
+    answer = await house.http.patch("/v1/adapters/sql/v1", json={"source": "file:///other"})
+    assert answer.status_code == 400
+
+
+async def test_lists_are_paged_by_cursor_and_filtered(house):
+    for number in range(5):
+        await house.register(f"a{number}", base_model="qwen" if number % 2 else "llama")
+    first = (await house.http.get("/v1/adapters", params={"limit": 2})).json()
+    assert ([item["lora_id"] for item in first["data"]], first["next"]) == (["a0", "a1"], "a1")
+    await house.http.delete("/v1/adapters/a1")
+    second = (await house.http.get("/v1/adapters", params={"limit": 2, "cursor": first["next"]})).json()
+    assert [item["lora_id"] for item in second["data"]] == ["a2", "a3"]
+    last = (await house.http.get("/v1/adapters", params={"limit": 2, "cursor": second["next"]})).json()
+    assert ([item["lora_id"] for item in last["data"]], last["next"]) == (["a4"], None)
+    only = (await house.http.get("/v1/adapters", params={"base_model": "qwen", "state": "registered"})).json()
+    assert [item["lora_id"] for item in only["data"]] == ["a3"]
+
+
+async def test_a_batch_takes_what_it_can_and_says_what_it_could_not(house):
+    await house.register("a")
+    adapters = [
+        {"lora_id": "a", "source": "file:///a"},
+        {"lora_id": "a", "source": "file:///b"},
+        {"lora_id": "b", "source": "file:///b"},
+    ]
+    answer = (await house.http.post("/v1/adapters:batch", json={"adapters": adapters})).json()
+    assert [item["status"] for item in answer["data"]] == [200, 409, 201]
+    assert answer["data"][1]["code"] == "immutable"
+
+
+async def test_a_dry_run_inspects_and_registers_nothing(house):
+    answer = await house.http.post("/v1/adapters?dry_run=1", json=SPEC)
+    assert (answer.status_code, code(answer)) == (503, "no_worker")
+    assert "retry-after" in answer.headers
+    agent = await house.worker()
+    answer = await house.http.post("/v1/adapters?dry_run=1", json=SPEC)
+    assert (answer.status_code, answer.json()["rank"]) == (200, 8)
+    assert (await house.http.get("/v1/adapters")).json()["data"] == []
+    agent.refuse["sql/v1"] = "adapter_invalid"
+    answer = await house.http.post("/v1/adapters?dry_run=1", json=SPEC)
+    assert (answer.status_code, code(answer)) == (400, "adapter_invalid")
+
+
+async def test_the_policy_is_changed_only_by_who_has_seen_it(house):
+    seen = await house.http.get("/v1/policy")
+    tag = {"if-match": seen.headers["etag"]}
+    changed = await house.http.patch("/v1/policy", json={"loading": "eager"}, headers=tag)
+    assert changed.json() == seen.json() | {"loading": "eager"}
+    assert changed.headers["etag"] != seen.headers["etag"]
+    answer = await house.http.put("/v1/policy", json={"loading": "weighted"}, headers=tag)
+    assert (answer.status_code, code(answer)) == (412, "precondition_failed")
+    assert (await house.http.get("/v1/policy")).json()["loading"] == "eager"
+    for body in ({"loading": "eagre"}, {"lodaing": "eager"}, {"min_replicas": 9, "max_replicas": 2}):
+        assert (await house.http.patch("/v1/policy", json=body)).status_code == 400
+
+
+async def test_the_catalog_is_304_until_something_changes(house):
+    await house.register()
+    first = await house.http.get("/v1/catalog")
+    tag = {"if-none-match": first.headers["etag"]}
+    assert first.headers["etag"] == f'"{first.json()["revision"]}"'
+    assert (await house.http.get("/v1/catalog", headers=tag)).status_code == 304
+    await house.register("b")
+    second = await house.http.get("/v1/catalog", headers=tag)
+    assert second.status_code == 200
+    assert second.json()["revision"] > first.json()["revision"]
+    assert [item["lora_id"] for item in second.json()["adapters"]] == ["b", "sql/v1"]
+
+
+async def test_a_heartbeat_that_says_nothing_new_changes_no_revision(house):
+    await house.worker()
+    await house.turn()
+    before = (await house.catalog())["revision"]
+    await house.settle()
+    assert (await house.catalog())["revision"] == before
+
+
+async def test_ensure_takes_no_body_and_asks_for_no_more_than_the_policy_allows(house):
+    await house.worker()
+    await house.register(policy={"max_replicas": 1})
+    assert (await house.http.post("/v1/adapters/sql/v1/ensure")).status_code == 200
+    await house.settle()
+    assert (await house.ensure(replicas=5)).json()["expected_s"] == 0.0
+
+
+async def test_placements_show_what_is_there_and_what_should_be(house):
+    agent = await house.worker()
+    agent.put("orphan", "o")
+    await house.register()
+    await house.ensure()
+    await house.settle()
+    rows = (await house.http.get("/v1/placements")).json()["data"]
+    assert [(row["lora_id"], row["worker_id"], row["state"], row["desired"]) for row in rows] == [
+        ("orphan", "w0", "ready", False),
+        ("sql/v1", "w0", "ready", True),
+    ]
+    rows = (await house.http.get("/v1/placements", params={"lora_id": "sql/v1"})).json()["data"]
+    assert len(rows) == 1
+
+
+async def test_a_worker_that_never_registered_is_404_with_those_that_did(house):
+    await house.worker()
+    answer = await house.http.post("/v1/workers/w9/cordon")
+    assert (answer.status_code, code(answer)) == (404, "worker_not_found")
+    assert "w0" in answer.json()["error"]["message"]
+    assert (await house.http.get("/v1/workers/w9")).status_code == 404
+
+
+async def test_metrics_count_operations_and_replicas_and_bound_their_labels(house):
+    await house.worker()
+    await house.register()
+    await house.ensure()
+    await house.settle()
+    text = (await house.http.get("/metrics")).text
+    assert 'lora_placement_operations_total{operation="load",outcome="ok"} 1.0' in text
+    assert 'lora_replicas_current{lora_id="sql/v1"} 1.0' in text
+    assert 'lorafleet_orchestrator_workers{state="ready"} 1.0' in text
+
+
+async def test_scopes_keep_everyone_to_their_own_calls(open_house, tmp_path):
+    keys = [{"sha256": hash_key(name), "scopes": [name]} for name in ("admin", "load", "infer")]
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
+    house = open_house(key_files=(tmp_path / "keys.yaml",))
+
+    async def status(key, method, path):
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return (await house.http.request(method, path, headers=headers)).status_code
+
+    for_admins = [
+        ("GET", "/v1/adapters"),
+        ("POST", "/v1/adapters"),
+        ("POST", "/v1/adapters:batch"),
+        ("GET", "/v1/adapters/a"),
+        ("PATCH", "/v1/adapters/a"),
+        ("DELETE", "/v1/adapters/a"),
+        ("POST", "/v1/adapters/a/retry"),
+        ("GET", "/v1/aliases"),
+        ("GET", "/v1/policy"),
+        ("PUT", "/v1/policy"),
+        ("GET", "/v1/placements"),
+        ("POST", "/v1/placements/plan"),
+        ("POST", "/v1/rebalance"),
+        ("POST", "/v1/workers/register"),
+        ("POST", "/v1/workers/w0/cordon"),
+    ]
+    for_routers = [
+        ("GET", "/v1/catalog"),
+        ("POST", "/v1/usage"),
+        ("POST", "/v1/adapters/a/ensure"),
+        ("GET", "/v1/workers"),
+    ]
+    for method, path in for_admins + for_routers:
+        assert await status(None, method, path) == 401, path
+        assert await status("infer", method, path) == 403, path
+        assert await status("admin", method, path) not in (401, 403), path
+    for method, path in for_admins:
+        assert await status("load", method, path) == 403, path
+    for method, path in for_routers:
+        assert await status("load", method, path) not in (401, 403), path
+    for path in ("/health", "/ready", "/metrics"):
+        assert await status(None, "GET", path) == 200
+
+
+async def _next_event(lines):
+    event = {}
+    async for line in lines:
+        if not line and event:
+            return event
+        name, _, value = line.partition(": ")
+        if name in ("id", "event", "data"):
+            event[name] = value
+    return None
+
+
+async def test_events_follow_from_a_revision_live_and_after_a_reconnect(house):
+    await house.register("a")
+    start = (await house.catalog())["revision"]
+    await house.register("b")
+    async with serving(house.whole.app) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
+        async with client.stream("GET", "/v1/events", params={"since": start}) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            lines = answer.aiter_lines()
+            event = await _next_event(lines)
+            body = json.loads(event["data"])
+            assert (event["event"], body["lora_id"], int(event["id"])) == ("adapter_registered", "b", body["id"])
+            await client.post("/v1/adapters", json={"lora_id": "c", "source": "s"})
+            assert json.loads((await _next_event(lines))["data"])["lora_id"] == "c"
+        async with client.stream("GET", "/v1/events", headers={"last-event-id": event["id"]}) as answer:
+            assert json.loads((await _next_event(answer.aiter_lines()))["data"])["lora_id"] == "c"
+        house.whole.stop()
+
+
+async def test_events_older_than_the_buffer_are_410(open_house):
+    house = open_house(event_buffer=3)
+    start = (await house.catalog())["revision"]
+    for number in range(3):
+        await house.register(f"a{number}")
+    assert house.reconciler.catalog.since(start)
+    await house.register("a9")
+    for since in (start, 1, 10**18):
+        answer = await house.http.get("/v1/events", params={"since": since})
+        assert (answer.status_code, code(answer)) == (410, "events_expired")
+
+
+async def test_an_idle_event_stream_says_that_it_is_alive(open_house):
+    house = open_house(keep_alive_s=0.01)
+    stream = house.reconciler.catalog.follow(
+        house.reconciler.catalog.revision, keep_alive_s=0.01, is_stopping=lambda: False
+    )
+    texts = [await asyncio.wait_for(anext(stream), 5) for _ in range(3)]
+    assert all(text.startswith(":") for text in texts)
+    await stream.aclose()
+
+
+async def test_the_openapi_document_has_an_example_for_every_body_that_people_write(house):
+    paths = (await house.http.get("/openapi.json")).json()["paths"]
+    for path, method in (("/v1/adapters", "post"), ("/v1/aliases/{name}", "put"), ("/v1/policy", "put")):
+        schema = paths[path][method]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema["examples"], path
+
+
+def test_every_error_has_a_status_and_a_code():
+    tree = [OrchestratorError]
+    for error in tree:
+        tree += error.__subclasses__()
+        assert 400 <= error.status < 600
+        assert error.code
+        assert error.__name__ in sys.modules[error.__module__].__doc__
+
+
+async def _started(tmp_path, *flags):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "orchestrator", "--port", "0", "--store", str(tmp_path / "s.db")),
+        *("--port-file", str(tmp_path / "port"), *flags),
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONWARNINGS": "default"},
+    )
+    line = await asyncio.wait_for(process.stderr.readline(), 30)
+    return process, line.decode()
+
+
+async def test_the_process_serves_and_ends_on_sigterm_while_somebody_waits_and_somebody_follows(tmp_path):
+    process, line = await _started(tmp_path, "--settle-s", "0")
+    url = f"http://127.0.0.1:{json.loads(line)['port']}"
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        await client.post("/v1/adapters", json=SPEC)
+        waiting = asyncio.create_task(client.post("/v1/adapters/sql/v1/ensure", json={"wait_s": 60}))
+        async with client.stream("GET", "/v1/events") as follower:
+            lines = follower.aiter_lines()
+            assert (await anext(lines)).startswith(":")
+            process.send_signal(signal.SIGTERM)
+            assert (await asyncio.wait_for(waiting, 10)).json()["ready"] == []
+            assert await _next_event(lines) is None
+    await asyncio.wait_for(process.wait(), 10)
+    assert b"Traceback" not in await process.stderr.read()
+    again, line = await _started(tmp_path)
+    assert json.loads(line)["adapters"] == 1
+    again.terminate()
+    await again.wait()
+
+
+async def test_a_store_that_cannot_be_used_ends_the_process_with_one_line(tmp_path):
+    (tmp_path / "s.db").write_text("not a database " * 500)
+    process, line = await _started(tmp_path)
+    rest = await process.stderr.read()
+    assert await process.wait() == 2
+    assert "python -m orchestrator: store" in line
+    assert rest == b""
