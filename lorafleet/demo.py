@@ -37,7 +37,7 @@ class Row:
 
 async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[str]) -> list[Row]:
     """Ask base, two adapters, and the base again; print the table; the rows."""
-    asked = [None, *_shown(lora_ids), None]
+    asked = [None, *shown(lora_ids), None]
     headers = {"authorization": f"Bearer {token}"} if token else {}
     async with httpx.AsyncClient(base_url=router_url, headers=headers, timeout=300, trust_env=False) as client:
         rows = [await ask(client, base_model, lora_id) for lora_id in asked]
@@ -87,7 +87,8 @@ async def _chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def _shown(lora_ids: Sequence[str]) -> list[str]:
+def shown(lora_ids: Sequence[str]) -> list[str]:
+    """The adapters to show things with: two of them, the demo's own where they are there."""
     favourites = [lora_id for lora_id in ("sql-expert/v1", "python-expert/v1") if lora_id in lora_ids]
     return (favourites or list(lora_ids))[:2]
 
@@ -121,5 +122,6 @@ def _print(rows: Sequence[Row]) -> None:
         f"The last one asked again what the first had asked: it went to {again.worker}"
         f" ({'the same worker' if again.worker == first.worker else 'another worker'}), which had"
         f" {again.cached_tokens} of its {again.prompt_tokens} tokens cached (the router predicted {again.predicted}).\n"
-        "An adapter's first answer includes loading it. A cached prompt under another adapter counts for nothing."
+        "An adapter's first answer includes loading it. A cached prompt under another adapter counts for nothing.",
+        soft_wrap=True,
     )

@@ -113,10 +113,11 @@ class Fleet:
         base, adapters = await asyncio.to_thread(self._prepare)
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._headers()) as client:
             await self._serve("orchestrator", self._orchestrator)
-            await self._answers(client, "orchestrator")
             registered = await self._register(client, base.name, adapters)
+            # The orchestrator hears its fleet out for some seconds before it is ready: the others start meanwhile.
             await self._serve("router", self._router)
             await self._start_workers(client, base, commands.rank_for(adapters.values()))
+            await self._answers(client, "orchestrator")
             await self._inspected(client, registered)
             await self._answers(client, "router")
         self.is_ready = True

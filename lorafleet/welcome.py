@@ -5,6 +5,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from lorafleet import demo
+
 
 def show(
     router: str, orchestrator: str, logs: Path, base_model: str, lora_ids: Sequence[str], *, has_keys: bool
@@ -29,7 +31,7 @@ def show(
 def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_keys: bool) -> list[str]:
     """Three commands to paste: the base model, an adapter, and why a request goes where it goes."""
     key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
-    adapter = lora_ids[0] if lora_ids else base_model
+    adapter = next(iter(demo.shown(lora_ids)), base_model)
 
     def line(path: str, model: str, more: str = "") -> str:
         message = '"messages": [{"role": "user", "content": "Which customers paid late?"}]'

@@ -1,0 +1,194 @@
+"""`lorafleet up` as a process, and what a person could find out about the fleet it runs."""
+
+import contextlib
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+READY = re.compile(r"^ready router=(http://127\.0\.0\.1:\d+) orchestrator=(http://127\.0\.0\.1:\d+)$")
+
+
+@dataclass(slots=True)
+class Fleet:
+    """A running `lorafleet up`."""
+
+    process: "subprocess.Popen[str]"
+    tag: str
+    state_dir: Path
+    errors: Path
+    router: str = ""
+    orchestrator: str = ""
+    ready_in_s: float = 0.0
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def get(self, url: str, **query: Any) -> Any:
+        return self.http("GET", url, params=query).json()
+
+    def http(self, method: str, url: str, **more: Any) -> httpx.Response:
+        return httpx.request(method, url, headers=self.headers, timeout=120, trust_env=False, **more)
+
+    def ask(self, **body: Any) -> httpx.Response:
+        """A chat completion through the router at temperature 0; 16 tokens unless told otherwise."""
+        return self.http("POST", f"{self.router}/v1/chat/completions", json=chat(**body))
+
+    def workers(self) -> dict[str, Any]:
+        """Worker id -> the agent's /metadata."""
+        items = self.get(f"{self.orchestrator}/v1/workers")["data"]
+        return {item["id"]: self.get(f"{item['agent_url']}/metadata") for item in items}
+
+    def held_by(self, lora_id: str) -> list[str]:
+        """Workers whose agent says that the engine has it ready."""
+        return [
+            worker
+            for worker, metadata in self.workers().items()
+            if any(lora["lora_id"] == lora_id and lora["state"] == "ready" for lora in metadata["lora"]["loaded_loras"])
+        ]
+
+    def processes(self) -> dict[int, str]:
+        """Everything that `up` started, however deep, itself included: process id -> command line."""
+        return processes(self.tag)
+
+    def pids(self, *words: str) -> list[int]:
+        """Processes with these words in their command line, next to each other."""
+        wanted = "\0".join(["", *words, ""])
+        return [pid for pid, line in self.processes().items() if wanted in line]
+
+    def kill(self, *words: str) -> list[int]:
+        """SIGKILL to them; who that was."""
+        found = self.pids(*words)
+        assert found, words
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+        return found
+
+    def stop(self, how: signal.Signals = signal.SIGTERM, *, within_s: float = 90.0) -> int:
+        """Signal it and wait; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.process.wait(within_s)
+
+    def said(self) -> str:
+        """What it has written to standard error: its progress."""
+        return self.errors.read_text()
+
+
+def start(state_dir: Path, *flags: str, token: str = "", environment: dict[str, str] | None = None) -> Fleet:
+    """Start it; use `wait_ready` next."""
+    tag = f"LORA_E2E_TAG={uuid.uuid4().hex}"
+    name, _, value = tag.partition("=")
+    errors = state_dir.with_name(f"{state_dir.name}.{value[:8]}.err")
+    command = [sys.executable, "-m", "lorafleet.cli", "up", "--state-dir", str(state_dir)]
+    ports = [w for flag in ("--router-port", "--orchestrator-port") if flag not in flags for w in (flag, "0")]
+    with errors.open("w") as err:
+        process = subprocess.Popen(
+            [*command, *ports, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+            env={**os.environ, name: value, **(environment or {})},
+            process_group=0,
+        )
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return Fleet(process, tag, state_dir, errors, headers=headers)
+
+
+def wait_ready(fleet: Fleet, *, within_s: float) -> Fleet:
+    """Read its output up to the ready line, which must be the first line there."""
+    began = time.monotonic()
+    line = read_line(fleet, within_s=within_s)
+    found = READY.match(line)
+    assert found, f"not a ready line: {line!r}; it said:\n{fleet.said()}"
+    fleet.router, fleet.orchestrator = found.groups()
+    fleet.ready_in_s = time.monotonic() - began
+    return fleet
+
+
+def read_line(fleet: Fleet, *, within_s: float) -> str:
+    """One line of its standard output, without the end of line; empty when it has ended."""
+    assert fleet.process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(fleet.process.stdout, selectors.EVENT_READ)
+        assert selector.select(within_s), f"nothing within {within_s} s; it said:\n{fleet.said()}"
+    return fleet.process.stdout.readline().rstrip("\n")
+
+
+@contextlib.contextmanager
+def running(
+    state_dir: Path, *flags: str, token: str = "", within_s: float = 60.0, environment: dict[str, str] | None = None
+) -> Iterator[Fleet]:
+    """A fleet that is ready, and is stopped with nothing left when the block ends."""
+    fleet = start(state_dir, *flags, token=token, environment=environment)
+    try:
+        yield wait_ready(fleet, within_s=within_s)
+    finally:
+        try:
+            fleet.stop()
+        finally:
+            left = kill(fleet)
+    assert not left, f"left running: {left}"
+
+
+def kill(fleet: Fleet) -> dict[int, str]:
+    """Whatever of it still runs is killed; what that was."""
+    left = fleet.processes()
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    fleet.process.wait(10)
+    if fleet.process.stdout is not None:
+        fleet.process.stdout.close()
+    return left
+
+
+def processes(tag: str) -> dict[int, str]:
+    """Living processes with this tag in their environment: process id -> command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if tag.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace")
+    return found
+
+
+def chat(**body: Any) -> dict[str, Any]:
+    """The body of a chat completion; `prompt` is a user's message."""
+    prompt = body.pop("prompt", "hello")
+    base = {"model": "tiny-qwen", "temperature": 0, "max_tokens": 16}
+    return base | {"messages": [{"role": "user", "content": prompt}]} | body
+
+
+def until(true: Callable[[], object], *, within_s: float, what: str) -> None:
+    """Wait for it; whatever it raises of HTTP counts as not yet."""
+    deadline = time.monotonic() + within_s
+    while True:
+        with contextlib.suppress(httpx.HTTPError, KeyError):
+            if true():
+                return
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
+
+
+def is_free(url: str) -> bool:
+    """Whether nobody listens there any more."""
+    port = int(url.rpartition(":")[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,220 @@
+"""Eight sim workers do what every fleet must do; and `lorafleet up` keeps its promises about processes."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lorafleet import tiny
+from lorafleet.keys import add_key
+from tests.e2e.fleets import Fleet, chat, is_free, kill, read_line, running, start, until, wait_ready
+from tests.e2e.scenarios import COLD, SQL, FleetSuite, cli, fresh_prompt, text
+
+WORKERS = 8
+FLAGS = ("--engine", "sim", "--workers")
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder: Path = tmp_path_factory.mktemp("sim")
+    tiny.make_adapters(folder / "adapters")
+    tiny.make_adapter(folder / "adapters", COLD)
+    with running(folder / "state", *FLAGS, str(WORKERS), "--adapters", str(folder / "adapters")) as fleet:
+        yield fleet
+
+
+class TestEightSimWorkers(FleetSuite):
+    def test_every_worker_takes_part(self, fleet: Fleet) -> None:
+        asked = {fleet.ask(prompt=fresh_prompt(), max_tokens=1).headers["x-lorafleet-worker"] for _ in range(60)}
+        assert len(asked) > WORKERS // 2
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_and_frees_the_ports(tmp_path: Path, how: signal.Signals) -> None:
+    with running(tmp_path / "state", *FLAGS, "2") as fleet:
+        text(fleet.ask(prompt=fresh_prompt(), lora_id=SQL))
+        assert len(fleet.processes()) > 6
+        assert fleet.stop(how) == 0
+        assert fleet.processes() == {}
+        assert is_free(fleet.router)
+        assert is_free(fleet.orchestrator)
+        assert "nothing is left running" in fleet.said()
+
+
+def test_a_stop_works_though_children_are_dead_already(tmp_path: Path) -> None:
+    with running(tmp_path / "state", *FLAGS, "1") as fleet:
+        for word in ("router", "orchestrator", "workers"):
+            fleet.kill("-m", word)
+        assert fleet.stop() == 0
+
+
+def test_a_killed_up_takes_everything_with_it(tmp_path: Path) -> None:
+    with running(tmp_path / "state", *FLAGS, "2") as fleet:
+        fleet.process.kill()
+        fleet.process.wait(10)
+        until(lambda: fleet.processes() == {}, within_s=10, what="everything is gone")
+
+
+@pytest.mark.parametrize("word", ["orchestrator: starting", "router: starting", "w0: starting"])
+def test_a_stop_in_the_middle_of_the_start_leaves_nothing(tmp_path: Path, word: str) -> None:
+    fleet = start(tmp_path / "state", *FLAGS, "2")
+    try:
+        until(lambda: word in fleet.said(), within_s=30, what=word)
+        assert fleet.stop() == 130
+    finally:
+        left = kill(fleet)
+    assert not left
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with running(tmp_path / "state", *FLAGS, "1") as fleet:
+        # A request in flight, so that the first signal has something to wait for.
+        body = chat(prompt=fresh_prompt(), stream=True, max_tokens=3500, ignore_eos=True)
+        with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=60) as answer:
+            next(answer.iter_raw())
+            fleet.process.send_signal(signal.SIGINT)
+            until(lambda: "stopping" in fleet.said(), within_s=10, what="it is stopping")
+            began = time.monotonic()
+            fleet.process.send_signal(signal.SIGINT)
+            fleet.process.wait(10)
+            assert time.monotonic() - began < 5
+        until(lambda: fleet.processes() == {}, within_s=5, what="everything is gone")
+
+
+@pytest.mark.parametrize("house", ["router", "orchestrator", "workers"])
+def test_a_dead_child_is_started_again_and_said_so(tmp_path: Path, house: str) -> None:
+    with running(tmp_path / "state", *FLAGS, "1") as fleet:
+        before = fleet.kill("-m", house)
+        name = "w0" if house == "workers" else house
+        until(lambda: f"{name}: ended with SIGKILL" in fleet.said(), within_s=10, what="it says so")
+        until(lambda: fleet.pids("-m", house) not in ([], before), within_s=10, what="it is there again")
+        until(lambda: fleet.ask(prompt=fresh_prompt(), lora_id=SQL).status_code == 200, within_s=30, what="an answer")
+
+
+def test_the_same_folder_again_knows_what_it_knew(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with running(state, *FLAGS, "1") as fleet:
+        assert cli(fleet, "aliases", "set", "sql", SQL).returncode == 0
+        first = text(fleet.ask(model="sql", prompt="the same question"))
+        digest = fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["digest"]
+    with running(state, *FLAGS, "1") as fleet:
+        assert text(fleet.ask(model="sql", prompt="the same question")) == first
+        assert fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["digest"] == digest
+
+
+def test_two_fleets_cannot_share_a_folder(tmp_path: Path) -> None:
+    with running(tmp_path / "state", *FLAGS, "1") as fleet:
+        second = start(tmp_path / "state", *FLAGS, "1")
+        assert second.process.wait(30) == 1
+        assert "--state-dir" in second.said()
+        assert len(second.said().splitlines()) == 1
+        kill(second)
+        assert fleet.ask(prompt=fresh_prompt()).status_code == 200
+
+
+def test_the_demo_shows_the_hit_and_once_leaves_nothing(tmp_path: Path) -> None:
+    fleet = wait_ready(start(tmp_path / "state", *FLAGS, "2", "--demo", "--once"), within_s=60)
+    assert fleet.process.stdout is not None
+    said = fleet.process.stdout.read()
+    assert fleet.process.wait(60) == 0
+    assert kill(fleet) == {}
+    rows = [line.split("│")[1:-1] for line in said.splitlines() if line.startswith("│")]
+    assert len(rows) == 4
+    adapters, workers, prompts, cached = zip(*([cell.strip() for cell in row[:4]] for row in rows), strict=True)
+    assert [name.partition("@")[0] for name in adapters] == ["base", SQL, "python-expert/v1", "base"]
+    assert workers[0] == workers[3]
+    assert [int(tokens) > 0 for tokens in cached] == [False, False, False, True]
+    assert int(prompts[0]) > 3 * 32
+    assert said.count("curl ") == 3
+
+
+def test_a_folder_that_is_no_adapter_is_said_and_stops_nobody(tmp_path: Path) -> None:
+    tiny.make_adapter(tmp_path / "adapters", "good/v1")
+    bad = tiny.make_adapter(tmp_path / "adapters", "bad/v1")
+    (bad / "adapter_model.safetensors").write_bytes(b"no tensors at all")
+    with running(tmp_path / "state", *FLAGS, "1", "--adapters", str(tmp_path / "adapters")) as fleet:
+        assert "adapter bad/v1: failed" in fleet.said()
+        assert text(fleet.ask(prompt=fresh_prompt(), lora_id="good/v1"))
+
+
+def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    fleet = start(tmp_path / "state", *FLAGS, "1", "--model", str(model))
+    try:
+        assert read_line(fleet, within_s=120) == ""
+        assert fleet.process.wait(60) == 1
+        assert "w0" in fleet.said()
+        assert str(tmp_path / "state" / "logs" / "w0.log") in fleet.said()
+    finally:
+        left = kill(fleet)
+    assert not left
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, dict[str, str]]]:
+    """A fleet with a key file, and its keys by name. sql-expert/v1 is acme's alone."""
+    folder = tmp_path_factory.mktemp("guarded")
+    path = folder / "keys.yaml"
+    keys = {
+        "acme": add_key(path, "acme", ["infer"]),
+        "other": add_key(path, "other", ["infer"]),
+        "admin": add_key(path, None, ["admin"]),
+    }
+    with running(folder / "state", *FLAGS, "1", "--key-file", str(path), token=keys["admin"]) as fleet:
+        spec = {"tenants": ["acme"]}
+        changed = fleet.http("PATCH", f"{fleet.orchestrator}/v1/adapters/{SQL}", json=spec)
+        assert changed.status_code == 200, changed.text
+        other = _as(fleet, keys["other"])
+        until(lambda: SQL not in _models(other), within_s=10, what="the router knows whose it is")
+        yield fleet, keys
+
+
+def test_without_a_key_every_house_says_401(guarded: tuple[Fleet, dict[str, str]]) -> None:
+    nobody = _as(guarded[0], "")
+    for url in (f"{nobody.router}/v1/models", f"{nobody.orchestrator}/v1/adapters"):
+        answer = nobody.http("GET", url)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    answer = _as(guarded[0], "lf-wrong").ask()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    said = cli(nobody, "adapters", "list")
+    assert said.returncode == 1
+    assert "LORAFLEET_TOKEN" in said.stderr
+
+
+def test_a_key_without_the_scope_is_refused(guarded: tuple[Fleet, dict[str, str]]) -> None:
+    fleet, keys = guarded
+    acme = _as(fleet, keys["acme"])
+    spec = {"lora_id": "mine/v1", "source": "file:///mine"}
+    assert acme.http("POST", f"{acme.orchestrator}/v1/adapters", json=spec).status_code == 403
+    assert acme.http("POST", f"{acme.router}/v1/route", json=chat()).status_code == 403
+    assert cli(fleet, "workers", "list", token=keys["admin"]).returncode == 0
+
+
+def test_a_tenants_adapter_is_not_there_for_another(guarded: tuple[Fleet, dict[str, str]]) -> None:
+    fleet, keys = guarded
+    acme, other = _as(fleet, keys["acme"]), _as(fleet, keys["other"])
+    assert text(acme.ask(prompt=fresh_prompt(), lora_id=SQL))
+    assert SQL in _models(acme)
+    assert SQL not in _models(other)
+    refused = other.ask(prompt=fresh_prompt(), lora_id=SQL)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    # The same words as for a name that does not exist: whether it does is nobody else's business.
+    absent = other.ask(prompt=fresh_prompt(), lora_id="sql-expert/v9")
+    assert json.dumps(refused.json()).replace(SQL, "") == json.dumps(absent.json()).replace("sql-expert/v9", "")
+
+
+def _models(fleet: Fleet) -> set[str]:
+    return {item["id"] for item in fleet.get(f"{fleet.router}/v1/models")["data"]}
+
+
+def _as(fleet: Fleet, key: str) -> Fleet:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return Fleet(
+        fleet.process, fleet.tag, fleet.state_dir, fleet.errors, fleet.router, fleet.orchestrator, headers=headers
+    )

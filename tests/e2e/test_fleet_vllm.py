@@ -1,0 +1,26 @@
+"""Two real vLLM workers on the CPU do what every fleet must do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lorafleet import tiny
+from tests.e2e.fleets import Fleet, running
+from tests.e2e.scenarios import COLD, FleetSuite
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder: Path = tmp_path_factory.mktemp("vllm")
+    tiny.make_adapters(folder / "adapters")
+    tiny.make_adapter(folder / "adapters", COLD)
+    flags = ["--engine", "vllm", "--workers", "2", "--adapters", str(folder / "adapters")]
+    with running(folder / "state", *flags, within_s=600) as fleet:
+        yield fleet
+
+
+class TestTwoVllmWorkers(FleetSuite):
+    come_back_within_s = 240.0
