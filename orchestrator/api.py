@@ -5,7 +5,7 @@
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Header, Query, Response
@@ -89,8 +89,11 @@ class Views:
     def __init__(self, reconciler: Reconciler) -> None:
         self._it = reconciler
 
-    def adapter(self, adapter: Adapter, *, state: str | None = None) -> AdapterItem:
-        ready = self._it.ready_on(adapter.lora_id)
+    def adapter(self, adapter: Adapter, *, ready: Mapping[str, Sequence[str]] | None = None) -> AdapterItem:
+        """`ready`: lora_id -> workers, made once by whoever shows many adapters."""
+        if ready is None:
+            ready = {adapter.lora_id: self._it.ready_on(adapter.lora_id)}
+        workers = ready.get(adapter.lora_id, ())
         return AdapterItem.model_validate(
             {
                 "lora_id": adapter.lora_id,
@@ -99,9 +102,9 @@ class Views:
                 "rank": adapter.rank,
                 "size_bytes": adapter.size_bytes,
                 "source": adapter.source,
-                "state": state or self._it.state_of(adapter),
-                "replicas": Replicas(desired=self.desired(adapter.lora_id), ready=len(ready)),
-                "workers": ready,
+                "state": self._it.state_of(adapter, ready),
+                "replicas": Replicas(desired=self.desired(adapter.lora_id), ready=len(workers)),
+                "workers": workers,
                 "policy": policy_of(adapter),
                 "tenants": adapter.tenants,
                 "error": self._it.last_error(adapter.lora_id),
@@ -182,7 +185,7 @@ class Views:
             {
                 "lora_id": adapter.lora_id,
                 "digest": adapter.digest,
-                "state": self._it.state_of(adapter),
+                "state": self._it.state_of(adapter, {adapter.lora_id: ready}),
                 "ready": ready,
                 "loading": self._it.loading_on(adapter.lora_id),
                 "expected_s": expected_s,
@@ -193,8 +196,9 @@ class Views:
     def counts(self) -> Counts:
         """lora_id -> (ready, wanted), of every adapter that is somewhere or should be."""
         desired = self._it.view.desired
+        ready = self._it.ready_table()
         ids = desired.replicas.keys() | desired.targets.keys()
-        return {lora_id: (len(self._it.ready_on(lora_id)), self.desired(lora_id)) for lora_id in ids}
+        return {lora_id: (len(ready.get(lora_id, ())), self.desired(lora_id)) for lora_id in ids}
 
     def workers_by_state(self) -> dict[str, int]:
         counts = dict.fromkeys(("starting", "ready", "cordoned", "draining", "unmanaged", "lost"), 0)
@@ -362,7 +366,8 @@ def _adapters(keys: Keys, registry: Registry, reconciler: Reconciler, views: Vie
     @api.post("/v1/adapters:batch")
     async def batch(body: AdapterBatch) -> BatchAnswer:
         """Register many; each is taken or refused on its own."""
-        results = [_registered(registry, spec) for spec in body.adapters]
+        with store.together():
+            results = [_registered(registry, spec) for spec in body.adapters]
         reconciler.changed()
         return BatchAnswer(data=tuple(results))
 
@@ -371,16 +376,14 @@ def _adapters(keys: Keys, registry: Registry, reconciler: Reconciler, views: Vie
         limit: Limit = 1000, cursor: Cursor = None, state: str | None = None, base_model: str | None = None
     ) -> Response:
         """Registered adapters by lora_id."""
-        states = {lora_id: word for lora_id, (word, _) in reconciler.states().items()}
+        ready = reconciler.ready_table()
         rows = store.adapter_ids
-        if state is not None or base_model is not None:
-            rows = [
-                name
-                for name, adapter in store.adapters.items()
-                if state in (None, states[name]) and base_model in (None, adapter.base_model)
-            ]
+        if base_model is not None:
+            rows = [name for name in rows if store.adapters[name].base_model == base_model]
+        if state is not None:
+            rows = [name for name in rows if reconciler.state_of(store.adapters[name], ready) == state]
         page, following = _page(rows, limit, cursor)
-        items = tuple(views.adapter(store.adapters[name], state=states[name]) for name in page)
+        items = tuple(views.adapter(store.adapters[name], ready=ready) for name in page)
         # Dumped here: the framework would validate thousands of items, that we have just made, once more.
         return Response(AdapterList(data=items, next=following).model_dump_json(), media_type="application/json")
 
@@ -582,7 +585,7 @@ async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler
         raise Unavailable(f"no ready worker serves {spec.base_model or 'anything'}, so nobody can look at the adapter")
     home = max(able, key=lambda worker: (rendezvous(spec.lora_id, worker.id), worker.id))
     try:
-        return views.adapter(await reconciler.inspect_only(adapter, home.id), state="registered")
+        return views.adapter(await reconciler.inspect_only(adapter, home.id), ready={})
     except Permanent as exc:
         raise RequestError(f"preflight failed: {exc}", code=exc.code, param="source") from exc
     except Transient as exc:

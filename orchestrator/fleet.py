@@ -234,6 +234,11 @@ def state_of(entry: Entry, intent: WorkerIntent | None) -> str:
     return intent.state if said == "ready" and intent is not None else said
 
 
+def answering(entry: Entry) -> tuple[LoadedLora, ...]:
+    """What the worker lists, if requests can reach it at all."""
+    return entry.report.lora.loaded_loras if entry.reach != "lost" and entry.report.state == "ready" else ()
+
+
 def _ready_ids(report: Metadata) -> frozenset[str]:
     if report.state in ("starting", "engine_down"):
         return frozenset()

@@ -10,7 +10,7 @@ import secrets
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -25,7 +25,7 @@ from orchestrator.core.errors import Permanent, Transient
 from orchestrator.core.placement import place
 from orchestrator.core.plan import Action, Drain, diff, drains_wanted, is_drained
 from orchestrator.core.state import Adapter, Desired, Failure, Held, Observed, Pair, Want
-from orchestrator.fleet import Change, Fleet, state_of
+from orchestrator.fleet import Change, Fleet, answering, state_of
 from orchestrator.metrics import Metrics
 from orchestrator.store import Store
 from orchestrator.wire import CatalogWorker, Draining
@@ -331,7 +331,7 @@ class Reconciler:
 
     async def _guarded(self, action: Action, work: Coroutine[Any, Any, None], deadline_s: float) -> None:
         """Run one action to its end or its deadline; whatever it raises becomes data, and the next pass is due."""
-        outcome = "ok"
+        outcome, began = "ok", self._clock()
         try:
             async with asyncio.timeout(deadline_s):
                 await work
@@ -350,6 +350,9 @@ class Reconciler:
             self._failed(action, "internal_error", f"{action.operation}: {exc!r}", None)
         finally:
             self._ended(action)
+        if outcome == "ok":
+            where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
+            log.info("action done", operation=action.operation, **where, seconds=round(self._clock() - began, 3))
         self._metrics.operations.labels(action.operation, outcome).inc()
         self.refresh_catalog()
         self.poke()
@@ -502,15 +505,25 @@ class Reconciler:
 
     def ready_on(self, lora_id: str) -> list[str]:
         """Workers where the adapter answers requests now: the right bytes, not draining."""
-        adapter = self.store.adapters.get(lora_id)
-        found = []
-        for worker_id, entry in self.fleet.entries.items():
-            if adapter is None or entry.reach == "lost" or (lora_id, worker_id) in self._drains:
-                continue
-            loras = entry.report.lora.loaded_loras if entry.report.state == "ready" else ()
-            if any(x.lora_id == lora_id and x.state == "ready" and x.digest == adapter.digest for x in loras):
-                found.append(worker_id)
-        return sorted(found)
+        return sorted(
+            worker_id
+            for worker_id, entry in self.fleet.entries.items()
+            if any(lora.lora_id == lora_id and self._is_ready(lora, worker_id) for lora in answering(entry))
+        )
+
+    def ready_table(self) -> dict[str, list[str]]:
+        """`ready_on` of every adapter that is ready anywhere, in one walk over the fleet."""
+        table: dict[str, list[str]] = {}
+        for worker_id, entry in sorted(self.fleet.entries.items()):
+            for lora in answering(entry):
+                if self._is_ready(lora, worker_id):
+                    table.setdefault(lora.lora_id, []).append(worker_id)
+        return table
+
+    def _is_ready(self, lora: LoadedLora, worker_id: str) -> bool:
+        if lora.state != "ready" or (lora.lora_id, worker_id) in self._drains:
+            return False
+        return lora.digest != "" and lora.digest == self._digest(lora.lora_id)
 
     def loading_on(self, lora_id: str) -> list[str]:
         return sorted(worker_id for name, worker_id in self._loading if name == lora_id)
@@ -537,7 +550,7 @@ class Reconciler:
 
     def states(self) -> dict[str, tuple[str, str | None]]:
         """lora_id -> (adapter state, error), for all registered adapters at once."""
-        ready = self._ready_ids()
+        ready = self.ready_table()
         loading = {lora_id for lora_id, _ in self._loading}
         failed = {lora_id for lora_id, _ in self.failures} | self.view.desired.unplaced.keys()
         return {
@@ -548,19 +561,11 @@ class Reconciler:
             for lora_id, adapter in self.store.adapters.items()
         }
 
-    def state_of(self, adapter: Adapter) -> str:
+    def state_of(self, adapter: Adapter, ready: Mapping[str, Sequence[str]]) -> str:
+        """One word for an adapter. `ready`: where it is ready, as `ready_table` says."""
         lora_id = adapter.lora_id
-        is_ready, is_loading = bool(self.ready_on(lora_id)), bool(self.loading_on(lora_id))
-        return _state(adapter, is_ready, is_loading, lora_id in self._inspecting)
-
-    def _ready_ids(self) -> set[str]:
-        names = {
-            lora.lora_id
-            for entry in self.fleet.entries.values()
-            for lora in entry.report.lora.loaded_loras
-            if entry.reach != "lost" and lora.state == "ready"
-        }
-        return {lora_id for lora_id in names if self.ready_on(lora_id)}
+        is_loading = any(name == lora_id for name, _ in self._loading)
+        return _state(adapter, bool(ready.get(lora_id)), is_loading, lora_id in self._inspecting)
 
     def refresh_catalog(self) -> None:
         """Make what routers follow agree with what is known now."""

@@ -7,8 +7,8 @@ small, synchronous and durable when the call returns. One process owns the file.
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +51,7 @@ class Store:
     def __init__(self, path: Path | str, *, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
         self._db = _open(str(path))
+        self._writes = 0
         self.adapters: MutableMapping[str, Adapter] = SortedDict()
         self.aliases: MutableMapping[str, tuple[tuple[str, float], ...]] = SortedDict()
         self.workers: dict[str, WorkerIntent] = {}
@@ -67,7 +68,7 @@ class Store:
         # The clock lifts the revision above everything routers saw, even when the file is an old copy put back.
         self.revision = max(self._counter("revision") + 1, int(wall() * 1000))
         self._reserved = self.revision + _RESERVED
-        with self._db:
+        with self.together():
             self._set_counter("epoch", self.epoch)
             self._set_counter("revision", self._reserved)
 
@@ -77,6 +78,21 @@ class Store:
     @property
     def intent(self) -> Intent:
         return Intent(adapters=self.adapters, tombstones=self.tombstones)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Writes in here are one transaction: one wait for the disk, all or none. May be nested."""
+        self._writes += 1
+        try:
+            yield
+            if self._writes == 1:
+                self._db.commit()
+        except BaseException:
+            self._db.rollback()
+            self._read()  # memory must not know what the file does not
+            raise
+        finally:
+            self._writes -= 1
 
     @property
     def adapter_ids(self) -> Sequence[str]:
@@ -92,7 +108,7 @@ class Store:
         self.revision += 1
         if self.revision >= self._reserved:
             self._reserved = self.revision + _RESERVED
-            with self._db:
+            with self.together():
                 self._set_counter("revision", self._reserved)
         return self.revision
 
@@ -100,12 +116,12 @@ class Store:
         """Some agent has obeyed this epoch, so ours must be higher."""
         if above >= self.epoch:
             self.epoch = above + 1
-            with self._db:
+            with self.together():
                 self._set_counter("epoch", self.epoch)
 
     def put_adapter(self, adapter: Adapter) -> None:
         """Insert or replace. A registration takes back an earlier deletion of the same name."""
-        with self._db:
+        with self.together():
             self._db.execute("REPLACE INTO adapters VALUES (?,?,?,?,?,?,?,?,?,?)", _adapter_row(adapter))
             if not adapter.is_deleting:
                 self._db.execute("DELETE FROM tombstones WHERE lora_id = ?", (adapter.lora_id,))
@@ -123,7 +139,7 @@ class Store:
     def drop_adapter(self, lora_id: str) -> None:
         """The row goes, a tombstone stays: a worker that comes back with this adapter still has to give it up."""
         adapter = self.adapters[lora_id]
-        with self._db:
+        with self.together():
             self._db.execute("DELETE FROM adapters WHERE lora_id = ?", (lora_id,))
             if adapter.digest is not None:
                 row = (lora_id, adapter.digest, self._wall())
@@ -133,29 +149,29 @@ class Store:
             self.tombstones[lora_id] = adapter.digest
 
     def expire_tombstones(self, kept_s: float) -> None:
-        with self._db:
+        with self.together():
             self._db.execute("DELETE FROM tombstones WHERE at < ?", (self._wall() - kept_s,))
         self.tombstones = dict(self._db.execute("SELECT lora_id, digest FROM tombstones"))
 
     def put_alias(self, name: str, targets: tuple[tuple[str, float], ...]) -> None:
-        with self._db:
+        with self.together():
             self._db.execute("REPLACE INTO aliases VALUES (?,?)", (name, json.dumps(targets)))
         self.aliases[name] = targets
 
     def drop_alias(self, name: str) -> None:
-        with self._db:
+        with self.together():
             self._db.execute("DELETE FROM aliases WHERE name = ?", (name,))
         del self.aliases[name]
 
     def put_rules(self, rules: Rules) -> None:
         body = json.dumps({f.name: getattr(rules, f.name) for f in fields(Rules)})
-        with self._db:
+        with self.together():
             self._db.execute("REPLACE INTO policy VALUES (1,?)", (body,))
         self.rules = rules
 
     def put_worker(self, worker_id: str, intent: WorkerIntent | None) -> None:
         """Cordon or drain; None takes that back."""
-        with self._db:
+        with self.together():
             if intent is None:
                 self._db.execute("DELETE FROM workers WHERE id = ?", (worker_id,))
             else:
@@ -173,6 +189,8 @@ class Store:
         self._db.execute("REPLACE INTO counters VALUES (?,?)", (name, value))
 
     def _read(self) -> None:
+        for table in (self.adapters, self.aliases, self.workers):
+            table.clear()
         for row in self._db.execute("SELECT * FROM adapters"):
             self.adapters[row["lora_id"]] = _adapter(row)
         for name, targets in self._db.execute("SELECT name, targets FROM aliases"):

@@ -143,3 +143,24 @@ def test_a_file_that_is_not_ours_to_read_is_refused_and_left_as_it_is(tmp_path, 
 def test_a_store_in_a_folder_that_is_not_there_is_refused_with_advice(tmp_path):
     with pytest.raises(StoreError, match="folder that exists"):
         Store(tmp_path / "nowhere" / "s.db")
+
+
+def test_of_writes_that_belong_together_none_stays_when_one_fails(tmp_path):
+    store = Store(tmp_path / "s.db")
+    store.put_alias("keep", (("x", 1.0),))
+
+    def fail_in_the_middle():
+        with store.together():
+            store.put_adapter(ADAPTER)
+            store.drop_alias("keep")
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError):
+        fail_in_the_middle()
+    assert (dict(store.adapters), list(store.aliases)) == ({}, ["keep"])
+    with store.together():
+        store.put_adapter(ADAPTER)
+    store.close()
+    again = Store(tmp_path / "s.db")
+    assert list(again.adapters) == ["sql/v1"]
+    again.close()
