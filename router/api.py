@@ -133,7 +133,7 @@ def _cards(fleet: Fleet, caller: Caller) -> dict[str, dict[str, Any]]:
 
     bases = fleet.base_models
     mine = visible_adapters(fleet, may_use)
-    cards = {name: card(name, name, None, max_model_len=r.max_model_len) for name, r in bases.items()}
+    cards = {name: card(name, name, None, max_model_len=r.max_model_len) for name, r in bases.items() if r}
     cards |= {
         lora_id: card(lora_id, adapter.engine_name or lora_id, adapter.base_model) for lora_id, adapter in mine.items()
     }

@@ -18,12 +18,15 @@ from router.core.errors import (
     Saturated,
 )
 from router.core.fleet import Adapter, Replica
+from router.core.index import WorkerId
 from router.core.policy import rendezvous_home
 from router.discovery import Discovery
 from router.metrics import Metrics
 from workers.wire import LoadRequest
 
 log = structlog.get_logger()
+
+Excluded = frozenset[tuple[WorkerId, str]]
 
 _ASK_AGAIN_S = 1.0
 # One call to `ensure` waits at the orchestrator for at most so long; then it is asked again.
@@ -54,13 +57,15 @@ class ColdStarts:
     _flights: dict[str, _Flight] = field(default_factory=dict)
     _held: int = 0
 
-    async def until_resident(self, lora_id: str) -> Adapter:
+    async def until_resident(self, lora_id: str, excluded: Excluded = frozenset()) -> Adapter:
         """The adapter, once some replica reports its exact digest as ready; at once when one does already.
+
+        excluded  (worker, engine boot id) pairs that failed this request: their word does not count for it
 
         raises  Saturated when too many requests wait already; AdapterFailed and ModelNotFound when the
                 orchestrator says so; after `timeout_s` NoCapacity when there was no room, else ColdStartTimeout
         """
-        adapter = self._resident(lora_id)
+        adapter = self._resident(lora_id, excluded)
         if adapter is not None:
             return adapter
         if self._held >= self.max_held:
@@ -72,7 +77,7 @@ class ColdStarts:
         flight.waiting += 1
         self.metrics.held.set(self._held)
         try:
-            return await self._wait(lora_id, flight)
+            return await self._wait(lora_id, excluded, flight)
         finally:
             self._held -= 1
             self.metrics.held.set(self._held)
@@ -82,13 +87,13 @@ class ColdStarts:
                 if self._flights.get(lora_id) is flight:
                     del self._flights[lora_id]
 
-    async def _wait(self, lora_id: str, flight: _Flight) -> Adapter:
+    async def _wait(self, lora_id: str, excluded: Excluded, flight: _Flight) -> Adapter:
         def settled() -> bool:
-            return flight.task.done() or self._resident(lora_id) is not None
+            return flight.task.done() or self._resident(lora_id, excluded) is not None
 
         flight.task.add_done_callback(lambda _: self.discovery.changes.notify())
         await self.discovery.changes.until(settled, timeout_s=self.timeout_s)
-        adapter = self._resident(lora_id)
+        adapter = self._resident(lora_id, excluded)
         if adapter is not None:
             return adapter
         if flight.task.done() and not flight.task.cancelled() and (failure := flight.task.exception()) is not None:
@@ -100,16 +105,16 @@ class ColdStarts:
             retry_after_s=flight.expected_s or _DEFAULT_RETRY_S,
         )
 
-    def _resident(self, lora_id: str) -> Adapter | None:
+    def _resident(self, lora_id: str, excluded: Excluded) -> Adapter | None:
         fleet = self.discovery.fleet
         adapter = fleet.adapters.get(lora_id)
         if adapter is None or adapter.engine_name is None:
             return None
-        return adapter if fleet.holding(adapter.engine_name) else None
+        return adapter if fleet.holding(adapter.engine_name, excluded) else None
 
     async def _bring(self, lora_id: str) -> None:
-        """Ask until the adapter is there or somebody says that it will not be."""
-        while self._resident(lora_id) is None:
+        """Ask until nobody waits any more (then this is cancelled) or somebody says that it will not be."""
+        while True:
             try:
                 placed = await self._ensure(lora_id)
             except RouterError as exc:
@@ -138,8 +143,6 @@ class ColdStarts:
         if flight is not None:
             flight.expected_s = told.expected_s
             flight.stuck = None if told.ready or told.loading else told.error
-        if told.error and told.state == "failed":
-            raise AdapterFailed(f"adapter {lora_id!r} failed its checks: {told.error}", param="lora_id")
         return told.ready[0] if told.ready else None
 
     async def _load_at_home(self, lora_id: str) -> str | None:

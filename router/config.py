@@ -36,6 +36,9 @@ class RouterSettings(HouseSettings):
     cold_start_timeout_s: float = Field(
         default=60.0, gt=0, description="how long a request waits for an adapter that is loaded nowhere"
     )
+    failover_wait_s: float = Field(
+        default=10.0, gt=0, description="how long a base model's request waits when every replica has failed it"
+    )
     max_held_requests: int = Field(default=1000, ge=1, description="requests that may wait for adapters at once")
     max_body_bytes: int = Field(default=32 * 2**20, gt=0, description="largest request body; larger: 413")
     max_answer_bytes: int = Field(default=64 * 2**20, gt=0, description="largest unstreamed answer from an engine")

@@ -34,6 +34,7 @@ class _Follow:
 
     worker: CatalogWorker
     poke: asyncio.Event
+    is_named: bool = True
     metadata: Metadata | None = None
     heard_at: float = 0.0
     engine_answers: bool = False
@@ -129,18 +130,19 @@ class Discovery:
     def _adopt(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self.has_catalog = True
-        named = {worker.id: worker for worker in catalog.workers}
-        for gone in self._follows.keys() - named.keys():
-            self._unfollow(gone)
-        for id_, worker in named.items():
-            follow = self._follows.get(id_)
-            if follow is not None and follow.worker.agent_url != worker.agent_url:
-                self._unfollow(id_)
-                follow = None
-            if follow is None:
-                self._follow(worker)
-            else:
-                follow.worker = worker
+        named = {worker.id for worker in catalog.workers}
+        # Absence is no reason to let a worker go: an orchestrator that just started has heard from nobody yet. One
+        # that the catalog does not name is followed for as long as it answers.
+        for id_, follow in self._follows.items():
+            follow.is_named = id_ in named
+        for worker in catalog.workers:
+            known = self._follows.get(worker.id)
+            if known is not None and known.worker.agent_url == worker.agent_url:
+                known.worker = worker
+                continue
+            if known is not None:
+                self._unfollow(worker.id)
+            self._follow(worker)
         self._rebuild()
 
     def _follow(self, worker: CatalogWorker) -> None:
@@ -173,6 +175,8 @@ class Discovery:
             follow.heard_at = follow.heard_at or self._clock()
             if self._clock() - follow.heard_at > self._unreachable_after_s:
                 follow.engine_answers = await self._engine_answers(follow)
+                if not follow.is_named and not follow.engine_answers:
+                    self._unfollow(follow.worker.id)
             self._rebuild()
             raise
         if self._follows.get(follow.worker.id) is not follow:
@@ -198,7 +202,10 @@ class Discovery:
             if follow.metadata is not None
         }
         adapters = {
-            a.lora_id: Adapter(a.lora_id, a.base_model, a.digest, a.source, a.tenants, a.error)
+            # Only a quarantine is the adapter's own fault; any other error passes, and a request may wait for that.
+            a.lora_id: Adapter(
+                a.lora_id, a.base_model, a.digest, a.source, a.tenants, a.error if a.state == "failed" else None
+            )
             for a in self._catalog.adapters
             if a.state != "deleting"
         }

@@ -1,6 +1,7 @@
 """One inference route as an ASGI app: the stages in order, retries before the first byte, and the answer."""
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 
 import msgspec
@@ -9,8 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from lorafleet.auth import Caller
 from lorafleet.http import HttpError, envelope, error_headers
+from router.cold import Excluded
 from router.core.errors import NoReplica, ReplicaUnreachable, RouterError, StreamBroken
-from router.core.index import WorkerId
+from router.core.fleet import Replica
 from router.dress import dress_vllm
 from router.proxy import Call, Echo, Limits, Opened, error_event, open_answer, relay
 from router.stages import Flight, Parts, Question, Routed, read, request_id, resolve_target, route, tokenize, warm
@@ -62,17 +64,22 @@ class Inference:
         parts = self._parts
         target = resolve_target(parts, caller, question)
         tokens = await tokenize(parts, target, question)
-        excluded: set[WorkerId] = set()
-        while True:
-            target = await warm(parts, target)
-            routed = route(parts, target, question, tokens, frozenset(excluded))
+        excluded: Excluded = frozenset()
+        is_refused = False
+        for attempt in itertools.count(1):
+            if not is_refused:
+                target = await warm(parts, target, excluded)
+            routed = route(parts, target, question, tokens, excluded)
             flight = Flight.begin(parts, routed)
             try:
                 opened = await self._open(routed, question, headers)
             except ReplicaUnreachable as exc:
                 flight.end()
-                excluded.add(routed.decision.replica.id)
-                self._note_failure(exc, routed, len(excluded))
+                replica = routed.decision.replica
+                excluded |= {(replica.id, replica.engine_boot_id)}
+                # An engine that is up and says no will not be another one soon; one that died may be.
+                is_refused = exc.reason == "engine_unavailable"
+                self._note_failure(exc, replica, attempt)
                 continue
             except BaseException:
                 flight.end()
@@ -120,13 +127,13 @@ class Inference:
             await answer.send(error_event(envelope(exc.status, exc.code, str(exc))))
         await answer.finish()
 
-    def _note_failure(self, exc: ReplicaUnreachable, routed: Routed, failures: int) -> None:
-        parts, replica = self._parts, routed.decision.replica
-        log.warning("attempt failed", worker=replica.id, reason=exc.reason, error=str(exc), attempt=failures)
+    def _note_failure(self, exc: ReplicaUnreachable, replica: Replica, attempt: int) -> None:
+        parts = self._parts
+        log.warning("attempt failed", worker=replica.id, reason=exc.reason, error=str(exc), attempt=attempt)
         parts.metrics.retries.labels(exc.reason).inc()
         parts.discovery.look_now(replica.id)
-        if failures >= parts.config.max_tries:
-            raise NoReplica(f"{failures} replicas failed before an answer began; the last: {exc}", retry_after_s=1.0)
+        if attempt >= parts.config.max_tries:
+            raise NoReplica(f"{attempt} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
 
 
 class _Answer:

@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import Message, Receive
 
 from lorafleet.auth import Caller, Keys
-from router.cold import ColdStarts
+from router.cold import ColdStarts, Excluded
 from router.config import RouterSettings
 from router.core.blocks import BlockHash, block_hashes, root_hash
 from router.core.errors import BadBody, BodyTooLarge, CatalogUnavailable
@@ -129,15 +129,29 @@ async def tokenize(parts: Parts, target: Target, question: Question) -> Tokens:
     return tokens
 
 
-async def warm(parts: Parts, target: Target) -> Target:
-    """The target with an adapter that some replica holds; waits for a cold one."""
+async def warm(parts: Parts, target: Target, excluded: Excluded) -> Target:
+    """The target with an adapter that some replica holds; waits for a cold one, and for one whose holders died."""
     if target.adapter is None:
+        if excluded:
+            await _until_back(parts, target.base_model, excluded)
         return target
-    adapter = await parts.cold.until_resident(target.adapter.lora_id)
+    adapter = await parts.cold.until_resident(target.adapter.lora_id, excluded)
     return Target(adapter.base_model or target.base_model, adapter, target.asked)
 
 
-def route(parts: Parts, target: Target, question: Question, tokens: Tokens, excluded: frozenset[WorkerId]) -> Routed:
+async def _until_back(parts: Parts, base_model: str, excluded: Excluded) -> None:
+    """Wait for a replica that has not failed this request, or for one that did to have started again."""
+
+    def is_back() -> bool:
+        return any(
+            r.state == "ready" and (r.id, r.engine_boot_id) not in excluded
+            for r in parts.discovery.fleet.of(base_model)
+        )
+
+    await parts.discovery.changes.until(is_back, timeout_s=parts.config.failover_wait_s)
+
+
+def route(parts: Parts, target: Target, question: Question, tokens: Tokens, excluded: Excluded) -> Routed:
     """hash, match and decide; raises NoReplica."""
     began_at = parts.clock()
     ask = asked(target, question, tokens, excluded)
@@ -158,7 +172,7 @@ def route(parts: Parts, target: Target, question: Question, tokens: Tokens, excl
     return Routed(question.request_id, time.time(), target, ask, tokens, mine, decision)
 
 
-def asked(target: Target, question: Question, tokens: Tokens, excluded: frozenset[WorkerId] = frozenset()) -> Ask:
+def asked(target: Target, question: Question, tokens: Tokens, excluded: Excluded = frozenset()) -> Ask:
     """What the choice of a replica depends on."""
     engine_name = (target.adapter.engine_name or "") if target.adapter else ""
     return Ask(target.base_model, engine_name, _prompt_tokens(question, tokens), excluded)

@@ -1,6 +1,6 @@
 """Frozen snapshot of the fleet: what a decision reads, and nothing that changes while it reads."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -87,18 +87,22 @@ class Fleet:
     aliases: Mapping[str, Alias] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
-    def base_models(self) -> dict[str, Replica]:
-        """Base models that some replica serves, each with one replica of it."""
-        return {replica.base_model: replica for replica in self.replicas.values()}
+    def base_models(self) -> dict[str, Replica | None]:
+        """Base models that exist, each with one replica of it, if any: adapters tell of some that nobody serves now."""
+        known: dict[str, Replica | None] = {a.base_model: None for a in self.adapters.values() if a.base_model}
+        return known | {replica.base_model: replica for replica in self.replicas.values()}
 
     def of(self, base_model: str) -> list[Replica]:
         """The replicas of a base model, whatever their state."""
         return [replica for replica in self.replicas.values() if replica.base_model == base_model]
 
-    def holding(self, engine_name: str) -> list[Replica]:
-        """The ready replicas that report this exact adapter and digest, and are not draining it."""
+    def holding(self, engine_name: str, excluded: Container[tuple[WorkerId, str]] = ()) -> list[Replica]:
+        """The ready replicas that report this exact adapter and digest, are not draining it and not excluded."""
         return [
             replica
             for replica in self.replicas.values()
-            if replica.state == "ready" and engine_name in replica.residents and engine_name not in replica.draining
+            if replica.state == "ready"
+            and engine_name in replica.residents
+            and engine_name not in replica.draining
+            and (replica.id, replica.engine_boot_id) not in excluded
         ]

@@ -35,12 +35,15 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, as far as the choice of a replica depends on it."""
+    """One request, as far as the choice of a replica depends on it.
+
+    excluded  (worker, engine boot id) pairs that failed this request; an engine that started again is another one
+    """
 
     base_model: str
     engine_name: str
     prompt_tokens: int
-    excluded: frozenset[WorkerId] = frozenset()
+    excluded: frozenset[tuple[WorkerId, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ def rejection(ask: Ask, replica: Replica) -> str | None:
     """The filter that a replica fails, or None."""
     if replica.base_model != ask.base_model:
         return "other base model"
-    if replica.id in ask.excluded:
+    if (replica.id, replica.engine_boot_id) in ask.excluded:
         return "failed this request before"
     if replica.state != "ready":
         return replica.state

@@ -23,6 +23,13 @@ DIGEST = "ab" * 32
 BASE = "tiny-qwen"
 
 
+async def until(predicate, *, within_s=5.0):
+    """Poll what a third party changes, and has no event for."""
+    async with asyncio.timeout(within_s):
+        while not predicate():
+            await asyncio.sleep(0.005)
+
+
 def chunk(model: str, text: str) -> bytes:
     choices = [{"index": 0, "delta": {"content": text}}]
     return (
@@ -57,6 +64,8 @@ class Engine:
     headers: list[dict] = field(default_factory=list)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    healthy: bool = True
+    died: bool = False
 
     def __post_init__(self):
         self.go_on.set()
@@ -77,7 +86,7 @@ class Engine:
                 Route("/v1/chat/completions", complete, methods=["POST"]),
                 Route("/v1/completions", complete, methods=["POST"]),
                 Route("/tokenize", tokenize, methods=["POST"]),
-                Route("/health", lambda r: Response()),
+                Route("/health", lambda r: Response(status_code=200 if self.healthy else 503)),
             ]
         )
 
@@ -93,6 +102,9 @@ class Control:
     ensure: Callable | None = None
     usage: list[dict] = field(default_factory=list)
     down: bool = False
+    silent: bool = False  # the agents
+    boot_id: str = "first"
+    named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
     max_loras: int = 2
     revision: int = 1
@@ -131,11 +143,11 @@ class Control:
             transport=Transport(engine_url=self.workers[worker]),
             lora=LoraInfo(enabled=True, max_loras=self.max_loras, max_cpu_loras=4, loaded_loras=held),
             agent_boot_id="a",
-            engine_boot_id="e",
+            engine_boot_id=self.boot_id,
         )
 
     @property
-    def app(self):
+    def app(self):  # noqa: C901  (one small handler a route)
         def guarded(handler):
             async def handle(request: Request):
                 return Response(status_code=503) if self.down else await handler(request)
@@ -144,7 +156,9 @@ class Control:
 
         async def catalog(_request):
             workers = tuple(
-                CatalogWorker(id=w, agent_url=f"{self.url}/agents/{w}", state="ready") for w in self.workers
+                CatalogWorker(id=w, agent_url=f"{self.url}/agents/{w}", state="ready")
+                for w in self.workers
+                if self.named is None or w in self.named
             )
             catalog = Catalog(revision=self.revision, adapters=tuple(self.adapters), workers=workers)
             return Response(catalog.model_dump_json(), media_type="application/json")
@@ -168,6 +182,8 @@ class Control:
             return Response(status_code=204)
 
         async def metadata(request: Request):
+            if self.silent:
+                return Response(status_code=503)
             return Response(self.metadata(request.path_params["w"]).model_dump_json(), media_type="application/json")
 
         async def load(request: Request):

@@ -11,6 +11,7 @@ from router.core.blocks import block_hashes, root_hash
 from router.core.index import KvIndex
 from router.kv_events import Feeds, Source, apply_event, cache_salt
 from router.metrics import Metrics
+from tests.router.doubles import until
 
 # vLLM 0.32's own bytes for a store, a removal and a clearing.
 GOLDEN = bytes.fromhex(
@@ -166,12 +167,6 @@ async def feeding(engine, *, tail_poll_s=60.0):
         await feeds.close()
         answering.cancel()
         engine.context.destroy(linger=0)
-
-
-async def until(predicate, *, within_s=5.0):
-    async with asyncio.timeout(within_s):
-        while not predicate():
-            await asyncio.sleep(0.005)
 
 
 def chain(n, start=0):

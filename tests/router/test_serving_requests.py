@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from lorafleet.auth import hash_key
 from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
-from tests.router.doubles import BASE, DIGEST, Control, Engine, chunk, fleet
+from tests.router.doubles import BASE, DIGEST, Control, Engine, chunk, echo, fleet, until
 
 CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
 SQL = f"sql/v1@{DIGEST[:12]}"
@@ -133,6 +133,64 @@ async def test_a_fleet_that_only_fails_is_answered_with_503_and_no_replica_is_as
     assert error_of(answer) == (503, "no_replica")
     assert int(answer.headers["retry-after"]) >= 1
     assert [len(e.bodies) for e in engines] == [1, 1]
+
+
+async def test_a_request_whose_only_replica_died_waits_for_it_to_start_again():
+    async def dies(engine, body):
+        if engine.died:
+            return await echo(engine, body)
+        engine.died = True
+
+        async def nothing():
+            raise ConnectionResetError
+            yield
+
+        return StreamingResponse(nothing())
+
+    for body in (CHAT, {**CHAT, "lora_id": "sql/v1"}):
+        engine, control = Engine("w0", dies), with_sql("w0")
+        engine.died = False
+        control.ensure = ready_on_w0
+        async with fleet(engine, control=control) as (client, _, parts):
+            asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            await until(lambda engine=engine: engine.died)
+            await until(lambda parts=parts: not list(parts.load.in_flight()))
+            assert not asking.done()
+            control.boot_id = "again"
+            control.tell()
+            assert (await asking).status_code == 200
+        assert len(engine.bodies) == 2
+
+
+async def ready_on_w0(control, lora_id):
+    answer = {"lora_id": lora_id, "digest": DIGEST, "state": "ready", "ready": ["w0"], "loading": []}
+    return JSONResponse(answer | {"expected_s": 0.0})
+
+
+async def test_a_catalog_that_names_no_worker_takes_none_away_that_answers():
+    engine, control = Engine("w0"), with_sql("w0")
+    async with fleet(engine, control=control, unreachable_after_s=0.1) as (client, _, parts):
+        named, control.named = control.named, frozenset()
+        control.tell()
+        await until(lambda: parts.discovery.fleet.revision == control.revision)
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        control.silent = True
+        engine.healthy = False
+        await until(lambda: not parts.discovery.fleet.replicas)
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+        assert error_of(answer) == (503, "no_replica")
+        control.silent, control.named = False, named
+        control.tell()
+        await until(lambda: parts.discovery.fleet.replicas)
+
+
+async def test_an_agents_silence_takes_nothing_away_while_its_engine_answers():
+    engine, control = Engine("w0"), with_sql("w0")
+    async with fleet(engine, control=control, unreachable_after_s=0.1) as (client, _, parts):
+        control.silent = True
+        await until(lambda: parts.metrics.loop_failures.labels("metadata")._value.get() >= 4)
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+        assert answer.status_code == 200
 
 
 async def test_an_engine_that_leaves_after_its_first_token_ends_the_stream_with_an_error_event():
@@ -391,8 +449,7 @@ async def test_requests_beyond_the_hold_are_shed():
     ):
         ask = {**CHAT, "lora_id": "sql/v1"}
         held = asyncio.create_task(client.post("/v1/chat/completions", json=ask))
-        while not parts.cold._held:
-            await asyncio.sleep(0.005)
+        await until(lambda: parts.cold._held)
         assert error_of(await client.post("/v1/chat/completions", json=ask)) == (429, "saturated")
         assert error_of(await held) == (503, "adapter_loading")
 
@@ -470,8 +527,7 @@ async def test_a_usage_report_counts_what_was_sent_and_what_is_in_flight():
             (use,) = report.uses
             assert (use.worker_id, use.engine_name, use.requests, use.in_flight) == ("w0", SQL, 1, 1)
             engine.go_on.set()
-        while not control.usage or control.usage[-1]["uses"] == []:
-            await asyncio.sleep(0.02)
+        await until(lambda: control.usage and control.usage[-1]["uses"])
         assert control.usage[-1]["revision_seen"] == control.revision
 
 
