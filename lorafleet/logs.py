@@ -6,7 +6,6 @@ from typing import Any
 
 import structlog
 
-
 # A frame's locals hold prompts and keys; neither belongs in a log.
 _without_locals = structlog.processors.ExceptionRenderer(
     structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
