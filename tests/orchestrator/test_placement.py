@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -281,3 +282,34 @@ def test_shares_use_every_slot_that_caps_allow_and_follow_the_weights(table, slo
 
 def test_largest_remainder_gives_three_slots_of_four_to_three_times_the_weight():
     assert shares({"a": 3.0, "b": 1.0}, {"a": 9, "b": 9}, 4) == {"a": 3, "b": 1}
+
+
+PROTECTED = {
+    "pinned": {"known": {"pinned": True}},
+    "of higher priority": {"known": {"priority": 1}},
+    "at its minimum": {"known": {"min_replicas": 1}},
+    "eager at its minimum": {"known": {"loading": "eager"}},
+    "young": {"since": NOW - 59},
+    "in use": {"demand": {"in_use": frozenset({("old", "w0")})}},
+    "asked for itself": {"demand": {"wants": {"new": Want(replicas=1), "old": Want(replicas=1)}}},
+    "loading": {"state": "loading"},
+}
+
+
+@pytest.mark.parametrize("why", PROTECTED)
+def test_an_adapter_that_is_protected_makes_room_for_nobody(why):
+    case = PROTECTED[why]
+    there = held("old", since=case.get("since", 0.0), state=case.get("state", "ready"))
+    adapters = intent(adapter("old", **case.get("known", {})), adapter("new"))
+    demand = replace(want("new"), **case.get("demand", {}))
+    assert place(adapters, fleet(worker("w0", there, slots=1)), demand, Rules(), NOW).loads == ()
+    # The same without the protection, so that each of these cases can fail.
+    plain = intent(adapter("old"), adapter("new"))
+    (load,) = place(plain, fleet(worker("w0", held("old"), slots=1)), want("new"), Rules(), NOW).loads
+    assert load.evict == "old"
+
+
+def test_nobody_is_thrown_out_for_an_adapter_that_only_lost_its_place():
+    observed = fleet(worker("w0", held("old"), slots=1))
+    adapters = intent(adapter("old"), adapter("new"))
+    assert place(adapters, observed, want("new", may_evict=False), Rules(), NOW).loads == ()
