@@ -147,7 +147,7 @@ def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Pa
     (model / "config.json").write_text("{}")
     fleet = start(tmp_path / "state", *FLAGS, "1", "--model", str(model))
     try:
-        assert read_line(fleet, within_s=120) == ""
+        assert read_line(fleet, within_s=30) == ""
         assert fleet.process.wait(60) == 1
         assert "w0" in fleet.said()
         assert str(tmp_path / "state" / "logs" / "w0.log") in fleet.said()
