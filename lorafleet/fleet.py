@@ -147,7 +147,8 @@ class Fleet:
             if adapters is None:
                 tiny.make_adapters(self._adapters, progress=self.steps.say)
         base = commands.Base(name=model.resolve().name, folder=model.resolve(), is_tiny=self.options.model is None)
-        return base, adapter_folders(self._adapters)
+        fits_none = self.options.adapters is None and not base.is_tiny  # the tiny model's adapters fit no other
+        return base, {} if fits_none else adapter_folders(self._adapters)
 
     @property
     def _adapters(self) -> Path:
