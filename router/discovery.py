@@ -1,7 +1,7 @@
 """Who the replicas are and what they hold: follows the orchestrator's catalog and every agent's own report."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -71,6 +71,9 @@ class Discovery:
         self._clock = clock
         self._on_failure = on_failure
         self._catalog = Catalog(revision=0)
+        # Made once a catalog, not at every report of every agent: there are thousands.
+        self._adapters: Mapping[str, Adapter] = MappingProxyType({})
+        self._aliases: Mapping[str, Alias] = MappingProxyType({})
         self._etag: str | None = None
         self._catalog_poke = asyncio.Event()
         self._follows: dict[str, _Follow] = {}
@@ -129,6 +132,7 @@ class Discovery:
 
     def _adopt(self, catalog: Catalog) -> None:
         self._catalog = catalog
+        self._adapters, self._aliases = _named_by(catalog)
         self.has_catalog = True
         named = {worker.id for worker in catalog.workers}
         # Absence is no reason to let a worker go: an orchestrator that just started has heard from nobody yet. One
@@ -201,21 +205,7 @@ class Discovery:
             for id_, follow in self._follows.items()
             if follow.metadata is not None
         }
-        adapters = {
-            # Only a quarantine is the adapter's own fault; any other error passes, and a request may wait for that.
-            a.lora_id: Adapter(
-                a.lora_id, a.base_model, a.digest, a.source, a.tenants, a.error if a.state == "failed" else None
-            )
-            for a in self._catalog.adapters
-            if a.state != "deleting"
-        }
-        aliases = {
-            a.name: Alias(a.name, tuple((target.lora_id, target.weight) for target in a.targets))
-            for a in self._catalog.aliases
-        }
-        self.fleet = Fleet(
-            self._catalog.revision, MappingProxyType(replicas), MappingProxyType(adapters), MappingProxyType(aliases)
-        )
+        self.fleet = Fleet(self._catalog.revision, MappingProxyType(replicas), self._adapters, self._aliases)
         self.changes.notify()
 
     def _replica(self, follow: _Follow, metadata: Metadata) -> Replica:
@@ -249,6 +239,21 @@ class Discovery:
         self, step: Callable[[], Awaitable[object]], name: str, every_s: float, poke: asyncio.Event | None = None
     ) -> None:
         await forever(step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name))
+
+
+def _named_by(catalog: Catalog) -> tuple[Mapping[str, Adapter], Mapping[str, Alias]]:
+    adapters = {
+        # Only a quarantine is the adapter's own fault; any other error passes, and a request may wait for that.
+        a.lora_id: Adapter(
+            a.lora_id, a.base_model, a.digest, a.source, a.tenants, a.error if a.state == "failed" else None
+        )
+        for a in catalog.adapters
+        if a.state != "deleting"
+    }
+    aliases = {
+        a.name: Alias(a.name, tuple((target.lora_id, target.weight) for target in a.targets)) for a in catalog.aliases
+    }
+    return MappingProxyType(adapters), MappingProxyType(aliases)
 
 
 def replica_from(worker: str, metadata: Metadata, *, heard_at: float) -> Replica:

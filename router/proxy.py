@@ -96,7 +96,7 @@ async def open_answer(session: aiohttp.ClientSession, call: Call, limits: Limits
         if response is not None:
             response.close()
         raise
-    reason_to_retry = _retry_reason(opened, has_adapter=call.has_adapter)
+    reason_to_retry = _retry_reason(opened, call)
     if reason_to_retry is not None:
         opened.close()
         raise ReplicaUnreachable(f"{call.replica}: {opened.status} {opened.first[:200]!r}", reason=reason_to_retry)
@@ -208,11 +208,12 @@ async def _whole_body(response: aiohttp.ClientResponse, most_bytes: int) -> byte
     return bytes(got)
 
 
-def _retry_reason(opened: Opened, *, has_adapter: bool) -> str | None:
+def _retry_reason(opened: Opened, call: Call) -> str | None:
     """Why another replica may do better, or None: the answer is the client's, error or not."""
     if opened.status in (502, 503):
         return "engine_unavailable"
-    if opened.status == 404 and has_adapter:
+    # An engine names the model that it does not know; any other 404 (a route that it does not serve) is the client's.
+    if opened.status == 404 and call.has_adapter and call.engine_model.encode() in opened.first:
         return "adapter_missing"
     if opened.status == 500 and _SHUTTING_DOWN in opened.first:
         return "engine_draining"

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -101,6 +101,8 @@ async def read(parts: Parts, request_id: str, headers: Mapping[str, str], receiv
         decoded = {name: _decode_any(value) for name, value in fields.items() if name in _DECODED_FIELDS}
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise BadBody(f"the body is not a JSON object: {exc}") from exc
+    except RecursionError as exc:
+        raise BadBody("the body is nested too deeply; a request needs a dozen levels") from exc
     refuse_steering(fields, decoded.get("vllm_xargs"))
     return Question(request_id, fields, decoded, decoded.get("stream") is True, read_at)
 
@@ -237,7 +239,8 @@ class Flight:
     def begin(cls, parts: Parts, routed: Routed) -> "Flight":
         replica, score = routed.decision.replica, routed.decision.score
         now = parts.clock()
-        parts.decisions.append(routed)
+        # A thousand long prompts would be a gigabyte; explaining a decision needs their lengths alone.
+        parts.decisions.append(replace(routed, tokens=replace(routed.tokens, ids=None), hashes=()))
         index = parts.feeds.index(replica.base_model, replica.block_size)
         held = index.hold(replica.id, routed.hashes)
         flight = parts.load.begin(replica.id, routed.ask.engine_name, score.prefill_s, now)

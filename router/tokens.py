@@ -137,7 +137,7 @@ class Tokenizers:
         try:
             if local is not None:
                 return Tokens(await _encode(local, body), "local")
-        except (Untokenizable, TemplateError, TypeError, ValueError) as exc:
+        except (Untokenizable, TemplateError, TypeError, ValueError, RecursionError) as exc:
             log.debug("not tokenized here", base_model=base_model, error=str(exc))
         return await self._remote(body, base_model, engine_url)
 
@@ -150,12 +150,21 @@ class Tokenizers:
         except (Untokenizable, ValueError, KeyError) as exc:
             log.warning("tokenizing at the engine: its files make no tokenizer", base_model=base_model, error=str(exc))
             return None
+        agreed = 0
         for number, probe in enumerate(PROBES):
             theirs = await self._ask(probe, base_model, engine_url)
-            if theirs is not None and theirs != await _encode_or_none(local, probe):
+            if theirs is None:
+                continue
+            if theirs != await _encode_or_none(local, probe):
                 log.warning("tokenizing at the engine: ours differs", base_model=base_model, probe=number)
                 return None
-        log.info("tokenizing here: equal to the engine on every probe", base_model=base_model, probes=len(PROBES))
+            agreed += 1
+        if not agreed:
+            log.warning("tokenizing at the engine: it answered no probe, so ours is unproven", base_model=base_model)
+            return None
+        log.info(
+            "tokenizing here: equal to the engine on every probe that it took", base_model=base_model, probes=agreed
+        )
         return local
 
     async def _remote(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> Tokens:
@@ -163,7 +172,7 @@ class Tokenizers:
             return NO_TOKENS
         try:
             ids = await self._ask(body, base_model, engine_url)
-        except httpx.HTTPError as exc:
+        except (httpx.HTTPError, TypeError, ValueError, RecursionError) as exc:
             log.debug("not tokenized at the engine", base_model=base_model, error=str(exc))
             ids = None
         return NO_TOKENS if ids is None else Tokens(ids, "remote")
@@ -172,6 +181,8 @@ class Tokenizers:
         """The engine's own ids; None when it refuses this body (it will refuse the request as well)."""
         wanted = {name: body[name] for name in _TOKENIZE_FIELDS if name in body}
         answer = await self._client.post(f"{engine_url}/tokenize", json=wanted | {"model": base_model})
+        if answer.status_code in (502, 503, 504):
+            answer.raise_for_status()  # not now: that says nothing about this body
         if answer.status_code != 200:
             return None
         tokens = answer.json().get("tokens")

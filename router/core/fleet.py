@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
@@ -77,7 +78,7 @@ class Alias:
     targets: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for the cached property
 class Fleet:
     """Everything that exists, at one revision of the catalog."""
 
@@ -86,11 +87,15 @@ class Fleet:
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: MappingProxyType({}))
     aliases: Mapping[str, Alias] = field(default_factory=lambda: MappingProxyType({}))
 
-    @property
+    @cached_property
     def base_models(self) -> dict[str, Replica | None]:
-        """Base models that exist, each with one replica of it, if any: adapters tell of some that nobody serves now."""
+        """Base models that exist, each with one replica of it, a ready one where there is one.
+
+        Adapters tell of some that nobody serves now. Computed once a snapshot: it walks every adapter.
+        """
         known: dict[str, Replica | None] = {a.base_model: None for a in self.adapters.values() if a.base_model}
-        return known | {replica.base_model: replica for replica in self.replicas.values()}
+        ready_last = sorted(self.replicas.values(), key=lambda replica: replica.state == "ready")
+        return known | {replica.base_model: replica for replica in ready_last}
 
     def of(self, base_model: str) -> list[Replica]:
         """The replicas of a base model, whatever their state."""
