@@ -127,12 +127,10 @@ class Policy(_Written):
     loading: Loading = "lazy"
     min_replicas: int = Field(default=1, ge=0)
     max_replicas: int = Field(default=64, ge=1)
-    target_utilisation: float = Field(default=0.7, gt=0, le=1)
     reserve_slots: int = Field(default=1, ge=0)
     loads_per_worker: int = Field(default=1, ge=1)
     loads_fleet_wide: int = Field(default=16, ge=1)
     min_residency_s: float = Field(default=60.0, ge=0)
-    scale_down_after_s: float = Field(default=300.0, ge=0)
     drain_deadline_s: float = Field(default=30.0, ge=0)
     failure_expiry_s: float = Field(default=60.0, gt=0)
 

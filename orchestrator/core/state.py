@@ -47,12 +47,10 @@ class Rules:
     loading: str = "lazy"
     min_replicas: int = 1
     max_replicas: int = 64
-    target_utilisation: float = 0.7
     reserve_slots: int = 1
     loads_per_worker: int = 1
     loads_fleet_wide: int = 16
     min_residency_s: float = 60.0
-    scale_down_after_s: float = 300.0
     drain_deadline_s: float = 30.0
     failure_expiry_s: float = 60.0
 
