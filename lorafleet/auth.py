@@ -87,7 +87,7 @@ class Keys:
             raise HttpError(401, "invalid_api_key", "this API key is not known; ask the operator for one")
         return found
 
-    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
+    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_stamp(path) for path in self._files)
 
     def _reload_if_changed(self) -> None:
@@ -142,12 +142,12 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
         stat = path.stat()
     except OSError:
         return None
-    return stat.st_mtime_ns, stat.st_ino
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 def _read_all(files: Sequence[Path]) -> dict[str, Caller]:
@@ -158,7 +158,7 @@ def _read(path: Path) -> dict[str, Caller]:
     form = "expected `keys: [{sha256: <64 hex>, tenant: <name>, scopes: [infer|load|admin]}]`"
     try:
         raw = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as exc:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
         raise KeyFileError(f"key file {path}: {exc}") from exc
     entries = raw.get("keys") if isinstance(raw, dict) else None
     if not isinstance(entries, list):
@@ -172,7 +172,7 @@ def _entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Call
     digest, tenant, scopes = entry.get("sha256"), entry.get("tenant"), entry.get("scopes")
     if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
         raise KeyFileError(f"key file {path}: entry {number}: sha256 must be 64 lower-case hex digits")
-    if not isinstance(scopes, list) or not scopes or not set(scopes) <= set(SCOPES):
+    if not isinstance(scopes, list) or not scopes or not all(scope in SCOPES for scope in scopes):
         raise KeyFileError(f"key file {path}: entry {number}: scopes must be some of {', '.join(SCOPES)}")
     if tenant is not None and not isinstance(tenant, str):
         raise KeyFileError(f"key file {path}: entry {number}: tenant must be a name")

@@ -73,6 +73,8 @@ class ColdStarts:
         flight = self._flights.get(lora_id)
         if flight is None:
             flight = self._flights[lora_id] = _Flight(asyncio.create_task(self._bring(lora_id)))
+            # Everybody may be served, or have left, before it fails: nobody reads its error then.
+            flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._held += 1
         flight.waiting += 1
         self.metrics.held.set(self._held)

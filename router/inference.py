@@ -20,6 +20,9 @@ from router.stages import Flight, Parts, Question, Routed, read, request_id, res
 log = structlog.get_logger()
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+# Reasons that may mean that the engine died with the request in it.
+_DEATHS = frozenset({"no_answer", "engine_dead", "first_event_error"})
+_MAX_DEATHS = 2
 _FORWARDED_HEADERS = ("traceparent", "tracestate")
 
 
@@ -66,6 +69,7 @@ class Inference:
         tokens = await tokenize(parts, target, question)
         excluded: Excluded = frozenset()
         is_refused = False
+        deaths = 0
         for attempt in itertools.count(1):
             if not is_refused:
                 target = await warm(parts, target, excluded)
@@ -79,7 +83,8 @@ class Inference:
                 excluded |= {(replica.id, replica.engine_boot_id)}
                 # An engine that is up and says no will not be another one soon; one that died may be.
                 is_refused = exc.reason == "engine_unavailable"
-                self._note_failure(exc, replica, attempt)
+                deaths += exc.reason in _DEATHS
+                self._note_failure(exc, replica, attempt, deaths)
                 continue
             except BaseException:
                 flight.end()
@@ -127,12 +132,14 @@ class Inference:
             await answer.send(error_event(envelope(exc.status, exc.code, str(exc))))
         await answer.finish()
 
-    def _note_failure(self, exc: ReplicaUnreachable, replica: Replica, attempt: int) -> None:
+    def _note_failure(self, exc: ReplicaUnreachable, replica: Replica, attempt: int, deaths: int) -> None:
         parts = self._parts
         log.warning("attempt failed", worker=replica.id, reason=exc.reason, error=str(exc), attempt=attempt)
         parts.metrics.retries.labels(exc.reason).inc()
         parts.discovery.look_now(replica.id)
-        if attempt >= parts.config.max_tries:
+        # A second engine that dies of it, or one too slow for it, says more about the request than about the engine.
+        is_hopeless = deaths >= _MAX_DEATHS or exc.reason == "no_answer_in_time"
+        if is_hopeless or attempt >= parts.config.max_tries:
             raise NoReplica(f"{attempt} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
 
 

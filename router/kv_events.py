@@ -5,6 +5,7 @@ source  vLLM 0.32 distributed/kv_events.py: frames [topic, seq, msgpack [ts, eve
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +70,7 @@ def apply_event(index: KvIndex, source: Source, event: Any) -> tuple[str, str | 
     if fields.get("medium") not in _DEVICE:
         return kind, "medium"
     hashes = fields.get("block_hashes")
-    if not isinstance(hashes, list):
+    if not isinstance(hashes, list) or not all(isinstance(name, int | bytes) for name in hashes):
         return kind, "shape"
     if kind == "BlockRemoved":
         return kind, "unknown_block" if index.remove(source.worker, hashes) else None
@@ -80,6 +81,8 @@ def _store(index: KvIndex, source: Source, hashes: list[Any], fields: Mapping[st
     if fields.get("block_size") != source.block_size:
         return "block_size"
     lora_name = fields.get("lora_name") or ""
+    if not isinstance(lora_name, str):
+        return "shape"
     salt = cache_salt(fields.get("extra_keys"), lora_name)
     if salt is None:
         return "extra_keys"
@@ -102,6 +105,8 @@ def cache_salt(extra_keys: Any, lora_name: str) -> str | None:
         return None
     salt = ""
     for number, keys in enumerate(extra_keys):
+        if keys is not None and not isinstance(keys, list):
+            return None
         rest = list(keys or ())
         if lora_name and rest[:1] == [lora_name]:
             del rest[0]
@@ -199,7 +204,12 @@ class Feed:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.connect(self.source.replay)
             await dealer.send_multipart([b"", start.to_bytes(8, "big")])
-            while await dealer.poll(int(_REPLAY_SILENCE_S * 1000)):
+            for count in itertools.count(1):
+                if not count % _BATCH:
+                    # Awaiting what is there already never yields, and a full buffer takes seconds.
+                    await asyncio.sleep(0)
+                if not await dealer.poll(int(_REPLAY_SILENCE_S * 1000)):
+                    break
                 frames = await dealer.recv_multipart()
                 if len(frames) != 4 or frames[2] == _END:
                     return True
@@ -225,8 +235,8 @@ class Feed:
         self._last = seq
         try:
             batch = self._decode(payload)
-            events = batch[1]
-        except (msgspec.DecodeError, IndexError, TypeError, KeyError):
+            events = list(batch[1])
+        except (msgspec.DecodeError, IndexError, TypeError, KeyError, ValueError):
             self._metrics.kv_rejected.labels(self.source.worker, "undecodable").inc()
             return
         for event in events:
@@ -269,13 +279,13 @@ class Feeds:
 
     def forget(self, worker: WorkerId) -> None:
         """Stop a worker's feed and drop its blocks."""
+        # Every index: one without a feed holds the blocks of prompts just sent, too.
+        for index in self.indexes.values():
+            index.forget(worker)
         running = self._running.pop(worker, None)
-        if running is None:
-            return
-        source, task = running
-        task.cancel()
-        self.indexes[source.base_model, source.block_size].forget(worker)
-        self.metrics.forget_worker(worker)
+        if running is not None:
+            running[1].cancel()
+            self.metrics.forget_worker(worker)
 
     async def close(self, *, gather: Callable[..., Any] = asyncio.gather) -> None:
         """Stop every feed and free the sockets."""

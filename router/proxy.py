@@ -12,7 +12,8 @@ from router.core.errors import ReplicaUnreachable, StreamBroken
 
 Send = Callable[[bytes], Awaitable[None]]
 
-_BOUNDARY = b"\n\n"
+# What ends an event: a blank line, with either line end.
+_BOUNDARIES = (b"\n\n", b"\r\n\r\n")
 # The longest single event held back while its end is awaited.
 _MAX_EVENT_BYTES = 8 * 2**20
 # vLLM 0.32 answers so, with 500, while SIGTERM waits for requests in flight (seen running).
@@ -88,10 +89,9 @@ async def open_answer(session: aiohttp.ClientSession, call: Call, limits: Limits
             response = await session.post(call.url, data=call.body, headers=call.headers, timeout=timeout)
             opened = await _begun(response, call, limits, streamed=streamed)
     except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-        reason = "connection" if response is None else "no_answer"
         if response is not None:
             response.close()
-        raise ReplicaUnreachable(f"{call.replica}: {exc!r}", reason=reason) from exc
+        raise ReplicaUnreachable(f"{call.replica}: {exc!r}", reason=_failure_reason(exc)) from exc
     except BaseException:
         if response is not None:
             response.close()
@@ -104,7 +104,9 @@ async def open_answer(session: aiohttp.ClientSession, call: Call, limits: Limits
 
 
 async def _begun(response: aiohttp.ClientResponse, call: Call, limits: Limits, *, streamed: bool) -> Opened:
-    if not streamed or response.status != 200:
+    # The engine has the last word on whether it streams: it takes `"stream": "true"` and 1 for true as well.
+    is_stream = streamed or response.content_type == "text/event-stream"
+    if not is_stream or response.status != 200:
         whole = await _whole_body(response, limits.answer_bytes)
         return Opened(response, whole, streamed=False, replica=call.replica, idle_s=limits.idle_s)
     first = await _first_event(response)
@@ -138,12 +140,13 @@ class Echo:
         return body
 
     def chunk(self, chunk: bytes) -> bytes:
-        """The events that this chunk completes, renamed; the rest is kept for the next."""
-        if self._same:
-            return chunk
+        """The events that this chunk completes, renamed; the rest is kept for the next.
+
+        Half an event never goes out: if the engine left then, our error would be glued to it and lost.
+        """
         self._held += chunk
-        cut = self._held.rfind(_BOUNDARY) + len(_BOUNDARY)
-        if cut < len(_BOUNDARY):
+        cut = _end_of_events(self._held)
+        if not cut:
             if len(self._held) > _MAX_EVENT_BYTES:
                 raise StreamBroken(f"an event of over {_MAX_EVENT_BYTES} bytes")
             return b""
@@ -169,7 +172,7 @@ async def relay(opened: Opened, echo: Echo, send: Send) -> None:
 
 def error_event(body: Mapping[str, Any]) -> bytes:
     """The end of a stream that broke: OpenAI's error in an event, then the usual last line."""
-    return b"data: " + msgspec.json.encode(body) + _BOUNDARY + b"data: [DONE]" + _BOUNDARY
+    return b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n"
 
 
 async def _first_event(response: aiohttp.ClientResponse) -> bytes:
@@ -177,17 +180,31 @@ async def _first_event(response: aiohttp.ClientResponse) -> bytes:
     got = b""
     async for chunk in response.content.iter_any():
         got += chunk
-        start = 0 if got.startswith(b"data:") else got.find(b"\ndata:")
-        if start >= 0 and got.find(_BOUNDARY, start) >= 0:
+        start = _data_at(got)
+        if start is not None and _end_of_events(got) > start:
             return got
         if len(got) > _MAX_EVENT_BYTES:
             raise aiohttp.ClientPayloadError(f"no event within {_MAX_EVENT_BYTES} bytes")
     raise aiohttp.ClientPayloadError("the stream ended before its first event")
 
 
+def _data_at(events: bytes) -> int | None:
+    """Where the first `data:` line begins; comments and other fields may come before it."""
+    if events.startswith(b"data:"):
+        return 0
+    found = events.find(b"\ndata:")
+    return None if found < 0 else found + 1
+
+
+def _end_of_events(held: bytes) -> int:
+    """How many of these bytes are complete events."""
+    ends = ((held.rfind(boundary), len(boundary)) for boundary in _BOUNDARIES)
+    return max(at + size if at >= 0 else 0 for at, size in ends)
+
+
 def _event_error(event: bytes) -> tuple[int, bytes] | None:
     """(status, body) when the first event is an error, as vLLM puts it in a stream that began with 200."""
-    line = event[event.find(b"data:") + 5 :].split(_BOUNDARY, 1)[0].strip()
+    line = event[(_data_at(event) or 0) + len(b"data:") :].split(b"\n", 1)[0].strip()
     if not line.startswith((b'{"error"', b'{"object":"error"')):
         return None
     try:
@@ -206,6 +223,13 @@ async def _whole_body(response: aiohttp.ClientResponse, most_bytes: int) -> byte
         if len(got) > most_bytes:
             raise aiohttp.ClientPayloadError(f"an answer of over {most_bytes} bytes")
     return bytes(got)
+
+
+def _failure_reason(exc: Exception) -> str:
+    if isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        return "connection"
+    # aiohttp's own are ServerTimeoutErrors; the bare one is ours, over the whole wait.
+    return "no_answer_in_time" if type(exc) is TimeoutError else "no_answer"
 
 
 def _retry_reason(opened: Opened, call: Call) -> str | None:

@@ -11,6 +11,9 @@ from orchestrator.wire import AdapterUse, UsageReport
 from router.core.index import WorkerId
 from router.core.load import LoadBook
 
+# Every adapter version ever used would be in every report, for weeks. Demand looks at the last minute.
+_FORGET_AFTER_S = 900.0
+
 
 @dataclass(slots=True)
 class _Use:
@@ -44,6 +47,9 @@ class Usage:
     def report(self, revision_seen: int, now: float) -> UsageReport:
         """Everything so far; the receiver takes differences, so a lost report costs nothing."""
         in_flight = {(worker, name): count for worker, name, count in self.load.in_flight()}
+        # One that was forgotten and comes back starts at zero, as one that was never there does.
+        for key in [k for k, use in self._uses.items() if k not in in_flight and now - use.last_at > _FORGET_AFTER_S]:
+            del self._uses[key]
         uses = tuple(
             AdapterUse(
                 worker_id=worker,

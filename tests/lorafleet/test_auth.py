@@ -44,6 +44,18 @@ def test_a_known_key_is_its_tenant_with_its_scopes(tmp_path):
     assert keys.caller("bearer two") == Caller(None, frozenset({"admin"}))
 
 
+@pytest.mark.parametrize(
+    "broken", [b"keys: [{sha256: %s, scopes: [[infer]]}]" % (b"ab" * 32), b"\xff\xfe", b"keys: [", b""]
+)
+def test_a_broken_new_version_of_any_kind_leaves_the_last_good_one_in_force(tmp_path, broken):
+    path = key_file(tmp_path / "k", ("one", "acme", "infer"))
+    keys = Keys([path], clock=Clock())
+    path.write_bytes(broken)
+    assert keys.caller("Bearer one")
+    with pytest.raises(KeyFileError):
+        Keys([path])
+
+
 def test_a_changed_file_is_in_force_at_once_and_a_broken_one_changes_nothing(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
     keys = Keys([path], clock=Clock())

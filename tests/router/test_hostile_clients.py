@@ -1,11 +1,15 @@
 """What a client can do to the router, to an engine or to its neighbours by sending something odd."""
 
+import asyncio
+import gc
+import json
+
 import httpx
 import pytest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from router.tokens import Tokenizers
-from tests.router.doubles import BASE, Control, Engine, fleet, until
+from tests.router.doubles import BASE, Control, Engine, chunk, echo, fleet, until
 
 CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -72,3 +76,141 @@ async def test_adapters_of_the_catalog_are_read_once_and_not_at_every_report():
             adapters = parts.discovery.fleet.adapters
         parts.discovery._rebuild()
         assert parts.discovery.fleet.adapters is adapters
+
+
+async def test_a_stream_asked_for_with_a_word_instead_of_true_arrives_in_pieces():
+    async def pieces(engine, body):
+        return await echo(engine, {**body, "stream": True})
+
+    engine = Engine("w0", pieces)
+    engine.go_on.clear()
+    async with (
+        fleet(engine, control=with_sql("w0")) as (client, _, _),
+        client.stream("POST", "/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1", "stream": "true"}) as answer,
+    ):
+        assert json.loads((await anext(answer.aiter_bytes())).removeprefix(b"data: "))["model"] == BASE
+        engine.go_on.set()
+
+
+@pytest.mark.parametrize("asked", [{}, {"lora_id": "sql/v1"}])
+async def test_an_engine_that_leaves_in_the_middle_of_an_event_leaves_a_readable_error(asked):
+    async def breaks(engine, body):
+        async def pieces():
+            yield chunk(body["model"], "one") + b'data: {"half'
+            await asyncio.sleep(0.05)
+            raise ConnectionResetError
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    async with fleet(Engine("w0", breaks), control=with_sql("w0")) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, **asked, "stream": True})
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert json.loads(events[0])["model"] == BASE
+    assert json.loads(events[1])["error"]["code"] == "stream_broken"
+    assert events[2:] == ["[DONE]"]
+
+
+async def test_events_may_end_in_crlf_and_follow_comments():
+    async def crlf(engine, body):
+        async def pieces():
+            yield b": here, data: soon\r\n\r\n"
+            await asyncio.sleep(0)
+            yield chunk(body["model"], "one").replace(b"\n", b"\r\n")
+            await engine.go_on.wait()
+            yield b"data: [DONE]\r\n\r\n"
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    engine = Engine("w0", crlf)
+    engine.go_on.clear()
+    async with (
+        fleet(engine, control=with_sql("w0")) as (client, _, _),
+        client.stream("POST", "/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1", "stream": True}) as answer,
+    ):
+        got = answer.aiter_lines()
+        lines = [await anext(got) for _ in range(3)]
+        assert lines[0].startswith(":")
+        assert json.loads(lines[2].removeprefix("data: "))["model"] == BASE
+        engine.go_on.set()
+
+
+async def test_a_refusal_after_a_comment_is_still_the_answers_status():
+    async def refuse(engine, body):
+        events = b': data: hello\n\ndata: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
+        return StreamingResponse(iter([events]), media_type="text/event-stream")
+
+    async with fleet(Engine("w0", refuse)) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
+
+
+async def test_a_request_that_kills_engines_meets_two_of_them_and_no_more():
+    async def dies(engine, body):
+        async def half():
+            yield b'{"half'
+            raise ConnectionResetError
+
+        return StreamingResponse(half())
+
+    engines = [Engine(f"w{i}", dies) for i in range(4)]
+    async with fleet(*engines, max_tries=4) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert error_of(answer) == (503, "no_replica")
+    assert sum(len(e.bodies) for e in engines) == 2
+
+
+async def test_a_request_that_outlasts_the_time_for_an_answer_is_not_computed_again_elsewhere():
+    async def slow(engine, body):
+        await asyncio.sleep(0.5)
+        return Response(status_code=200)
+
+    engines = [Engine(f"w{i}", slow) for i in range(3)]
+    async with fleet(*engines, first_data_timeout_s=0.1) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert error_of(answer) == (503, "no_replica")
+    assert sum(len(e.bodies) for e in engines) == 1
+
+
+async def test_a_worker_that_left_leaves_nothing_in_any_index():
+    async with fleet(Engine("w0")) as (client, _, parts):
+        await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(64))})
+        assert len(parts.feeds.index(BASE, 16)) == 4
+        parts.feeds.forget("w0")
+        assert len(parts.feeds.index(BASE, 16)) == 0
+        assert parts.feeds.index(BASE, 16).workers() == {}
+
+
+async def test_a_usage_report_forgets_what_nobody_used_for_long_unless_it_runs():
+    engine = Engine("w0")
+    engine.go_on.clear()
+    async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
+        ask = {**CHAT, "lora_id": "sql/v1", "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=ask) as answer:
+            await anext(answer.aiter_bytes())
+            assert len(parts.usage.report(1, parts.clock() + 10_000).uses) == 1
+            engine.go_on.set()
+        await until(lambda: not list(parts.load.in_flight()))
+        assert len(parts.usage.report(1, parts.clock()).uses) == 1
+        assert parts.usage.report(1, parts.clock() + 10_000).uses == ()
+
+
+async def test_a_load_that_fails_after_its_last_client_left_complains_to_nobody():
+    async def refuse(control, lora_id):
+        await asyncio.sleep(0)
+        return JSONResponse({"error": {"message": "because", "code": "adapter_failed"}}, 409)
+
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    control = with_sql()
+    control.ensure = refuse
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        waiting = asyncio.create_task(parts.cold.until_resident("sql/v1"))
+        await asyncio.sleep(0)
+        task = parts.cold._flights["sql/v1"].task
+        await asyncio.wait({task})
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled()
+        del task
+        gc.collect()
+    assert complaints == []

@@ -258,3 +258,33 @@ async def test_undecodable_batches_are_counted_and_passed_over(tmp_path):
         await engine.publish(*chain(2))
         await until(lambda: depth(index, range(4)) == 2)
         assert feeds.metrics.kv_rejected.labels("w0", "undecodable")._value.get() == 1
+
+
+async def test_a_long_replay_lets_other_requests_run_in_between(tmp_path):
+    engine, total = Engine(tmp_path), 2000
+    for event in chain(total):
+        await engine.publish(event)
+    async with feeding(engine) as (_, index):
+        most, before = 0, 0
+        async with asyncio.timeout(20):
+            while before < total:
+                await asyncio.sleep(0)
+                now = index.workers().get("w0", 0)
+                most, before = max(most, now - before), now
+    assert most <= 128
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        stored([[1]], [1, 2]),
+        stored([1], [1, 2], lora_name=7),
+        stored([1], [1, 2], extra_keys=[7]),
+        stored([1], [1, 2], parent=[1]),
+        {"type": "BlockRemoved", "block_hashes": [[1]], "medium": "GPU"},
+    ],
+)
+def test_an_event_of_another_shape_is_rejected_by_name_and_breaks_nothing(odd):
+    index = KvIndex(2)
+    assert apply_event(index, SOURCE, odd)[1] in ("shape", "extra_keys")
+    assert len(index) == 0
