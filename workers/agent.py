@@ -154,8 +154,7 @@ class Agent:
                 self.records.put(replace(record, is_loaded=False))
                 self._failed(record.lora_id, record.digest, exc)
             except EngineError as exc:
-                # A refusal is this adapter's; anything else is the engine's, and then it is all of them.
-                if exc.code != "adapter_refused":
+                if not await self._is_adapters_fault(exc):
                     raise
                 self.records.put(replace(record, is_loaded=False))
                 self._failed(record.lora_id, record.digest, exc)
@@ -168,6 +167,17 @@ class Agent:
                 await self.cache.install(folder, record.digest)
         await self._load(replace(record, path=str(self.cache.path(record.digest))), evict=None)
 
+    async def _is_adapters_fault(self, exc: EngineError) -> bool:
+        """A refusal is this adapter's fault, and so is a load too slow for an engine that is well otherwise.
+
+        Anything else is the engine's, and then it is all of them. Told apart, or one adapter on slow storage would
+        have the engine started again for ever.
+        """
+        if exc.code != "engine_timeout":
+            return exc.code in {"adapter_refused", "no_free_slot"}
+        engine = self._engine
+        return engine is not None and await engine.is_healthy(timeout_s=self.settings.health_timeout_s)
+
     async def _preload(self) -> None:
         for lora_id in self.settings.preload_loras:
             try:
@@ -175,7 +185,7 @@ class Agent:
             except (SourceError, RequestError) as exc:
                 log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
             except EngineError as exc:
-                if exc.code not in {"adapter_refused", "no_free_slot"}:
+                if not await self._is_adapters_fault(exc):
                     raise
                 log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
 
@@ -219,8 +229,9 @@ class Agent:
         known = self._known(request)
         if known is not None and (self._slots.has(known.engine_name) or await self.cache.has(known.digest)):
             return known
-        if not self._has_room(request.evict):
-            raise self._no_free_slot()
+        is_held = any(self._slots.has(record.engine_name) for record in self.records.of(request.lora_id))
+        if not is_held and not self._has_room(request.evict):
+            raise self._no_free_slot()  # before a fetch for nothing; what is held may be the very version asked for
         source = self._resolve(request)
         self._show(request.lora_id, request.digest or "", "downloading")
         with self._timed("fetch"):
@@ -289,7 +300,7 @@ class Agent:
                 with self._timed("load"):
                     await self._load_and_check(engine, record)
             except EngineError:
-                if victim is not None and self._engine is engine:
+                if victim is not None:
                     await self._put_back(engine, victim)
                 raise
             self._slots = self._slots.loaded(record.engine_name)
@@ -331,6 +342,12 @@ class Agent:
             await engine.load(victim.engine_name, Path(victim.path), timeout_s=self.settings.load_deadline_s)
         except EngineError as exc:
             log.warning("the evicted adapter could not be put back", lora_id=victim.lora_id, error=str(exc))
+            if exc.code != "adapter_refused":
+                # The engine is dying or gone: the victim's slot was given to nobody, its restart loads it again.
+                self.records.put(replace(victim, is_loaded=True))
+            return
+        if self._engine is not engine:
+            self.records.put(replace(victim, is_loaded=True))
             return
         self._slots = self._slots.loaded(victim.engine_name)
         self._announce(victim, load_seconds=None)
@@ -386,7 +403,16 @@ class Agent:
             self.set_state("draining")
         deadline = self._clock() + deadline_s
         while True:
-            scrape = await self._engine.scrape() if self._engine is not None else Scrape()
+            left_s = deadline - self._clock()
+            try:
+                async with asyncio.timeout(max(1.0, left_s)):
+                    scrape = await self._engine.scrape() if self._engine is not None else Scrape()
+            except (EngineError, TimeoutError) as exc:  # unheard is not drained: asked again while there is time
+                if self._clock() >= deadline:
+                    message = "draining, but the engine does not say what still runs; ask again"
+                    raise EngineError("engine_timeout", message, retry_after_s=2) from exc
+                await asyncio.sleep(0.2)
+                continue
             left_s = deadline - self._clock()
             if scrape.running + scrape.waiting == 0 or left_s <= 0:
                 return DrainAnswer(
@@ -405,11 +431,13 @@ class Agent:
         mine = [use for use in report.uses if use.worker_id == self.settings.instance_id]
         for use in mine:
             record = self.records.get(use.engine_name)
-            new = use.requests - counts.get(use.engine_name, 0)
+            before = counts.get(use.engine_name, 0)
+            new = use.requests - before if use.requests >= before else use.requests  # a router may count anew
             if record is not None and new > 0:
                 self._slots = self._slots.used(use.engine_name)
                 self.records.keep(replace(record, request_count=record.request_count + new, last_used=timestamp()))
-        self._usage[key] = (report.seq, {use.engine_name: use.requests for use in mine})
+        # What a report leaves out has not been counted back to zero.
+        self._usage[key] = (report.seq, counts | {use.engine_name: use.requests for use in mine})
         return True
 
     # --- what is read every so often -----------------------------------------------------------------------------

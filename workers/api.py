@@ -26,6 +26,7 @@ from workers.wire import (
 )
 
 EPOCH_HEADER = "x-lorafleet-epoch"
+_EPOCH_DIGITS = 15  # fits every JSON reader's and database's integers
 
 
 def build_router(agent: Agent, keys: Keys) -> APIRouter:
@@ -93,7 +94,8 @@ def _done(agent: Agent, keys: Keys) -> APIRouter:
     async def load_lora(
         body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Annotated[int | None, Depends(_epoch)]
     ) -> LoadedLora:
-        if body.evict is not None:
+        # An epoch too: it is remembered, and every lower one is refused from then on.
+        if body.evict is not None or epoch is not None:
             check_scope(caller, "admin")
         agent.fence(epoch, is_destructive=body.evict is not None)
         return await agent.load(body)
@@ -128,7 +130,8 @@ def _probed(agent: Agent) -> APIRouter:
     @api.get("/ready")
     async def ready() -> dict[str, str]:
         if agent.state != "ready":
-            reason = f": {agent.state_reason}" if agent.state_reason else ""
+            # The first line only: the engine's last words follow it, and this route is open to everybody.
+            reason = f": {agent.state_reason.splitlines()[0]}" if agent.state_reason else ""
             raise EngineError("not_ready", f"{agent.state}{reason}", retry_after_s=5)
         return {"status": "ready"}
 
@@ -144,8 +147,7 @@ def _epoch(request: Request) -> int | None:
     text = request.headers.get(EPOCH_HEADER)
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit()):
-        raise RequestError(
-            "invalid_epoch", f"header {EPOCH_HEADER}: {text!r} is not a whole number", param=EPOCH_HEADER
-        )
+    if not (text.isascii() and text.isdigit() and len(text) <= _EPOCH_DIGITS):
+        message = f"header {EPOCH_HEADER}: {text[:100]!r} is not a whole number of at most {_EPOCH_DIGITS} digits"
+        raise RequestError("invalid_epoch", message, param=EPOCH_HEADER)
     return int(text)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import fcntl
+import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +52,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     """Everything, joined; the engine starts when the app is served. Raises KeyFileError, OSError."""
     keys = Keys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
-    settings.state.mkdir(parents=True, exist_ok=True)
+    lock(settings.state)
     rng, metrics, boot_id = Random(), Metrics(), uuid.uuid4().hex
     rules = rules_of(settings)
     roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
@@ -97,6 +99,21 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     app.include_router(build_router(agent, keys))
     install_error_handlers(app, WorkerError)
     return Worker(app, agent)
+
+
+def lock(state: Path) -> None:
+    """Make the state folder ours until this process ends, however it does; raises OSError when it is another's.
+
+    Two agents with one record, and engines with one pair of sockets, would each undo what the other did.
+    """
+    state.mkdir(parents=True, exist_ok=True)
+    handle = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        os.close(handle)
+        message = f"state_dir {state}: another agent uses it; give this one its own instance_id or state_dir"
+        raise OSError(message) from exc
 
 
 def rules_of(settings: WorkerSettings) -> Rules:

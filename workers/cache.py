@@ -6,6 +6,7 @@ its files are read-only.
 """
 
 import asyncio
+import errno
 import hashlib
 import os
 import shutil
@@ -49,7 +50,10 @@ class Cache:
     async def fetch(self, ref: str) -> AsyncIterator[Path]:
         """A temporary folder holding the adapter's files as the source has them; gone afterwards unless installed."""
         source = source_for(ref, self._sources)
-        partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.folder))
+        try:
+            partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.folder))
+        except OSError as exc:
+            raise _disk_error(ref, exc) from exc
         try:
             async with asyncio.timeout(self._fetch_deadline_s):
                 await source.fetch(ref, partial)
@@ -58,8 +62,7 @@ class Cache:
             message = f"source {ref!r}: not fetched within {self._fetch_deadline_s:g} s; see fetch_deadline_s"
             raise SourceError("source_failed", message, retry_after_s=5) from exc
         except OSError as exc:
-            code = "disk_full" if exc.errno == 28 else "source_failed"
-            raise SourceError(code, f"source {ref!r}: {exc}", retry_after_s=30) from exc
+            raise _disk_error(ref, exc) from exc
         finally:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
 
@@ -157,7 +160,14 @@ def base_shapes(model: Path) -> dict[str, Shape]:
     return shapes
 
 
+def _disk_error(ref: str, exc: OSError) -> SourceError:
+    code = "disk_full" if exc.errno == errno.ENOSPC else "source_failed"
+    return SourceError(code, f"source {ref!r}: {exc}", retry_after_s=30)
+
+
 def _entry(path: Path) -> FileEntry:
+    if not path.is_file():  # opening a FIFO would wait for a writer for ever
+        raise SourceError("adapter_invalid", f"{path.name}: not a regular file")
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256")
         return FileEntry(path.name, file.tell(), found.hexdigest())
@@ -166,7 +176,7 @@ def _entry(path: Path) -> FileEntry:
 def _is_intact(folder: Path, digest: str) -> bool:
     try:
         return manifests.digest(_entry(path) for path in folder.iterdir() if is_adapter_file(path.name)) == digest
-    except OSError:
+    except (OSError, SourceError):
         return False
 
 

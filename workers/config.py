@@ -98,6 +98,9 @@ class WorkerSettings(HouseSettings):
     def _fits_together(self) -> Self:
         if not self.model and not self.engine_url:
             raise ValueError("model: give the base model's folder, or engine_url of a running engine")
+        for name in ("engine_url", "orchestrator_url"):
+            if (url := getattr(self, name)) and not url.startswith(("http://", "https://")):
+                raise ValueError(f"{name}: {url!r} must start with http:// or https://")
         if self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
         path = str(self.socket_path("replay"))

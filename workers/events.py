@@ -56,11 +56,12 @@ class Events:
             return self._last
         boot, _, number = last_event_id.rpartition(":")
         oldest = self._last - len(self._kept)
-        is_ours = boot in {"", self._boot_id} and number.isascii() and number.isdigit()
+        is_number = number.isascii() and number.isdigit() and len(number) < 20  # int() refuses thousands of digits
+        is_ours = boot in {"", self._boot_id} and is_number
         if not is_ours or not oldest <= int(number) <= self._last:
             raise RequestError(
                 "events_gone",
-                f"no events after {last_event_id!r} here (this boot's {oldest} to {self._last} are kept);"
+                f"no events after {last_event_id[:100]!r} here (this boot's {oldest} to {self._last} are kept);"
                 " read /metadata, then connect without Last-Event-ID",
                 param="last-event-id",
             )

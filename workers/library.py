@@ -63,7 +63,12 @@ class Library:
                 continue
             path = Path(folder)
             lora_id = path.relative_to(root).as_posix()
-            stamp = _stamp(path)
+            try:
+                stamp = _stamp(path)
+            except OSError as exc:
+                # Going away, or not ours to read: the next look tells which. It costs no other adapter its place.
+                log.warning("adapter in lora_path left out", lora_id=lora_id, error=str(exc))
+                continue
             known = self._seen.get(lora_id)
             found[lora_id] = known if known and known[0] == stamp else (stamp, self._shelve(lora_id, path))
         return found

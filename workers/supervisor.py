@@ -5,10 +5,12 @@ Every exit is a failure, because vLLM exits 0 when it crashes (0.32, seen runnin
 
 import asyncio
 import contextlib
+import os
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,7 +21,7 @@ from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.restarts import Restarts
 from workers.engines.launch import kv_config, launch
-from workers.engines.process import EngineProcess, free_port
+from workers.engines.process import EngineProcess, free_port, is_port_taken
 from workers.engines.vllm import VllmEngine
 from workers.wire import Transport
 
@@ -46,7 +48,8 @@ class Supervisor:
         self._own_command = tuple(own_command)
         self._rng = rng
         self._clock = clock
-        self._port = _port_of(own_command) or settings.engine_port
+        self._port = _port_of((*own_command, *settings.engine_args)) or settings.engine_port
+        self._has_any_port = self._port == 0
         self._process: EngineProcess | None = None
         self._restarts = Restarts(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
 
@@ -92,8 +95,15 @@ class Supervisor:
             return await self._attach(stack)
         boot_id = uuid.uuid4().hex
         topic = f"kv@{boot_id}"
-        self._port = self._port or free_port(self._settings.engine_host)
-        self._settings.ipc_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        host = self._settings.engine_host
+        self._port = self._port or free_port(host)
+        if is_port_taken(host, self._port):
+            # Before the engine is up, whoever has the port would answer for it and be given its adapters.
+            message = f"port {self._port} of {host} is taken by another process; see engine_port (0 picks a free one)"
+            if self._has_any_port:
+                self._port = 0
+            raise EngineError("engine_start_failed", message)
+        _make_private(self._settings.ipc_dir)
         start = launch(self._settings, port=self._port, topic=topic, own_command=self._own_command)
         self._process = await EngineProcess.start(start, state_dir=self._settings.state)
         engine = VllmEngine(self._url())
@@ -139,10 +149,15 @@ class Supervisor:
                 return await self._exit_reason("the engine exited")
             if await engine.is_healthy(timeout_s=self._settings.health_timeout_s):
                 healthy_at = self._clock()
-                if self._process is None and f"{(await engine.scrape()).started_at:.2f}" != self._agent.engine_boot_id:
+                if self._process is None and await self._is_another(engine):
                     return "the attached engine was restarted"
             elif self._clock() - healthy_at > (self._settings.hang_after_s if self._process is not None else 3.0):
                 return f"the engine gave no sign of health for {self._clock() - healthy_at:.0f} s"
+
+    async def _is_another(self, engine: VllmEngine) -> bool:
+        with contextlib.suppress(EngineError):  # not heard is not another one
+            return f"{(await engine.scrape()).started_at:.2f}" != self._agent.engine_boot_id
+        return False
 
     async def _exited_within(self, seconds: float) -> bool:
         if self._process is None:
@@ -176,6 +191,14 @@ class Supervisor:
     def _url(self) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.engine_host, self._settings.engine_host)  # noqa: S104
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+
+def _make_private(folder: Path) -> None:
+    """The sockets' folder. Prompts pass through it, and in /tmp anybody could have made it before us."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = folder.lstat().st_uid
+    if owner not in {os.getuid(), 0}:
+        raise EngineError("engine_start_failed", f"ipc_dir {folder} belongs to user {owner}; give one of your own")
 
 
 def _port_of(command: Sequence[str]) -> int | None:

@@ -87,7 +87,7 @@ def parse_header(raw: bytes, name: str) -> tuple[dict[str, Shape], int]:
         tensors = {key: value for key, value in header.items() if key != "__metadata__"}
         end = max((int(value["data_offsets"][1]) for value in tensors.values()), default=0)
         return {key: _shape(value) for key, value in tensors.items()}, end
-    except (ValueError, AttributeError, TypeError, KeyError, IndexError, RecursionError) as exc:
+    except (ValueError, AttributeError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as exc:
         raise _invalid(f"{name}: not a safetensors header: {exc!r}") from exc
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
 import sys
 from collections import deque
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -45,11 +47,11 @@ class EngineProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**launch.environment, **os.environ},
+            env={**launch.environment, **_inherited()},
             start_new_session=True,
             limit=1 << 20,
         )
-        log.info("engine started", pid=process.pid, command=" ".join(launch.command))
+        log.info("engine started", pid=process.pid, command=" ".join(_without_secrets(launch.command)))
         return cls(process, log_file=state_dir / "engine.log", pid_file=pid_file)
 
     @property
@@ -94,7 +96,7 @@ class EngineProcess:
 
     async def _read(self, log_file: Path) -> None:
         assert self._process.stdout is not None
-        with _opened(log_file) as file:
+        with _Log(log_file) as file:
             while True:
                 try:
                     line = await self._process.stdout.readline()
@@ -108,10 +110,71 @@ class EngineProcess:
                 log.debug("engine", line=text)
 
 
-def _opened(log_file: Path) -> FileIO:
-    if log_file.exists() and log_file.stat().st_size > _LOG_BYTES:
-        log_file.replace(log_file.with_suffix(".log.1"))
-    return log_file.open("ab", buffering=0)
+class _Log:
+    """The engine's output on disk, at most twice `_LOG_BYTES`. A disk that cannot take it costs the lines alone:
+
+    were they not read any more, the engine would stop at its next one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self._is_failing = False
+
+    def __enter__(self) -> "_Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, line: bytes) -> None:
+        try:
+            if self._file is None or self._file.tell() > _LOG_BYTES:
+                self._open()
+            assert self._file is not None
+            self._file.write(line)
+        except OSError as exc:
+            if not self._is_failing:
+                log.warning("the engine's output is not kept", path=str(self._path), error=str(exc))
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    def _open(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._path.exists() and self._path.stat().st_size > _LOG_BYTES:
+            self._path.replace(self._path.with_suffix(".log.1"))
+        self._file = self._path.open("ab", buffering=0)
+
+
+def _inherited() -> dict[str, str]:
+    """Our environment without our own settings: the engine has no business with the agent's key."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
+
+
+def _without_secrets(command: Sequence[str]) -> list[str]:
+    """The command as it may stand in a log."""
+    shown, is_secret = [], False
+    for word in command:
+        flag, is_joined, _ = word.partition("=")
+        names_one = flag.startswith("-") and flag.endswith(("key", "token", "password", "secret"))
+        shown.append("***" if is_secret else f"{flag}=***" if names_one and is_joined else word)
+        is_secret = names_one and not is_joined
+    return shown
+
+
+def is_port_taken(host: str, port: int) -> bool:
+    """Whether somebody listens there. vLLM 0.32 would share the port without a word: it sets SO_REUSEPORT."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as exc:
+            return exc.errno == errno.EADDRINUSE
+    return False
 
 
 def free_port(host: str) -> int:

@@ -84,6 +84,9 @@ class VllmEngine:
 
     async def scrape(self) -> Scrape:
         answer = await self._call("GET", "/metrics", timeout_s=5.0)
+        if not answer.is_success:  # read as a page, it would say that nothing runs
+            message = f"engine {self.url}/metrics: HTTP {answer.status_code}"
+            raise EngineError("engine_unreachable", message, retry_after_s=1)
         return parse_metrics(answer.text)
 
     async def _has(self, name: str, path: Path) -> bool:
@@ -103,6 +106,8 @@ class VllmEngine:
     async def _call(
         self, method: str, path: str, *, timeout_s: float, body: Mapping[str, str] | None = None
     ) -> httpx.Response:
+        if self._client.is_closed:  # the supervisor gave this engine up while somebody was still speaking to it
+            raise EngineError("engine_down", f"engine {self.url}{path}: given up", retry_after_s=5)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._client.request(method, path, json=body, timeout=timeout_s)

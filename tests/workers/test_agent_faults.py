@@ -1,0 +1,307 @@
+"""The agent when things go wrong around it: hung engines, full disks, strangers on the port, hostile files."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import struct
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lorafleet.tiny import make_adapter
+from tests.engines import start_engine
+from tests.workers.running import RunningWorker, code, group_of, is_running, loaded, post, until
+from workers.wire import Metadata
+
+HASTY = ("--health-timeout-s", "0.3", "--hang-after-s", "1")
+THREE = ("sql-expert/v1", "legal/v2", "python-expert/v1")
+
+
+async def metadata(client) -> Metadata:
+    return Metadata.model_validate((await client.get("/metadata")).json())
+
+
+async def until_state(client, state: str, *, within_s: float = 20) -> Metadata:
+    async with asyncio.timeout(within_s):
+        while (told := await metadata(client)).state != state:
+            await asyncio.sleep(0.02)
+    return told
+
+
+# --- the engine hangs or dies in the middle of something ------------------------------------------------------------
+
+
+async def test_a_hung_engine_is_killed_and_comes_back_with_its_adapters_and_the_load_it_swallowed_says_why(worker):
+    async with worker.running(*HASTY) as client:
+        await post(client, "load_lora", lora_id="sql-expert/v1")
+        before = await metadata(client)
+        hung = worker.engine_pid
+        os.kill(hung, signal.SIGSTOP)
+        swallowed = await post(client, "load_lora", lora_id="legal/v2")
+        assert (swallowed.status_code, code(swallowed)) in {(503, "engine_unreachable"), (503, "engine_down")}
+        await until(lambda: not is_running(hung))
+        await worker.ready(client)
+        assert (await metadata(client)).engine_boot_id != before.engine_boot_id
+        assert await loaded(client) == {"sql-expert/v1"}
+
+
+async def test_an_engine_that_dies_in_the_middle_of_an_eviction_comes_back_with_the_victim(worker):
+    async with worker.running(*HASTY, "--engine-args=--sim-load-s=0.5", "--preload-loras", THREE[0]) as client:
+        for lora_id in THREE[1:]:
+            await post(client, "load_lora", lora_id=lora_id)
+        evicting = asyncio.create_task(post(client, "load_lora", lora_id="extra/v1", evict="legal/v2"))
+        async with asyncio.timeout(10):
+            while "legal/v2" in await loaded(client):
+                await asyncio.sleep(0.02)
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        assert (await evicting).status_code == 503
+        await until(lambda: not (worker.state_dir / "engine.pid").exists())
+        await worker.ready(client)
+        assert await loaded(client) == set(THREE)
+
+
+async def test_the_death_of_the_guard_is_the_engines_end_and_the_worker_comes_back(worker):
+    children = "sleep 1000 & exec " + sys.executable + ' -m workers.engines.sim "$@"'
+    async with worker.running("--", "sh", "-c", children, "sim") as client:
+        group = group_of(worker.engine_pid)
+        assert len(group) == 3  # guard, sim, and a child that holds the engine's output open
+        guard = os.getpgid(worker.engine_pid)
+        os.kill(guard, signal.SIGKILL)
+        await until(lambda: not any(is_running(pid) for pid in group))
+        await worker.ready(client)
+
+
+async def test_an_adapter_that_loads_too_slowly_does_not_keep_the_others_from_coming_back(worker):
+    async with worker.running() as client:
+        await post(client, "load_lora", lora_id="sql-expert/v1")
+    slow = ("--engine-args=--sim-load-s=2", "--load-deadline-s", "0.3")
+    async with worker.running(*slow, until_ready=False) as client:
+        await worker.ready(client, within_s=15)
+        failed = {item.lora_id for item in (await metadata(client)).lora.loaded_loras if item.state == "failed"}
+        assert failed <= {"sql-expert/v1"}
+
+
+# --- an engine of somebody else's -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attached(agent_model, agent_adapters, tmp_path):
+    """A worker beside an engine that it did not start, and that engine."""
+    engine = start_engine("sim", agent_model, flags=("--max-cpu-loras", "3"))
+    flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
+    try:
+        yield RunningWorker(agent_model, agent_adapters, tmp_path, *flags), engine
+    finally:
+        engine.stop()
+
+
+async def test_an_attached_engine_is_used_outlives_its_agent_and_is_found_again_with_what_it_holds(attached):
+    worker, engine = attached
+    async with worker.running() as client:
+        assert (await metadata(client)).transport.engine_url == engine.url
+        assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
+        first = await metadata(client)
+    assert engine.process.poll() is None
+    async with worker.running() as client:
+        assert await loaded(client) == {"sql-expert/v1"}
+        assert (await metadata(client)).engine_boot_id == first.engine_boot_id
+
+
+async def test_an_attached_engine_that_restarts_is_given_its_adapters_again(attached, agent_model):
+    worker, engine = attached
+    port = engine.url.rsplit(":", 1)[1]
+    async with worker.running() as client:
+        await post(client, "load_lora", lora_id="sql-expert/v1")
+        before = await metadata(client)
+        engine.stop()
+        told = await until_state(client, "engine_down")
+        assert "no sign of health" in told.state_reason or "restarted" in told.state_reason
+        other = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "workers.engines.sim", "--model", str(agent_model), "--served-model-name",
+            "tiny-qwen", "--port", port, "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3",
+            env={**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+        )  # fmt: skip
+        try:
+            await worker.ready(client)
+            assert await loaded(client) == {"sql-expert/v1"}
+            assert (await metadata(client)).engine_boot_id != before.engine_boot_id
+        finally:
+            other.terminate()
+            await asyncio.wait_for(other.wait(), 30)
+
+
+# --- an engine command of one's own ---------------------------------------------------------------------------------
+
+
+async def test_an_engine_command_of_ones_own_is_started_with_the_flags_it_lacks(worker):
+    own = ("--", sys.executable, "-m", "workers.engines.sim", "--block-size", "64")
+    async with worker.running(*own) as client:
+        assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
+        assert (await metadata(client)).model.runtime_config.block_size == 64
+
+
+async def test_an_engine_whose_port_is_taken_is_not_mistaken_for_whoever_has_it(worker, agent_model):
+    stranger = start_engine("sim", agent_model)
+    try:
+        port = stranger.url.rsplit(":", 1)[1]
+        # The engine starts slowly, as vLLM does: whoever answers on the port meanwhile is somebody else.
+        slow = f'sleep 30; exec {sys.executable} -m workers.engines.sim "$@"'
+        flags = ("--engine-port", port, "--", "sh", "-c", slow, "sim")
+        async with worker.running(*flags, until_ready=False) as client:
+            told = await until_state(client, "engine_down")
+            assert f"port {port}" in told.state_reason
+    finally:
+        stranger.stop()
+
+
+# --- the agent's own folders ----------------------------------------------------------------------------------------
+
+
+async def test_an_engine_log_that_cannot_be_written_stops_neither_engine_nor_agent(worker):
+    worker.state_dir.mkdir()
+    (worker.state_dir / "engine.log").symlink_to("/dev/full")
+    async with worker.running() as client:
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        await until(lambda: not (worker.state_dir / "engine.pid").exists())
+        await worker.ready(client)
+
+
+async def test_a_second_agent_on_the_same_state_folder_is_refused(worker):
+    async with worker.running():
+        second = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            _, said = await asyncio.wait_for(second.communicate(), 10)
+        finally:
+            if second.returncode is None:
+                second.kill()
+        assert second.returncode == 2
+        assert b"another agent" in said
+
+
+async def test_hostile_files_in_the_adapter_folder_harm_no_other_adapter(worker, agent_model, tmp_path):
+    folder = tmp_path / "shelf"
+    make_adapter(folder, "fine/v1")
+    os.mkfifo(make_adapter(folder, "pipe/v1") / "more.safetensors")
+    weights = make_adapter(folder, "endless/v1") / "adapter_model.safetensors"
+    header = b'{"a.lora_A.weight": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 1e999]}}'
+    weights.write_bytes(struct.pack("<Q", len(header)) + header)
+    other = RunningWorker(agent_model, folder, tmp_path, *worker.flags[14:])
+    async with other.running("--lora-path", str(folder)) as client:
+        states = {item["lora_id"]: item["state"] for item in (await client.get("/v1/metadata/loras")).json()["data"]}
+        assert states == {"fine/v1": "on_disk", "pipe/v1": "failed", "endless/v1": "failed"}
+        assert code(await post(client, "load_lora", lora_id="endless/v1")) == "adapter_invalid"
+        assert (await post(client, "load_lora", lora_id="fine/v1")).status_code == 200
+
+
+# --- callers --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_full_worker_says_yes_to_what_it_already_holds(worker):
+    async with worker.running() as client:
+        for lora_id in THREE:
+            await post(client, "load_lora", lora_id=lora_id)
+        again = await post(client, "load_lora", lora_id="legal/v2")
+        assert (again.status_code, again.json().get("state")) == (200, "ready")
+
+
+async def test_an_epoch_is_believed_only_of_those_who_may_also_unload_and_only_if_it_can_be_one(worker, tmp_path):
+    from lorafleet.auth import hash_key
+
+    keys = tmp_path / "keys.yaml"
+    rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in ("load", "admin")]
+    keys.write_text(json.dumps({"keys": rows}))
+    async with worker.running("--key-files", str(keys)) as client:
+
+        async def answer(key: str, epoch: str) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}", "x-lorafleet-epoch": epoch}
+            return await client.post("/v1/admin/load_lora", json={"lora_id": "legal/v2"}, headers=headers)
+
+        # Any router's key could otherwise fence the real leader out, for ever.
+        assert (await answer("load", "9")).status_code == 403
+        assert (await answer("admin", "9")).status_code == 200
+        for too_big in ("9" * 30, "9" * 5000):
+            assert code(await answer("admin", too_big)) == "invalid_epoch"
+
+
+async def test_an_event_id_of_thousands_of_digits_is_gone_like_any_other(worker):
+    async with worker.running() as client:
+        gone = await client.get("/v1/events", headers={"last-event-id": "9" * 5000})
+        assert (gone.status_code, code(gone)) == (410, "events_gone")
+
+
+async def test_readiness_gives_strangers_no_line_of_the_engines_output(worker):
+    async with worker.running("--engine-args=--hf-token=very-secret", until_ready=False) as client:
+        await until_state(client, "engine_down")
+        said = (await client.get("/ready")).json()["error"]["message"]
+        assert "did not start" in said
+        assert "very-secret" not in said
+    assert "very-secret" not in (worker.folder / "agent.log").read_text().split("its output ends")[0]
+
+
+async def test_the_engine_does_not_inherit_the_agents_own_secrets(worker, monkeypatch):
+    monkeypatch.setenv("LORAFLEET_WORKERS_TOKEN", "very-secret")
+    async with worker.running():
+        environ = Path("/proc") / str(worker.engine_pid) / "environ"
+        assert b"very-secret" not in await asyncio.to_thread(environ.read_bytes)
+
+
+async def test_usage_moves_counts_once_and_only_for_this_worker(worker):
+    async with worker.running() as client:
+        item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
+
+        async def report(seq: int, **uses: int) -> bool:
+            rows = [
+                {"worker_id": worker_id, "engine_name": item["engine_name"], "requests": requests}
+                for worker_id, requests in uses.items()
+            ]
+            body = {"router_id": "r", "boot_id": "b", "seq": seq, "revision_seen": 0, "uses": rows}
+            return (await client.post("/v1/usage", json=body)).json()["accepted"]
+
+        async def count() -> tuple[int, bool]:
+            [one] = (await client.get("/v1/admin/loras")).json()["data"]
+            return one["request_count"], one["last_used"] is not None
+
+        worker_id = (await metadata(client)).instance_id
+        assert await count() == (0, False)
+        assert await report(1, **{worker_id: 3, "elsewhere": 50}) is True
+        assert await count() == (3, True)
+        assert await report(1, **{worker_id: 9}) is False
+        assert await report(0, **{worker_id: 9}) is False
+        assert await count() == (3, True)
+        assert await report(2, **{worker_id: 5}) is True
+        assert await report(3) is True
+        assert await report(4, **{worker_id: 6}) is True
+        assert await count() == (6, True)
+
+
+async def test_draining_waits_for_what_runs_and_says_so_when_time_is_up(worker):
+    slow = "--engine-args=--sim-decode-tokens-per-s=20"
+    async with worker.running(slow) as client, httpx.AsyncClient(timeout=30) as direct:
+        url = (await metadata(client)).transport.engine_url
+        body = {"model": "tiny-qwen", "prompt": "a", "max_tokens": 40}
+        running = asyncio.create_task(direct.post(f"{url}/v1/completions", json=body))
+        async with asyncio.timeout(10):
+            while (await metadata(client)).load.running == 0:
+                await asyncio.sleep(0.02)
+        early = (await post(client, "drain", deadline_s=0.2)).json()
+        assert (early["is_drained"], early["running"]) == (False, 1)
+        assert (await post(client, "drain", deadline_s=20)).json()["is_drained"] is True
+        assert (await running).status_code == 200
+
+
+async def test_draining_a_hung_engine_lasts_to_its_deadline_and_claims_nothing(worker):
+    async with worker.running("--health-timeout-s", "0.3", "--hang-after-s", "60") as client:
+        os.kill(worker.engine_pid, signal.SIGSTOP)
+        try:
+            answer = await post(client, "drain", deadline_s=0.5)
+            assert (answer.status_code, code(answer)) == (504, "engine_timeout")
+            assert (await metadata(client)).state == "draining"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.engine_pid, signal.SIGCONT)
