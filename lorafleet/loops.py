@@ -47,8 +47,10 @@ async def forever(
         if poke is None or failures:
             await asyncio.sleep(pause_s)
         else:
+            # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the poke.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(poke.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await poke.wait()
 
 
 class Changes:
@@ -73,6 +75,8 @@ class Changes:
             if left_s <= 0:
                 return False
             try:
-                await asyncio.wait_for(changed.wait(), left_s)
+                # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the change.
+                async with asyncio.timeout(left_s):
+                    await changed.wait()
             except TimeoutError:
                 return predicate()

@@ -5,7 +5,6 @@ source  vLLM 0.32 distributed/kv_events.py: frames [topic, seq, msgpack [ts, eve
 """
 
 import asyncio
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -204,12 +203,7 @@ class Feed:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.connect(self.source.replay)
             await dealer.send_multipart([b"", start.to_bytes(8, "big")])
-            for count in itertools.count(1):
-                if not count % _BATCH:
-                    # Awaiting what is there already never yields, and a full buffer takes seconds.
-                    await asyncio.sleep(0)
-                if not await dealer.poll(int(_REPLAY_SILENCE_S * 1000)):
-                    break
+            while await dealer.poll(int(_REPLAY_SILENCE_S * 1000)):
                 frames = await dealer.recv_multipart()
                 if len(frames) != 4 or frames[2] == _END:
                     return True

@@ -64,7 +64,13 @@ class Opened:
         """What follows `first`; raises StreamBroken when the engine leaves in the middle or falls silent."""
         read = self._response.content.readany
         try:
-            while chunk := await asyncio.wait_for(read(), self._idle_s):
+            while True:
+                # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with a chunk, and the
+                # engine would go on for a client that left.
+                async with asyncio.timeout(self._idle_s):
+                    chunk = await read()
+                if not chunk:
+                    return
                 yield chunk
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
             raise StreamBroken(f"replica {self._replica} broke off in the middle of its answer: {exc!r}") from exc

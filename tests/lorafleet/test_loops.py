@@ -1,6 +1,8 @@
 import asyncio
 import random
 
+import pytest
+
 from lorafleet.loops import Changes, forever
 
 
@@ -53,3 +55,25 @@ async def test_everyone_who_waits_sees_a_change_and_a_deadline_ends_the_wait():
     changes.notify()
     assert await asyncio.gather(*waiting) == [True] * 3
     assert await changes.until(lambda: False, timeout_s=0.01) is False
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_cancellation_that_comes_together_with_what_was_waited_for_is_not_forgotten(turns):
+    changes, poke, told = Changes(), asyncio.Event(), []
+
+    async def step():
+        told.append(1)
+
+    tasks = [
+        asyncio.create_task(changes.until(lambda: False, timeout_s=60)),
+        asyncio.create_task(forever(step, name="x", every_s=60, poke=poke)),
+    ]
+    await asyncio.sleep(0.01)
+    changes.notify()
+    poke.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=1)
+    assert all(task.cancelled() for task in tasks)

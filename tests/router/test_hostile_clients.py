@@ -8,6 +8,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from router.proxy import Opened
 from router.tokens import Tokenizers
 from tests.router.doubles import BASE, Control, Engine, chunk, echo, fleet, until
 
@@ -207,10 +208,44 @@ async def test_a_load_that_fails_after_its_last_client_left_complains_to_nobody(
         waiting = asyncio.create_task(parts.cold.until_resident("sql/v1"))
         await asyncio.sleep(0)
         task = parts.cold._flights["sql/v1"].task
-        await asyncio.wait({task})
-        waiting.cancel()
+        task.add_done_callback(lambda _: waiting.cancel())
         await asyncio.wait({waiting})
         assert waiting.cancelled()
         del task
         gc.collect()
     assert complaints == []
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_client_that_leaves_just_as_a_chunk_arrives_still_ends_the_relay(turns):
+    class Response:
+        status = 200
+
+        def __init__(self):
+            self.headers = {}
+            self.arrived = asyncio.Event()
+
+        @property
+        def content(self):
+            return self
+
+        async def readany(self):
+            await self.arrived.wait()
+            self.arrived.clear()
+            return b"x"
+
+    response = Response()
+    opened = Opened(response, b"", streamed=True, replica="w0", idle_s=60)
+
+    async def relayed():
+        async for _ in opened.rest():
+            pass
+
+    relaying = asyncio.create_task(relayed())
+    await asyncio.sleep(0.01)
+    response.arrived.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    relaying.cancel()
+    await asyncio.wait({relaying}, timeout=1)
+    assert relaying.cancelled()

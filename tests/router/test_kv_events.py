@@ -260,20 +260,6 @@ async def test_undecodable_batches_are_counted_and_passed_over(tmp_path):
         assert feeds.metrics.kv_rejected.labels("w0", "undecodable")._value.get() == 1
 
 
-async def test_a_long_replay_lets_other_requests_run_in_between(tmp_path):
-    engine, total = Engine(tmp_path), 2000
-    for event in chain(total):
-        await engine.publish(event)
-    async with feeding(engine) as (_, index):
-        most, before = 0, 0
-        async with asyncio.timeout(20):
-            while before < total:
-                await asyncio.sleep(0)
-                now = index.workers().get("w0", 0)
-                most, before = max(most, now - before), now
-    assert most <= 128
-
-
 @pytest.mark.parametrize(
     "odd",
     [
