@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import structlog
 import uvicorn
@@ -56,6 +57,11 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None] | None) -> None:
         super().__init__(config)
         self._on_stop = on_stop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  (the base's signature)
+        # The base remembers the signal and raises it again when all is served: an orderly end would exit with 143.
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._on_stop is not None:
