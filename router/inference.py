@@ -15,7 +15,19 @@ from router.core.errors import NoReplica, ReplicaUnreachable, RouterError, Strea
 from router.core.fleet import Replica
 from router.dress import dress_vllm
 from router.proxy import Call, Echo, Limits, Opened, error_event, open_answer, relay
-from router.stages import Flight, Parts, Question, Routed, read, request_id, resolve_target, route, tokenize, warm
+from router.stages import (
+    Flight,
+    Parts,
+    Question,
+    Routed,
+    read,
+    request_id,
+    resolve_target,
+    route,
+    shown_cached_tokens,
+    tokenize,
+    warm,
+)
 
 log = structlog.get_logger()
 
@@ -90,7 +102,7 @@ class Inference:
                 flight.end()
                 raise
             try:
-                await self._relay(opened, routed, question, flight, answer)
+                await self._relay(opened, routed, caller, question, flight, answer)
             finally:
                 opened.close()
                 flight.end()
@@ -114,16 +126,17 @@ class Inference:
         return await open_answer(self._parts.session, call, limits, streamed=question.streamed)
 
     async def _relay(
-        self, opened: Opened, routed: Routed, question: Question, flight: "Flight", answer: "_Answer"
+        self, opened: Opened, routed: Routed, caller: Caller, question: Question, flight: "Flight", answer: "_Answer"
     ) -> None:
         parts = self._parts
         flight.first_token()
+        about = _about(opened, routed, shown_cached_tokens(parts, caller, routed))
         parts.metrics.first_data.labels(routed.target.base_model).observe(parts.clock() - question.read_at)
         echo = Echo(routed.engine_model, routed.target.asked)
         if not opened.streamed:
-            await answer.whole(opened, routed, echo.whole(opened.first))
+            await answer.whole(opened.status, about, echo.whole(opened.first))
             return
-        await answer.begin(opened, routed)
+        await answer.begin(opened.status, about)
         try:
             await relay(opened, echo, answer.send)
         except StreamBroken as exc:
@@ -152,14 +165,14 @@ class _Answer:
         self.status: int | None = None
         self.code = ""
 
-    async def whole(self, opened: Opened, routed: Routed, body: bytes) -> None:
+    async def whole(self, status: int, about: Mapping[str, str], body: bytes) -> None:
         """An answer that is complete."""
-        await self._head(opened.status, _about(opened, routed) | {"content-length": str(len(body))})
+        await self._head(status, {**about, "content-length": str(len(body))})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def begin(self, opened: Opened, routed: Routed) -> None:
+    async def begin(self, status: int, about: Mapping[str, str]) -> None:
         """The head of a stream; `send` and `finish` follow."""
-        await self._head(opened.status, _about(opened, routed) | {"cache-control": "no-cache"})
+        await self._head(status, {**about, "cache-control": "no-cache"})
 
     async def send(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -192,13 +205,13 @@ class _Answer:
         )
 
 
-def _about(opened: Opened, routed: Routed) -> dict[str, str]:
+def _about(opened: Opened, routed: Routed, cached_tokens: int) -> dict[str, str]:
     adapter = routed.target.adapter
     return {
         "content-type": opened.content_type,
         "x-lorafleet-worker": routed.decision.replica.id,
         "x-lorafleet-adapter": (adapter.engine_name or adapter.lora_id) if adapter else "base",
-        "x-lorafleet-cached-tokens": str(routed.decision.score.cached_tokens),
+        "x-lorafleet-cached-tokens": str(cached_tokens),
     }
 
 

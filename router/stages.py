@@ -18,6 +18,7 @@ from lorafleet.auth import Caller, Keys
 from router.cold import ColdStarts, Excluded
 from router.config import RouterSettings
 from router.core.blocks import BlockHash, block_hashes, root_hash
+from router.core.credit import Credit
 from router.core.errors import BadBody, BodyTooLarge, CatalogUnavailable
 from router.core.fleet import Replica
 from router.core.index import WorkerId
@@ -87,6 +88,7 @@ class Parts:
     session: aiohttp.ClientSession
     rng: Random
     costs: Costs = field(default_factory=Costs)
+    credit: Credit = field(default_factory=Credit)
     clock: Callable[[], float] = time.monotonic
     decisions: deque[Routed] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))
     stopping: bool = False
@@ -270,6 +272,16 @@ class Flight:
         if not self.released:
             self.released = True
             asyncio.get_running_loop().call_later(_SPECULATE_S, self.release)
+
+
+def shown_cached_tokens(parts: Parts, caller: Caller, routed: Routed) -> int:
+    """The predicted hit as far as this caller's tenant has earned it: a hit on a neighbour's prompt would betray it."""
+    cached_tokens = routed.decision.score.cached_tokens
+    if caller.tenant is None:
+        return cached_tokens
+    own_blocks = parts.credit.depth(caller.tenant, routed.hashes)
+    parts.credit.sent(caller.tenant, routed.hashes)
+    return min(cached_tokens, own_blocks * routed.decision.replica.block_size)
 
 
 def request_id(headers: Mapping[str, str]) -> str:

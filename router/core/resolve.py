@@ -1,13 +1,15 @@
 """What a request names -> a base model, and perhaps an adapter."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet
 
 Visible = Callable[[Adapter], bool]
+IsBase = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,11 @@ def resolve(fleet: Fleet, *, model: object, lora_id: object, visible: Visible, r
             raise BadBody(f"{param} must be a string, found {type(value).__name__}", param=param)
     assert model is None or isinstance(model, str)
     assert lora_id is None or isinstance(lora_id, str)
-    bases = fleet.base_models
+    is_base = partial(_is_base, fleet, visible)
     if lora_id:
         target = _adapter_target(fleet, lora_id, asked=model or lora_id, param="lora_id", visible=visible, rng=rng)
-        named_base = model if model in bases else None
-        if named_base is None and model and not _agrees(fleet, model, lora_id, target):
+        named_base = model if model and is_base(model) else None
+        if named_base is None and model and not _agrees(is_base, model, lora_id, target):
             raise ModelNotFound(_unknown(model), param="model")
         if named_base is not None and target.base_model != named_base:
             raise BadBody(
@@ -46,13 +48,14 @@ def resolve(fleet: Fleet, *, model: object, lora_id: object, visible: Visible, r
             )
         return target
     if not model:
+        bases = _visible_bases(fleet, visible)
         if len(bases) == 1:
-            only = next(iter(bases))
+            (only,) = bases
             return Target(only, None, only)
         raise BadBody(f"model is missing; name one of: {', '.join(sorted(bases)) or 'none served now'}", param="model")
-    if model in bases:
+    if is_base(model):
         return Target(model, None, model)
-    base, name = _split(bases, model)
+    base, name = _split(is_base, model)
     target = _adapter_target(fleet, name, asked=model, param="model", visible=visible, rng=rng)
     if base is not None and target.base_model != base:
         raise ModelNotFound(_unknown(model), param="model")
@@ -90,18 +93,30 @@ def _pick(fleet: Fleet, name: str, visible: Visible, rng: Random) -> Adapter | N
     return rng.choices([adapter for adapter, _ in usable], [weight for _, weight in usable])[0]
 
 
-def _split(bases: Container[str], model: str) -> tuple[str | None, str]:
+def _split(is_base: IsBase, model: str) -> tuple[str | None, str]:
     """`base:adapter` -> (base, adapter); base names may hold colons themselves, lora_ids never do."""
     base, colon, name = model.rpartition(":")
-    if colon and base in bases:
+    if colon and is_base(base):
         return base, name
     return None, model
 
 
-def _agrees(fleet: Fleet, model: str, lora_id: str, target: Target) -> bool:
+def _agrees(is_base: IsBase, model: str, lora_id: str, target: Target) -> bool:
     """Whether a model that is no base model says the same as lora_id, in one of its spellings."""
-    _base, name = _split(fleet.base_models, model)
-    return name == lora_id and _base in (None, target.base_model)
+    base, name = _split(is_base, model)
+    return name == lora_id and base in (None, target.base_model)
+
+
+def _is_base(fleet: Fleet, visible: Visible, name: str) -> bool:
+    """Whether this base model exists for a caller: somebody serves it, or an adapter that it may use needs it."""
+    if name not in fleet.base_models:
+        return False
+    return fleet.base_models[name] is not None or name in _visible_bases(fleet, visible)
+
+
+def _visible_bases(fleet: Fleet, visible: Visible) -> set[str]:
+    served = {name for name, replica in fleet.base_models.items() if replica is not None}
+    return served | {a.base_model for a in fleet.adapters.values() if a.base_model and visible(a)}
 
 
 def _only_base(fleet: Fleet) -> str | None:

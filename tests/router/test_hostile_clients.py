@@ -8,6 +8,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from lorafleet.auth import hash_key
 from router.proxy import Opened
 from router.tokens import Tokenizers
 from tests.router.doubles import BASE, Control, Engine, chunk, echo, fleet, until
@@ -249,3 +250,23 @@ async def test_a_client_that_leaves_just_as_a_chunk_arrives_still_ends_the_relay
     relaying.cancel()
     await asyncio.wait({relaying}, timeout=1)
     assert relaying.cancelled()
+
+
+async def test_a_tenant_is_told_of_cached_tokens_that_it_sent_itself_and_of_no_neighbours(tmp_path):
+    keys = tmp_path / "keys.yaml"
+    names = ("one", "other"), ("two", "acme"), ("three", "acme")
+    entries = [f"- {{sha256: {hash_key(key)}, tenant: {tenant}, scopes: [infer]}}\n" for key, tenant in names]
+    keys.write_text("keys:\n" + "".join(entries) + f"- {{sha256: {hash_key('root')}, scopes: [admin]}}\n")
+    async with fleet(Engine("w0"), key_files=(keys,)) as (client, _, _):
+
+        async def told(key, tokens):
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"model": BASE, "prompt": list(range(tokens))}
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+            return int(answer.headers["x-lorafleet-cached-tokens"])
+
+        assert await told("one", 64) == 0
+        assert await told("root", 64) == 63
+        assert await told("two", 32) == 0
+        assert await told("three", 64) == 32
+        assert await told("one", 64) == 63

@@ -117,3 +117,20 @@ def test_a_request_that_contradicts_itself_is_a_bad_body(model, lora_id):
 def test_a_quarantined_adapter_says_why():
     with pytest.raises(AdapterFailed, match="rank 512"):
         resolved("broken/v1")
+
+
+@pytest.mark.parametrize("model", ["hidden", "hidden:x/v1", "hidden:sql/v1"])
+def test_a_base_model_that_only_a_hidden_adapter_tells_of_does_not_exist(model):
+    adapters = {**FLEET.adapters, "far/v1": an_adapter("far/v1", "hidden", tenants=("acme",))}
+    fleet = Fleet(1, FLEET.replicas, MappingProxyType(adapters))
+
+    def said(name):
+        with pytest.raises(ModelNotFound) as refused:
+            resolve(fleet, model=name, lora_id=None, visible=lambda a: a.tenants is None, rng=Random(0))
+        return str(refused.value)
+
+    assert said(model) == said(model.replace("hidden", "absent")).replace("absent", "hidden")
+    with pytest.raises(BadBody) as missing:
+        resolve(fleet, model=None, lora_id=None, visible=lambda a: a.tenants is None, rng=Random(0))
+    assert "hidden" not in str(missing.value)
+    assert resolve(fleet, model="hidden", lora_id=None, visible=lambda _: True, rng=Random(0)).base_model == "hidden"
