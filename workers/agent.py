@@ -306,7 +306,11 @@ class Agent:
             self._slots = self._slots.loaded(record.engine_name)
             if displaced := self._slots.displaced():
                 log.info("live adapters left the engine's host memory (estimated)", engine_names=displaced)
-            return self._announce(record, load_seconds=round(self._clock() - began, 4))
+            announced = self._announce(record, load_seconds=round(self._clock() - began, 4))
+            if victim is not None:
+                # Only now: an agent killed between the two halves comes back with the victim, not with a gap.
+                self._forget_load(victim)
+            return announced
 
     async def _load_and_check(self, engine: Engine, record: Record) -> None:
         await engine.load(record.engine_name, Path(record.path), timeout_s=self.settings.load_deadline_s)
@@ -334,7 +338,7 @@ class Agent:
         victim = self._victim(evict)
         if victim is None:
             raise self._no_free_slot()
-        await self._unload_one(engine, victim)
+        await self._unload_one(engine, victim)  # its record waits until the newcomer is there
         return victim
 
     async def _put_back(self, engine: Engine, victim: Record) -> None:
@@ -342,12 +346,10 @@ class Agent:
             await engine.load(victim.engine_name, Path(victim.path), timeout_s=self.settings.load_deadline_s)
         except EngineError as exc:
             log.warning("the evicted adapter could not be put back", lora_id=victim.lora_id, error=str(exc))
-            if exc.code != "adapter_refused":
-                # The engine is dying or gone: the victim's slot was given to nobody, its restart loads it again.
-                self.records.put(replace(victim, is_loaded=True))
-            return
+            if exc.code == "adapter_refused":
+                self._forget_load(victim)
+            return  # else the engine is dying or gone: its restart loads what the record still says
         if self._engine is not engine:
-            self.records.put(replace(victim, is_loaded=True))
             return
         self._slots = self._slots.loaded(victim.engine_name)
         self._announce(victim, load_seconds=None)
@@ -367,6 +369,7 @@ class Agent:
                 raise RequestError("not_loaded", f"adapter {request.lora_id!r}{version} is not loaded here")
             for record in records:
                 await self._unload_one(engine, record)
+                self._forget_load(record)
             return tuple(record.engine_name for record in records)
 
     async def _unload_one(self, engine: Engine, record: Record) -> None:
@@ -378,9 +381,11 @@ class Agent:
             self.events.add("UNLOAD_FAILED", **names, error=str(exc))
             raise
         self._slots = self._slots.unloaded(record.engine_name)
-        self.records.put(replace(record, is_loaded=False))
         self.events.add("UNLOADED_FROM_DEVICE", **names)
         self._changed()
+
+    def _forget_load(self, record: Record) -> None:
+        self.records.put(replace(self.records.get(record.engine_name) or record, is_loaded=False))
 
     async def inspect(self, request: InspectRequest) -> AvailableLora:
         """Fetch, verify, install; load nothing. Raises WorkerError."""

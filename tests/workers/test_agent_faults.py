@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import struct
 import sys
@@ -305,3 +306,57 @@ async def test_draining_a_hung_engine_lasts_to_its_deadline_and_claims_nothing(w
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.engine_pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_after_a_storm_of_calls_and_killed_engines_record_agent_and_engine_say_the_same(worker, seed):
+    rng = random.Random(seed)
+    names = (*THREE, "extra/v1")
+
+    async def caller(client) -> None:
+        for _ in range(12):
+            lora_id, victim = rng.sample(names, 2)
+            call = rng.choice(("load", "load", "evict", "unload"))
+            if call == "unload":
+                answer = await post(client, "unload_lora", lora_id=lora_id)
+            else:
+                more = {"evict": victim} if call == "evict" else {}
+                answer = await post(client, "load_lora", lora_id=lora_id, **more)
+            assert answer.status_code in {200, 404, 409, 422, 503}, answer.text
+            assert answer.is_success or code(answer) in {
+                "not_loaded", "no_free_slot", "engine_unreachable", "engine_down", "not_ready"
+            }  # fmt: skip
+            await asyncio.sleep(rng.uniform(0, 0.1))
+
+    async with worker.running("--engine-args=--sim-load-s=0.02") as client:
+        callers = asyncio.gather(*(caller(client) for _ in range(6)))
+        await asyncio.sleep(rng.uniform(0.1, 0.4))
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        await callers
+        await until((worker.state_dir / "engine.pid").exists)
+        await worker.ready(client)
+        told = await metadata(client)
+        async with httpx.AsyncClient(timeout=10) as direct:
+            models = (await direct.get(f"{told.transport.engine_url}/v1/models")).json()["data"]
+        listed = {item["id"] for item in models if item.get("parent")}
+        assert {item.engine_name for item in told.lora.loaded_loras if item.state == "ready"} == listed
+        assert len(listed) <= 3
+        records = [json.loads(path.read_text()) for path in (worker.state_dir / "adapters").glob("*.json")]
+        assert {record["engine_name"] for record in records if record["is_loaded"]} == listed
+        assert not list(worker.cache_dir.glob(".partial-*"))
+
+
+async def test_an_agent_killed_in_the_middle_of_an_eviction_comes_back_with_the_victim_or_the_newcomer(worker):
+    slow = ("--engine-args=--sim-load-s=0.5",)
+    async with worker.running(*slow) as client:
+        for lora_id in THREE:
+            await post(client, "load_lora", lora_id=lora_id)
+        evicting = asyncio.create_task(post(client, "load_lora", lora_id="extra/v1", evict="legal/v2"))
+        async with asyncio.timeout(10):
+            while "legal/v2" in await loaded(client):
+                await asyncio.sleep(0.02)
+        worker.process.kill()
+        with contextlib.suppress(httpx.HTTPError):
+            await evicting
+    async with worker.running(*slow) as client:
+        assert len(await loaded(client)) == 3
