@@ -93,6 +93,10 @@ def _read_epoch(path: Path) -> int:
         return int(json.loads(path.read_text())["epoch"])
     except FileNotFoundError:
         return 0
+    except (ValueError, KeyError, TypeError) as exc:
+        # Not 0: that would let a leader that was replaced give orders again.
+        message = f'{path} is damaged ({exc!r}); write the orchestrator\'s epoch into it as {{"epoch": N}}'
+        raise OSError(message) from exc
 
 
 def _write(path: Path, value: object) -> None:

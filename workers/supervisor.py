@@ -67,7 +67,11 @@ class Supervisor:
             except Exception as exc:  # the top of a loop: it logs, counts and goes on
                 log.exception("supervising failed")
                 reason = repr(exc)
-            await self._failed(reason, up_s=0.0 if ready_at is None else self._clock() - ready_at)
+            try:
+                await self._failed(reason, up_s=0.0 if ready_at is None else self._clock() - ready_at)
+            except Exception:
+                log.exception("clearing up after the engine failed")  # an agent without supervisor would never recover
+                await asyncio.sleep(1.0)
 
     async def stop(self) -> None:
         """Drain and end the engine; nothing of it is left afterwards."""

@@ -185,6 +185,18 @@ async def test_a_second_agent_on_the_same_state_folder_is_refused(worker):
         assert b"another agent" in said
 
 
+async def test_a_damaged_epoch_is_refused_in_one_line_that_says_what_to_do(worker):
+    worker.state_dir.mkdir()
+    (worker.state_dir / "epoch.json").write_text("{")
+    agent = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(agent.communicate(), 20)
+    assert agent.returncode == 2
+    assert b"epoch.json is damaged" in said
+    assert b"Traceback" not in said
+
+
 async def test_hostile_files_in_the_adapter_folder_harm_no_other_adapter(worker, agent_model, tmp_path):
     folder = tmp_path / "shelf"
     make_adapter(folder, "fine/v1")
