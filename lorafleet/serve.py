@@ -9,8 +9,12 @@ from types import FrameType
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = structlog.get_logger()
+
+# Request line and headers together; nginx and Apache take about as much.
+_MOST_HEAD_BYTES = 64 * 2**10
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -33,9 +37,19 @@ async def serve(
     on_stop: Callable[[], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; then `on_stop`, finish what is in flight for up to `grace_s`, and return."""
-    config = uvicorn.Config(
+    server = _Server(configured(app, grace_s=grace_s), on_stop)
+    if port_file is not None:
+        partial = port_file.with_suffix(".partial")
+        partial.write_text(str(sock.getsockname()[1]))
+        partial.replace(port_file)
+    await server.serve(sockets=[sock])
+
+
+def configured(app: ASGIApp, *, grace_s: float) -> uvicorn.Config:
+    """How every house serves."""
+    return uvicorn.Config(
         app,
-        http="httptools",
+        http=_BoundedHead,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -45,12 +59,43 @@ async def serve(
         timeout_graceful_shutdown=max(1, int(grace_s)),
         timeout_keep_alive=75,
     )
-    server = _Server(config, on_stop)
-    if port_file is not None:
-        partial = port_file.with_suffix(".partial")
-        partial.write_text(str(sock.getsockname()[1]))
-        partial.replace(port_file)
-    await server.serve(sockets=[sock])
+
+
+class _BoundedHead(HttpToolsProtocol):
+    """uvicorn's own protocol, with a bound on what it keeps of a request before anybody is asked for a key.
+
+    Source: httptools 0.9 has no limit of its own; 100 MB of headers were taken (seen running).
+    """
+
+    _is_head = False
+    _head_bytes = 0
+    _messages = 0
+
+    def data_received(self, data: bytes) -> None:
+        before = self._messages
+        super().data_received(data)
+        # What a head shares with the end of another message is one read at most, and is not counted.
+        if self._is_head and self._messages == before:
+            self._count(len(data))
+
+    def on_message_begin(self) -> None:
+        self._is_head, self._head_bytes = True, 0
+        self._messages += 1
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if not self._is_head:  # a trailer
+            self._count(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        self._is_head = False
+        super().on_headers_complete()
+
+    def _count(self, size_bytes: int) -> None:
+        self._head_bytes += size_bytes
+        if self._head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The request's head is larger than {_MOST_HEAD_BYTES} bytes.")
 
 
 class _Server(uvicorn.Server):
