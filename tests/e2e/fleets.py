@@ -1,6 +1,7 @@
 """`lorafleet up` as a process, and what a person could find out about the fleet it runs."""
 
 import contextlib
+import ctypes
 import os
 import re
 import selectors
@@ -100,9 +101,15 @@ def start(state_dir: Path, *flags: str, token: str = "", environment: dict[str, 
             text=True,
             env={**os.environ, name: value, **(environment or {})},
             process_group=0,
+            preexec_fn=_stop_with_tests,
         )
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return Fleet(process, tag, state_dir, errors, headers=headers)
+
+
+def _stop_with_tests() -> None:
+    """SIGTERM to `up` when the test run is killed: nobody else would ever stop it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def wait_ready(fleet: Fleet, *, within_s: float) -> Fleet:
