@@ -101,7 +101,7 @@ def start(state_dir: Path, *flags: str, token: str = "", environment: dict[str, 
             text=True,
             env={**os.environ, name: value, **(environment or {})},
             process_group=0,
-            preexec_fn=_stop_with_tests,
+            preexec_fn=_stop_with_tests,  # noqa: PLW1509  (one system call, and nothing here holds a lock)
         )
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return Fleet(process, tag, state_dir, errors, headers=headers)
