@@ -27,7 +27,9 @@ class Signal:
     async def wait(self, timeout_s: float) -> bool:
         """Whether something happened within this time."""
         try:
-            await asyncio.wait_for(self._event.wait(), timeout_s)
+            # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the event.
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
         except TimeoutError:
             return False
         return True

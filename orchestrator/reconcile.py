@@ -6,6 +6,7 @@ own deadline, and every end of an action asks for the next pass. What is under w
 """
 
 import asyncio
+import contextlib
 import secrets
 import statistics
 import time
@@ -32,6 +33,10 @@ from orchestrator.wire import CatalogWorker, Draining
 from workers.wire import AvailableLora, DrainRequest, InspectRequest, LoadedLora, LoadRequest, Metadata, UnloadRequest
 
 log = structlog.get_logger()
+
+# Failures of the moment, and how long one counts: less than a restart takes, more than a pass.
+PASSING_CODES = frozenset({"worker_unreachable", "engine_unreachable", "engine_down", "not_ready", "draining"})
+PASSING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +104,10 @@ class Reconciler:
                 self._metrics.passes_failed.inc()
                 await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.0))
                 continue
-            try:
-                await asyncio.wait_for(self._due.wait(), self._next_pass_s())
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the event.
+                async with asyncio.timeout(self._next_pass_s()):
+                    await self._due.wait()
 
     def poke(self) -> None:
         """Something changed: pass now rather than at the next interval."""
@@ -367,7 +372,9 @@ class Reconciler:
             self._load_began.pop((action.lora_id, action.worker_id), None)
 
     def _failed(self, action: Action, code: str, message: str, retry_after_s: float | None) -> None:
-        until = self._clock() + max(self.store.rules.failure_expiry_s, retry_after_s or 0.0)
+        # A worker that is starting again is a matter of moments, and somebody's request may be waiting for it.
+        expiry_s = PASSING_S if code in PASSING_CODES else self.store.rules.failure_expiry_s
+        until = self._clock() + max(expiry_s, retry_after_s or 0.0)
         self.failures[action.lora_id, action.worker_id] = Failure(until=until, code=code, message=message)
         where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
         log.warning("action failed", operation=action.operation, **where, code=code, error=message)

@@ -52,6 +52,10 @@ def applied(observed, desired):
     return replace(observed, workers=workers)
 
 
+def could_load(known, worker):
+    return worker.state == "ready" and known.base_model in worker.base_models and known.rank <= worker.max_lora_rank
+
+
 @st.composite
 def fleets(draw):
     names = [f"a{i}" for i in range(draw(st.integers(1, 8)))]
@@ -153,6 +157,9 @@ def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_
             least = known.min_replicas or 0
         else:
             least = rules.min_replicas if known.min_replicas is None else known.min_replicas
+        if (known.loading or rules.loading) == "weighted":
+            # Its share counts only workers that could load it; one that holds it although it does not fit is no claim.
+            least = min(least, sum(could_load(known, w) for w in observed.workers.values()))
         left = sum(w.holds(lora_id) for w in after.workers.values() if w.state in ("ready", "cordoned", "unmanaged"))
         assert left >= min(least, known.max_replicas or 64)
 
