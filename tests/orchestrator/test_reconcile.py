@@ -189,6 +189,26 @@ async def test_a_workers_trouble_is_kept_for_a_while_and_tried_elsewhere(house, 
     assert (await house.adapter())["state"] == "ready"
 
 
+@pytest.mark.parametrize(("code", "after_s"), [("engine_down", 1.5), ("not_ready", 1.5), ("source_failed", 61.0)])
+async def test_a_worker_that_is_starting_again_is_asked_again_at_once_and_another_failure_counts_longer(
+    house, clock, code, after_s
+):
+    agent = await house.worker()
+    await house.register()
+    await house.settle()
+    agent.refuse["sql/v1"] = code
+    await house.ensure()
+    await house.settle()
+    agent.refuse.clear()
+    clock.now += after_s - 1.0
+    await house.settle()
+    assert (await house.adapter())["state"] != "ready"
+    clock.now += 1.0
+    await house.ensure()
+    await house.settle()
+    assert (await house.adapter())["state"] == "ready"
+
+
 async def test_an_adapter_of_unknown_base_model_is_tried_on_each_base_model_before_it_is_refused(house):
     agents = {name: await house.worker(name, base_model=f"base-{name}") for name in ("w0", "w1")}
     for agent in agents.values():
