@@ -54,7 +54,7 @@ class _Joined:
     def heard(self, replica: Replica, metadata: Metadata) -> None:
         self._load.reported(replica.id, replica.report)
         transport = metadata.transport
-        if len(transport.kv_events) == 1 and len(transport.kv_replay) == 1:
+        if replica.block_size and len(transport.kv_events) == 1 and len(transport.kv_replay) == 1:
             self._feeds.follow(
                 Source(
                     worker=replica.id,

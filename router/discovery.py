@@ -267,9 +267,9 @@ def replica_from(worker: str, metadata: Metadata, *, heard_at: float) -> Replica
         agent_url=metadata.agent_url.rstrip("/"),
         dialect=metadata.transport.dialect,
         state="ready",
-        block_size=shape.block_size,
+        block_size=max(0, shape.block_size),
         max_loras=metadata.lora.max_loras,
-        max_num_seqs=shape.max_num_seqs,
+        max_num_seqs=max(1, shape.max_num_seqs),
         max_model_len=shape.max_model_len,
         engine_boot_id=metadata.engine_boot_id,
         residents=MappingProxyType(

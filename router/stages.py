@@ -192,7 +192,8 @@ def _match(
         return hashes, depths
     salt = question.decoded.get("cache_salt")
     root = root_hash(ask.base_model, ask.engine_name, salt if isinstance(salt, str) else "")
-    for block_size in {replica.block_size for replica in replicas}:
+    # 0: an engine that has not said yet, because it is still starting.
+    for block_size in {replica.block_size for replica in replicas} - {0}:
         try:
             chain = block_hashes(tokens.ids, block_size=block_size, root=root)
         except (OverflowError, TypeError):

@@ -66,6 +66,7 @@ class Engine:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     healthy: bool = True
     died: bool = False
+    ids: list[int] | None = None  # what /tokenize answers; None: it refuses
 
     def __post_init__(self):
         self.go_on.set()
@@ -79,7 +80,9 @@ class Engine:
             return await self.answer(self, body)
 
         async def tokenize(request: Request):
-            return JSONResponse({"error": {"message": "no"}}, 400)
+            if self.ids is None:
+                return JSONResponse({"error": {"message": "no"}}, 400)
+            return JSONResponse({"tokens": self.ids, "count": len(self.ids)})
 
         return Starlette(
             routes=[
@@ -104,6 +107,7 @@ class Control:
     down: bool = False
     silent: bool = False  # the agents
     boot_id: str = "first"
+    starting: frozenset = frozenset()
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
     max_loras: int = 2
@@ -133,11 +137,17 @@ class Control:
             )
             for lora_id in self.residents.get(worker, [])
         )
+        is_up = worker not in self.starting
         shape = RuntimeConfig(
-            block_size=16, total_kv_blocks=100, max_num_seqs=8, max_num_batched_tokens=2048, max_model_len=2048
+            block_size=16 if is_up else 0,
+            total_kv_blocks=100,
+            max_num_seqs=8,
+            max_num_batched_tokens=2048,
+            max_model_len=2048,
         )
         return Metadata(
             instance_id=worker,
+            state="ready" if is_up else "starting",
             agent_url=f"{self.url}/agents/{worker}",
             model=ModelCard(name=BASE, base_model=BASE, runtime_config=shape),
             transport=Transport(engine_url=self.workers[worker]),

@@ -494,6 +494,18 @@ async def test_keys_scopes_and_tenants(tmp_path):
         assert (await client.get("/health")).status_code == 200
 
 
+async def test_a_worker_that_is_still_starting_disturbs_nobody():
+    engines, control = [Engine("w0", ids=[1, 2, 3] * 20), Engine("w1")], with_sql("w0")
+    control.starting = frozenset({"w1"})
+    async with fleet(*engines, control=control) as (client, _, _):
+        for body in (CHAT, {**CHAT, "lora_id": "sql/v1"}):
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, "w0")
+        explained = (await client.post("/v1/route", json=CHAT)).json()
+        assert (explained["tokens_from"], explained["prompt_tokens"]) == ("remote", 60)
+        assert explained["rejected"] == [{"worker_id": "w1", "reason": "starting"}]
+
+
 async def test_route_explains_and_sends_nothing():
     engines = [Engine("w0"), Engine("w1")]
     async with fleet(*engines, control=with_sql("w1")) as (client, control, _):
