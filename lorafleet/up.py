@@ -8,7 +8,7 @@ import importlib.util
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lorafleet import commands
@@ -19,17 +19,26 @@ from lorafleet.fleet import Fleet, Options
 
 def run(options: Options) -> int:
     """Bring the fleet up, stay until a signal, take it down; the exit status. Raises Failure."""
-    _check(options)
+    check(options)
     with _locked(options.state_dir):
         return asyncio.run(_main(options))
 
 
-def _check(options: Options) -> None:
-    """Raises Failure for what no start could mend."""
-    if options.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def check(options: Options, *, has: Callable[[str], bool] = is_installed) -> None:
+    """Raises Failure for what no start could mend. `has` tells whether a module can be imported."""
+    if options.engine == "vllm" and not has("vllm"):
         raise Failure(
             "vLLM is not installed in this environment: `make install`, or see docs/quickstart.md for the pip commands"
-            " (or try `--engine sim`, which needs nothing)"
+            " (or try `--engine sim`, which computes nothing and needs no vLLM)"
+        )
+    if options.model is None and not (has("numpy") and has("safetensors")):
+        raise Failure(
+            "the tiny demo model is made with numpy and safetensors, which are not both installed:"
+            " pip install 'lorafleet[demo]', or give --model a folder of your own"
         )
     for flag, port in (("--router-port", options.router_port), ("--orchestrator-port", options.orchestrator_port)):
         _require_free(flag, port)

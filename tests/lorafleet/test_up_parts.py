@@ -20,7 +20,7 @@ from lorafleet.failure import Failure
 from lorafleet.fleet import Options, adapter_folders
 from lorafleet.processes import Child, Guard, clean_environment, kill_marked, marked
 from lorafleet.progress import Steps
-from lorafleet.up import run
+from lorafleet.up import check, run
 
 SLEEPER = "import time; time.sleep(600)"
 
@@ -183,3 +183,17 @@ def test_a_released_guard_has_swept_and_is_gone(tmp_path: Path) -> None:
     guard = Guard(os.urandom(8).hex(), scratch)
     guard.release()
     assert not scratch.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "says"),
+    [
+        ({"engine": "vllm"}, "vllm", "make install"),
+        ({}, "numpy", r"lorafleet\[demo\]"),
+        ({}, "safetensors", r"lorafleet\[demo\]"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_what_installs_it(tmp_path, changes, missing, says):
+    with pytest.raises(Failure, match=says):
+        check(options(tmp_path, **changes), has=lambda module: module != missing)
+    check(options(tmp_path), has=lambda module: module in ("numpy", "safetensors"))
