@@ -26,8 +26,9 @@ async def forever(
 ) -> None:
     """Run `step` again and again until cancelled: every `every_s`, or at once when poked.
 
-    A step that raises is logged (in one line when the other side is away, with a traceback when the fault is
-    ours), counted by `on_failure`, and tried again after a jittered, growing pause of at most `most_backoff_s`.
+    A step that raises is counted by `on_failure` and tried again after a jittered, growing pause of at most
+    `most_backoff_s`. The 1st, 10th and every 100th failure in a row is logged: in one line when the other side is
+    away, with a traceback when the fault is ours.
     """
     chance = rng or random.Random()
     failures = 0
@@ -36,13 +37,16 @@ async def forever(
             poke.clear()
         try:
             await step()
+            if failures:
+                log.info("loop step works again", loop=name, failures=failures)
             failures = 0
             pause_s = every_s
         except Exception as exc:  # the top of a loop: it logs, counts and goes on
             failures += 1
             on_failure()
-            ours = not isinstance(exc, _AWAY)
-            log.warning("loop step failed", loop=name, failures=failures, error=repr(exc), exc_info=ours)
+            if failures in (1, 10) or failures % 100 == 0:
+                ours = not isinstance(exc, _AWAY)
+                log.warning("loop step failed", loop=name, failures=failures, error=repr(exc), exc_info=ours)
             pause_s = min(most_backoff_s, 0.1 * 2.0 ** min(failures, 10)) * chance.uniform(0.5, 1.0)
         if poke is None or failures:
             await asyncio.sleep(pause_s)
@@ -64,19 +68,21 @@ class Changes:
         woken, self._next = self._next, asyncio.Event()
         woken.set()
 
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether a change came within this time."""
+        try:
+            # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the change.
+            async with asyncio.timeout(timeout_s):
+                await self._next.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def until(self, predicate: Callable[[], bool], *, timeout_s: float) -> bool:
         """Whether the predicate came true in time; it is asked now and after every change."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while True:
-            changed = self._next
-            if predicate():
-                return True
+        while not predicate():
             left_s = deadline - asyncio.get_running_loop().time()
-            if left_s <= 0:
-                return False
-            try:
-                # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the change.
-                async with asyncio.timeout(left_s):
-                    await changed.wait()
-            except TimeoutError:
+            if left_s <= 0 or not await self.wait(left_s):
                 return predicate()
+        return True

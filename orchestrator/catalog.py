@@ -3,36 +3,15 @@
 Every event takes a new revision, so an event's id says exactly how much of the story a follower knows.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 
+from lorafleet.loops import Changes
 from orchestrator.core.errors import Expired
 from orchestrator.core.state import Adapter
 from orchestrator.store import Store
 from orchestrator.wire import AliasItem, AliasTarget, Catalog, CatalogAdapter, CatalogWorker, Draining, FleetEvent
-
-
-class Signal:
-    """Wakes everyone who waits for "something happened"; each then looks for itself."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def notify(self) -> None:
-        event, self._event = self._event, asyncio.Event()
-        event.set()
-
-    async def wait(self, timeout_s: float) -> bool:
-        """Whether something happened within this time."""
-        try:
-            # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the event.
-            async with asyncio.timeout(timeout_s):
-                await self._event.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 class CatalogBook:
@@ -49,7 +28,7 @@ class CatalogBook:
         self._workers: dict[str, CatalogWorker] = {}
         self._draining: tuple[Draining, ...] = ()
         self._body: tuple[int, bytes] = (-1, b"")
-        self.changed = Signal()
+        self.changed = Changes()
 
     @property
     def revision(self) -> int:

@@ -33,7 +33,7 @@ from router.tokens import FIELDS, NO_TOKENS, Tokenizers, Tokens
 from router.usage import Usage
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# A just-routed prompt counts as stored until its first token, plus this (DESIGN): then the engine's events tell.
+# A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.
 _SPECULATE_S = 2.0
 _KEPT_DECISIONS = 1000
 # What a decision reads of a body; the rest is sent on without being parsed.

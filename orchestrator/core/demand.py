@@ -13,7 +13,7 @@ from orchestrator.core.state import Demand, Pair, Want
 
 WINDOW_S = 60.0
 LIVE_S = 10.0
-"""A router's word expires after this much silence (DESIGN, make before break)."""
+"""A router's word expires after this much silence (make before break)."""
 _BOOTS_REMEMBERED = 8
 
 

@@ -7,7 +7,7 @@ from math import exp
 from router.core.fleet import Report
 from router.core.index import WorkerId
 
-# Seconds over which admitted work counts towards utilisation (DESIGN: rho over 30 s).
+# Seconds over which admitted work counts towards utilisation (rho).
 _HORIZON_S = 30.0
 # Until a request has ended here: a guess, nothing measured.
 _FIRST_REQUEST_S = 2.0

@@ -21,7 +21,7 @@ class Costs:
 
     # Before any replica has reported a rate: an 8B model on one 80 GB GPU does about this.
     prefill_tokens_per_s: float = 10_000.0
-    # An adapter in host memory moves to a device slot: rank 64 is 336 MB over PCIe (FACTS: 268 tokens at 20k/s).
+    # An adapter in host memory moves to a device slot: rank 64 of an 8B model is 336 MB over PCIe.
     host_to_device_s: float = 0.02
     # What one second of prefill takes from each decode that runs beside it.
     decode_harm: float = 0.02

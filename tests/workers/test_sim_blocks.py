@@ -18,7 +18,7 @@ POOL = 12  # usable blocks
 FOREST = [[1] * 4 + [branch] * 4 + [leaf] * 4 for branch in (2, 3) for leaf in (4, 5)] + [[1] * 9, [7] * 8]
 ROOTS = [Root(), Root(1, "a", "/a"), Root(2, "a", "/b"), Root(cache_salt="s")]
 
-# FACTS: the three kinds of event as vLLM 0.32 sends them, at ts 1.0.
+# The three kinds of event as vLLM 0.32 sends them.
 GOLDEN = bytes.fromhex(
     "93cb3ff80000000000009388a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739101b1706172656e745f626c6f636b"
     "5f68617368c0a9746f6b656e5f6964739101aa626c6f636b5f73697a6520a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e"
