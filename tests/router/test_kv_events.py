@@ -120,13 +120,13 @@ def test_a_salt_is_told_from_the_adapters_name_and_from_what_is_not_indexed(keys
 class Engine:
     """An engine's two sockets, which can be told to lose messages on the way."""
 
-    def __init__(self, tmp_path, topic="kv@boot"):
+    def __init__(self, topic="kv@boot"):
         self.topic = topic.encode()
         self.context = zmq.asyncio.Context()
         self.pub = self.context.socket(zmq.PUB)
         self.router = self.context.socket(zmq.ROUTER)
-        # ipc paths have at most 107 bytes, and pytest's folders are long.
-        self.events, self.replay = (f"ipc:///tmp/{uuid.uuid4().hex}" for _ in range(2))
+        # Abstract (`@`): no file is left, and pytest's folders are too long for a socket's path.
+        self.events, self.replay = (f"ipc://@{uuid.uuid4().hex}" for _ in range(2))
         self.pub.bind(self.events)
         self.router.bind(self.replay)
         self.batches: list[bytes] = []
@@ -174,16 +174,16 @@ def chain(n, start=0):
     return [stored([i + 1], [2 * i, 2 * i + 1], i or None) for i in range(start, n)]
 
 
-async def test_what_was_cached_before_we_came_is_replayed(tmp_path):
-    engine = Engine(tmp_path)
+async def test_what_was_cached_before_we_came_is_replayed():
+    engine = Engine()
     for event in chain(5):
         await engine.publish(event)
     async with feeding(engine) as (_, index):
         await until(lambda: depth(index, range(10)) == 5)
 
 
-async def test_live_events_follow_and_a_hole_is_filled_from_the_replay_socket(tmp_path):
-    engine = Engine(tmp_path)
+async def test_live_events_follow_and_a_hole_is_filled_from_the_replay_socket():
+    engine = Engine()
     async with feeding(engine) as (feeds, index):
         await until(lambda: engine.replays == 1)
         events = chain(6)
@@ -197,8 +197,8 @@ async def test_live_events_follow_and_a_hole_is_filled_from_the_replay_socket(tm
         assert feeds.metrics.kv_degraded.labels("w0")._value.get() == 0
 
 
-async def test_a_replay_with_a_hole_in_it_is_asked_for_again(tmp_path):
-    engine = Engine(tmp_path)
+async def test_a_replay_with_a_hole_in_it_is_asked_for_again():
+    engine = Engine()
     for event in chain(6):
         await engine.publish(event)
     engine.skip = {3}
@@ -207,8 +207,8 @@ async def test_a_replay_with_a_hole_in_it_is_asked_for_again(tmp_path):
         assert feeds.metrics.kv_degraded.labels("w0")._value.get() == 0
 
 
-async def test_a_hole_that_nothing_can_bridge_keeps_what_is_known_and_says_degraded(tmp_path):
-    engine = Engine(tmp_path)
+async def test_a_hole_that_nothing_can_bridge_keeps_what_is_known_and_says_degraded():
+    engine = Engine()
     events = chain(8)
     async with feeding(engine) as (feeds, index):
         await until(lambda: engine.replays == 1)
@@ -225,16 +225,16 @@ async def test_a_hole_that_nothing_can_bridge_keeps_what_is_known_and_says_degra
         assert feeds.metrics.kv_rejected.labels("w0", "unknown_parent")._value.get() == 1
 
 
-async def test_a_loss_at_the_tail_is_found_by_asking(tmp_path):
-    engine = Engine(tmp_path)
+async def test_a_loss_at_the_tail_is_found_by_asking():
+    engine = Engine()
     async with feeding(engine, tail_poll_s=0.05) as (_, index):
         await until(lambda: engine.replays >= 1)
         await engine.publish(chain(1)[0], lost=True)
         await until(lambda: depth(index, range(2)) == 1)
 
 
-async def test_an_engine_that_started_again_starts_its_worker_afresh(tmp_path):
-    old, new = Engine(tmp_path, "kv@1"), Engine(tmp_path, "kv@2")
+async def test_an_engine_that_started_again_starts_its_worker_afresh():
+    old, new = Engine("kv@1"), Engine("kv@2")
     await old.publish(*chain(3))
     async with feeding(old) as (feeds, index):
         await until(lambda: depth(index, range(6)) == 3)
@@ -249,8 +249,8 @@ async def test_an_engine_that_started_again_starts_its_worker_afresh(tmp_path):
         new.context.destroy(linger=0)
 
 
-async def test_undecodable_batches_are_counted_and_passed_over(tmp_path):
-    engine = Engine(tmp_path)
+async def test_undecodable_batches_are_counted_and_passed_over():
+    engine = Engine()
     async with feeding(engine) as (feeds, index):
         await until(lambda: engine.replays == 1)
         engine.batches.append(b"\xc1")
