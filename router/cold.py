@@ -17,16 +17,13 @@ from router.core.errors import (
     RouterError,
     Saturated,
 )
-from router.core.fleet import Adapter, Replica
-from router.core.index import WorkerId
+from router.core.fleet import Adapter, Excluded, Replica
 from router.core.policy import rendezvous_home
 from router.discovery import Discovery
 from router.metrics import Metrics
 from workers.wire import LoadRequest
 
 log = structlog.get_logger()
-
-Excluded = frozenset[tuple[WorkerId, str]]
 
 _ASK_AGAIN_S = 1.0
 # One call to `ensure` waits at the orchestrator for at most so long; then it is asked again.
@@ -60,7 +57,7 @@ class ColdStarts:
     async def until_resident(self, lora_id: str, excluded: Excluded = frozenset()) -> Adapter:
         """The adapter, once some replica reports its exact digest as ready; at once when one does already.
 
-        excluded  (worker, engine boot id) pairs that failed this request: their word does not count for it
+        excluded  what failed this request: its word does not count for it
 
         raises  Saturated when too many requests wait already; AdapterFailed and ModelNotFound when the
                 orchestrator says so; after `timeout_s` NoCapacity when there was no room, else ColdStartTimeout

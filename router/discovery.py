@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -15,7 +15,7 @@ from lorafleet.loops import Changes, forever
 from orchestrator.wire import Catalog, CatalogWorker
 from router.core.fleet import Adapter, Alias, Fleet, Replica, ReplicaState, Report, Resident
 from router.core.index import WorkerId
-from workers.wire import Metadata
+from workers.wire import Metadata, engine_name
 
 log = structlog.get_logger()
 
@@ -209,13 +209,9 @@ class Discovery:
         self.changes.notify()
 
     def _replica(self, follow: _Follow, metadata: Metadata) -> Replica:
-        draining = {d.lora_id + "@" + d.digest[:12] for d in self._catalog.draining if d.worker_id == follow.worker.id}
-        replica = replica_from(follow.worker.id, metadata, heard_at=follow.heard_at)
-        return replace(
-            replica,
-            state=_state(follow, metadata, silent=self._clock() - follow.heard_at > self._unreachable_after_s),
-            draining=replica.draining | draining,
-        )
+        is_silent = self._clock() - follow.heard_at > self._unreachable_after_s
+        draining = {engine_name(d.lora_id, d.digest) for d in self._catalog.draining if d.worker_id == follow.worker.id}
+        return _replica_from(follow, metadata, state=_state(follow, metadata, silent=is_silent), draining=draining)
 
     def _read_saved(self) -> None:
         if self._state_file is None or not self._state_file.exists():
@@ -256,17 +252,17 @@ def _named_by(catalog: Catalog) -> tuple[Mapping[str, Adapter], Mapping[str, Ali
     return MappingProxyType(adapters), MappingProxyType(aliases)
 
 
-def replica_from(worker: str, metadata: Metadata, *, heard_at: float) -> Replica:
-    """A replica as its agent describes it."""
+def _replica_from(follow: _Follow, metadata: Metadata, *, state: ReplicaState, draining: set[str]) -> Replica:
+    """A replica as its agent describes it; `draining` are engine names that the catalog says to avoid there."""
     held = [lora for lora in metadata.lora.loaded_loras if lora.state in ("ready", "draining")]
     shape, load = metadata.model.runtime_config, metadata.load
     return Replica(
-        id=WorkerId(worker),
+        id=WorkerId(follow.worker.id),
         base_model=metadata.model.base_model,
         engine_url=metadata.transport.engine_url.rstrip("/"),
         agent_url=metadata.agent_url.rstrip("/"),
         dialect=metadata.transport.dialect,
-        state="ready",
+        state=state,
         block_size=max(0, shape.block_size),
         max_loras=metadata.lora.max_loras,
         max_num_seqs=max(1, shape.max_num_seqs),
@@ -275,13 +271,13 @@ def replica_from(worker: str, metadata: Metadata, *, heard_at: float) -> Replica
         residents=MappingProxyType(
             {lora.engine_name: Resident(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
         ),
-        draining=frozenset(lora.engine_name for lora in held if lora.state == "draining"),
+        draining=frozenset(draining | {lora.engine_name for lora in held if lora.state == "draining"}),
         report=Report(
             running=load.running,
             waiting=load.waiting,
             kv_usage=load.kv_usage,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
-            at=heard_at - load.read_age_s,
+            at=follow.heard_at - load.read_age_s,
         ),
     )
 

@@ -10,9 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from lorafleet.auth import Caller
 from lorafleet.http import HttpError, envelope, error_headers
-from router.cold import Excluded
 from router.core.errors import NoReplica, ReplicaUnreachable, RouterError, StreamBroken
-from router.core.fleet import Replica
+from router.core.fleet import Excluded, Replica
 from router.dress import dress_vllm
 from router.proxy import Call, Echo, Limits, Opened, error_event, open_answer, relay
 from router.stages import (
@@ -92,7 +91,7 @@ class Inference:
             except ReplicaUnreachable as exc:
                 flight.end()
                 replica = routed.decision.replica
-                excluded |= {(replica.id, replica.engine_boot_id)}
+                excluded |= {replica.incarnation}
                 # An engine that is up and says no will not be another one soon; one that died may be.
                 is_refused = exc.reason == "engine_unavailable"
                 deaths += exc.reason in _DEATHS

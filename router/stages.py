@@ -15,12 +15,12 @@ import msgspec
 from starlette.types import Message, Receive
 
 from lorafleet.auth import Caller, Keys
-from router.cold import ColdStarts, Excluded
+from router.cold import ColdStarts
 from router.config import RouterSettings
 from router.core.blocks import BlockHash, block_hashes, root_hash
 from router.core.credit import Credit
 from router.core.errors import BadBody, BodyTooLarge, CatalogUnavailable
-from router.core.fleet import Replica
+from router.core.fleet import Excluded, Replica
 from router.core.index import WorkerId
 from router.core.load import InFlight, LoadBook
 from router.core.policy import Ask, Costs, Decision, decide
@@ -147,10 +147,8 @@ async def _until_back(parts: Parts, base_model: str, excluded: Excluded) -> None
     """Wait for a replica that has not failed this request, or for one that did to have started again."""
 
     def is_back() -> bool:
-        return any(
-            r.state == "ready" and (r.id, r.engine_boot_id) not in excluded
-            for r in parts.discovery.fleet.of(base_model)
-        )
+        replicas = parts.discovery.fleet.of(base_model)
+        return any(r.state == "ready" and r.incarnation not in excluded for r in replicas)
 
     await parts.discovery.changes.until(is_back, timeout_s=parts.config.failover_wait_s)
 

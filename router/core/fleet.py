@@ -10,6 +10,9 @@ from router.core.index import WorkerId
 
 ReplicaState = Literal["ready", "starting", "draining", "unreachable"]
 AdapterLocation = Literal["device", "host", "disk", "remote"]
+# A worker with the engine that it has now; after a restart the same worker is another incarnation.
+Incarnation = tuple[WorkerId, str]
+Excluded = frozenset[Incarnation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,11 @@ class Replica:
     residents: Mapping[str, Resident] = field(default_factory=lambda: MappingProxyType({}))
     draining: frozenset[str] = frozenset()
     report: Report = Report()
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """This worker with this boot of its engine: what a request that failed here must avoid."""
+        return self.id, self.engine_boot_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,7 @@ class Fleet:
         """The replicas of a base model, whatever their state."""
         return [replica for replica in self.replicas.values() if replica.base_model == base_model]
 
-    def holding(self, engine_name: str, excluded: Container[tuple[WorkerId, str]] = ()) -> list[Replica]:
+    def holding(self, engine_name: str, excluded: Container[Incarnation] = ()) -> list[Replica]:
         """The ready replicas that report this exact adapter and digest, are not draining it and not excluded."""
         return [
             replica
@@ -109,5 +117,5 @@ class Fleet:
             if replica.state == "ready"
             and engine_name in replica.residents
             and engine_name not in replica.draining
-            and (replica.id, replica.engine_boot_id) not in excluded
+            and replica.incarnation not in excluded
         ]

@@ -8,7 +8,7 @@ from statistics import median
 from xxhash import xxh3_64_intdigest
 
 from router.core.errors import NoReplica
-from router.core.fleet import Replica
+from router.core.fleet import Excluded, Replica
 from router.core.index import WorkerId
 from router.core.load import Own
 
@@ -37,13 +37,13 @@ class Costs:
 class Ask:
     """One request, as far as the choice of a replica depends on it.
 
-    excluded  (worker, engine boot id) pairs that failed this request; an engine that started again is another one
+    excluded  what failed this request; an engine that started again is not among it
     """
 
     base_model: str
     engine_name: str
     prompt_tokens: int
-    excluded: frozenset[tuple[WorkerId, str]] = frozenset()
+    excluded: Excluded = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def rejection(ask: Ask, replica: Replica) -> str | None:
     """The filter that a replica fails, or None."""
     if replica.base_model != ask.base_model:
         return "other base model"
-    if (replica.id, replica.engine_boot_id) in ask.excluded:
+    if replica.incarnation in ask.excluded:
         return "failed this request before"
     if replica.state != "ready":
         return replica.state

@@ -21,6 +21,7 @@ from workers.wire import LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfi
 
 DIGEST = "ab" * 32
 BASE = "tiny-qwen"
+CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
 
 
 async def until(predicate, *, within_s=5.0):
@@ -217,6 +218,17 @@ class Control:
                 Route("/agents/{w}/v1/admin/load_lora", load, methods=["POST"]),
             ]
         )
+
+
+def with_sql(*on) -> Control:
+    """A control plane that knows `sql/v1`, ready on these workers."""
+    control = Control()
+    control.add_adapter("sql/v1", on=on)
+    return control
+
+
+def error_of(answer: httpx.Response):
+    return answer.status_code, answer.json()["error"]["code"]
 
 
 @contextlib.asynccontextmanager

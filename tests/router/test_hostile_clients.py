@@ -11,19 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from lorafleet.auth import hash_key
 from router.proxy import Opened
 from router.tokens import Tokenizers
-from tests.router.doubles import BASE, Control, Engine, chunk, echo, fleet, until
-
-CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
-
-
-def with_sql(*on):
-    control = Control()
-    control.add_adapter("sql/v1", on=on)
-    return control
-
-
-def error_of(answer):
-    return answer.status_code, answer.json()["error"]["code"]
+from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, until, with_sql
 
 
 @pytest.mark.parametrize("depth", [950, 100_000])

@@ -9,20 +9,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from lorafleet.auth import hash_key
 from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
-from tests.router.doubles import BASE, DIGEST, Control, Engine, chunk, echo, fleet, until
+from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, echo, error_of, fleet, until, with_sql
 
-CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
 SQL = f"sql/v1@{DIGEST[:12]}"
-
-
-def with_sql(*on):
-    control = Control()
-    control.add_adapter("sql/v1", on=on)
-    return control
-
-
-def error_of(answer):
-    return answer.status_code, answer.json()["error"]["code"]
 
 
 async def test_an_adapters_request_runs_under_the_engines_name_and_answers_under_the_clients():
