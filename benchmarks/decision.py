@@ -5,7 +5,7 @@ from random import Random
 from types import MappingProxyType
 
 from benchmarks.report import Row, arguments, medians_us, show
-from router.core.blocks import block_hashes, root_hash
+from lorafleet.kv.blocks import block_hashes, root_hash
 from router.core.fleet import Replica, Resident
 from router.core.index import KvIndex
 from router.core.load import LoadBook

@@ -14,8 +14,8 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from lorafleet.kv.blocks import root_hash
 from lorafleet.loops import forever
-from router.core.blocks import root_hash
 from router.core.index import KvIndex, WorkerId
 from router.metrics import Metrics
 

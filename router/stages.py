@@ -15,9 +15,9 @@ import msgspec
 from starlette.types import Message, Receive
 
 from lorafleet.auth import Caller, Keys
+from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
 from router.cold import ColdStarts
 from router.config import RouterSettings
-from router.core.blocks import BlockHash, block_hashes, root_hash
 from router.core.credit import Credit
 from router.core.errors import BadBody, BodyTooLarge, CatalogUnavailable
 from router.core.fleet import Excluded, Replica

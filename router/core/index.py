@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NewType, TypeVar
 
-from router.core.blocks import BlockHash, block_hashes
+from lorafleet.kv.blocks import BlockHash, block_hashes
 
 WorkerId = NewType("WorkerId", str)
 EngineHash = int | bytes

@@ -1,4 +1,4 @@
-from router.core.blocks import block_hashes, root_hash
+from lorafleet.kv.blocks import block_hashes, root_hash
 from router.core.credit import Credit
 
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from router.core.blocks import block_hashes, root_hash
+from lorafleet.kv.blocks import block_hashes, root_hash
 from router.core.index import KvIndex
 
 ROOT = root_hash("m")

@@ -7,7 +7,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from router.core.blocks import block_hashes, root_hash
+from lorafleet.kv.blocks import block_hashes, root_hash
 from router.core.index import KvIndex
 from router.kv_events import Feeds, Source, apply_event, cache_salt
 from router.metrics import Metrics
