@@ -1,0 +1,102 @@
+"""How far each worker's predicted hits can be believed: exact, degraded or estimate.
+
+A closed loop: what was predicted for a prompt is compared with what the engine says it had cached, and each worker has
+a bucket of doubt. A disagreement pours `_POUR` in, an agreement lets 1 out; full means degraded, empty means exact
+again. Single disagreements happen to a perfect index (a block evicted, or a neighbour's prompt stored, between decision
+and start), so what counts is whether the bucket fills faster than it drains: it does from one disagreement in
+`_POUR + 1` on.
+"""
+
+from dataclasses import dataclass
+from math import exp
+from typing import Literal
+
+from router.core.index import WorkerId
+
+TrustState = Literal["exact", "degraded", "estimate"]
+FeedMode = Literal["exact", "estimate"]
+
+# Reasoned, then simulated (tests/router/test_trust.py repeats it; nothing was measured on a fleet). With one
+# disagreement in ten, which is a crowded cache, a worker is degraded by chance once in about 46,000 comparisons and
+# exact again 26 later; with one in two it is degraded after 17 and stays so. Six in a row degrade; eighteen agreements
+# in a row heal.
+_POUR = 3
+_FULL = 18
+# A share of the prompt. Less does not change which replica wins, and a wrong tail block is not a wrong index.
+_TOLERANCE = 0.1
+# Seconds over which the error figure is weighted: a guess, nothing measured.
+_HORIZON_S = 300.0
+
+
+@dataclass(slots=True)
+class _Worker:
+    mode: FeedMode
+    doubt: int = 0
+    is_degraded: bool = False
+    tokens_off: float = 0.0
+    prompt_tokens: float = 0.0
+    at: float = 0.0
+
+
+class Trust:
+    """The state of every worker that has been opened; of others nothing is kept."""
+
+    def __init__(self) -> None:
+        self._workers: dict[WorkerId, _Worker] = {}
+
+    def opened(self, worker: WorkerId, mode: FeedMode) -> None:
+        """A feed begins, at a new engine boot or from a new source: what was held against the former is void."""
+        self._workers[worker] = _Worker(mode)
+
+    def lost(self, worker: WorkerId) -> None:
+        """Events are missing that nothing can bring back: degraded, until predictions agree again."""
+        entry = self._workers.get(worker)
+        if entry is not None and entry.mode == "exact":
+            entry.doubt = _FULL
+            entry.is_degraded = True
+
+    def compared(
+        self, worker: WorkerId, predicted_tokens: int, cached_tokens: int, prompt_tokens: int, now: float
+    ) -> None:
+        """Learn from one answer; one that comes after `forget` changes nothing.
+
+        predicted_tokens  the hit that the decision counted with, as an engine counts it: whole blocks, never the
+                          prompt's last token (vLLM computes that one always)
+        cached_tokens     the engine's own word; an answer without it is not to be compared
+        """
+        entry = self._workers.get(worker)
+        if entry is None or prompt_tokens <= 0:
+            return
+        off = abs(predicted_tokens - cached_tokens)
+        kept = exp(min(0.0, entry.at - now) / _HORIZON_S)
+        entry.tokens_off = entry.tokens_off * kept + off
+        entry.prompt_tokens = entry.prompt_tokens * kept + prompt_tokens
+        entry.at = now
+        tolerated = _TOLERANCE * prompt_tokens
+        # Where neither side saw much, agreement proves nothing: a deaf index agrees on every new prompt.
+        if entry.mode == "exact" and max(predicted_tokens, cached_tokens) > tolerated:
+            _pour(entry, disagrees=off > tolerated)
+
+    def state(self, worker: WorkerId) -> TrustState:
+        """What the worker's predictions are; `estimate` where no feed was ever opened."""
+        entry = self._workers.get(worker)
+        if entry is None or entry.mode == "estimate":
+            return "estimate"
+        return "degraded" if entry.is_degraded else "exact"
+
+    def error_share(self, worker: WorkerId) -> float:
+        """Tokens off per prompt token, exponentially weighted over 300 s of answers; 0.0 before the first."""
+        entry = self._workers.get(worker)
+        return entry.tokens_off / entry.prompt_tokens if entry is not None and entry.prompt_tokens else 0.0
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop a worker that is gone."""
+        self._workers.pop(worker, None)
+
+
+def _pour(entry: _Worker, *, disagrees: bool) -> None:
+    entry.doubt = min(_FULL, entry.doubt + _POUR) if disagrees else max(0, entry.doubt - 1)
+    if entry.doubt == _FULL:
+        entry.is_degraded = True
+    elif entry.doubt == 0:
+        entry.is_degraded = False
