@@ -2,38 +2,57 @@
 
 A chained block hash names its whole prefix, so the tree's edges need not be stored: one dict from block
 hash to a bit mask of holders is the tree, and walking a prompt's hashes while and-ing the masks gives
-every worker's contiguous prefix depth in one pass.
+every worker's contiguous prefix depth in one pass. `benchmarks/contenders.py` keeps the designs that lost.
+
+Each worker has a slot of two bits: one says that its engine stored the block, the other that a prompt just
+sent will store it. A worker that goes only has its slot retired: no match sees it from then on, and `sweep`
+takes its bits out of the masks a few blocks at a time, after which the slot may serve another worker.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import repeat
 from typing import Literal, NewType, TypeVar
 
 from lorafleet.kv.blocks import BlockHash, block_hashes
 
 WorkerId = NewType("WorkerId", str)
+Tier = Literal["device", "host", "storage"]
+TIERS: tuple[Tier, ...] = ("device", "host", "storage")
 EngineHash = int | bytes
 K = TypeVar("K")
 
 Rejection = Literal["shape", "unknown_parent", "unknown_block"]
 
+# What CPython 3.11 allocates for an integer of 60 to 90 bits, and for a mask of up to 64 workers.
+_HASH_BYTES, _MASK_BYTES = 48, 48
+# Masks nobody uses any more are looked for once there are so many more of them than blocks.
+_SPARE_MASKS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hold:
+    """Blocks that count as stored on the device for a while, though no engine has said so; see `release`."""
+
+    worker: WorkerId
+    hashes: tuple[BlockHash, ...]
+
 
 @dataclass(slots=True)
 class _Worker:
-    bit: int
-    blocks: dict[EngineHash, BlockHash] = field(default_factory=dict)
-    # Copies beyond the first; both are nearly always empty.
-    more_copies: dict[EngineHash, int] = field(default_factory=dict)
+    added: int
+    blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    holds: set[Hold] = field(default_factory=set)
+    # Holds of a block beyond its first.
     more_holds: dict[BlockHash, int] = field(default_factory=dict)
+    engine: dict[EngineHash, BlockHash] = field(default_factory=dict)
+    more_copies: dict[EngineHash, int] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Blocks that count as stored for a while, though no engine has said so; given back with `release`."""
-
-    worker: WorkerId
-    owner: object
-    hashes: tuple[BlockHash, ...]
+    @property
+    def held(self) -> int:
+        return self.added << 1
 
 
 class KvIndex:
@@ -41,35 +60,228 @@ class KvIndex:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._holders: dict[BlockHash, int] = {}
+        self._tiers: dict[Tier, dict[BlockHash, int]] = {tier: {} for tier in TIERS}
+        self._device = self._tiers["device"]
         self._workers: dict[WorkerId, _Worker] = {}
         self._by_bit: dict[int, WorkerId] = {}
+        self._live = 0
+        # Equal masks are one object: memory, and "did anything change?" is a comparison of pointers.
+        self._masks: dict[int, int] = {}
+        self._slots = 0
+        self._free: list[int] = []
+        self._retired: list[int] = []
+        self._sweep: Iterator[None] | None = None
 
     def __len__(self) -> int:
-        """How many distinct blocks somebody holds."""
-        return len(self._holders)
+        """How many distinct blocks are kept, over all tiers; blocks of retired workers count until swept."""
+        return sum(map(len, self._tiers.values()))
+
+    def size_bytes(self) -> int:
+        """About how much memory the index takes: tables, hashes and masks."""
+        tables = sum(map(sys.getsizeof, self._tiers.values())) + sys.getsizeof(self._masks)
+        return tables + len(self) * _HASH_BYTES + len(self._masks) * _MASK_BYTES
 
     def workers(self) -> Mapping[WorkerId, int]:
-        """Engine blocks known per worker."""
-        return {worker: len(entry.blocks) for worker, entry in self._workers.items()}
+        """Blocks added per worker, over its tiers; what is only held does not count."""
+        return {worker: sum(entry.blocks.values()) for worker, entry in self._workers.items()}
+
+    def blocks(self, worker: WorkerId, tier: Tier) -> int:
+        """How many blocks a worker has at a tier."""
+        entry = self._workers.get(worker)
+        return entry.blocks[tier] if entry else 0
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """Contiguous prefix depth in blocks of every worker that holds at least the first block."""
+        """Contiguous prefix depth in blocks of every worker that has at least the first block on its device."""
         depths: dict[WorkerId, int] = {}
-        holders = self._holders.get
-        alive = holders(hashes[0], 0) if hashes else 0
-        depth = 0
-        for depth, block in enumerate(hashes):
-            still = alive & holders(block, 0)
-            if still != alive:
-                for worker in self._members(alive & ~still):
-                    depths[worker] = depth
-                alive = still
-                if not alive:
-                    return depths
-        for worker in self._members(alive):
-            depths[worker] = depth + 1
+        alive = self._live
+        before = -1
+        for depth, mask in enumerate(map(self._device.get, hashes, repeat(0))):
+            if mask is not before:
+                before = mask
+                still = alive & (mask | mask >> 1)
+                if still != alive:
+                    if depth:
+                        for worker in self._members(alive ^ still):
+                            depths[worker] = depth
+                    alive = still
+                    if not alive:
+                        return depths
+        for worker in self._members(alive if hashes else 0):
+            depths[worker] = len(hashes)
         return depths
+
+    def lower_tiers(
+        self, hashes: Sequence[BlockHash], depths: Mapping[WorkerId, int]
+    ) -> dict[WorkerId, tuple[int, int]]:
+        """Blocks that follow each worker's device prefix without a gap, as (in its host memory, in its storage).
+
+        depths   what `match(hashes)` answered
+        returns  only workers with such blocks; a block that is in both counts as the host's
+        """
+        host, storage = self._tiers["host"], self._tiers["storage"]
+        if not host and not storage:
+            return {}
+        in_host = list(map(host.get, hashes, repeat(0)))
+        in_storage = list(map(storage.get, hashes, repeat(0)))
+        found = {}
+        for worker, entry in self._workers.items():
+            if entry.blocks["host"] or entry.blocks["storage"]:
+                bit, start, from_host = entry.added, depths.get(worker, 0), 0
+                end = start
+                while end < len(hashes) and (in_host[end] | in_storage[end]) & bit:
+                    from_host += in_host[end] & bit == bit
+                    end += 1
+                if end > start:
+                    found[worker] = (from_host, end - start - from_host)
+        return found
+
+    def add(self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device") -> int:
+        """Note that a worker has these blocks at a tier; returns how many it was not known to have there."""
+        entry = self._entry(worker)
+        changed = self._set(self._tiers[tier], dict.fromkeys(hashes), entry.added)
+        entry.blocks[tier] += changed
+        return changed
+
+    def drop(self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device") -> int:
+        """Note that a worker no longer has these blocks at a tier; returns how many it was not known to have."""
+        blocks = dict.fromkeys(hashes)
+        entry = self._workers.get(worker)
+        if entry is None:
+            return len(blocks)
+        unknown = self._clear(self._tiers[tier], blocks, entry.added)
+        entry.blocks[tier] -= len(blocks) - unknown
+        return unknown
+
+    def replace(self, worker: WorkerId, tiers: Mapping[Tier, Iterable[BlockHash]]) -> None:
+        """Put what a worker says it has in the place of what was known; `{}` empties it. Holds stay."""
+        entry = self._entry(worker)
+        self._retire(entry)
+        entry.added = self._slot(worker)
+        entry.blocks = dict.fromkeys(TIERS, 0)
+        entry.more_holds.clear()
+        for hold in entry.holds:
+            self._hold(entry, hold.hashes)
+        for tier, hashes in tiers.items():
+            self.add(worker, hashes, tier)
+
+    def hold(self, worker: WorkerId, hashes: Iterable[BlockHash]) -> Hold:
+        """Count these blocks as stored until `release`: a prompt just sent will be cached in a moment."""
+        entry = self._entry(worker)
+        hold = Hold(worker, tuple(dict.fromkeys(hashes)))
+        entry.holds.add(hold)
+        self._hold(entry, hold.hashes)
+        return hold
+
+    def release(self, hold: Hold) -> None:
+        """Give a hold back, once; one taken before its worker was forgotten is already gone."""
+        entry = self._workers.get(hold.worker)
+        if entry is None or hold not in entry.holds:
+            return
+        entry.holds.remove(hold)
+        last = hold.hashes
+        if entry.more_holds:
+            last = tuple(block for block in last if not _count_down(entry.more_holds, block))
+        self._clear(self._device, last, entry.held)
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop everything that a worker has and holds: it is gone. Costs the same however much that is."""
+        entry = self._workers.pop(worker, None)
+        if entry is not None:
+            self._retire(entry)
+
+    def sweep(self, budget: int) -> bool:
+        """Clean up after workers that went, at most `budget` blocks of it; returns whether there is more to do.
+
+        Until it has answered False once, blocks of workers that went take memory, and their bits widen every
+        mask. Beginning lists the blocks in one go: 3 to 9 ms for a million.
+        """
+        if self._sweep is None:
+            if not self._retired and len(self._masks) <= 2 * len(self) + _SPARE_MASKS:
+                return False
+            self._sweep = self._sweeping()
+        for _ in range(budget):
+            if next(self._sweep, self) is self:
+                self._sweep = None
+                return bool(self._retired)
+        return True
+
+    def _sweeping(self) -> Iterator[None]:
+        """One block a step. A block stored meanwhile needs no visit: nobody sets a retired bit."""
+        retired, self._retired = self._retired, []
+        # Whatever is still in use finds its way into the new table, here or by being stored.
+        self._masks = {}
+        kept = ~sum(bit | bit << 1 for bit in retired)
+        for table in self._tiers.values():
+            for block in list(table):
+                mask = table.get(block, 0)
+                if mask & kept:
+                    table[block] = self._interned(mask & kept)
+                elif mask:
+                    del table[block]
+                yield
+        for bit in retired:
+            heappush(self._free, bit)
+
+    def _entry(self, worker: WorkerId) -> _Worker:
+        entry = self._workers.get(worker)
+        if entry is None:
+            entry = self._workers[worker] = _Worker(self._slot(worker))
+        return entry
+
+    def _slot(self, worker: WorkerId) -> int:
+        """A slot that no mask mentions, given to a worker: its lower bit."""
+        if self._free:
+            bit = heappop(self._free)
+        else:
+            bit = 1 << 2 * self._slots
+            self._slots += 1
+        self._by_bit[bit] = worker
+        self._live |= bit
+        return bit
+
+    def _retire(self, entry: _Worker) -> None:
+        del self._by_bit[entry.added]
+        self._live ^= entry.added
+        self._retired.append(entry.added)
+
+    def _hold(self, entry: _Worker, blocks: tuple[BlockHash, ...]) -> None:
+        bit, table = entry.held, self._device
+        again = [block for block in blocks if table.get(block, 0) & bit]
+        for block in again:
+            entry.more_holds[block] = entry.more_holds.get(block, 0) + 1
+        self._set(table, blocks, bit)
+
+    def _set(self, table: dict[BlockHash, int], blocks: Iterable[BlockHash], bit: int) -> int:
+        """Set a bit in the masks of distinct blocks; returns in how many it was not set."""
+        changed = 0
+        for block in blocks:
+            mask = table.get(block, 0)
+            if not mask & bit:
+                table[block] = self._interned(mask | bit)
+                changed += 1
+        return changed
+
+    def _clear(self, table: dict[BlockHash, int], blocks: Iterable[BlockHash], bit: int) -> int:
+        """Clear a bit in the masks of distinct blocks; returns in how many it was not set."""
+        unknown = 0
+        for block in blocks:
+            mask = table.get(block, 0)
+            if not mask & bit:
+                unknown += 1
+            elif mask == bit:
+                del table[block]
+            else:
+                table[block] = self._interned(mask ^ bit)
+        return unknown
+
+    def _interned(self, mask: int) -> int:
+        return self._masks.setdefault(mask, mask)
+
+    def _members(self, mask: int) -> Iterator[WorkerId]:
+        while mask:
+            bit = mask & -mask
+            yield self._by_bit[bit]
+            mask ^= bit
 
     def store(
         self,
@@ -90,17 +302,16 @@ class KvIndex:
         if not engine_hashes or len(tokens) != len(engine_hashes) * self.block_size:
             return "shape"
         entry = self._entry(worker)
-        before = root if parent is None else entry.blocks.get(parent)
+        before = root if parent is None else entry.engine.get(parent)
         if before is None:
             return "unknown_parent"
         blocks = block_hashes(tokens, block_size=self.block_size, root=before)
         for engine_hash, block in zip(engine_hashes, blocks, strict=True):
-            known = entry.blocks.get(engine_hash)
-            if known is None:
-                entry.blocks[engine_hash] = block
-                self._hold(entry, block)
-            else:
+            if engine_hash in entry.engine:
                 entry.more_copies[engine_hash] = entry.more_copies.get(engine_hash, 0) + 1
+            else:
+                entry.engine[engine_hash] = block
+                self.add(worker, [block])
         return None
 
     def remove(self, worker: WorkerId, engine_hashes: Sequence[EngineHash]) -> int:
@@ -111,69 +322,12 @@ class KvIndex:
         unknown = 0
         for engine_hash in engine_hashes:
             if not _count_down(entry.more_copies, engine_hash):
-                block = entry.blocks.pop(engine_hash, None)
+                block = entry.engine.pop(engine_hash, None)
                 if block is None:
                     unknown += 1
                 else:
-                    self._let_go(entry, block)
+                    self.drop(worker, [block])
         return unknown
-
-    def hold(self, worker: WorkerId, hashes: Sequence[BlockHash]) -> Hold:
-        """Count these blocks as stored until `release`: a prompt just sent will be cached in a moment."""
-        entry = self._entry(worker)
-        for block in hashes:
-            self._hold(entry, block)
-        return Hold(worker, entry, tuple(hashes))
-
-    def release(self, hold: Hold) -> None:
-        """Give a hold back; one taken before the worker was forgotten or cleared is already gone."""
-        entry = self._workers.get(hold.worker)
-        if entry is not None and entry is hold.owner:
-            for block in hold.hashes:
-                self._let_go(entry, block)
-
-    def forget(self, worker: WorkerId) -> None:
-        """Drop everything that a worker holds: it is gone, restarted, or said that its cache is empty."""
-        entry = self._workers.pop(worker, None)
-        if entry is None:
-            return
-        del self._by_bit[entry.bit]
-        for block in [block for block, mask in self._holders.items() if mask & entry.bit]:
-            self._clear_bit(block, entry.bit)
-
-    def _entry(self, worker: WorkerId) -> _Worker:
-        entry = self._workers.get(worker)
-        if entry is None:
-            bit = 1
-            while bit in self._by_bit:
-                bit <<= 1
-            entry = self._workers[worker] = _Worker(bit)
-            self._by_bit[bit] = worker
-        return entry
-
-    def _hold(self, entry: _Worker, block: BlockHash) -> None:
-        mask = self._holders.get(block, 0)
-        if mask & entry.bit:
-            entry.more_holds[block] = entry.more_holds.get(block, 0) + 1
-        else:
-            self._holders[block] = mask | entry.bit
-
-    def _let_go(self, entry: _Worker, block: BlockHash) -> None:
-        if not _count_down(entry.more_holds, block):
-            self._clear_bit(block, entry.bit)
-
-    def _clear_bit(self, block: BlockHash, bit: int) -> None:
-        mask = self._holders[block] & ~bit
-        if mask:
-            self._holders[block] = mask
-        else:
-            del self._holders[block]
-
-    def _members(self, mask: int) -> Iterator[WorkerId]:
-        while mask:
-            bit = mask & -mask
-            yield self._by_bit[bit]
-            mask ^= bit
 
 
 def _count_down(counts: dict[K, int], key: K) -> bool:

@@ -6,99 +6,132 @@ from itertools import takewhile
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.index import KvIndex
+from router.core.index import TIERS, KvIndex
 
 ROOT = root_hash("m")
 # Blocks of one token, so that a prompt is its own list of blocks; every prompt shares a prefix with another.
 PROMPTS = [(1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 7), (1, 8, 9, 10), (11, 12), (11, 13, 14)]
 FOREST = [block_hashes(p, block_size=1, root=ROOT) for p in PROMPTS]
 WORKERS = ["w0", "w1", "w2"]
-prompts, workers = st.sampled_from(PROMPTS), st.sampled_from(WORKERS)
+# In some runs these come before the three and after them, so that masks are wider than a machine word.
+CROWD = [f"c{n}" for n in range(70)]
+
+prompts, workers, tiers = st.sampled_from(FOREST), st.sampled_from(WORKERS), st.sampled_from(TIERS)
+# Any part of a prompt, not only its head or tail; with the same block twice now and then.
+parts = st.builds(
+    lambda p, a, n, twice: p[a : a + n] * twice, prompts, st.integers(0, 4), st.integers(0, 5), st.just(1) | st.just(2)
+)
 
 
-def engine_hash(prefix):
-    """Another engine's opaque name for the block that ends this prefix."""
-    return hash(("engine", prefix))
+class Model:
+    """Sets and counts: what one worker has at each tier, and what is held for it."""
+
+    def __init__(self):
+        self.has = {tier: set() for tier in TIERS}
+        self.held = Counter()
+
+    def device(self):
+        return self.has["device"] | {block for block, n in self.held.items() if n}
 
 
 class IndexMachine(RuleBasedStateMachine):
-    def __init__(self):
-        super().__init__()
-        self.index = KvIndex(1)
-        self.copies = {w: Counter() for w in WORKERS}  # engine hash -> copies
-        self.holds = {w: Counter() for w in WORKERS}  # our hash -> holds
-        self.ours = {engine_hash(p[: i + 1]): FOREST[n][i] for n, p in enumerate(PROMPTS) for i in range(len(p))}
-
     held = Bundle("held")
 
-    @rule(worker=workers, prompt=prompts, start=st.integers(0, 4), length=st.integers(1, 5))
-    def store(self, worker, prompt, start, length):
-        names = [engine_hash(prompt[: i + 1]) for i in range(len(prompt))][start : start + length]
-        tokens = prompt[start : start + length]
-        parent = engine_hash(prompt[:start]) if start else None
-        refused = self.index.store(worker, names, tokens, parent=parent, root=ROOT)
-        if not names:
-            assert refused == "shape"
-        elif parent is not None and not self.copies[worker][parent]:
-            assert refused == "unknown_parent"
-        else:
-            assert refused is None
-            self.copies[worker].update(names)
+    def __init__(self):
+        super().__init__()
+        self.index, self.model = KvIndex(1), {}
 
-    @rule(worker=workers, prompt=prompts, depth=st.integers(1, 5))
-    def remove_any_block(self, worker, prompt, depth):
-        name = engine_hash(prompt[:depth])
-        known = self.copies[worker][name] > 0
-        assert self.index.remove(worker, [name]) == (0 if known else 1)
-        if known:
-            self.copies[worker][name] -= 1
+    @initialize(crowded=st.booleans())
+    def crowd(self, crowded):
+        if crowded:
+            for n, worker in enumerate(CROWD):
+                self.add(worker, FOREST[n % len(FOREST)][: n % 4], "device")
 
-    @rule(worker=workers)
+    def of(self, worker):
+        return self.model.setdefault(worker, Model())
+
+    @rule(worker=workers, part=parts, tier=tiers)
+    def add(self, worker, part, tier):
+        has = self.of(worker).has[tier]
+        assert self.index.add(worker, part, tier) == len(set(part) - has)
+        has.update(part)
+
+    @rule(worker=workers, part=parts, tier=tiers)
+    def drop(self, worker, part, tier):
+        has = self.model[worker].has[tier] if worker in self.model else set()
+        assert self.index.drop(worker, part, tier) == len(set(part) - has)
+        has.difference_update(part)
+
+    @rule(worker=workers, held=st.dictionaries(tiers, parts))
+    def replace(self, worker, held):
+        self.index.replace(worker, held)
+        self.of(worker).has = {tier: set(held.get(tier, ())) for tier in TIERS}
+
+    @rule(worker=workers | st.sampled_from(CROWD))
     def forget(self, worker):
         self.index.forget(worker)
-        self.copies[worker].clear()
-        self.holds[worker] = Counter()  # a new object: holds taken before belong to the old one
+        self.model.pop(worker, None)
 
-    @rule(target=held, worker=workers, prompt=st.sampled_from(FOREST), depth=st.integers(0, 5))
-    def hold(self, worker, prompt, depth):
-        self.holds[worker].update(prompt[:depth])
-        return self.index.hold(worker, prompt[:depth]), self.holds[worker]
+    @rule(target=held, worker=workers, part=parts)
+    def hold(self, worker, part):
+        model = self.of(worker)
+        model.held.update(set(part))
+        return self.index.hold(worker, part), model, set(part)
 
-    @rule(hold=consumes(held))
-    def release(self, hold):
-        taken, generation = hold
-        self.index.release(taken)
-        if generation is self.holds[taken.worker]:
-            generation.subtract(taken.hashes)
+    @rule(hold=consumes(held), twice=st.booleans())
+    def release(self, hold, twice):
+        taken, model, part = hold
+        for _ in range(1 + twice):
+            self.index.release(taken)
+        model.held.subtract(part)  # a forgotten worker's model is nobody's by now, so this tells nothing there
 
-    def blocks(self, worker):
-        stored = {self.ours[name] for name, n in self.copies[worker].items() if n > 0}
-        return stored | {block for block, n in self.holds[worker].items() if n > 0}
+    @rule(budget=st.integers(0, 5))
+    def sweep(self, budget):
+        self.index.sweep(budget)
+
+    @rule()
+    def sweep_all(self):
+        while self.index.sweep(3):
+            pass
+        kept = [set().union(*(m.device() if t == "device" else m.has[t] for m in self.model.values())) for t in TIERS]
+        assert len(self.index) == sum(map(len, kept))
+        widest = 2 * (len(CROWD) + len(WORKERS) + 40)  # each of 40 steps may have retired a slot
+        assert all(mask < 1 << widest for mask in self.index._masks)
 
     @invariant()
-    def same_answer_as_the_model(self):
+    def match_is_the_models(self):
         for hashes in FOREST:
-            depths = {w: len(list(takewhile(self.blocks(w).__contains__, hashes))) for w in WORKERS}
+            depths = {w: run(hashes, m.device()) for w, m in self.model.items()}
             assert self.index.match(hashes) == {w: d for w, d in depths.items() if d}
 
     @invariant()
-    def nothing_leaks(self):
-        assert len(self.index) == len(set().union(*(self.blocks(w) for w in WORKERS)))
-        assert sum(self.index.workers().values()) == sum(n > 0 for w in WORKERS for n in self.copies[w].values())
+    def lower_tiers_are_the_models(self):
+        for hashes in FOREST:
+            depths = {w: run(hashes, m.device()) for w, m in self.model.items()}
+            wanted = {}
+            for worker, model in self.model.items():
+                rest = hashes[depths[worker] :]
+                rest = rest[: run(rest, model.has["host"] | model.has["storage"])]
+                from_host = sum(block in model.has["host"] for block in rest)
+                if rest:
+                    wanted[worker] = (from_host, len(rest) - from_host)
+            assert self.index.lower_tiers(hashes, depths) == wanted
+
+    @invariant()
+    def counts_are_the_models(self):
+        assert self.index.workers() == {w: sum(map(len, m.has.values())) for w, m in self.model.items()}
+        assert all(self.index.blocks(w, t) == len(m.has[t]) for w, m in self.model.items() for t in TIERS)
+
+
+def run(hashes, having):
+    return len(list(takewhile(having.__contains__, hashes)))
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-
-
-@pytest.mark.parametrize("tokens", [(), (1,), (1, 2, 3)])
-def test_a_store_whose_tokens_do_not_fill_its_blocks_is_refused(tokens):
-    index = KvIndex(1)
-    assert index.store("w0", ["a", "b"], tokens, parent=None, root=ROOT) == "shape"
-    assert len(index) == 0
+TestIndex.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 def test_a_hold_from_before_a_forget_takes_nothing_from_what_came_after():
@@ -110,9 +143,56 @@ def test_a_hold_from_before_a_forget_takes_nothing_from_what_came_after():
     assert index.match(FOREST[0]) == {"w0": 4}
 
 
+def test_a_prompt_under_way_outlives_the_snapshot_of_its_worker():
+    index = KvIndex(1)
+    hold = index.hold("w0", FOREST[0])
+    index.replace("w0", {"device": FOREST[4]})
+    assert index.match(FOREST[0]) == {"w0": 4}
+    index.release(hold)
+    assert index.match(FOREST[0]) == {}
+    assert index.match(FOREST[4]) == {"w0": 2}
+
+
 def test_the_same_tokens_under_another_root_match_nothing():
     index = KvIndex(1)
-    index.store("w0", [1, 2], [5, 6], parent=None, root=root_hash("m", "sql@1"))
+    index.add("w0", block_hashes([5, 6], block_size=1, root=root_hash("m", "sql@1")))
     assert index.match(block_hashes([5, 6], block_size=1, root=root_hash("m", "sql@1"))) == {"w0": 2}
     for other in (root_hash("m"), root_hash("m", "sql@2"), root_hash("m", "sql@1", "salt")):
         assert index.match(block_hashes([5, 6], block_size=1, root=other)) == {}
+
+
+def test_workers_that_come_and_go_leave_neither_blocks_nor_wider_masks():
+    index = KvIndex(1)
+    for n in range(1000):
+        index.add(f"w{n}", FOREST[n % 6])
+        index.hold(f"w{n}", FOREST[n % 6])
+        index.forget(f"w{n}")
+        while index.sweep(2):
+            pass
+    assert len(index) == 0
+    index.add("last", FOREST[0])
+    assert max(index._masks) == 1
+
+
+@pytest.mark.parametrize("blocks", [10, 10_000])
+def test_forgetting_a_worker_visits_none_of_its_blocks(blocks):
+    index = KvIndex(1)
+    index.add("w0", range(1, blocks + 1))
+    index.forget("w0")
+    assert len(index) == blocks
+    assert index.match([1, 2]) == {}
+    assert index.sweep(blocks)
+    assert not index.sweep(1)
+    assert len(index) == 0
+
+
+def test_masks_that_nobody_uses_any_more_are_given_up():
+    index = KvIndex(1)
+    for n in range(1 << 14):
+        for bit in range(14):
+            (index.add if n >> bit & 1 else index.drop)(f"w{bit}", [7])
+    assert len(index._masks) > 4096
+    while index.sweep(100):
+        pass
+    assert len(index._masks) == 1
+    assert index.size_bytes() < 4096
