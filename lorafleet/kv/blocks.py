@@ -1,8 +1,10 @@
 """Tokens -> chained block hashes, salted with everything that the engine salts its prefix cache with."""
 
 from array import array
-from collections.abc import Sequence
-from typing import NewType
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from struct import Struct
+from typing import NewType, cast
 
 from xxhash import xxh3_64_intdigest
 
@@ -26,21 +28,42 @@ def root_hash(base_model: str, engine_name: str = "", cache_salt: str = "") -> B
     return BlockHash(xxh3_64_intdigest(bytes(digest)))
 
 
-def block_hashes(tokens: Sequence[int], *, block_size: int, root: BlockHash) -> list[BlockHash]:
+def block_hashes(
+    tokens: Sequence[int], *, block_size: int, root: BlockHash, extra: Mapping[int, bytes] | None = None
+) -> list[BlockHash]:
     """Chain one hash per full block of the prompt.
 
-    tokens   [n] token ids, chat template already applied
+    tokens   [n] token ids, chat template already applied; quickest as an array("I")
     root     root_hash(...), or the hash of the block before tokens[0]
+    extra    block number in `tokens` -> what else tells that block apart, such as its multimodal items;
+             several things in one block are the caller's to separate
     returns  [n // block_size] hashes; the partial tail block is left out
     raises   OverflowError or TypeError for ids that are not unsigned 32-bit integers
     source   vLLM 0.32 v1/core/kv_cache_utils.py hash_block_tokens: only full blocks are cached
     """
-    # One copy into packed bytes, then slices of it: hashing from a list costs twice as much.
-    packed = memoryview(array(_UINT32, tokens)).cast("B")
-    step = block_size * array(_UINT32).itemsize
+    ids = tokens if isinstance(tokens, array) and tokens.typecode == _UINT32 else array(_UINT32, tokens)
+    step = block_size * ids.itemsize
+    packed = memoryview(ids).cast("B")
+    # Unpacked in one go, in C: a slice per block would cost as much as the hashing.
+    blocks = _block_of(step).iter_unpack(packed[: len(packed) - len(packed) % step])
+    parent: int = root
+    if not extra:
+        return _typed([parent := xxh3_64_intdigest(block, parent) for (block,) in blocks])
     hashes = []
-    parent = root
-    for start in range(0, len(packed) - step + 1, step):
-        parent = BlockHash(xxh3_64_intdigest(packed[start : start + step], parent))
+    for number, (block,) in enumerate(blocks):
+        more = extra.get(number)
+        # Its length too, so that no bytes at all differ from none said.
+        data = block if more is None else block + len(more).to_bytes(4, "big") + more
+        parent = xxh3_64_intdigest(data, parent)
         hashes.append(parent)
-    return hashes
+    return _typed(hashes)
+
+
+def _typed(hashes: list[int]) -> list[BlockHash]:
+    # Once a list: `BlockHash(...)` around each hash would nearly double the cost of the loop.
+    return cast("list[BlockHash]", hashes)
+
+
+@lru_cache(maxsize=16)
+def _block_of(size_bytes: int) -> Struct:
+    return Struct(f"{size_bytes}s")

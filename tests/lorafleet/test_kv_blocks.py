@@ -1,3 +1,6 @@
+from array import array
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
@@ -45,3 +48,34 @@ def test_a_hash_is_xxh3_of_the_little_endian_ids_seeded_by_its_parent():
     root = root_hash("m")
     data = (7).to_bytes(4, "little") + (9).to_bytes(4, "little")
     assert block_hashes([7, 9], block_size=2, root=root) == [xxh3_64_intdigest(data, root)]
+
+
+extras_of = st.dictionaries(st.integers(0, 5), st.binary(max_size=6), max_size=3)
+
+
+@given(extras_of, extras_of)
+def test_prompts_share_hashes_exactly_up_to_the_first_block_with_other_extra_keys(left, right):
+    ours, theirs = (block_hashes(range(12), block_size=2, root=root_hash("m"), extra=e) for e in (left, right))
+    for depth in range(6):
+        same = all(left.get(n) == right.get(n) for n in range(depth + 1))
+        assert (ours[depth] == theirs[depth]) == same
+
+
+def test_extra_keys_follow_the_ids_with_their_length_before_them():
+    root = root_hash("m")
+    data = (7).to_bytes(4, "little") + (2).to_bytes(4, "big") + b"mm"
+    assert block_hashes([7], block_size=1, root=root, extra={0: b"mm"}) == [xxh3_64_intdigest(data, root)]
+
+
+@given(tokens_of)
+def test_any_sequence_of_ids_hashes_alike_and_is_left_as_it_was(tokens):
+    packed = array("I", tokens)
+    forms = [tokens, tuple(tokens), packed, array("Q", tokens)]
+    assert len({tuple(block_hashes(form, block_size=4, root=root_hash("m"))) for form in forms}) == 1
+    assert packed.tolist() == tokens
+
+
+@pytest.mark.parametrize(("token", "error"), [(-1, OverflowError), (2**32, OverflowError), ("7", TypeError)])
+def test_what_is_no_token_id_is_refused(token, error):
+    with pytest.raises(error):
+        block_hashes([token], block_size=1, root=root_hash("m"))
