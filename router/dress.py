@@ -15,6 +15,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "adapter_id": "use lora_id",
     "adapter_source": "use lora_id",
     "data_parallel_rank": "the router chooses the rank",
+    "ec_transfer_params": "the fleet's own caches are not a client's to move",
     "kv_transfer_params": "the fleet's own caches are not a client's to move",
     "lora": "use lora_id",
     "lora_name": "use lora_id",
@@ -22,8 +23,14 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "lora_request": "use lora_id",
     "session_params": "sessions are pinned to engines; send the whole prompt, its prefix is cached anyway",
 }
-# The same, one level down.
-REFUSED_EXTRA_ARGS: Mapping[str, str] = {"kv_cache_report_mode": "the router asks for reports itself"}
+# The same, one level down: vLLM 0.32 v1/request.py reads these from where it puts `vllm_xargs`.
+REFUSED_EXTRA_ARGS: Mapping[str, str] = {
+    "ec_transfer_params": "the fleet's own caches are not a client's to move",
+    "kv_cache_report_mode": "the router asks for reports itself",
+    "kv_transfer_params": "the fleet's own caches are not a client's to move",
+}
+
+_FULL = msgspec.Raw(b'"full"')
 
 
 def refuse_steering(body: Mapping[str, Any], extra_args: object) -> None:
@@ -38,11 +45,24 @@ def refuse_steering(body: Mapping[str, Any], extra_args: object) -> None:
                 raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
 
 
-def dress_vllm(body: Body, model: str) -> bytes:
+def dress_vllm(body: Body, model: str, *, report_full: bool = False) -> bytes:
     """The same body with vLLM's name for the model and without our own field; all else byte for byte.
 
-    model  the base model's served name, or `lora_id@digest12`
+    model        the base model's served name, or `lora_id@digest12`
+    report_full  ask for events about reused blocks, too; a client's own other `vllm_xargs` stay. Embeddings have no
+                 such field, and vLLM ignores it there.
     """
     dressed = {name: value for name, value in body.items() if name != "lora_id"}
     dressed["model"] = msgspec.Raw(msgspec.json.encode(model))
+    if report_full:
+        dressed["vllm_xargs"] = _reporting_full(body.get("vllm_xargs"))
     return msgspec.json.encode(dressed)
+
+
+def _reporting_full(given: msgspec.Raw | None) -> msgspec.Raw:
+    try:
+        extra_args = msgspec.json.decode(given, type=dict[str, msgspec.Raw] | None) if given is not None else None
+    except msgspec.ValidationError:
+        assert given is not None
+        return given  # no object: the engine's to refuse
+    return msgspec.Raw(msgspec.json.encode({**(extra_args or {}), "kv_cache_report_mode": _FULL}))

@@ -1,6 +1,7 @@
 """open -> relay: one attempt at one replica, and its bytes to the client."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ _SHUTTING_DOWN = b"cannot schedule new futures after shutdown"
 
 # vLLM 0.32 v1/engine/exceptions.py EngineDeadError.
 _DEAD = b"EngineCore encountered an issue"
+
+# The event with an answer's usage is the last but `[DONE]`, and each may come in a chunk of its own; a third for what
+# an engine sends without a closing blank line.
+_TAIL_CHUNKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,36 @@ class Call:
     replica: str
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _WithUsage(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_decode_usage = msgspec.json.Decoder(_WithUsage).decode
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """What the engine says an answer took. None is what it did not say, which is not 0.
+
+    prompt_tokens  of all prompts of the request; `cached_tokens` is of one of them alone (vLLM 0.32 serving.py of
+                   chat_completion and completion), so the two belong together only where there is one prompt
+    """
+
+    prompt_tokens: int
+    completion_tokens: int | None
+    cached_tokens: int | None
+
+
 class Opened:
     """An answer that has begun: a status and the first bytes are there, nothing has gone to the client."""
 
@@ -59,6 +94,20 @@ class Opened:
         self._response = response
         self._replica = replica
         self._idle_s = idle_s
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_CHUNKS)
+
+    @property
+    def usage(self) -> EngineUsage | None:
+        """The engine's usage, once all of the answer has been relayed; None where it has told none.
+
+        Parses at each call. A stream carries it only where the client asked (`stream_options.include_usage`) or the
+        engine was told to (vLLM's `--enable-force-include-usage`).
+        """
+        return _last_event_usage(b"".join(self._tail)) if self.streamed else _usage(self.first)
+
+    def note(self, events: bytes) -> None:
+        """Keep the end of what is relayed, in whole events and unparsed: `usage` is in it."""
+        self._tail.append(events)
 
     async def rest(self) -> AsyncIterator[bytes]:
         """What follows `first`; raises StreamBroken when the engine leaves in the middle or falls silent."""
@@ -168,17 +217,43 @@ class Echo:
 async def relay(opened: Opened, echo: Echo, send: Send) -> None:
     """Send a stream's bytes on as they come; raises StreamBroken when the engine leaves."""
     if first := echo.chunk(opened.first):
+        opened.note(first)
         await send(first)
     async for chunk in opened.rest():
         if ready := echo.chunk(chunk):
+            opened.note(ready)
             await send(ready)
     if left := echo.end():
+        opened.note(left)
         await send(left)
 
 
 def error_event(body: Mapping[str, Any]) -> bytes:
     """The end of a stream that broke: OpenAI's error in an event, then the usual last line."""
     return b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n"
+
+
+def _last_event_usage(events: bytes) -> EngineUsage | None:
+    """The usage in the last event that has one; vLLM may send one with each, but only the last says what was cached.
+
+    The quotes of a "usage" in a JSON string would be escaped, and so would a line's end.
+    """
+    at = events.rfind(b'"usage"')
+    line = events[events.rfind(b"\n", 0, max(at, 0)) + 1 :].split(b"\n", 1)[0]
+    return _usage(line.removeprefix(b"data:")) if line.startswith(b"data:") else None
+
+
+def _usage(body: bytes) -> EngineUsage | None:
+    if b'"usage"' not in body:
+        return None
+    try:
+        usage = _decode_usage(body).usage
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None  # an engine with other shapes tells nothing
+    if usage is None:
+        return None
+    details = usage.prompt_tokens_details
+    return EngineUsage(usage.prompt_tokens, usage.completion_tokens, details.cached_tokens if details else None)
 
 
 async def _first_event(response: aiohttp.ClientResponse) -> bytes:

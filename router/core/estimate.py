@@ -59,12 +59,11 @@ class Estimate:
         entry = self._workers.setdefault(worker, _Worker(self._ttl_s))
         used = (entry.last_used.get(block, began_at + 1) for block in hashes)
         guess = Guess(worker, began_at, tuple(takewhile(lambda at: at <= began_at, used)))
-        kept = hashes[:most_blocks]
         # Backwards, so that a prompt's first blocks, without which the others count for nothing, are the last to go.
-        for block in reversed(kept):
+        for block in reversed(hashes):
             entry.last_used[block] = now
             entry.last_used.move_to_end(block)
-        self._index.add(worker, kept)
+        self._index.add(worker, hashes)
         self._evict(worker, entry, unused_since=now - entry.ttl_s, most_blocks=most_blocks)
         return guess
 

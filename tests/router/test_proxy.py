@@ -1,0 +1,99 @@
+import aiohttp
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from router.proxy import Call, Echo, EngineUsage, Limits, open_answer, relay
+from tests.serving import serving
+
+LIMITS = Limits(connect_s=2, first_data_s=5, idle_s=5, answer_bytes=2**20)
+TOKEN = b'data: {"id":"1","choices":[{"delta":{"content":"a \\"usage\\": {} data: x"}}],"usage":null}\n\n'
+DONE = b"data: [DONE]\n\n"
+ZERO = b'{"prompt_tokens":40,"total_tokens":42,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":0}}'
+SOME = ZERO.replace(b'"cached_tokens":0', b'"cached_tokens":32,"created_cache_tokens":8')
+BARE = b'{"prompt_tokens":40,"total_tokens":42,"completion_tokens":2}'
+NULL = BARE.replace(b"}", b',"prompt_tokens_details":null}')
+EMBEDDED = b'{"prompt_tokens":40,"total_tokens":40}'
+SAID = [
+    (SOME, EngineUsage(40, 2, 32)),
+    (ZERO, EngineUsage(40, 2, 0)),
+    (BARE, EngineUsage(40, 2, None)),
+    (NULL, EngineUsage(40, 2, None)),
+    (EMBEDDED, EngineUsage(40, None, None)),
+    (b"null", None),
+    (b'"lots"', None),
+    (b'{"prompt_tokens":"many"}', None),
+    (b"{}", None),
+]
+
+
+def event(usage: bytes) -> bytes:
+    return b'data: {"id":"1","choices":[],"usage":%s,"system_fingerprint":"x"}\n\n' % usage
+
+
+async def usage_of(answer, *, streamed):
+    """(what an engine's answer was relayed as, the usage that it left behind)."""
+
+    async def complete(request):
+        if not streamed:
+            return Response(answer, media_type="application/json")
+
+        async def pieces():
+            for piece in answer:
+                yield piece
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    sent = []
+
+    async def send(data):
+        sent.append(data)
+
+    async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
+        call = Call(f"{url}/v1/x", b"{}", {}, engine_model="m", has_adapter=False, replica="w0")
+        async with aiohttp.ClientSession() as session:
+            opened = await open_answer(session, call, LIMITS, streamed=streamed)
+            if streamed:
+                await relay(opened, Echo("m", "m"), send)
+            else:
+                sent.append(opened.first)
+            opened.close()
+    return b"".join(sent), opened.usage
+
+
+@pytest.mark.parametrize(("usage", "said"), SAID)
+async def test_a_whole_answers_usage_is_what_the_engine_said_and_nothing_else(usage, said):
+    body = b'{"id":"1","choices":[{"message":{"content":"\\"usage\\":{\\"prompt_tokens\\":1}"}}],"usage":%s,"x":0}'
+    assert await usage_of(body % usage, streamed=False) == (body % usage, said)
+
+
+async def test_an_answer_without_usage_tells_none():
+    assert (await usage_of(b'{"id":"1","content":"usage"}', streamed=False))[1] is None
+    assert (await usage_of(b'not JSON, but with a "usage"', streamed=False))[1] is None
+    assert (await usage_of([TOKEN, DONE], streamed=True))[1] is None
+    assert (await usage_of([b"data: x\n\n", b': "usage"\n\n'], streamed=True))[1] is None
+
+
+@pytest.mark.parametrize(("usage", "said"), SAID)
+async def test_a_streams_usage_is_read_from_its_end(usage, said):
+    pieces = [TOKEN] * 20 + [event(usage), DONE]
+    assert await usage_of(pieces, streamed=True) == (b"".join(pieces), said)
+
+
+@pytest.mark.parametrize("size", [1, 7, 60, 200, 100_000])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+async def test_where_a_stream_is_cut_does_not_matter(size, line_end):
+    whole = b"".join([TOKEN, TOKEN, event(BARE), event(SOME), DONE]).replace(b"\n", line_end)
+    pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+    assert await usage_of(pieces, streamed=True) == (whole, EngineUsage(40, 2, 32))
+
+
+async def test_the_last_of_many_usages_counts():
+    pieces = [TOKEN, event(BARE), event(BARE), event(SOME), DONE]
+    assert (await usage_of(pieces, streamed=True))[1] == EngineUsage(40, 2, 32)
+
+
+async def test_a_stream_that_ends_without_a_blank_line_is_read_too():
+    for end in (event(SOME).rstrip(b"\n"), event(SOME) + b"data: [DONE]"):
+        assert (await usage_of([TOKEN, end], streamed=True))[1] == EngineUsage(40, 2, 32)
