@@ -1,8 +1,9 @@
 """Frozen snapshot of the fleet: what a decision reads, and nothing that changes while it reads."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median
 from types import MappingProxyType
 from typing import Literal
 
@@ -27,12 +28,18 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An engine's own counters, and when (our clock) we read them. Rates are 0.0 until measured."""
+    """An engine's own counters, and when (our clock) they were read. Rates and seconds are 0.0 until measured.
+
+    decode_tokens_per_s  of one request, beside those that run there
+    load_s               an adapter that must be read again, from disk to ready
+    """
 
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    load_s: float = 0.0
     at: float = 0.0
 
 
@@ -50,6 +57,7 @@ class Replica:
     max_loras: int
     max_num_seqs: int
     max_model_len: int
+    total_kv_blocks: int = 0
     engine_boot_id: str = ""
     residents: Mapping[str, Resident] = field(default_factory=lambda: MappingProxyType({}))
     draining: frozenset[str] = frozenset()
@@ -71,6 +79,7 @@ class Adapter:
     source: str
     tenants: tuple[str, ...] | None = None
     error: str | None = None
+    priority: int = 0
 
     @property
     def engine_name(self) -> str | None:
@@ -84,6 +93,48 @@ class Alias:
 
     name: str
     targets: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)  # without slots, for the cached properties
+class Roster:
+    """The replicas of one base model in one snapshot, with the tables that every decision on them reads."""
+
+    replicas: tuple[Replica, ...] = ()
+    _able: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def able(self, engine_name: str) -> tuple[int, ...]:
+        """Positions of the replicas that may run this adapter, or the base model when empty."""
+        able = self._able.get(engine_name)
+        if able is None:
+            able = tuple(i for i, r in enumerate(self.replicas) if rejection(r, engine_name) is None)
+            self._able[engine_name] = able
+        return able
+
+    @cached_property
+    def middle(self) -> Report:
+        """The median over the replicas of each learned figure, those that have none left out; 0.0 without any."""
+
+        def of(figures: Iterable[float]) -> float:
+            measured = [figure for figure in figures if figure > 0]
+            return median(measured) if measured else 0.0
+
+        reports = [replica.report for replica in self.replicas]
+        return Report(
+            prefill_tokens_per_s=of(report.prefill_tokens_per_s for report in reports),
+            decode_tokens_per_s=of(report.decode_tokens_per_s for report in reports),
+            load_s=of(report.load_s for report in reports),
+        )
+
+
+def rejection(replica: Replica, engine_name: str) -> str | None:
+    """The filter that a replica fails, or None: it may run this adapter (the base model when empty)."""
+    if replica.state != "ready":
+        return replica.state
+    if engine_name and engine_name not in replica.residents:
+        return "adapter not resident"
+    if engine_name in replica.draining:
+        return "adapter draining"
+    return None
 
 
 @dataclass(frozen=True)  # without slots, for the cached property
@@ -105,9 +156,16 @@ class Fleet:
         ready_last = sorted(self.replicas.values(), key=lambda replica: replica.state == "ready")
         return known | {replica.base_model: replica for replica in ready_last}
 
-    def of(self, base_model: str) -> list[Replica]:
+    @cached_property
+    def _rosters(self) -> dict[str, Roster]:
+        by_model: dict[str, list[Replica]] = {}
+        for replica in self.replicas.values():
+            by_model.setdefault(replica.base_model, []).append(replica)
+        return {base_model: Roster(tuple(replicas)) for base_model, replicas in by_model.items()}
+
+    def roster(self, base_model: str) -> Roster:
         """The replicas of a base model, whatever their state."""
-        return [replica for replica in self.replicas.values() if replica.base_model == base_model]
+        return self._rosters.get(base_model, _NOBODY)
 
     def holding(self, engine_name: str, excluded: Container[Incarnation] = ()) -> list[Replica]:
         """The ready replicas that report this exact adapter and digest, are not draining it and not excluded."""
@@ -119,3 +177,6 @@ class Fleet:
             and engine_name not in replica.draining
             and replica.incarnation not in excluded
         ]
+
+
+_NOBODY = Roster()

@@ -1,17 +1,22 @@
-"""What this router has in flight, and the wait and utilisation that follow from it."""
+"""What this router has in flight, and the waits and the utilisation that follow from it."""
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, inf
 
-from router.core.fleet import Report
+from router.core.fleet import Replica
 from router.core.index import WorkerId
 
 # Seconds over which admitted work counts towards utilisation (rho).
 _HORIZON_S = 30.0
-# Until a request has ended here: a guess, nothing measured.
+# Until a request has ended here, and one has begun: guesses, nothing measured.
 _FIRST_REQUEST_S = 2.0
+_FIRST_PREFILL_S = 0.2
+_FIRST_CONTEXT_TOKENS = 1000.0
 _SMOOTHING = 0.1
+# Changes remembered per worker, so that a report read some seconds ago is held against what we had there then.
+_REMEMBERED = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -21,34 +26,93 @@ class InFlight:
     worker: WorkerId
     engine_name: str
     prefill_s: float
+    prompt_tokens: int
     began_at: float
     in_prefill: bool = True
     ended: bool = False
 
 
-@dataclass(slots=True)
-class _Book:
-    flights: set[InFlight] = field(default_factory=set)
-    prefill_s: float = 0.0
-    in_prefill: int = 0
-    engine_names: dict[str, int] = field(default_factory=dict)
-    request_s: float = _FIRST_REQUEST_S
-    prefill_each_s: float = 0.0
-    in_prefill_at_report: int = 0
-    in_flight_at_report: int = 0
-    report_at: float = -1.0
-
-
 @dataclass(frozen=True, slots=True)
 class Own:
-    """This router's own share of a replica's load, frozen. Seconds and counts."""
+    """The load of one replica as this router knows it, frozen. Every time is one of our clock's.
 
-    prefill_s: float = 0.0
-    in_flight: int = 0
-    engine_names: frozenset[str] = frozenset()
-    request_s: float = _FIRST_REQUEST_S
-    others_queue_s: float = 0.0
+    busy_until     when what we sent there will have been prefilled, going by its predicted work
+    behind_s       the least that must still be waited for: our unfinished prefills but the largest, which may be
+                   nearly over
+    others_until   when the prefills that others had waiting there, at the last report, will be over
+    in_prefill, in_decode, others_in_flight   requests: ours before and after their first token, and not ours
+    engine_names   what our requests there run; `fresh` of them were sent after the last report
+    slot_at        when an adapter slot comes free for one more adapter; -inf: one is free
+    full_s         wait for one of `max_num_seqs`
+    kv_free_tokens, kv_token_s   room for KV, and how long one token more than that has to wait
+    """
+
+    busy_until: float = -inf
+    behind_s: float = 0.0
+    others_until: float = -inf
+    in_prefill: int = 0
+    in_decode: int = 0
     others_in_flight: int = 0
+    engine_names: frozenset[str] = frozenset()
+    fresh: frozenset[str] = frozenset()
+    slot_at: float = -inf
+    full_s: float = 0.0
+    kv_free_tokens: float = inf
+    kv_token_s: float = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of ours."""
+        return self.in_prefill + self.in_decode
+
+    def queue_s(self, now: float) -> float:
+        """Seconds until a request sent now would begin.
+
+        Our own share is known to the request; of the others' we know what the engine last reported beyond ours, less
+        the time since. Adding the whole report would count our own twice.
+        """
+        return max(self.busy_until - now, self.behind_s) + max(0.0, self.others_until - now)
+
+
+_IDLE = Own()
+
+
+@dataclass(slots=True)
+class _Book:
+    """Of one worker. `history`: (when, in prefill, in flight, tokens in KV) after every change."""
+
+    flights: set[InFlight] = field(default_factory=set)
+    in_prefill: dict[InFlight, None] = field(default_factory=dict)
+    busy_until: float = -inf
+    kv_tokens: int = 0
+    request_s: float = _FIRST_REQUEST_S
+    dispatched_at: dict[str, float] = field(default_factory=dict)
+    history: deque[tuple[float, int, int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    replica: Replica | None = None
+    others_until: float = -inf
+    others_in_flight: int = 0
+    others_kv_tokens: float = 0.0
+    own: Own | None = None
+
+    def changed(self, now: float) -> None:
+        self.history.append((now, len(self.in_prefill), len(self.flights), self.kv_tokens))
+        self.own = None
+
+    def had(self, at: float) -> tuple[int, int, int]:
+        """In prefill, in flight and KV tokens at that time."""
+        for when, in_prefill, in_flight, kv_tokens in reversed(self.history):
+            if when <= at:
+                return in_prefill, in_flight, kv_tokens
+        return (0, 0, 0)
+
+
+@dataclass(slots=True)
+class _Work:
+    """Of one base model: admitted seconds (decaying), when, and the middle context of its prefills."""
+
+    seconds: float = 0.0
+    at: float = 0.0
+    context_tokens: float = _FIRST_CONTEXT_TOKENS
 
 
 class LoadBook:
@@ -56,89 +120,160 @@ class LoadBook:
 
     def __init__(self) -> None:
         self._books: dict[WorkerId, _Book] = {}
-        self._admitted: dict[str, tuple[float, float]] = {}
+        self._work: dict[str, _Work] = {}
+        self._prefill_each_s = _FIRST_PREFILL_S
 
-    def begin(self, worker: WorkerId, engine_name: str, prefill_s: float, now: float) -> InFlight:
-        """Note a request that is about to be sent; its first-token work is `prefill_s` seconds."""
-        flight = InFlight(worker, engine_name, prefill_s, now)
+    def begin(
+        self, worker: WorkerId, engine_name: str, prefill_s: float, now: float, *, prompt_tokens: int = 0
+    ) -> InFlight:
+        """Note a request that is about to be sent; until its first token it is `prefill_s` seconds of work."""
+        flight = InFlight(worker, engine_name, prefill_s, prompt_tokens, now)
         book = self._books.setdefault(worker, _Book())
         book.flights.add(flight)
-        book.prefill_s += prefill_s
-        book.in_prefill += 1
-        book.engine_names[engine_name] = book.engine_names.get(engine_name, 0) + 1
-        book.prefill_each_s += _SMOOTHING * (prefill_s - book.prefill_each_s)
+        book.in_prefill[flight] = None
+        book.busy_until = max(book.busy_until, now) + prefill_s
+        book.kv_tokens += prompt_tokens
+        book.dispatched_at[engine_name] = now
+        book.changed(now)
+        self._prefill_each_s += _SMOOTHING * (prefill_s - self._prefill_each_s)
         return flight
 
-    def first_token(self, flight: InFlight) -> None:
+    def first_token(self, flight: InFlight, now: float) -> None:
         """Its prefill is over; repeats change nothing."""
         if flight.in_prefill and not flight.ended:
             flight.in_prefill = False
-            self._leave_prefill(flight)
+            book = self._books.get(flight.worker)
+            if book is not None and flight in book.flights:
+                self._leave_prefill(book, flight, now)
+                book.changed(now)
 
     def end(self, flight: InFlight, now: float) -> None:
         """It is over, well or badly; repeats change nothing."""
         if flight.ended:
             return
-        book = self._books.get(flight.worker)
-        if flight.in_prefill:
-            self._leave_prefill(flight)
         flight.ended = True
+        book = self._books.get(flight.worker)
         if book is None or flight not in book.flights:
             return
+        if flight.in_prefill:
+            self._leave_prefill(book, flight, now)
         book.flights.discard(flight)
-        left = book.engine_names[flight.engine_name] - 1
-        if left:
-            book.engine_names[flight.engine_name] = left
-        else:
-            del book.engine_names[flight.engine_name]
+        book.kv_tokens -= flight.prompt_tokens
         book.request_s += _SMOOTHING * (now - flight.began_at - book.request_s)
+        book.changed(now)
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone; its requests may still `end`, which then changes nothing."""
         self._books.pop(worker, None)
 
-    def reported(self, worker: WorkerId, report: Report) -> None:
-        """Note what of the engine's own counts was ours, at the moment they were read."""
-        book = self._books.setdefault(worker, _Book())
-        if report.at != book.report_at:
-            book.report_at = report.at
-            book.in_prefill_at_report = book.in_prefill
-            book.in_flight_at_report = len(book.flights)
+    def reported(self, replica: Replica) -> None:
+        """Take an engine's own counts, and off them what was ours when they were read."""
+        book = self._books.setdefault(replica.id, _Book())
+        report = replica.report
+        is_new = book.replica is None or book.replica.report.at != report.at
+        book.replica, book.own = replica, None
+        if not is_new:
+            return
+        in_prefill, in_flight, kv_tokens = book.had(report.at)
+        # Of ours in prefill the engine counts one as running already: it works on the first while the others wait.
+        others_waiting = max(0, report.waiting - max(0, in_prefill - 1))
+        book.others_until = report.at + others_waiting * self._prefill_each_s
+        book.others_in_flight = max(0, report.running + report.waiting - in_flight)
+        in_use = report.kv_usage * replica.total_kv_blocks * replica.block_size
+        book.others_kv_tokens = max(0.0, in_use - kv_tokens)
+        running = {flight.engine_name for flight in book.flights}
+        book.dispatched_at = {n: at for n, at in book.dispatched_at.items() if n in running or at > report.at}
 
-    def own(self, worker: WorkerId, report: Report) -> Own:
-        """Our share of a replica's load, and what the engine reported beyond it when it last did."""
+    def own(self, worker: WorkerId) -> Own:
+        """What is known of a replica's load; the same object until something changes."""
         book = self._books.get(worker)
         if book is None:
-            return Own(others_in_flight=report.running + report.waiting)
-        others_waiting = max(0, report.waiting - book.in_prefill_at_report)
-        return Own(
-            prefill_s=book.prefill_s,
-            in_flight=len(book.flights),
-            engine_names=frozenset(book.engine_names),
-            request_s=book.request_s,
-            others_queue_s=others_waiting * book.prefill_each_s,
-            others_in_flight=max(0, report.running + report.waiting - book.in_flight_at_report),
-        )
+            return _IDLE
+        if book.own is None:
+            book.own = _frozen(book)
+        return book.own
+
+    def owns(self, replicas: Iterable[Replica]) -> tuple[Own, ...]:
+        """`own` of each, in order."""
+        return tuple([self.own(replica.id) for replica in replicas])
 
     def in_flight(self) -> Iterable[tuple[WorkerId, str, int]]:
         """(worker, engine name, requests in flight) of everything that is in flight."""
         for worker, book in self._books.items():
-            for engine_name, count in book.engine_names.items():
+            counts: dict[str, int] = {}
+            for flight in book.flights:
+                counts[flight.engine_name] = counts.get(flight.engine_name, 0) + 1
+            for engine_name, count in counts.items():
                 yield worker, engine_name, count
 
-    def admit(self, base_model: str, seconds: float, now: float) -> None:
-        """Add prefill and load seconds to the base model's admitted work."""
-        total, at = self._admitted.get(base_model, (0.0, now))
-        self._admitted[base_model] = (total * exp((at - now) / _HORIZON_S) + seconds, now)
+    def admit(self, base_model: str, seconds: float, now: float, *, context_tokens: float | None = None) -> None:
+        """Add prefill and load seconds to the base model's admitted work; `context_tokens` as in cost.context."""
+        work = self._work.setdefault(base_model, _Work(at=now))
+        work.seconds = work.seconds * exp((work.at - now) / _HORIZON_S) + seconds
+        work.at = now
+        if context_tokens is not None:
+            work.context_tokens += _SMOOTHING * (context_tokens - work.context_tokens)
 
     def utilisation(self, base_model: str, replicas: int, now: float) -> float:
         """rho: admitted seconds per replica-second, exponentially weighted over 30 s, fleet-wide."""
-        total, at = self._admitted.get(base_model, (0.0, now))
-        return total * exp((at - now) / _HORIZON_S) / (_HORIZON_S * max(1, replicas))
+        work = self._work.get(base_model)
+        if work is None:
+            return 0.0
+        return work.seconds * exp((work.at - now) / _HORIZON_S) / (_HORIZON_S * max(1, replicas))
 
-    def _leave_prefill(self, flight: InFlight) -> None:
-        book = self._books.get(flight.worker)
-        if book is not None and flight in book.flights:
-            book.in_prefill -= 1
-            # Clamped: a thousand float additions and subtractions need not end at zero.
-            book.prefill_s = max(0.0, book.prefill_s - flight.prefill_s) if book.in_prefill else 0.0
+    def context_tokens(self, base_model: str) -> float:
+        """The usual context of this base model's prefills; see cost.context."""
+        work = self._work.get(base_model)
+        return _FIRST_CONTEXT_TOKENS if work is None else work.context_tokens
+
+    def _leave_prefill(self, book: _Book, flight: InFlight, now: float) -> None:
+        del book.in_prefill[flight]
+        # What is left begins now: however wrong the predictions were, the error does not outlive them.
+        book.busy_until = now + sum(left.prefill_s for left in book.in_prefill)
+
+
+def _frozen(book: _Book) -> Own:
+    replica = book.replica
+    in_prefill = len(book.in_prefill)
+    in_decode = len(book.flights) - in_prefill
+    waits = [flight.prefill_s for flight in book.in_prefill]
+    in_flight = len(book.flights) + book.others_in_flight
+    full_s = kv_token_s = 0.0
+    kv_free_tokens = inf
+    slot_at = -inf
+    report_at = -inf
+    if replica is not None:
+        report_at = replica.report.at
+        beyond = in_flight + 1 - replica.max_num_seqs
+        full_s = book.request_s * beyond / replica.max_num_seqs if beyond > 0 else 0.0
+        slot_at = _slot_at(book.flights, replica.max_loras, book.request_s)
+        total = replica.total_kv_blocks * replica.block_size
+        if total:
+            in_use = book.kv_tokens + book.others_kv_tokens
+            kv_free_tokens = total - in_use
+            # Running requests give back all of theirs in the time that one takes.
+            kv_token_s = book.request_s / max(in_use, 1.0)
+    return Own(
+        busy_until=book.busy_until,
+        behind_s=sum(waits) - max(waits, default=0.0),
+        others_until=book.others_until,
+        in_prefill=in_prefill,
+        in_decode=in_decode,
+        others_in_flight=book.others_in_flight,
+        engine_names=frozenset([flight.engine_name for flight in book.flights]),
+        fresh=frozenset([name for name, at in book.dispatched_at.items() if at > report_at]),
+        slot_at=slot_at,
+        full_s=full_s,
+        kv_free_tokens=kv_free_tokens,
+        kv_token_s=kv_token_s,
+    )
+
+
+def _slot_at(flights: Iterable[InFlight], max_loras: int, request_s: float) -> float:
+    """When one adapter more gets a device slot: an adapter's is free when its last request has ended."""
+    ends: dict[str, float] = {}
+    for flight in flights:
+        if flight.engine_name:
+            ends[flight.engine_name] = max(ends.get(flight.engine_name, -inf), flight.began_at + request_s)
+    beyond = len(ends) - max_loras
+    return sorted(ends.values())[beyond] if beyond >= 0 and max_loras > 0 else -inf

@@ -1,0 +1,112 @@
+"""What a request costs on a replica, in seconds: work, which delays everyone behind it, and waiting, which does not."""
+
+from dataclasses import dataclass
+from math import inf
+
+from router.core.fleet import Replica, Report
+from router.core.index import WorkerId
+from router.core.load import Own
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The numbers of the cost model. Where no source is named the value is a guess, nothing measured."""
+
+    # Before any replica has reported a rate: an 8B model on one 80 GB GPU does about this.
+    prefill_tokens_per_s: float = 10_000.0
+    # Context at which attention costs as much as everything else: a Llama 8B spends 16 GFLOP on a token and 0.52 MFLOP
+    # on each token before it (4 x 32 layers x 4,096).
+    attention_tokens: float = 30_000.0
+    # How much of a cached block's prefill is saved where the engine must first fetch it from another medium.
+    host_credit: float = 0.9
+    storage_credit: float = 0.5
+    # An adapter in host memory moves to a device slot: rank 64 of an 8B model is 336 MB over PCIe.
+    host_to_device_s: float = 0.02
+    # An adapter that the engine must read again, until one load has been measured.
+    load_s: float = 1.0
+    # What one second of prefill takes from each decode that runs beside it.
+    decode_harm: float = 0.02
+    kappa_max: float = 16.0
+    # Within this share of the best (or this many seconds) the choice is random, so that routers do not herd.
+    tie_share: float = 0.05
+    tie_s: float = 0.0005
+    # Above 0: every replica gets a chance, weighted by exp(-cost / temperature).
+    temperature_s: float = 0.0
+    # How much of a replica's own measured rate counts; the rest is the fleet's median.
+    own_rate_share: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One replica's terms, in seconds but for `depth_blocks` and `cached_tokens`."""
+
+    replica: WorkerId
+    depth_blocks: int
+    cached_tokens: int
+    prefill_s: float
+    adapter_s: float
+    slot_s: float
+    queue_s: float
+    harm_s: float
+    cost_s: float
+
+
+def kappa(rho: float, *, most: float) -> float:
+    """How much dearer work is than waiting: work delays everyone behind it, more so the busier the fleet."""
+    return most if rho >= 1 - 1 / most else max(1.0, 1 / (1 - rho))
+
+
+def prefill_rate(replica: Replica, middle: Report, costs: Costs) -> float:
+    """Tokens per second: a replica's own measured rate, shrunk towards the fleet's; the default before any."""
+    fleet = middle.prefill_tokens_per_s or costs.prefill_tokens_per_s
+    own = replica.report.prefill_tokens_per_s or fleet
+    return costs.own_rate_share * own + (1 - costs.own_rate_share) * fleet
+
+
+def context(prompt_tokens: int, cached_tokens: int) -> float:
+    """How many tokens the average computed token of this prompt attends to."""
+    return cached_tokens + (prompt_tokens - cached_tokens) / 2
+
+
+def score(
+    replica: Replica,
+    own: Own,
+    *,
+    engine_name: str,
+    prompt_tokens: int,
+    depth_blocks: int,
+    lower_blocks: tuple[int, int],
+    backlog_s: float,
+    middle: Report,
+    context_tokens: float,
+    price: float,
+    costs: Costs,
+    now: float,
+) -> Score:
+    """The cost model term by term: what `POST /v1/route` shows. kv_lora.py has the same in one loop."""
+    # The engine computes at least the last token again, even on a full hit (vLLM 0.32, seen running).
+    host, storage = (blocks * replica.block_size for blocks in lower_blocks)
+    cached = min(depth_blocks * replica.block_size + host + storage, max(0, prompt_tokens - 1))
+    work_tokens = prompt_tokens - cached + host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit)
+    # Relative to the usual context, because the measured rate has that one's attention in it.
+    attention = (costs.attention_tokens + context(prompt_tokens, cached)) / (costs.attention_tokens + context_tokens)
+    prefill_s = work_tokens * attention / prefill_rate(replica, middle, costs)
+    adapter_s = slot_s = 0.0
+    if engine_name:
+        adapter_s = 0.0 if engine_name in own.fresh else _move_s(replica, engine_name, middle, costs)
+        slot_s = 0.0 if engine_name in own.engine_names or own.slot_at == -inf else max(0.0, own.slot_at - now)
+    short_tokens = max(0.0, prompt_tokens - own.kv_free_tokens)
+    queue_s = own.queue_s(now) + own.full_s + short_tokens * own.kv_token_s + backlog_s
+    harm_s = costs.decode_harm * prefill_s * (own.in_flight + own.others_in_flight)
+    cost_s = price * (prefill_s + adapter_s) + slot_s + queue_s + harm_s
+    return Score(replica.id, depth_blocks, cached, prefill_s, adapter_s, slot_s, queue_s, harm_s, cost_s)
+
+
+def _move_s(replica: Replica, engine_name: str, middle: Report, costs: Costs) -> float:
+    """Seconds until an adapter that a replica reports is in a device slot, if one is free."""
+    location = replica.residents[engine_name].location
+    if location == "device":
+        return 0.0
+    if location == "host":
+        return costs.host_to_device_s
+    return replica.report.load_s or middle.load_s or costs.load_s

@@ -1,0 +1,139 @@
+"""What a policy is asked, sees and answers. All of it is frozen: the same ask and scene decide the same again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from router.core.cost import Costs, Score, kappa, score
+from router.core.errors import NoReplica
+from router.core.fleet import Excluded, Replica, Roster, rejection
+from router.core.index import WorkerId
+from router.core.load import Own
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, as far as the choice of a replica depends on it.
+
+    excluded      what failed this request; an engine that started again is not among it
+    session       who asks again and again: the session header, or else the body's `user`; may be empty
+    first_blocks  a hash of the prompt's first blocks under its adapter; 0 when it was not tokenized
+    """
+
+    base_model: str
+    engine_name: str
+    prompt_tokens: int
+    excluded: Excluded = frozenset()
+    session: str = ""
+    first_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Everything that a decision reads of the world.
+
+    loads           of each replica of `roster`, in its order
+    depths          contiguous blocks per replica in device memory; `lower`: how many more follow them in host memory
+                    and in storage
+    backlog         seconds of work per replica that wait in the router and would go there first
+    rho             utilisation of the base model's fleet
+    context_tokens  the usual context of its prefills; see cost.context
+    seed, turn      this decision's chance, and its number
+    """
+
+    roster: Roster
+    loads: tuple[Own, ...]
+    depths: Mapping[WorkerId, int] = field(default_factory=dict)
+    lower: Mapping[WorkerId, tuple[int, int]] = field(default_factory=dict)
+    backlog: Mapping[WorkerId, float] = field(default_factory=dict)
+    rho: float = 0.0
+    context_tokens: float = 1000.0
+    now: float = 0.0
+    seed: int = 0
+    turn: int = 0
+    costs: Costs = field(default_factory=Costs)
+
+    def able(self, ask: Ask) -> tuple[int, ...]:
+        """Positions of the replicas that pass every filter; raises NoReplica when none does."""
+        able = self.roster.able(ask.engine_name)
+        if ask.excluded:
+            able = tuple(i for i in able if self.roster.replicas[i].incarnation not in ask.excluded)
+        if not able:
+            why = ", ".join(f"{worker}: {reason}" for worker, reason in sorted(self.rejected(ask).items()))
+            raise NoReplica(
+                f"no replica of {ask.base_model!r} can serve this now ({why or 'the fleet has none of it'})"
+            )
+        return able
+
+    def rejected(self, ask: Ask) -> dict[WorkerId, str]:
+        """The filter that each replica fails, of those that fail one."""
+        reasons = {
+            r.id: "failed this request before" if r.incarnation in ask.excluded else rejection(r, ask.engine_name)
+            for r in self.roster.replicas
+        }
+        return {worker: reason for worker, reason in reasons.items() if reason is not None}
+
+    def score(self, ask: Ask, position: int) -> Score:
+        """What this request costs on one replica, term by term."""
+        replica = self.roster.replicas[position]
+        return score(
+            replica,
+            self.loads[position],
+            engine_name=ask.engine_name,
+            prompt_tokens=ask.prompt_tokens,
+            depth_blocks=self.depths.get(replica.id, 0),
+            lower_blocks=self.lower.get(replica.id, (0, 0)),
+            backlog_s=self.backlog.get(replica.id, 0.0),
+            middle=self.roster.middle,
+            context_tokens=self.context_tokens,
+            price=self.kappa,
+            costs=self.costs,
+            now=self.now,
+        )
+
+    @property
+    def kappa(self) -> float:
+        """How much dearer work is than waiting now."""
+        return kappa(self.rho, most=self.costs.kappa_max)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The chosen replica, and everything that it was chosen from."""
+
+    policy: str
+    ask: Ask
+    scene: Scene
+    position: int
+    score: Score
+
+    @property
+    def replica(self) -> Replica:
+        """Where it goes."""
+        return self.scene.roster.replicas[self.position]
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """Every able replica's terms."""
+        return tuple(self.scene.score(self.ask, i) for i in self.scene.able(self.ask))
+
+    @property
+    def rejected(self) -> dict[WorkerId, str]:
+        """The filter that each other replica failed."""
+        return self.scene.rejected(self.ask)
+
+
+class Policy(Protocol):
+    """A rule that picks one replica. It keeps nothing between decisions that could change one."""
+
+    name: ClassVar[str]
+
+    def choose(self, ask: Ask, scene: Scene) -> int:
+        """The position in the roster; raises NoReplica when every replica failed a filter."""
+        ...
+
+
+def decide(policy: Policy, ask: Ask, scene: Scene) -> Decision:
+    """filter -> cost -> pick; raises NoReplica."""
+    position = policy.choose(ask, scene)
+    return Decision(policy.name, ask, scene, position, scene.score(ask, position))

@@ -1,0 +1,246 @@
+"""Late binding: an engine is given about a second of work, the rest waits here and is decided when there is room.
+
+What waits is served in fair order: tenants share the fleet's time evenly, and so do the adapters of one tenant, each
+by its weight, counted in seconds of work. A better replica can still be chosen while a request waits, and nobody
+starves behind a hot adapter.
+
+The order is start-time fair queueing (Goyal, Vin and Cheng, 1996) on two levels: what deficit round robin gives,
+without a quantum to choose. Pure: time is an argument, nothing here waits by itself.
+"""
+
+import heapq
+import itertools
+from bisect import insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lorafleet.kv.blocks import BlockHash
+from router.core.decision import Ask, Decision
+from router.core.errors import NoReplica
+from router.core.index import WorkerId
+
+Chains = Mapping[int, Sequence[BlockHash]]
+Lower = Mapping[WorkerId, tuple[int, int]]
+
+# Waiting requests looked at in one go: each costs a decision.
+_LOOKED_AT = 32
+_LEAST_WORK_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's question and its block hashes, by block size; none when it could not be tokenized."""
+
+    ask: Ask
+    chains: Chains = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the fleet had cached of one prompt at some time; `depths` and `lower` as in Scene."""
+
+    depths: Mapping[WorkerId, int] = field(default_factory=dict)
+    lower: Lower = field(default_factory=dict)
+    at: float = 0.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Ticket:
+    """One request that wants to be sent.
+
+    tenant, adapter  whose share it counts against
+    weight           of the adapter within its tenant; 2.0 gets twice the share of 1.0
+    priority         orders the requests of one tenant and adapter, lower first, as vLLM has it
+    payload          the caller's own
+    """
+
+    prompt: Prompt
+    tenant: str = ""
+    adapter: str = ""
+    weight: float = 1.0
+    priority: float = 0.0
+    payload: Any = None
+    matched: Match | None = None
+    number: int = 0
+    bound_to: WorkerId | None = None
+    bound_s: float = 0.0
+    is_waiting: bool = False
+
+
+@dataclass(slots=True)
+class _Flow:
+    """The waiting requests of one adapter of one tenant in order, and its weighted seconds of work so far."""
+
+    had_s: float = 0.0
+    weight: float = 1.0
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """`level_s` is how far the service of its adapters has come: where one that has been idle joins."""
+
+    had_s: float = 0.0
+    level_s: float = 0.0
+    waiting: int = 0
+    flows: dict[str, _Flow] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Dispatcher:
+    """Who waits, and in which order they are decided.
+
+    decide    the decision for a ticket now, with the seconds of work that are ahead of it per replica; may raise
+              NoReplica
+    has_room  whether the chosen replica may be given this request now
+    """
+
+    decide: Callable[[Ticket, Mapping[WorkerId, float], float], Decision]
+    has_room: Callable[[Decision], bool]
+    _tenants: dict[str, _Tenant] = field(default_factory=dict)
+    _level_s: float = 0.0
+    _bound: dict[WorkerId, float] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _waiting: int = 0
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return self._waiting
+
+    @property
+    def backlog(self) -> Mapping[WorkerId, float]:
+        """Seconds of work that wait here, by the replica that each would go to as things stand."""
+        return self._bound
+
+    def offer(self, ticket: Ticket, now: float) -> Decision | None:
+        """The decision if this request may be sent at once; else None, and it waits. Raises NoReplica."""
+        decision = self.decide(ticket, self._bound, now)
+        if decision.replica.id not in self._bound and self.has_room(decision):
+            return decision
+        tenant = self._tenants.setdefault(ticket.tenant, _Tenant())
+        flow = tenant.flows.setdefault(ticket.adapter, _Flow())
+        # Whoever was idle joins where the others are: idle time earns nothing.
+        if not tenant.waiting:
+            tenant.had_s = max(tenant.had_s, self._level_s)
+        if not flow.tickets:
+            flow.had_s = max(flow.had_s, tenant.level_s)
+        flow.weight = ticket.weight
+        ticket.number, ticket.is_waiting = next(self._numbers), True
+        insort(flow.tickets, ticket, key=_place)
+        tenant.waiting += 1
+        self._waiting += 1
+        self._bind(ticket, decision)
+        return None
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """It waits no longer; repeats change nothing."""
+        if not ticket.is_waiting:
+            return
+        ticket.is_waiting = False
+        self._unbind(ticket)
+        tenant = self._tenants[ticket.tenant]
+        flow = tenant.flows[ticket.adapter]
+        flow.tickets.remove(ticket)
+        tenant.waiting -= 1
+        self._waiting -= 1
+        # One that would join at the level again need not be remembered; when nobody waits nobody need be.
+        if not flow.tickets and flow.had_s <= tenant.level_s:
+            del tenant.flows[ticket.adapter]
+        if not tenant.waiting and tenant.had_s <= self._level_s:
+            del self._tenants[ticket.tenant]
+        if not self._waiting:
+            self._tenants.clear()
+            self._level_s = 0.0
+
+    def ready(self, now: float) -> Iterator[tuple[Ticket, Decision | NoReplica]]:
+        """The waiting requests that may be sent now, in fair order, each withdrawn; with NoReplica those that no
+        replica can serve any more. Note each as sent before asking for the next: that changes what has room.
+        """
+        ahead: dict[WorkerId, float] = {}
+        for ticket in list(itertools.islice(self._in_order(), _LOOKED_AT)):
+            if not ticket.is_waiting:
+                continue
+            try:
+                decision = self.decide(ticket, ahead, now)
+            except NoReplica as exc:
+                self.withdraw(ticket)
+                yield ticket, exc
+                continue
+            if decision.replica.id in ahead or not self.has_room(decision):
+                self._unbind(ticket)
+                self._bind(ticket, decision)
+                # Whoever comes later in the order finds this one ahead of it there.
+                ahead[decision.replica.id] = ahead.get(decision.replica.id, 0.0) + ticket.bound_s
+                continue
+            self._serve(ticket, _work_s(decision))
+            self.withdraw(ticket)
+            yield ticket, decision
+
+    def _in_order(self) -> Iterator[Ticket]:
+        """Waiting tickets as they would be served if all of them had room: least served tenant and adapter first."""
+        tenants = [(tenant.had_s, name) for name, tenant in self._tenants.items() if tenant.waiting]
+        heapq.heapify(tenants)
+        flows = {name: _flow_heap(self._tenants[name]) for _, name in tenants}
+        while tenants:
+            had_s, name = tenants[0]
+            heap = flows[name]
+            flow_had_s, adapter, position = heap[0]
+            flow = self._tenants[name].flows[adapter]
+            ticket = flow.tickets[position]
+            if position + 1 < len(flow.tickets):
+                heapq.heapreplace(heap, (flow_had_s + ticket.bound_s / flow.weight, adapter, position + 1))
+            else:
+                heapq.heappop(heap)
+            if heap:
+                heapq.heapreplace(tenants, (had_s + ticket.bound_s, name))
+            else:
+                heapq.heappop(tenants)
+            yield ticket
+
+    def _serve(self, ticket: Ticket, work_s: float) -> None:
+        tenant = self._tenants[ticket.tenant]
+        flow = tenant.flows[ticket.adapter]
+        self._level_s = max(self._level_s, tenant.had_s)
+        tenant.level_s = max(tenant.level_s, flow.had_s)
+        tenant.had_s += work_s
+        flow.had_s += work_s / ticket.weight
+
+    def _bind(self, ticket: Ticket, decision: Decision) -> None:
+        ticket.bound_to, ticket.bound_s = decision.replica.id, _work_s(decision)
+        self._bound[ticket.bound_to] = self._bound.get(ticket.bound_to, 0.0) + ticket.bound_s
+
+    def _unbind(self, ticket: Ticket) -> None:
+        if ticket.bound_to is None:
+            return
+        left_s = self._bound[ticket.bound_to] - ticket.bound_s
+        # Every ticket is at least a millisecond of work: what is less than half of one is rounding.
+        if left_s > _LEAST_WORK_S / 2:
+            self._bound[ticket.bound_to] = left_s
+        else:
+            del self._bound[ticket.bound_to]
+        ticket.bound_to = None
+
+
+def room_for(decision: Decision, *, late_binding_s: float) -> bool:
+    """Whether a request may be sent now: its replica has at most this much work queued, or nothing at all to do."""
+    score = decision.score
+    own = decision.scene.loads[decision.position]
+    if not own.in_flight and not own.others_in_flight:
+        return True
+    waiting_here_s = decision.scene.backlog.get(decision.replica.id, 0.0)
+    return score.queue_s - waiting_here_s + score.slot_s <= late_binding_s
+
+
+def _flow_heap(tenant: _Tenant) -> list[tuple[float, str, int]]:
+    heap = [(flow.had_s, adapter, 0) for adapter, flow in tenant.flows.items() if flow.tickets]
+    heapq.heapify(heap)
+    return heap
+
+
+def _place(ticket: Ticket) -> tuple[float, int]:
+    return ticket.priority, ticket.number
+
+
+def _work_s(decision: Decision) -> float:
+    return max(_LEAST_WORK_S, decision.score.prefill_s + decision.score.adapter_s)

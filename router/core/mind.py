@@ -1,0 +1,124 @@
+"""match -> decide -> wait: one router's choices, without its sockets. Time is an argument, chance comes from a seed."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from router.core.cost import Costs, context
+from router.core.decision import Decision, Policy, Scene, decide
+from router.core.dispatch import Chains, Dispatcher, Lower, Match, Prompt, Ticket, room_for
+from router.core.errors import NoReplica
+from router.core.fleet import Roster
+from router.core.index import WorkerId
+from router.core.load import InFlight, LoadBook
+from router.core.policies.kv_lora import KvLora
+
+# A waiting request is decided again and again; its match is as good as new for this long.
+_MATCH_KEPT_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Shadowed:
+    """What another policy would have done: the cost of its choice and of the live one, by the same cost model."""
+
+    policy: str
+    agrees: bool
+    cost_s: float
+    live_cost_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Mind:
+    """Decides, remembers what it sent, and holds back what no engine should be given yet.
+
+    roster    the replicas of a base model, now
+    match     what they have cached of a prompt
+    shadowed  told what each shadow policy would have done; shadows decide nothing
+    late_binding_s   how much work is queued at an engine at most; infinite: everything is sent at once
+    """
+
+    roster: Callable[[str], Roster]
+    match: Callable[[Prompt, Roster], tuple[Mapping[WorkerId, int], Lower]]
+    policy: Policy = field(default_factory=KvLora)
+    shadows: Sequence[Policy] = ()
+    shadowed: Callable[[Shadowed], None] = lambda _: None
+    costs: Costs = field(default_factory=Costs)
+    late_binding_s: float = 1.0
+    rng: Random = field(default_factory=Random)
+    load: LoadBook = field(default_factory=LoadBook)
+    waiting: Dispatcher = field(init=False)
+    _turn: int = 0
+
+    def __post_init__(self) -> None:
+        self.waiting = Dispatcher(self._decide_ticket, self._has_room)
+
+    def decide(self, prompt: Prompt, now: float) -> Decision:
+        """Where this request would go now, behind all that waits. Raises NoReplica."""
+        return self._decided(prompt, self._matched(prompt, now), self.waiting.backlog, now)
+
+    def offer(self, ticket: Ticket, now: float) -> Decision | None:
+        """The decision if it may be sent now, else None: it waits. Raises NoReplica."""
+        return self.waiting.offer(ticket, now)
+
+    def ready(self, now: float) -> Iterator[tuple[Ticket, Decision | NoReplica]]:
+        """What may be sent now of what waits; see Dispatcher.ready."""
+        return self.waiting.ready(now)
+
+    def begin(self, decision: Decision, now: float) -> InFlight:
+        """Note that a request is about to be sent as decided."""
+        ask, score = decision.ask, decision.score
+        for policy in self.shadows:
+            shadow = decide(policy, ask, decision.scene)
+            self.shadowed(
+                Shadowed(policy.name, shadow.position == decision.position, shadow.score.cost_s, decision.score.cost_s)
+            )
+        self.load.admit(
+            ask.base_model,
+            score.prefill_s + score.adapter_s,
+            now,
+            context_tokens=context(ask.prompt_tokens, score.cached_tokens),
+        )
+        return self.load.begin(
+            decision.replica.id, ask.engine_name, score.prefill_s, now, prompt_tokens=ask.prompt_tokens
+        )
+
+    def _decide_ticket(self, ticket: Ticket, backlog: Mapping[WorkerId, float], now: float) -> Decision:
+        matched = ticket.matched
+        if matched is None or now - matched.at > _MATCH_KEPT_S:
+            matched = ticket.matched = self._matched(ticket.prompt, now)
+        return self._decided(ticket.prompt, matched, backlog, now)
+
+    def _matched(self, prompt: Prompt, now: float) -> Match:
+        depths, lower = self.match(prompt, self.roster(prompt.ask.base_model))
+        return Match(depths, lower, now)
+
+    def _decided(self, prompt: Prompt, matched: Match, backlog: Mapping[WorkerId, float], now: float) -> Decision:
+        ask = prompt.ask
+        roster = self.roster(ask.base_model)
+        self._turn += 1
+        scene = Scene(
+            roster=roster,
+            loads=self.load.owns(roster.replicas),
+            depths=matched.depths,
+            lower=matched.lower,
+            # A copy: the scene is kept, and what waits goes on changing.
+            backlog=dict(backlog) if backlog else {},
+            rho=self.load.utilisation(ask.base_model, len(roster.replicas), now),
+            context_tokens=self.load.context_tokens(ask.base_model),
+            now=now,
+            seed=self.rng.getrandbits(32),
+            turn=self._turn,
+            costs=self.costs,
+        )
+        return decide(self.policy, ask, scene)
+
+    def _has_room(self, decision: Decision) -> bool:
+        return room_for(decision, late_binding_s=self.late_binding_s)
+
+
+def first_blocks(chains: Chains, *, tokens: int = 256) -> int:
+    """A hash of a prompt's first blocks: what requests that begin alike have in common; 0 of none."""
+    for block_size, chain in sorted(chains.items()):
+        if chain:
+            return chain[min(len(chain), max(1, tokens // block_size)) - 1]
+    return 0

@@ -1,0 +1,18 @@
+"""The replica with the fewest requests."""
+
+from random import Random
+from typing import ClassVar
+
+from router.core.decision import Ask, Scene
+
+
+class LeastLoaded:
+    """Ours and everybody else's in flight, counted alike; equal ones share at random."""
+
+    name: ClassVar[str] = "least_loaded"
+
+    def choose(self, ask: Ask, scene: Scene) -> int:
+        able = scene.able(ask)
+        counts = [scene.loads[i].in_flight + scene.loads[i].others_in_flight for i in able]
+        fewest = min(counts)
+        return Random(scene.seed).choice([i for i, count in zip(able, counts, strict=True) if count == fewest])
