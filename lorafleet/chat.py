@@ -9,6 +9,7 @@ Transformers 5.19 utils/chat_template_utils.py.
 """
 
 import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,8 +20,11 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes as ast
 import jinja2.parser
+import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+
+from lorafleet.cuts import Cuts
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
@@ -96,11 +100,19 @@ def read_files(path: Path) -> dict[str, str]:
 class ChatTokenizer:
     """One base model's tokenizer and chat template. Safe to share between threads; encoding releases the GIL."""
 
-    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str], named_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, str],
+        named_tokens: Mapping[str, str],
+        cuts: Cuts | None = None,
+    ) -> None:
         """`templates` by name ("default", "tool_use"), `named_tokens` as templates see them ("eos_token")."""
         self._tokenizer = tokenizer
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._cuts = cuts
+        self._has_frame = tokenizer.num_special_tokens_to_add(False) > 0
         self._named_tokens = dict(named_tokens)
         self._templates = {name: _Template(source) for name, source in templates.items()}
 
@@ -111,11 +123,14 @@ class ChatTokenizer:
             raise Untokenizable("no tokenizer.json: only models with a fast tokenizer can be tokenized here")
         try:
             tokenizer = Tokenizer.from_str(files["tokenizer.json"])
+            cuts = Cuts.of(files["tokenizer.json"])
+        except msgspec.DecodeError:
+            cuts = None  # in a shape that we do not know: it can be encoded, but not in pieces
         except Exception as exc:  # tokenizers raises bare Exception for every fault of the file
             raise Untokenizable(f"tokenizer.json: {exc}") from exc
         config = _parsed_object(files, "tokenizer_config.json")
         config.update(_parsed_object(files, "special_tokens_map.json"))
-        return cls(tokenizer, _templates(files, config), _named_tokens(config))
+        return cls(tokenizer, _templates(files, config), _named_tokens(config), cuts)
 
     @classmethod
     def from_dir(cls, path: Path) -> "ChatTokenizer":
@@ -134,6 +149,25 @@ class ChatTokenizer:
         arguments = _template_arguments(body)
         return template.render(messages, tools, arguments, self._named_tokens)
 
+    def prompt_text(self, body: Mapping[str, Any]) -> tuple[str, bool]:
+        """The text of a chat or completion request, and whether special tokens go around it. Raises Untokenizable."""
+        if "messages" in body:
+            return self.render(body), bool(body.get("add_special_tokens", False))
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str):
+            raise Untokenizable(f"prompt is {type(prompt).__name__}, not one text")
+        return prompt, body.get("add_special_tokens", True) is not False
+
+    def pieces(self, text: str, *, add_special_tokens: bool) -> list[str]:
+        """`text` cut where the pieces can be encoded apart; the last is the remainder, and may be all or nothing."""
+        if self._cuts is None or (add_special_tokens and self._has_frame):
+            return [text]
+        return self._cuts.pieces(text)
+
+    def encode_pieces(self, pieces: Sequence[str], *, add_special_tokens: bool) -> list["array[int]"]:
+        """Token ids of each piece, as unsigned 32-bit integers. Raises Untokenizable."""
+        return [array("I", self.encode(piece, add_special_tokens=add_special_tokens)) for piece in pieces]
+
     def chat_ids(self, body: Mapping[str, Any]) -> list[int]:
         """Token ids of a chat request's prompt. Raises Untokenizable."""
         return self.encode(self.render(body), add_special_tokens=bool(body.get("add_special_tokens", False)))
@@ -143,7 +177,10 @@ class ChatTokenizer:
         return self.encode(prompt, add_special_tokens=add_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids. The batch call releases the GIL where the single one holds it (tokenizers 0.23)."""
+        """Token ids. The batch call releases the GIL where the single one holds it (tokenizers 0.23).
+
+        A batch of one stays in the calling thread; more would share one pool with every other caller.
+        """
         try:
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeError) as exc:  # a lone surrogate is valid JSON, and no text

@@ -1,15 +1,21 @@
 """Request body -> token ids: here when our tokenizer provably agrees with the engine's, else at the engine."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import structlog
 from jinja2 import TemplateError
 
-from lorafleet.chat import ChatTokenizer, Untokenizable
+from lorafleet.chat import ChatTokenizer, Untokenizable, read_files
+from router.metrics import Metrics
+from router.pieces import PieceCache
 from workers.wire import ModelFiles
 
 log = structlog.get_logger()
@@ -38,8 +44,15 @@ _ENGINE_ONLY_FIELDS = (
 # Everything of a body that its ids depend on.
 FIELDS = frozenset({*_TOKENIZE_FIELDS, *_ENGINE_ONLY_FIELDS})
 
-# Above this many characters encoding leaves the event loop: about 4 ms of it.
-_THREAD_ABOVE_CHARS = 16_384
+# Up to so many new characters are encoded on the event loop (about 1 ms of it), more in a thread; and more than the
+# second number in other threads, so that a short prompt never waits behind a book.
+_INLINE_CHARS = 4_096
+_LONG_CHARS = 65_536
+# Prompts that may wait for a thread; beyond, a prompt is routed without a KV term. A guess, nothing measured.
+_MAX_WAITING = 64
+# A worker whose files made no agreeing tokenizer, and an engine that was too slow, are left alone for so long.
+_RETRY_WORKER_S = 60.0
+_RETRY_ENGINE_S = 5.0
 
 # What our tokenizer must agree on with the engine before it is trusted: one body a trap (see docs/architecture.md).
 PROBES: tuple[dict[str, Any], ...] = (
@@ -88,38 +101,84 @@ PROBES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids of a prompt and who made them; `ids` is None when nobody could: then no KV term."""
+    """Token ids of a prompt, unsigned 32-bit, and who made them; `ids` is None when nobody could: then no KV term."""
 
-    ids: Sequence[int] | None
+    ids: "array[int] | None"
     source: Source
 
 
 NO_TOKENS = Tokens(None, "none")
 
 
-class Tokenizers:
-    """One tokenizer a base model, made from the files that an agent of it serves."""
+class _Busy(Exception):
+    """Too many prompts wait for a thread."""
 
-    def __init__(self, client: httpx.AsyncClient, *, mode: str = "auto") -> None:
+
+class Tokenizers:
+    """One tokenizer a base model, from a folder or from the files that an agent of it serves."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        *,
+        mode: str = "auto",
+        paths: Mapping[str, Path] | None = None,
+        remote_timeout_s: float = 0.5,
+        cache_bytes: int = 64 * 2**20,
+        threads: int = 2,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        paths             base model -> folder with its tokenizer's files, where an agent's shall not be asked
+        remote_timeout_s  how long a request may wait for an engine's /tokenize before it goes without a KV term
+        cache_bytes       for pieces of prompts already tokenized; 0 for no cache
+        threads           for long prompts, and as many again for very long ones
+        """
         self._client = client
         self._mode = mode
-        self._local: dict[str, ChatTokenizer | None] = {}
+        self._paths = dict(paths or {})
+        self._remote_timeout_s = remote_timeout_s
+        self._metrics = metrics
+        self._clock = clock
+        self._cache = PieceCache(cache_bytes)
+        self._long, self._very_long = _Threads(threads, "tokenize"), _Threads(threads, "tokenize-long")
+        self._local: dict[str, ChatTokenizer] = {}
         self._learning: set[str] = set()
+        self._worker_again_at: dict[tuple[str, str], float] = {}
+        self._engine_again_at: dict[str, float] = {}
+
+    def close(self) -> None:
+        """End the threads; what waits for one is cancelled."""
+        self._long.close()
+        self._very_long.close()
 
     def knows(self, base_model: str) -> bool:
-        """Whether it is settled how this base model is tokenized."""
+        """Whether prompts of this base model are tokenized here, or never will be."""
         return self._mode != "auto" or base_model in self._local
 
     async def learn(self, base_model: str, *, agent_url: str, engine_url: str) -> None:
-        """Fetch a base model's tokenizer and hold it against the engine's; safe to repeat and to interrupt.
+        """Get a base model's tokenizer and hold it against the engine's; safe to repeat and to interrupt.
 
+        A worker with which it came to nothing is left alone for a minute; any other worker may be tried meanwhile.
         raises  httpx.HTTPError when agent or engine cannot be asked now
         """
-        if self.knows(base_model) or base_model in self._learning:
+        worker = (base_model, agent_url)
+        now = self._clock()
+        self._worker_again_at = {key: at for key, at in self._worker_again_at.items() if at > now}
+        if self.knows(base_model) or base_model in self._learning or worker in self._worker_again_at:
             return
         self._learning.add(base_model)
         try:
-            self._local[base_model] = await self._agreeing(base_model, agent_url, engine_url)
+            local = await self._agreeing(base_model, agent_url, engine_url)
+            if local is not None:
+                self._local[base_model] = local
+            else:
+                self._worker_again_at[worker] = now + _RETRY_WORKER_S
+        except httpx.HTTPError:
+            # Shorter: it may be starting. The next worker heard of is asked meanwhile.
+            self._worker_again_at[worker] = now + _RETRY_ENGINE_S
+            raise
         finally:
             self._learning.discard(base_model)
 
@@ -130,24 +189,64 @@ class Tokenizers:
         """
         given = body.get("prompt")
         if isinstance(given, list):
-            return Tokens(given, "given") if given and all(type(i) is int for i in given) else NO_TOKENS
+            return _given(given)
         if self._mode == "off":
             return NO_TOKENS
         local = self._local.get(base_model) if self._mode == "auto" else None
         try:
             if local is not None:
-                return Tokens(await _encode(local, body), "local")
+                return Tokens(await self._encode(local, body, base_model), "local")
+        except _Busy:
+            return NO_TOKENS  # the engine would be asked for the longest prompts, just when there are too many
         except (Untokenizable, TemplateError, TypeError, ValueError, RecursionError) as exc:
             log.debug("not tokenized here", base_model=base_model, error=str(exc))
         return await self._remote(body, base_model, engine_url)
 
-    async def _agreeing(self, base_model: str, agent_url: str, engine_url: str) -> ChatTokenizer | None:
+    async def _encode(self, local: ChatTokenizer, body: Mapping[str, Any], base_model: str) -> "array[int]":
+        """Piece by piece, and only those that were not seen before. Raises Untokenizable and what templates raise."""
+        text, special = local.prompt_text(body)
+        pieces = local.pieces(text, add_special_tokens=special)
+        # The last piece grows with the next turn, so it would never be found again.
+        found = [self._cache.get(base_model, piece) for piece in pieces[:-1]]
+        missing = [piece for piece, ids in zip(pieces, [*found, None], strict=True) if ids is None]
+        new_chars = sum(map(len, missing))
+
+        def encode() -> "list[array[int]]":
+            return local.encode_pieces(missing, add_special_tokens=special)
+
+        if new_chars <= _INLINE_CHARS:
+            encoded = encode()
+        else:
+            encoded = await (self._long if new_chars <= _LONG_CHARS else self._very_long).run(encode)
+        for piece, ids in zip(missing[:-1], encoded, strict=False):
+            self._cache.put(base_model, piece, ids)
+        self._count(found, encoded)
+        made = iter(encoded)
+        whole = array("I")
+        for held in [*found, None]:
+            whole += next(made) if held is None else held
+        return whole
+
+    def _count(self, found: "Sequence[array[int] | None]", encoded: "Sequence[array[int]]") -> None:
+        if self._metrics is None:
+            return
+        self._metrics.tokenized.labels("cache").inc(sum(len(ids) for ids in found if ids is not None))
+        self._metrics.tokenized.labels("tokenizer").inc(sum(map(len, encoded)))
+        self._metrics.token_cache_bytes.set(self._cache.size_bytes)
+
+    async def _files(self, base_model: str, agent_url: str) -> Mapping[str, str]:
+        if base_model in self._paths:
+            return await asyncio.to_thread(read_files, self._paths[base_model])
         answer = await self._client.get(f"{agent_url}/v1/model/files")
         answer.raise_for_status()
-        files = ModelFiles.model_validate_json(answer.content).files
+        return ModelFiles.model_validate_json(answer.content).files
+
+    async def _agreeing(self, base_model: str, agent_url: str, engine_url: str) -> ChatTokenizer | None:
+        """The tokenizer if it equals this engine's on every probe; None when it does not, or cannot be made."""
         try:
+            files = await self._files(base_model, agent_url)
             local = await asyncio.to_thread(ChatTokenizer.from_files, files)
-        except (Untokenizable, ValueError, KeyError) as exc:
+        except (Untokenizable, ValueError, KeyError, OSError) as exc:
             log.warning("tokenizing at the engine: its files make no tokenizer", base_model=base_model, error=str(exc))
             return None
         agreed = 0
@@ -155,7 +254,7 @@ class Tokenizers:
             theirs = await self._ask(probe, base_model, engine_url)
             if theirs is None:
                 continue
-            if theirs != await _encode_or_none(local, probe):
+            if theirs != _encoded_or_none(local, probe):
                 log.warning("tokenizing at the engine: ours differs", base_model=base_model, probe=number)
                 return None
             agreed += 1
@@ -170,14 +269,24 @@ class Tokenizers:
     async def _remote(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> Tokens:
         if any(body.get(name) is not None for name in _ENGINE_ONLY_FIELDS):
             return NO_TOKENS
+        now = self._clock()
+        if self._engine_again_at.get(engine_url, 0.0) > now:
+            return NO_TOKENS
         try:
-            ids = await self._ask(body, base_model, engine_url)
+            async with asyncio.timeout(self._remote_timeout_s):
+                ids = await self._ask(body, base_model, engine_url)
+        except (TimeoutError, httpx.TimeoutException):
+            # One request has waited; those behind it need not.
+            self._engine_again_at = {url: at for url, at in self._engine_again_at.items() if at > now}
+            self._engine_again_at[engine_url] = now + _RETRY_ENGINE_S
+            log.warning("the engine tokenizes too slowly: no KV term", engine=engine_url, for_s=_RETRY_ENGINE_S)
+            ids = None
         except (httpx.HTTPError, TypeError, ValueError, RecursionError) as exc:
             log.debug("not tokenized at the engine", base_model=base_model, error=str(exc))
             ids = None
         return NO_TOKENS if ids is None else Tokens(ids, "remote")
 
-    async def _ask(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> list[int] | None:
+    async def _ask(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> "array[int] | None":
         """The engine's own ids; None when it refuses this body (it will refuse the request as well)."""
         wanted = {name: body[name] for name in _TOKENIZE_FIELDS if name in body}
         answer = await self._client.post(f"{engine_url}/tokenize", json=wanted | {"model": base_model})
@@ -186,26 +295,49 @@ class Tokenizers:
         if answer.status_code != 200:
             return None
         tokens = answer.json().get("tokens")
-        return tokens if isinstance(tokens, list) else None
+        return _packed(tokens) if isinstance(tokens, list) else None
 
 
-async def _encode(local: ChatTokenizer, body: Mapping[str, Any]) -> list[int]:
-    if "messages" not in body:
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str):
-            raise Untokenizable(f"prompt is {type(prompt).__name__}, not one text")
-        special = body.get("add_special_tokens", True) is not False
-        if len(prompt) <= _THREAD_ABOVE_CHARS:
-            return local.completion_ids(prompt, special)
-        return await asyncio.to_thread(local.completion_ids, prompt, special)
-    size = sum(len(str(m.get("content") or "")) for m in body["messages"] if isinstance(m, dict))
-    if size <= _THREAD_ABOVE_CHARS:
-        return local.chat_ids(body)
-    return await asyncio.to_thread(local.chat_ids, body)
+class _Threads:
+    """A few threads, and a bound on who may wait for one."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._most = threads + _MAX_WAITING
+        self._taken = 0
+
+    async def run(self, work: "Callable[[], list[array[int]]]") -> "list[array[int]]":
+        """What `work` returns. Raises _Busy."""
+        if self._taken >= self._most:
+            raise _Busy
+        self._taken += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        finally:
+            self._taken -= 1
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-async def _encode_or_none(local: ChatTokenizer, body: Mapping[str, Any]) -> list[int] | None:
+def _given(prompt: list[Any]) -> Tokens:
+    """Ids in the request itself. A batch of prompts, or numbers that are no ids, have no KV term."""
+    if not prompt or set(map(type, prompt)) != {int}:
+        return NO_TOKENS
+    ids = _packed(prompt)
+    return NO_TOKENS if ids is None else Tokens(ids, "given")
+
+
+def _packed(ids: list[Any]) -> "array[int] | None":
     try:
-        return await _encode(local, body)
+        return array("I", ids)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _encoded_or_none(local: ChatTokenizer, body: Mapping[str, Any]) -> "array[int] | None":
+    try:
+        text, special = local.prompt_text(body)
+        return array("I", local.encode(text, add_special_tokens=special))
     except (Untokenizable, TemplateError, TypeError, ValueError):
         return None

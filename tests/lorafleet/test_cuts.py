@@ -1,0 +1,156 @@
+"""Pieces encoded apart give the ids of the whole, on real tokenizers of every family; or there are no pieces."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from lorafleet.cuts import Cuts
+from lorafleet.tiny import make_model
+
+CORPUS = [
+    "the quick brown fox  jumps over 12 lazy dogs",
+    "user assistant system\n\n naïve café 東京 <tool>",
+    "a b c " * 9,
+]
+# Whole and broken markers, blanks that rstrip would swallow, marks that NFC merges with the letter before them.
+FRAGMENTS = [
+    "<|im_end|>", "<|im_start|>", "<|im_end|>\n<|im_start|>", "<|im_", "end|>", "<tool_call>", "<|im_end|><x>", "<|",
+    "e", "\u0301", "\u0301\u0323", "가", "ᆨ", " ", "   ", "\n", "\n\n \t", "\u3000", "the fox", "user", "DON'T", "12345",
+    "東京", "🙂‍↔️", "\x00", "\u200d", "ﬁ", "_", "<s>",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=6), max_size=25).map("".join)
+
+
+def build(model, trainer, *, normalizer=None, pre_tokenizer=None, added=(), post=None) -> str:
+    tokenizer = Tokenizer(model)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.train_from_iterator(CORPUS * 20, trainer)
+    tokenizer.add_tokens(list(added) or [AddedToken(t, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
+    if post is not None:
+        tokenizer.post_processor = post
+    return tokenizer.to_str()
+
+
+def bpe(**parts) -> str:
+    return build(models.BPE(unk_token="<unk>"), trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>"]), **parts)
+
+
+def raw(*contents: str, **traits) -> list[AddedToken]:
+    return [AddedToken(content, normalized=False, **traits) for content in contents]
+
+
+FAMILIES = {
+    "byte level, overlapping markers": lambda: bpe(
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True),
+        added=raw("<|im_end|>", "<|im_end|><x>", "<|im_start|>", "  ", "\n"),
+    ),
+    "a normalized marker beside a raw one": lambda: bpe(
+        normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
+        added=[*raw("<|im_end|>"), AddedToken("user", normalized=True), AddedToken("<|im_start|>", normalized=True)],
+    ),
+    "llama 2's prepended blank": lambda: bpe(
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    ),
+    "metaspace before every stretch": lambda: bpe(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "a marker that takes the blanks before it": lambda: bpe(
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False), added=raw("<|im_end|>", " ", lstrip=True)
+    ),
+    "unigram": lambda: build(
+        models.Unigram(),
+        trainers.UnigramTrainer(vocab_size=150, special_tokens=["<unk>"], unk_token="<unk>"),
+        normalizer=normalizers.NFKC(),
+        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="never"),
+    ),
+    "wordpiece": lambda: build(
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"]),
+        normalizer=normalizers.BertNormalizer(),
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["tiny model", *FAMILIES])
+def family(request, tmp_path_factory) -> tuple[Tokenizer, Cuts]:
+    if request.param == "tiny model":
+        text = (make_model(tmp_path_factory.mktemp("cuts") / "tiny-qwen") / "tokenizer.json").read_text()
+    else:
+        text = FAMILIES[request.param]()
+    cuts = Cuts.of(text)
+    assert cuts is not None
+    return Tokenizer.from_str(text), cuts
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS, min_chars=st.sampled_from([1, 20]))
+def test_the_ids_of_the_pieces_are_the_ids_of_the_whole(family, text, min_chars):
+    tokenizer, cuts = family
+    pieces = replace(cuts, min_chars=min_chars).pieces(text)
+    assert "".join(pieces) == text
+    assert [i for piece in pieces for i in ids(tokenizer, piece)] == ids(tokenizer, text)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TEXTS, more=TEXTS)
+def test_a_continuation_has_every_whole_piece_of_the_text_that_it_continues(text, more):
+    cuts = Cuts.of(FAMILIES["llama 2's prepended blank"]())
+    whole = replace(cuts, min_chars=20).pieces(text + "<|im_end|>" + more)
+    before = replace(cuts, min_chars=20).pieces(text)
+    # A marker that the end of the text had broken off may become whole: only the last piece may differ.
+    assert whole[: len(before) - 1] == before[:-1]
+
+
+LOOKS_ACROSS = {
+    "metaspace at the start only": lambda: bpe(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "a marker that swallows blanks behind it": lambda: bpe(added=raw("<|im_end|>", rstrip=True)),
+    "a marker that asks for its neighbours": lambda: bpe(added=[*raw("<|im_end|>"), *raw("e", single_word=True)]),
+    "no raw marker": lambda: bpe(added=[AddedToken("<|im_end|>", normalized=True, special=False)]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS_ACROSS)
+def test_a_tokenizer_that_looks_across_a_cut_has_none(name):
+    text = LOOKS_ACROSS[name]()
+    if name == "no raw marker":
+        # The special <unk> is raw, so there is one; without it there is nothing left to cut behind.
+        file = json.loads(text)
+        file["added_tokens"] = [token for token in file["added_tokens"] if token["normalized"]]
+        text = json.dumps(file)
+    assert Cuts.of(text) is None
+
+
+def test_such_a_tokenizer_would_indeed_give_other_ids_in_pieces():
+    tokenizer = Tokenizer.from_str(LOOKS_ACROSS["metaspace at the start only"]())
+    apart = ids(tokenizer, "the<|im_end|>") + ids(tokenizer, "fox")
+    assert apart != ids(tokenizer, "the<|im_end|>fox")
+
+
+def test_an_unknown_pre_tokenizer_and_dropout_have_no_cuts():
+    file = json.loads(bpe(pre_tokenizer=pre_tokenizers.ByteLevel()))
+    assert Cuts.of(json.dumps(file)) is not None
+    assert (
+        Cuts.of(json.dumps(file | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "New"}]}})) is None
+    )
+    assert Cuts.of(json.dumps(file | {"model": file["model"] | {"dropout": 0.1}})) is None
+
+
+def test_special_tokens_around_a_prompt_are_never_repeated_for_its_pieces(tmp_path):
+    from lorafleet.chat import ChatTokenizer
+
+    frame = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    framed = ChatTokenizer.from_files({"tokenizer.json": bpe(post=frame)})
+    text = "the fox <|im_end|>" * 40
+    assert framed.pieces(text, add_special_tokens=True) == [text]
+    assert len(framed.pieces(text, add_special_tokens=False)) > 1
