@@ -1,0 +1,340 @@
+"""Tokens of a prompt: where they come from, what is kept of them, and what a slow one costs the others."""
+
+import asyncio
+import threading
+import time
+from array import array
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from lorafleet.chat import ChatTokenizer, read_files
+from lorafleet.tiny import make_model
+from router.metrics import Metrics
+from router.pieces import PieceCache
+from router.tokens import Tokenizers
+from tests.serving import serving
+
+BASE = "tiny-qwen"
+RULES = "You answer in SQL. Tables: customers(id, name), orders(id, customer, total).\n" * 40
+HI = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("tokens") / "tiny-qwen")
+
+
+@pytest.fixture(scope="module")
+def chat(model) -> ChatTokenizer:
+    return ChatTokenizer.from_dir(model)
+
+
+class Worker:
+    """An agent and its engine in one: serves a model's files and tokenizes with them."""
+
+    def __init__(self, chat: ChatTokenizer, files: dict[str, str]) -> None:
+        self.chat = chat
+        self.files = files
+        self.files_asked = 0
+        self.tokenize_asked = 0
+        self.agent_status = 200
+        self.offset = 0  # added to each id: another tokenizer than its files make
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    @property
+    def app(self) -> Starlette:
+        async def model_files(request: Request):
+            self.files_asked += 1
+            return JSONResponse({"base_model": BASE, "files": self.files}, self.agent_status)
+
+        async def tokenize(request: Request):
+            self.tokenize_asked += 1
+            await self.answers.wait()
+            body = await request.json()
+            text, special = self.chat.prompt_text(body)
+            ids = self.chat.encode(text, add_special_tokens=special)
+            return JSONResponse({"tokens": [i + self.offset for i in ids]})
+
+        return Starlette(routes=[Route("/v1/model/files", model_files), Route("/tokenize", tokenize, methods=["POST"])])
+
+
+@pytest.fixture
+async def client():
+    async with httpx.AsyncClient(timeout=5.0) as client:
+        yield client
+
+
+@pytest.fixture
+def worker(chat, model) -> Worker:
+    return Worker(chat, read_files(model))
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+async def tokens(client, worker, metrics):
+    """Tokenizers that have learned the tiny model."""
+    tokenizers = Tokenizers(client, metrics=metrics)
+    async with serving(worker.app) as url:
+        await tokenizers.learn(BASE, agent_url=url, engine_url=url)
+    assert tokenizers.knows(BASE)
+    yield tokenizers
+    tokenizers.close()
+
+
+def counted(metrics: Metrics, origin: str) -> float:
+    return metrics.registry.get_sample_value("lorafleet_router_tokenized_tokens_total", {"origin": origin}) or 0.0
+
+
+def conversation(turns: int, words: str = "") -> dict:
+    said = [
+        {"role": "assistant" if turn % 2 else "user", "content": f"turn {turn}: {words}{RULES[: 300 + turn]}"}
+        for turn in range(turns)
+    ]
+    return {"messages": [{"role": "system", "content": RULES}, *said]}
+
+
+# --- what is kept ------------------------------------------------------------------------------------------------
+
+
+async def test_a_conversation_so_far_is_not_tokenized_again(tokens, metrics, chat):
+    first = await tokens.ids(conversation(9), base_model=BASE, engine_url="")
+    new = counted(metrics, "tokenizer")
+    second = await tokens.ids(conversation(10), base_model=BASE, engine_url="")
+    assert counted(metrics, "cache") > 0.95 * len(first.ids)
+    assert counted(metrics, "tokenizer") - new < 300
+    assert second.ids == array("I", chat.chat_ids(conversation(10)))
+    assert (first.source, second.source) == ("local", "local")
+
+
+async def test_another_conversation_shares_the_system_prompt_only(tokens, metrics, chat):
+    await tokens.ids(conversation(2, "one "), base_model=BASE, engine_url="")
+    await tokens.ids(conversation(2, "two "), base_model=BASE, engine_url="")
+    system = len(chat.encode(RULES, add_special_tokens=False))
+    assert system <= counted(metrics, "cache") <= system + 10
+
+
+SAID = st.lists(st.sampled_from([RULES, "<|im_end|>", "<|im_", "e", "\u0301", "  ", "\n\n", "東京"]), max_size=5).map(
+    "".join
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(bodies=st.lists(st.lists(SAID, min_size=1, max_size=4), min_size=2, max_size=6))
+def test_cached_ids_are_those_of_tokenizing_from_scratch(chat, bodies):
+    tokenizers = Tokenizers(httpx.AsyncClient(), cache_bytes=40_000)
+    tokenizers._local[BASE] = chat
+
+    async def check() -> None:
+        for said in bodies:
+            body = {"messages": [{"role": "user", "content": text} for text in said]}
+            got = await tokenizers.ids(body, base_model=BASE, engine_url="")
+            assert got.ids == array("I", chat.chat_ids(body))
+
+    try:
+        asyncio.run(check())
+    finally:
+        tokenizers.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(asked=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12)), max_size=60))
+def test_the_cache_stays_within_its_bytes_and_answers_only_what_was_put(asked):
+    cache, put = PieceCache(4_000), {}
+    for base_model, number in asked:
+        piece = f"{number} " * (5 * number + 1)
+        ids = array("I", [number] * (10 * number))
+        held = cache.get(base_model, piece)
+        assert held is None or held == put[base_model, piece]
+        cache.put(base_model, piece, ids)
+        put[base_model, piece] = ids
+        assert 0 <= cache.size_bytes <= 4_000
+    held = [(key, cache.get(*key)) for key in put]
+    assert sum(ids is not None for _, ids in held) == len(cache)
+    if not cache:
+        assert cache.size_bytes == 0
+
+
+def test_what_was_asked_for_last_is_kept_longest():
+    cache = PieceCache(2_000)
+    for number in range(4):
+        cache.put(BASE, str(number), array("I", range(20)))
+    assert cache.get(BASE, "0") is not None
+    for number in range(4, 7):
+        cache.put(BASE, str(number), array("I", range(20)))
+    assert cache.get(BASE, "0") is not None
+    assert cache.get(BASE, "1") is None
+
+
+async def test_a_cache_of_no_bytes_keeps_nothing(client, chat):
+    tokenizers = Tokenizers(client, cache_bytes=0)
+    tokenizers._local[BASE] = chat
+    await tokenizers.ids(conversation(5), base_model=BASE, engine_url="")
+    assert len(tokenizers._cache) == 0
+    tokenizers.close()
+
+
+# --- where the tokenizer comes from --------------------------------------------------------------------------------
+
+
+async def test_when_one_worker_has_no_files_the_next_is_asked_and_the_first_left_alone(client, chat, model):
+    now = [100.0]
+    tokenizers = Tokenizers(client, clock=lambda: now[0])
+    broken, failing, whole = Worker(chat, {}), Worker(chat, {}), Worker(chat, read_files(model))
+    failing.agent_status = 500
+    async with serving(broken.app) as one, serving(failing.app) as two, serving(whole.app) as three:
+        for _ in range(2):
+            await tokenizers.learn(BASE, agent_url=one, engine_url=one)
+        assert not tokenizers.knows(BASE)
+        assert broken.files_asked == 1
+        with pytest.raises(httpx.HTTPStatusError):
+            await tokenizers.learn(BASE, agent_url=two, engine_url=two)
+        now[0] += 61
+        await tokenizers.learn(BASE, agent_url=one, engine_url=one)
+        assert broken.files_asked == 2
+        await tokenizers.learn(BASE, agent_url=three, engine_url=three)
+    assert tokenizers.knows(BASE)
+    assert (await tokenizers.ids(HI, base_model=BASE, engine_url="")).source == "local"
+    tokenizers.close()
+
+
+async def test_a_tokenizer_that_differs_from_the_engine_is_not_used(client, worker):
+    tokenizers = Tokenizers(client)
+    worker.offset = 1
+    async with serving(worker.app) as url:
+        await tokenizers.learn(BASE, agent_url=url, engine_url=url)
+        assert not tokenizers.knows(BASE)
+        assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "remote"
+    tokenizers.close()
+
+
+async def test_a_configured_folder_is_read_instead_of_asking_an_agent(client, worker, model):
+    worker.files = {}
+    tokenizers = Tokenizers(client, paths={BASE: model})
+    async with serving(worker.app) as url:
+        await tokenizers.learn(BASE, agent_url="http://127.0.0.1:1", engine_url=url)
+    assert tokenizers.knows(BASE)
+    assert worker.files_asked == 0
+    tokenizers.close()
+
+
+async def test_a_configured_folder_of_another_model_is_refused_by_the_probes(client, worker, model):
+    tokenizers = Tokenizers(client, paths={BASE: model})
+    worker.offset = 1
+    async with serving(worker.app) as url:
+        await tokenizers.learn(BASE, agent_url=url, engine_url=url)
+    assert not tokenizers.knows(BASE)
+    tokenizers.close()
+
+
+# --- what cannot be tokenized here ---------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_does_not_answer_costs_one_request_a_moment_and_the_next_ones_nothing(client, worker):
+    now = [100.0]
+    tokenizers = Tokenizers(client, mode="remote", remote_timeout_s=0.1, clock=lambda: now[0])
+    worker.answers.clear()
+    async with serving(worker.app) as url:
+        began = time.monotonic()
+        assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "none"
+        assert time.monotonic() - began < 2.0
+        assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "none"
+        assert worker.tokenize_asked == 1
+        worker.answers.set()
+        now[0] += 6.0
+        assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "remote"
+    tokenizers.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ([1, 2, 3], array("I", [1, 2, 3])),
+        ([], None),
+        ([1, True], None),
+        ([1, -1], None),
+        ([1, 2**32], None),
+        ([[1, 2], [3]], None),
+        (["a", "b"], None),
+    ],
+)
+async def test_ids_in_the_request_are_taken_as_they_are_or_not_at_all(client, prompt, ids):
+    tokenizers = Tokenizers(client)
+    assert (await tokenizers.ids({"prompt": prompt}, base_model=BASE, engine_url="")).ids == ids
+    tokenizers.close()
+
+
+# --- what a long prompt costs the others ---------------------------------------------------------------------------
+
+
+class Gate:
+    """A tokenizer whose long prompts wait until they are let go: what the threads do is up to the test."""
+
+    def __init__(self, chat: ChatTokenizer) -> None:
+        self.chat = chat
+        self.go_on = threading.Event()
+        self.threads: set[str] = set()
+
+    def prompt_text(self, body):
+        return self.chat.prompt_text(body)
+
+    def pieces(self, text, *, add_special_tokens):
+        return self.chat.pieces(text, add_special_tokens=add_special_tokens)
+
+    def encode_pieces(self, pieces, *, add_special_tokens):
+        self.threads.add(threading.current_thread().name)
+        if sum(map(len, pieces)) > 65_536:
+            self.go_on.wait(10)
+        return self.chat.encode_pieces(pieces, add_special_tokens=add_special_tokens)
+
+
+async def test_short_and_long_prompts_pass_very_long_ones_and_beyond_a_bound_those_go_without_tokens(client, chat):
+    tokenizers, gate = Tokenizers(client, threads=2), Gate(chat)
+    tokenizers._local[BASE] = gate
+    book, chapter = {"prompt": RULES * 40}, {"prompt": RULES * 5}
+    try:
+        books = [asyncio.create_task(tokenizers.ids(book, base_model=BASE, engine_url="")) for _ in range(80)]
+        async with asyncio.timeout(5):
+            assert (await tokenizers.ids(HI, base_model=BASE, engine_url="")).source == "local"
+            assert (await tokenizers.ids(chapter, base_model=BASE, engine_url="")).source == "local"
+            turned_away = [task for task in books if task.done()]
+        assert len(turned_away) == 80 - 2 - 64
+        assert {task.result().source for task in turned_away} == {"none"}
+        for task in books[10:]:
+            task.cancel()
+        gate.go_on.set()
+        done = await asyncio.gather(*books[:10])
+        assert {tokens.source for tokens in done} == {"local"}
+        assert len({name for name in gate.threads if name.startswith("tokenize-long")}) <= 2
+    finally:
+        gate.go_on.set()
+        tokenizers.close()
+
+
+async def test_the_event_loop_turns_while_a_32k_token_prompt_is_tokenized(tokens, chat):
+    prompt = {"messages": [{"role": "user", "content": RULES * 40}]}
+    lags: list[float] = []
+
+    async def tick() -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0)
+            lags.append(time.perf_counter() - began)
+
+    ticking = asyncio.create_task(tick())
+    tokenized = await tokens.ids(prompt, base_model=BASE, engine_url="")
+    ticking.cancel()
+    assert len(tokenized.ids) > 32_000
+    # On the loop there would be two or three turns in all, before and after.
+    assert len(lags) > 50
