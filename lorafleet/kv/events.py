@@ -1,0 +1,153 @@
+"""An engine's KV event batches, decoded: maps and positional arrays, int and bytes hashes, in one form.
+
+source  vLLM 0.32 distributed/kv_events.py: msgpack [ts, events, data_parallel_rank]; an event is a map with a `type`
+        since June 2026 and a positional array with its type in front before. SGLang 0.5.23 sends arrays.
+"""
+
+from collections import Counter
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+EngineHash: TypeAlias = int | bytes
+ExtraKeys: TypeAlias = list[list[Any] | None]
+
+
+class Stored(Struct, gc=False, tag="BlockStored"):
+    """`block_hashes` are now cached; `token_ids` are theirs in order, `block_size` each. A copy is its own event."""
+
+    block_hashes: list[EngineHash]
+    parent_block_hash: EngineHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: ExtraKeys | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class Removed(Struct, gc=False, tag="BlockRemoved"):
+    """One copy of each of `block_hashes` is gone from `medium`."""
+
+    block_hashes: list[EngineHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class Cleared(Struct, gc=False, tag="AllBlocksCleared"):
+    """The prefix cache was reset."""
+
+
+Event: TypeAlias = Stored | Removed | Cleared
+
+
+class Batch(Struct, gc=False):
+    """What one engine step did, in order. `rejected` counts by reason the events that could not be read."""
+
+    ts: float
+    events: list[Event]
+    rank: int | None = None
+    rejected: Counter[str] | None = None
+
+
+class UndecodableBatch(Exception):
+    """The payload is no batch of events at all."""
+
+
+# msgspec tells the members of a union apart by their tag, but not maps from arrays: a second set, derived so that the
+# two cannot drift apart. A later field that we do not name is skipped in both.
+class _StoredArray(Stored, gc=False, array_like=True, tag="BlockStored"):
+    pass
+
+
+class _RemovedArray(Removed, gc=False, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class _ClearedArray(Cleared, gc=False, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _Maps(Struct, gc=False, array_like=True):
+    ts: float
+    events: list[Stored | Removed | Cleared]
+    rank: int | None = None
+
+
+class _Arrays(Struct, gc=False, array_like=True):
+    ts: float
+    events: list[_StoredArray | _RemovedArray | _ClearedArray]
+    rank: int | None = None
+
+
+class _Mixed(Struct, gc=False, array_like=True):
+    ts: float
+    events: list[Any]
+    rank: Any = None
+
+
+class Decoder:
+    """Decodes one feed's batches. It tries the encoding first that the last batch had; engines do not change theirs."""
+
+    def __init__(self) -> None:
+        maps, arrays = msgspec.msgpack.Decoder(_Maps).decode, msgspec.msgpack.Decoder(_Arrays).decode
+        self._typed: list[Any] = [maps, arrays]
+        self._mixed = msgspec.msgpack.Decoder(_Mixed)
+
+    def decode(self, payload: bytes) -> Batch:
+        """The batch in `payload`; raises UndecodableBatch. What is odd in a batch does not spoil the rest of it."""
+        for decode in self._typed:
+            try:
+                batch = decode(payload)
+            except msgspec.ValidationError:
+                continue
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+                raise UndecodableBatch(str(exc)) from exc
+            if decode is not self._typed[0]:
+                self._typed.reverse()
+            return Batch(batch.ts, batch.events, batch.rank)
+        return self._one_by_one(payload)
+
+    def _one_by_one(self, payload: bytes) -> Batch:
+        try:
+            batch = self._mixed.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise UndecodableBatch(str(exc)) from exc
+        events: list[Event] = []
+        rejected: Counter[str] = Counter()
+        for raw in batch.events:
+            read = _read(raw)
+            if isinstance(read, str):
+                rejected[read] += 1
+            else:
+                events.append(read)
+        return Batch(batch.ts, events, batch.rank if isinstance(batch.rank, int) else None, rejected)
+
+
+_MAPS: dict[str, Any] = {"BlockStored": Stored, "BlockRemoved": Removed, "AllBlocksCleared": Cleared}
+_ARRAYS: dict[str, Any] = {
+    "BlockStored": _StoredArray,
+    "BlockRemoved": _RemovedArray,
+    "AllBlocksCleared": _ClearedArray,
+}
+
+
+def _read(raw: Any) -> Event | str:
+    """One event of a batch that has something odd in it, or why it is not taken."""
+    if isinstance(raw, dict):
+        kind, kinds = raw.get("type"), _MAPS
+    elif isinstance(raw, list) and raw:
+        kind, kinds = raw[0], _ARRAYS
+    else:
+        return "shape"
+    if not isinstance(kind, str) or kind not in kinds:
+        return "unknown_type"
+    try:
+        event: Event = msgspec.convert(raw, kinds[kind])
+    except msgspec.ValidationError:
+        return "shape"
+    return event
