@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import repeat
 from typing import Literal, NewType, TypeVar
 
 from lorafleet.kv.blocks import BlockHash, block_hashes
+from router.core.holders import Holders
 
 WorkerId = NewType("WorkerId", str)
 Tier = Literal["device", "host", "storage"]
@@ -26,8 +26,8 @@ K = TypeVar("K")
 
 Rejection = Literal["shape", "unknown_parent", "unknown_block"]
 
-# What CPython 3.11 allocates for an integer of 60 to 90 bits, and for a mask of up to 64 workers.
-_HASH_BYTES, _MASK_BYTES = 48, 48
+# What CPython 3.11 allocates for a mask of up to 64 workers.
+_MASK_BYTES = 48
 # Masks nobody uses any more are looked for once there are so many more of them than blocks.
 _SPARE_MASKS = 4096
 
@@ -60,7 +60,7 @@ class KvIndex:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._tiers: dict[Tier, dict[BlockHash, int]] = {tier: {} for tier in TIERS}
+        self._tiers = {tier: Holders(self._interned) for tier in TIERS}
         self._device = self._tiers["device"]
         self._workers: dict[WorkerId, _Worker] = {}
         self._by_bit: dict[int, WorkerId] = {}
@@ -78,8 +78,8 @@ class KvIndex:
 
     def size_bytes(self) -> int:
         """About how much memory the index takes: tables, hashes and masks."""
-        tables = sum(map(sys.getsizeof, self._tiers.values())) + sys.getsizeof(self._masks)
-        return tables + len(self) * _HASH_BYTES + len(self._masks) * _MASK_BYTES
+        masks = sys.getsizeof(self._masks) + len(self._masks) * _MASK_BYTES
+        return masks + sum(holders.size_bytes() for holders in self._tiers.values())
 
     def workers(self) -> Mapping[WorkerId, int]:
         """Blocks added per worker, over its tiers; what is only held does not count."""
@@ -93,20 +93,17 @@ class KvIndex:
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """Contiguous prefix depth in blocks of every worker that has at least the first block on its device."""
         depths: dict[WorkerId, int] = {}
-        alive = self._live
-        before = -1
-        for depth, mask in enumerate(map(self._device.get, hashes, repeat(0))):
-            if mask is not before:
-                before = mask
-                still = alive & (mask | mask >> 1)
-                if still != alive:
-                    if depth:
-                        for worker in self._members(alive ^ still):
-                            depths[worker] = depth
-                    alive = still
-                    if not alive:
-                        return depths
-        for worker in self._members(alive if hashes else 0):
+        alive = self._live if hashes else 0
+        for depth, mask in self._device.walk(tuple(hashes)):
+            still = alive & (mask | mask >> 1)
+            if still != alive:
+                if depth:
+                    for worker in self._members(alive ^ still):
+                        depths[worker] = depth
+                alive = still
+                if not alive:
+                    return depths
+        for worker in self._members(alive):
             depths[worker] = len(hashes)
         return depths
 
@@ -121,8 +118,8 @@ class KvIndex:
         host, storage = self._tiers["host"], self._tiers["storage"]
         if not host and not storage:
             return {}
-        in_host = list(map(host.get, hashes, repeat(0)))
-        in_storage = list(map(storage.get, hashes, repeat(0)))
+        blocks = tuple(hashes)
+        in_host, in_storage = host.masks(blocks), storage.masks(blocks)
         found = {}
         for worker, entry in self._workers.items():
             if entry.blocks["host"] or entry.blocks["storage"]:
@@ -138,17 +135,18 @@ class KvIndex:
     def add(self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device") -> int:
         """Note that a worker has these blocks at a tier; returns how many it was not known to have there."""
         entry = self._entry(worker)
-        changed = self._set(self._tiers[tier], dict.fromkeys(hashes), entry.added)
+        blocks = tuple(dict.fromkeys(hashes))
+        changed = len(blocks) - len(self._tiers[tier].set(blocks, entry.added))
         entry.blocks[tier] += changed
         return changed
 
     def drop(self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device") -> int:
         """Note that a worker no longer has these blocks at a tier; returns how many it was not known to have."""
-        blocks = dict.fromkeys(hashes)
+        blocks = tuple(dict.fromkeys(hashes))
         entry = self._workers.get(worker)
         if entry is None:
             return len(blocks)
-        unknown = self._clear(self._tiers[tier], blocks, entry.added)
+        unknown = len(self._tiers[tier].clear(blocks, entry.added))
         entry.blocks[tier] -= len(blocks) - unknown
         return unknown
 
@@ -181,7 +179,7 @@ class KvIndex:
         last = hold.hashes
         if entry.more_holds:
             last = tuple(block for block in last if not _count_down(entry.more_holds, block))
-        self._clear(self._device, last, entry.held)
+        self._device.clear(last, entry.held)
 
     def forget(self, worker: WorkerId) -> None:
         """Drop everything that a worker has and holds: it is gone. Costs the same however much that is."""
@@ -211,14 +209,8 @@ class KvIndex:
         # Whatever is still in use finds its way into the new table, here or by being stored.
         self._masks = {}
         kept = ~sum(bit | bit << 1 for bit in retired)
-        for table in self._tiers.values():
-            for block in list(table):
-                mask = table.get(block, 0)
-                if mask & kept:
-                    table[block] = self._interned(mask & kept)
-                elif mask:
-                    del table[block]
-                yield
+        for holders in self._tiers.values():
+            yield from holders.sweep(kept)
         for bit in retired:
             heappush(self._free, bit)
 
@@ -245,34 +237,8 @@ class KvIndex:
         self._retired.append(entry.added)
 
     def _hold(self, entry: _Worker, blocks: tuple[BlockHash, ...]) -> None:
-        bit, table = entry.held, self._device
-        again = [block for block in blocks if table.get(block, 0) & bit]
-        for block in again:
+        for block in self._device.set(blocks, entry.held):
             entry.more_holds[block] = entry.more_holds.get(block, 0) + 1
-        self._set(table, blocks, bit)
-
-    def _set(self, table: dict[BlockHash, int], blocks: Iterable[BlockHash], bit: int) -> int:
-        """Set a bit in the masks of distinct blocks; returns in how many it was not set."""
-        changed = 0
-        for block in blocks:
-            mask = table.get(block, 0)
-            if not mask & bit:
-                table[block] = self._interned(mask | bit)
-                changed += 1
-        return changed
-
-    def _clear(self, table: dict[BlockHash, int], blocks: Iterable[BlockHash], bit: int) -> int:
-        """Clear a bit in the masks of distinct blocks; returns in how many it was not set."""
-        unknown = 0
-        for block in blocks:
-            mask = table.get(block, 0)
-            if not mask & bit:
-                unknown += 1
-            elif mask == bit:
-                del table[block]
-            else:
-                table[block] = self._interned(mask ^ bit)
-        return unknown
 
     def _interned(self, mask: int) -> int:
         return self._masks.setdefault(mask, mask)

@@ -13,7 +13,16 @@ from router.core.index import TIERS, KvIndex
 
 ROOT = root_hash("m")
 # Blocks of one token, so that a prompt is its own list of blocks; every prompt shares a prefix with another.
-PROMPTS = [(1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 7), (1, 8, 9, 10), (11, 12), (11, 13, 14)]
+# Some are long enough to be kept as runs, and branch inside them.
+STEM = tuple(range(1, 13))
+PROMPTS = [
+    STEM,
+    (*STEM[:9], 21, 22, 23, 24, 25, 26),
+    (*STEM[:5], 31, 32),
+    (1, 41, 42, 43, 44, 45),
+    (51, 52),
+    (51, 53, 54),
+]
 FOREST = [block_hashes(p, block_size=1, root=ROOT) for p in PROMPTS]
 WORKERS = ["w0", "w1", "w2"]
 # In some runs these come before the three and after them, so that masks are wider than a machine word.
@@ -21,9 +30,10 @@ CROWD = [f"c{n}" for n in range(70)]
 
 prompts, workers, tiers = st.sampled_from(FOREST), st.sampled_from(WORKERS), st.sampled_from(TIERS)
 # Any part of a prompt, not only its head or tail; with the same block twice now and then.
-parts = st.builds(
-    lambda p, a, n, twice: p[a : a + n] * twice, prompts, st.integers(0, 4), st.integers(0, 5), st.just(1) | st.just(2)
-)
+starts, lengths, times = st.integers(0, 9), st.integers(0, 15), st.sampled_from([1, 1, 1, 2])
+parts = st.builds(lambda prompt, a, n, times: prompt[a : a + n] * times, prompts, starts, lengths, times)
+# What no chain looks like: any blocks in any order.
+parts |= st.lists(st.sampled_from(sorted(set().union(*FOREST))), max_size=8)
 
 
 class Model:
@@ -140,14 +150,28 @@ def test_a_hold_from_before_a_forget_takes_nothing_from_what_came_after():
     index.forget("w0")
     index.hold("w0", FOREST[0])
     index.release(old)
-    assert index.match(FOREST[0]) == {"w0": 4}
+    assert index.match(FOREST[0]) == {"w0": 12}
+
+
+def test_a_prompt_of_many_runs_matches_to_the_block_wherever_it_is_cut():
+    index, prompt = KvIndex(1), list(range(1, 1001))
+    index.add("w0", prompt)
+    index.add("w1", prompt[:700])
+    for cut in (999, 700, 600, 513, 300, 256, 255, 1):
+        index.drop("w0", prompt[cut : cut + 1])
+        assert index.match(prompt) == {"w0": cut, "w1": 700}
+        assert index.match(prompt[: cut + 1]) == {"w0": cut, "w1": min(cut + 1, 700)}
+    assert index.add("w0", prompt) == 8
+    assert index.match(prompt) == {"w0": 1000, "w1": 700}
+    assert index.drop("w0", prompt) + index.drop("w1", prompt) == 300
+    assert (len(index), index.match(prompt)) == (0, {})
 
 
 def test_a_prompt_under_way_outlives_the_snapshot_of_its_worker():
     index = KvIndex(1)
     hold = index.hold("w0", FOREST[0])
     index.replace("w0", {"device": FOREST[4]})
-    assert index.match(FOREST[0]) == {"w0": 4}
+    assert index.match(FOREST[0]) == {"w0": 12}
     index.release(hold)
     assert index.match(FOREST[0]) == {}
     assert index.match(FOREST[4]) == {"w0": 2}
