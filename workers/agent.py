@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import structlog
+from zmq import ZMQError
 
 from lorafleet.loops import Changes
 from orchestrator.wire import UsageReport, checked_lora_id
@@ -25,10 +26,12 @@ from workers.core.rates import Rate
 from workers.core.slots import Slots
 from workers.engines.base import Engine, Scrape, Shape
 from workers.events import Events
+from workers.kv import KvLedgers
 from workers.library import Library
 from workers.metrics import Metrics
 from workers.records import Record, Records
 from workers.wire import (
+    KV_HASHING,
     AgentEventType,
     AgentState,
     AvailableLora,
@@ -90,6 +93,7 @@ class Agent:
         self.transport = Transport(engine_url="")
         self._clock = clock
         self._engine: Engine | None = None
+        self._kv: KvLedgers | None = None
         self._shape = Shape()
         self._slots = Slots(settings.max_loras, settings.max_cpu_loras)
         self._scrape = Scrape()
@@ -115,7 +119,8 @@ class Agent:
         self._shape = await engine.shape()
         self._slots = Slots(self.settings.max_loras, self.settings.max_cpu_loras)
         self._prefill, self._decode = Rate(_MIN_PREFILL_TOKENS), Rate(_MIN_DECODE_TOKENS)
-        self._engine, self.engine_boot_id, self.transport = engine, engine_boot_id, transport
+        self._engine, self.engine_boot_id = engine, engine_boot_id
+        self.transport = await self._with_ledger(transport)
         self._changed()
         async with self._engine_lock:
             for name in await engine.adapters():
@@ -129,16 +134,58 @@ class Agent:
         self.set_state("ready")
         log.info("ready", engine=engine.url, engine_boot_id=engine_boot_id, adapters=len(self._slots.registered))
 
-    def engine_down(self, reason: str) -> None:
+    async def engine_down(self, reason: str) -> None:
         """The engine is gone, and with it all that it held; the record keeps what should be there."""
         was_up = self._engine is not None
         self._engine, self.engine_boot_id = None, ""
+        await self.close_ledgers()
         self._scrape, self._scraped_at = Scrape(), None
         self._slots = Slots(self.settings.max_loras, self.settings.max_cpu_loras)
         self.metrics.engine_up.set(0)
         if was_up:
             self.events.add("ENGINE_DOWN", error=reason)
         self.set_state("engine_down", reason)
+
+    async def _with_ledger(self, transport: Transport) -> Transport:
+        """Begin the ledger of an engine that publishes KV events, and say so where routers look."""
+        await self.close_ledgers()
+        card = self._card()
+        block_size = card.runtime_config.block_size
+        if not transport.kv_events or not block_size:
+            return transport
+        try:
+            self._kv = KvLedgers(
+                transport=transport,
+                base_model=card.base_model,
+                block_size=block_size,
+                engine_boot_id=self.engine_boot_id,
+                metrics=self.metrics,
+            )
+        except (ZMQError, ValueError) as exc:
+            # The engine serves well without; routers find the sockets in the metadata and may do better.
+            log.warning("no KV ledger", endpoints=transport.kv_events, error=str(exc))
+            return transport
+        return transport.model_copy(update={"kv_ledger": KV_HASHING})
+
+    def kv_ledgers(self) -> KvLedgers:
+        """The ledger of the engine's blocks; raises EngineError `not_ready` while there is none."""
+        if self._kv is None:
+            message = "no KV ledger: the engine is not up, or publishes no KV events"
+            raise EngineError("not_ready", message, retry_after_s=5)
+        return self._kv
+
+    def end_streams(self) -> None:
+        """Every stream ends now, so that the server can."""
+        self.events.close()
+        if self._kv is not None:
+            self._kv.end_streams()
+
+    async def close_ledgers(self) -> None:
+        """Nothing of the engine's blocks is known any more."""
+        ledgers, self._kv = self._kv, None
+        self.transport = self.transport.model_copy(update={"kv_ledger": 0})
+        if ledgers is not None:
+            await ledgers.close()
 
     async def _restore(self) -> None:
         for record in self.records.all():
@@ -304,6 +351,8 @@ class Agent:
                     await self._put_back(engine, victim)
                 raise
             self._slots = self._slots.loaded(record.engine_name)
+            if self._kv is not None:
+                self._kv.forget_adapter(record.engine_name)
             if displaced := self._slots.displaced():
                 log.info("live adapters left the engine's host memory (estimated)", engine_names=displaced)
             announced = self._announce(record, load_seconds=round(self._clock() - began, 4))
@@ -486,6 +535,8 @@ class Agent:
 
     def measure(self) -> None:
         """Bring the gauges up to date."""
+        if self._kv is not None:
+            self._kv.measure()
         loaded = [record for record in self.records.all() if self._slots.has(record.engine_name)]
         self.metrics.loaded.set(len(self._slots.registered))
         self.metrics.ghosts.set(self._slots.ghosts)

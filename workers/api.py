@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from lorafleet.auth import Caller, Keys, check_scope, requires
@@ -25,6 +25,7 @@ from workers.wire import (
     UnloadRequest,
 )
 
+_MSGPACK = "application/vnd.msgpack"
 EPOCH_HEADER = "x-lorafleet-epoch"
 _EPOCH_DIGITS = 15  # fits every JSON reader's and database's integers
 
@@ -33,6 +34,7 @@ def build_router(agent: Agent, keys: Keys) -> APIRouter:
     """Every route. Reading and loading need `load`, taking away needs `admin`; health and metrics are open."""
     api = APIRouter()
     api.include_router(_told(agent, keys))
+    api.include_router(_cached(agent, keys))
     api.include_router(_done(agent, keys))
     api.include_router(_probed(agent))
     return api
@@ -81,6 +83,24 @@ def _told(agent: Agent, keys: Keys) -> APIRouter:
             message = f"no tokenizer files in {folder}; give `model` as a local folder"
             raise RequestError("model_files_unavailable", message)
         return ModelFiles(base_model=agent.metadata().model.base_model, files=files)
+
+    return api
+
+
+def _cached(agent: Agent, keys: Keys) -> APIRouter:
+    api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
+
+    @api.get("/v1/kv/snapshot")
+    async def kv_snapshot() -> Response:
+        """A KvSnapshot, as msgpack."""
+        return Response(await agent.kv_ledgers().snapshot(), media_type=_MSGPACK)
+
+    @api.get("/v1/kv/stream")
+    async def kv_stream(epoch: str, since: Annotated[int, Query(ge=0)]) -> StreamingResponse:
+        """KvFrames, each behind its length."""
+        ledgers = agent.kv_ledgers()
+        stream = ledgers.stream(ledgers.check(epoch, since))
+        return StreamingResponse(stream, media_type=_MSGPACK, headers={"cache-control": "no-store"})
 
     return api
 

@@ -45,7 +45,7 @@ class Worker:
 
     def stop(self) -> None:
         """Streams end now, so that the server can."""
-        self.agent.events.close()
+        self.agent.end_streams()
 
 
 def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = ()) -> Worker:
@@ -88,6 +88,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                await agent.close_ledgers()
                 await supervisor.stop()
 
     app = FastAPI(

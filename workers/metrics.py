@@ -33,6 +33,22 @@ class Metrics:
         self.loop_failures = Counter(
             "lorafleet_workers_loop_failures", "Rounds of a background loop that failed.", ["loop"], registry=registry
         )
+        self.kv_blocks = Gauge(
+            "lorafleet_workers_kv_blocks", "Blocks on the device, by the KV ledger.", registry=registry
+        )
+        self.kv_bytes = Gauge("lorafleet_workers_kv_ledger_bytes", "Memory of the KV ledger.", registry=registry)
+        self.kv_whole = Gauge(
+            "lorafleet_workers_kv_ledger_whole", "1 while no KV event of this engine is missing.", registry=registry
+        )
+        self.kv_events = Counter("lorafleet_workers_kv_events", "KV events applied.", ["type"], registry=registry)
+        self.kv_rejected = Counter(
+            "lorafleet_workers_kv_rejected", "KV events not accepted, by reason.", ["reason"], registry=registry
+        )
+        self.kv_snapshots = Counter("lorafleet_workers_kv_snapshots", "KV snapshots given.", registry=registry)
+        self.kv_readers = Gauge("lorafleet_workers_kv_readers", "Open streams of KV changes.", registry=registry)
+        self.kv_readers_dropped = Counter(
+            "lorafleet_workers_kv_readers_dropped", "Streams of KV changes ended as too slow.", registry=registry
+        )
 
     def page(self) -> bytes:
         """Prometheus' text form."""

@@ -87,7 +87,7 @@ class Supervisor:
             reason = f"crash loop ({self._restarts.failures} failures in a row, next try in {delay_s:.0f} s): {reason}"
         log.error("engine down", reason=reason, failures=self._restarts.failures, retry_s=round(delay_s, 2))
         self._agent.metrics.engine_restarts.inc()
-        self._agent.engine_down(reason)
+        await self._agent.engine_down(reason)
         if self._process is not None:
             await self._process.end()
             self._process = None

@@ -1,10 +1,16 @@
 """What an agent says and is told. Unknown fields are ignored, so that neighbouring versions work together."""
 
+import sys
+from array import array
+from collections.abc import Iterable
 from typing import Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 WIRE = 1
+KV_HASHING = 1
+"""Version of `lorafleet/kv/blocks.py`: two sides with the same one hash the same prompt alike."""
 
 AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "draining", "failed"]
 AdapterLocation = Literal["remote", "disk", "host", "device"]
@@ -45,13 +51,17 @@ class ModelCard(_Wire):
 
 
 class Transport(_Wire):
-    """Where the engine is. `kv_events` and `kv_replay` hold one ZMQ endpoint a data-parallel rank."""
+    """Where the engine is. `kv_events` and `kv_replay` hold one ZMQ endpoint a data-parallel rank.
+
+    `kv_ledger` is the hashing version of the ledger that the agent keeps of its engine's blocks; 0: it keeps none.
+    """
 
     engine_url: str
     dialect: Dialect = "vllm"
     kv_events: tuple[str, ...] = ()
     kv_replay: tuple[str, ...] = ()
     kv_topic: str = ""
+    kv_ledger: int = 0
 
 
 class AvailableLora(_Wire):
@@ -212,6 +222,74 @@ class ModelFiles(_Wire):
     base_model: str
     files: dict[str, str]
     wire: int = WIRE
+
+
+class KvRank(msgspec.Struct, frozen=True):
+    """What one data-parallel rank of an engine has, a tier each: packed block hashes, in no order."""
+
+    rank: int
+    device: bytes = b""
+    host: bytes = b""
+    storage: bytes = b""
+
+
+class KvSnapshot(msgspec.Struct, frozen=True):
+    """`GET /v1/kv/snapshot`, as a msgpack map: all of an engine's blocks, as of frame `seq` of the stream.
+
+    epoch     one ledger of one engine boot: `<engine_boot_id>.<ledger>`
+    is_whole  False when events were lost before: something may be missing, nothing is wrong
+    """
+
+    epoch: str
+    seq: int
+    base_model: str
+    block_size: int
+    ranks: tuple[KvRank, ...]
+    is_whole: bool = True
+    hashing: int = KV_HASHING
+    wire: int = WIRE
+
+
+class KvChange(msgspec.Struct, frozen=True, array_like=True):
+    """What changed at one tier of one rank: packed block hashes that came, and that went. No hash is in both."""
+
+    rank: int
+    tier: Literal["device", "host", "storage"]
+    added: bytes
+    dropped: bytes
+
+
+class KvFrame(msgspec.Struct, frozen=True):
+    """One frame of `GET /v1/kv/stream`: 4 bytes big-endian length, then this as a msgpack map.
+
+    seq       one more than the frame before; a heartbeat repeats the last one and has no changes
+    at        Unix time of the newest engine event in it, of a heartbeat its own
+    cleared   ranks that lost everything, before `changes` came
+    is_whole  as in the snapshot
+    """
+
+    seq: int
+    at: float
+    cleared: tuple[int, ...] = ()
+    changes: tuple[KvChange, ...] = ()
+    is_whole: bool = True
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Block hashes as they travel: unsigned 64-bit integers, little-endian."""
+    packed = array("Q", hashes)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_hashes(data: bytes) -> list[int]:
+    """What was packed; raises ValueError when that is no whole number of hashes."""
+    packed = array("Q")
+    packed.frombytes(data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()
 
 
 def engine_name(lora_id: str, digest: str) -> str:
