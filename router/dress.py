@@ -49,8 +49,12 @@ def dress_vllm(body: Body, model: str, *, report_full: bool = False) -> bytes:
     """The same body with vLLM's name for the model and without our own field; all else byte for byte.
 
     model        the base model's served name, or `lora_id@digest12`
-    report_full  ask for events about reused blocks, too; a client's own other `vllm_xargs` stay. Embeddings have no
-                 such field, and vLLM ignores it there.
+    report_full  ask for events about reused blocks, too; a client's own other `vllm_xargs` stay. vLLM 0.32 (recorded
+                 in tests/recordings) then sends one more BlockStored for each request that finds something cached, in
+                 front of its step's events: all reused blocks from block 0 on, parent nil, in the shape of a real
+                 store. It is no copy: no removal ever answers it. A request that waits for room is looked up, and
+                 reported, again at each step (v1/core/kv_cache_manager.py get_computed_blocks). What is gone is not
+                 reported. Embeddings have no such field, and vLLM ignores it there.
     """
     dressed = {name: value for name, value in body.items() if name != "lora_id"}
     dressed["model"] = msgspec.Raw(msgspec.json.encode(model))
