@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 
 import structlog
 from zmq import ZMQError
@@ -22,7 +23,7 @@ from workers.cache import Cache
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, RequestError, SourceError, WorkerError
 from workers.core.manifest import Manifest, is_same_base
-from workers.core.rates import Rate
+from workers.core.rates import Rates, Reading
 from workers.core.slots import Slots
 from workers.engines.base import Engine, Scrape, Shape
 from workers.events import Events
@@ -53,7 +54,7 @@ from workers.wire import (
 log = structlog.get_logger()
 
 _FAILURES_KEPT = 64
-_MIN_PREFILL_TOKENS, _MIN_DECODE_TOKENS = 256, 64  # below this a window says more of overhead than of speed: a guess
+_LOADS_KEPT = 32
 
 
 def timestamp() -> str:
@@ -98,7 +99,7 @@ class Agent:
         self._slots = Slots(settings.max_loras, settings.max_cpu_loras)
         self._scrape = Scrape()
         self._scraped_at: float | None = None
-        self._prefill, self._decode = Rate(_MIN_PREFILL_TOKENS), Rate(_MIN_DECODE_TOKENS)
+        self._rates = Rates()
         self._is_draining = False
         self._engine_lock = asyncio.Lock()
         self._adapter_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -118,7 +119,7 @@ class Agent:
         """Take a healthy engine into use: load what should be there, then say ready. Raises EngineError."""
         self._shape = await engine.shape()
         self._slots = Slots(self.settings.max_loras, self.settings.max_cpu_loras)
-        self._prefill, self._decode = Rate(_MIN_PREFILL_TOKENS), Rate(_MIN_DECODE_TOKENS)
+        self._rates = Rates()
         self._engine, self.engine_boot_id = engine, engine_boot_id
         self.transport = await self._with_ledger(transport)
         self._changed()
@@ -401,7 +402,7 @@ class Agent:
         if self._engine is not engine:
             return
         self._slots = self._slots.loaded(victim.engine_name)
-        self._announce(victim, load_seconds=None)
+        self._announce(victim, load_seconds=victim.load_seconds)
 
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
         """Engine names that were unloaded; requests in flight on them go on. Raises WorkerError `not_loaded`."""
@@ -502,10 +503,22 @@ class Agent:
             return
         self._scrape = scrape = await self._engine.scrape()
         self._scraped_at = self._clock()
-        if scrape.prefill_tokens is not None and scrape.prefill_seconds is not None:
-            self._prefill.add(scrape.prefill_tokens, scrape.prefill_seconds)
-        if scrape.decode_tokens is not None and scrape.decode_seconds is not None:
-            self._decode.add(scrape.decode_tokens, scrape.decode_seconds)
+        self._rates.add(
+            Reading(
+                at_s=self._scraped_at,
+                running=scrape.running,
+                computed_tokens=scrape.computed_tokens,
+                steps=scrape.steps,
+                ended=scrape.ended,
+                ended_prefill_tokens=scrape.ended_prefill_tokens,
+                ended_prefill_seconds=scrape.ended_prefill_seconds,
+                ended_output_tokens=scrape.ended_output_tokens,
+                ended_seconds=scrape.ended_seconds,
+                token_gaps=scrape.token_gaps,
+                gap_seconds=scrape.gap_seconds,
+            )
+        )
+        self.metrics.rates(self._rates)
 
     async def look(self) -> None:
         """Look at the folder and at the engine's own list, and put the record right where they differ."""
@@ -655,10 +668,19 @@ class Agent:
             waiting=scrape.waiting,
             waiting_for_slot=scrape.waiting_for_slot,
             kv_usage=scrape.kv_usage,
-            prefill_tokens_per_s=self._prefill.value,
-            decode_tokens_per_s=self._decode.value,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_tokens_per_s=self._rates.decode_tokens_per_s,
+            inter_token_s=self._rates.inter_token_s,
+            mean_output_tokens=self._rates.mean_output_tokens,
+            mean_request_s=self._rates.mean_request_s,
+            load_seconds=self._load_seconds(),
             read_age_s=0.0 if self._scraped_at is None else self._clock() - self._scraped_at,
         )
+
+    def _load_seconds(self) -> float:
+        """The middle of the latest loads, one an adapter, as the records have kept them over restarts; 0.0 for none."""
+        measured = [record.load_seconds for record in self.records.all() if record.load_seconds is not None]
+        return median(measured[-_LOADS_KEPT:]) if measured else 0.0
 
     def _loaded(self, record: Record) -> LoadedLora:
         return LoadedLora(

@@ -2,6 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from workers.core.rates import Rates
+
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 
 
@@ -30,6 +32,16 @@ class Metrics:
         self.heartbeat_failures = Counter(
             "lorafleet_workers_heartbeat_failures", "Heartbeats that were not taken.", registry=registry
         )
+        self._rates = {
+            name: Gauge(f"lorafleet_workers_{name}", text, registry=registry)
+            for name, text in {
+                "prefill_tokens_per_s": "Learned: of a prefill that has the engine for itself.",
+                "decode_tokens_per_s": "Learned: of one request with no prefill beside it.",
+                "inter_token_s": "Between two tokens of a request, at the last reading.",
+                "mean_output_tokens": "Of requests that ended lately.",
+                "mean_request_s": "Of requests that ended lately, from scheduled to the last token.",
+            }.items()
+        }
         self.loop_failures = Counter(
             "lorafleet_workers_loop_failures", "Rounds of a background loop that failed.", ["loop"], registry=registry
         )
@@ -49,6 +61,11 @@ class Metrics:
         self.kv_readers_dropped = Counter(
             "lorafleet_workers_kv_readers_dropped", "Streams of KV changes ended as too slow.", registry=registry
         )
+
+    def rates(self, learned: Rates) -> None:
+        """Show what the engine's counters have taught; 0 until measured."""
+        for name, gauge in self._rates.items():
+            gauge.set(getattr(learned, name))
 
     def page(self) -> bytes:
         """Prometheus' text form."""

@@ -117,7 +117,13 @@ class LoraInfo(_Wire):
 
 
 class Load(_Wire):
-    """The engine's own counters as the agent last read them; rates are 0.0 until measured."""
+    """The engine's own counters as the agent last read them, and what they taught; 0.0 until measured.
+
+    prefill_tokens_per_s  of a prefill that has the engine for itself
+    decode_tokens_per_s   of one request with no prefill beside it; `inter_token_s` is a token's time as it is now
+    mean_output_tokens, mean_request_s  of requests that ended lately; seconds from scheduled to the last token
+    load_seconds          an adapter from disk to ready: the middle of the loads measured here
+    """
 
     running: int = 0
     waiting: int = 0
@@ -125,6 +131,10 @@ class Load(_Wire):
     kv_usage: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    inter_token_s: float = 0.0
+    mean_output_tokens: float = 0.0
+    mean_request_s: float = 0.0
+    load_seconds: float = 0.0
     read_age_s: float = 0.0
 
 

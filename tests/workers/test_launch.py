@@ -95,11 +95,20 @@ vllm:request_prefill_kv_computed_tokens_sum{engine="0"} 100.0
 vllm:request_prefill_time_seconds_sum{engine="0"} 2.0
 vllm:request_generation_tokens_sum{engine="0"} 50.0
 vllm:request_generation_tokens_count{engine="0"} 10.0
+vllm:prompt_tokens_total{engine="0"} 90.0
+vllm:prompt_tokens_cached_total{engine="0"} 30.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",source="local_cache_hit"} 30.0
+vllm:iteration_tokens_total_bucket{engine="0",le="1.0"} 3.0
+vllm:iteration_tokens_total_count{engine="0"} 7.0
+vllm:inter_token_latency_seconds_count{engine="0"} 40.0
+vllm:inter_token_latency_seconds_sum{engine="0"} 0.8
 process_start_time_seconds 1.7e+09
 """
     found = parse_metrics(page)
     assert (found.running, found.waiting, found.waiting_for_slot) == (4, 2, 1)
     assert found.kv_usage == pytest.approx(0.3)
-    assert (found.prefill_tokens, found.prefill_seconds, found.decode_tokens) == (100.0, 2.0, 40.0)
-    assert found.decode_seconds is None
+    assert (found.ended_prefill_tokens, found.ended_prefill_seconds) == (100.0, 2.0)
+    assert (found.ended, found.ended_output_tokens, found.ended_seconds) == (10.0, 50.0, 0.0)
+    assert (found.computed_tokens, found.steps) == (60.0, 7.0)
+    assert (found.token_gaps, found.gap_seconds) == (40.0, 0.8)
     assert (found.block_size, found.total_kv_blocks, found.started_at) == (32, 256, 1.7e9)

@@ -14,17 +14,23 @@ from workers.engines.base import Scrape, Shape, Traits
 
 # Only these lines of /metrics are parsed: the whole page is thousands of histogram buckets, and read every second.
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-_SUMS = (
-    # Both are observed when a request ends (v1/metrics/loggers.py record()), so their quotient fits together.
-    # vllm:prompt_tokens_total is counted at the first token and would not.
+_TOTALS = (
+    # Counted at a prompt's first token, at each step that gave tokens, and at each token (v1/metrics/loggers.py
+    # record(), v1/metrics/stats.py IterationStats).
+    "vllm:prompt_tokens_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:iteration_tokens_total_count",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:inter_token_latency_seconds_sum",
+    # Observed when a request ends, so that their quotients fit together.
     "vllm:request_prefill_kv_computed_tokens_sum",
     "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_inference_time_seconds_sum",
     "vllm:request_generation_tokens_sum",
     "vllm:request_generation_tokens_count",
-    "vllm:request_decode_time_seconds_sum",
 )
 _WANTED = re.compile(
-    r"^(?:" + "|".join((*_GAUGES, *_SUMS, "vllm:num_requests_waiting_by_reason", "vllm:cache_config_info"))
+    r"^(?:" + "|".join((*_GAUGES, *_TOTALS, "vllm:num_requests_waiting_by_reason", "vllm:cache_config_info"))
     + r"|process_start_time_seconds)[ {].*$",
     re.MULTILINE,
 )  # fmt: skip
@@ -140,19 +146,21 @@ def parse_metrics(page: str) -> Scrape:
             if sample.labels.get("reason") == "deferred":
                 deferred += sample.value
     total = {name: sum(found) for name, found in values.items()}
-    generated = total.get("vllm:request_generation_tokens_sum")
-    requests = total.get("vllm:request_generation_tokens_count", 0.0)
     usage = values.get("vllm:kv_cache_usage_perc", [0.0])
     return Scrape(
         running=int(total.get("vllm:num_requests_running", 0)),
         waiting=int(total.get("vllm:num_requests_waiting", 0)),
         waiting_for_slot=int(deferred),
         kv_usage=sum(usage) / len(usage),
-        prefill_tokens=total.get("vllm:request_prefill_kv_computed_tokens_sum"),
-        prefill_seconds=total.get("vllm:request_prefill_time_seconds_sum"),
-        # The first token of an answer belongs to the prefill; decode time runs from it to the last.
-        decode_tokens=None if generated is None else max(0.0, generated - requests),
-        decode_seconds=total.get("vllm:request_decode_time_seconds_sum"),
+        computed_tokens=total.get("vllm:prompt_tokens_total", 0.0) - total.get("vllm:prompt_tokens_cached_total", 0.0),
+        steps=total.get("vllm:iteration_tokens_total_count", 0.0),
+        ended=total.get("vllm:request_generation_tokens_count", 0.0),
+        ended_prefill_tokens=total.get("vllm:request_prefill_kv_computed_tokens_sum", 0.0),
+        ended_prefill_seconds=total.get("vllm:request_prefill_time_seconds_sum", 0.0),
+        ended_output_tokens=total.get("vllm:request_generation_tokens_sum", 0.0),
+        ended_seconds=total.get("vllm:request_inference_time_seconds_sum", 0.0),
+        token_gaps=total.get("vllm:inter_token_latency_seconds_count", 0.0),
+        gap_seconds=total.get("vllm:inter_token_latency_seconds_sum", 0.0),
         started_at=total.get("process_start_time_seconds", 0.0),
         block_size=_number(cache.get("block_size")),
         total_kv_blocks=_number(cache.get("num_gpu_blocks")),

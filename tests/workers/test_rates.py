@@ -1,0 +1,204 @@
+"""Rates learned from an engine's counters, held against the rates that the simulated engine really has.
+
+The engine is the sim's batch on a simulated clock; its counters are kept here as vLLM 0.32 keeps its own
+(v1/metrics/stats.py): computed tokens at a prompt's first token, gaps at each token, the rest when a request ends.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from random import Random
+
+import pytest
+
+from workers.core.rates import Rates, Reading
+from workers.engines.sim.blocks import BlockPool, Chain, Root
+from workers.engines.sim.timing import Batch, Ended, Job, Pace
+
+Lengths = Callable[[Random], float]
+
+
+def short(rng: Random) -> float:
+    return min(2_000, rng.lognormvariate(5.3, 0.6))
+
+
+def long(rng: Random) -> float:
+    return min(30_000, rng.lognormvariate(8.7, 0.7))
+
+
+def mixed(rng: Random) -> float:
+    return short(rng) if rng.random() < 0.7 else long(rng)
+
+
+def answer(rng: Random) -> float:
+    return min(1_000, rng.lognormvariate(4.8, 0.7))
+
+
+class Load:
+    """Requests as they come to one engine, and its counters at every second. Prompts share nothing."""
+
+    def __init__(self, *, prefill: float, token_s: float, seed: int) -> None:
+        pace = Pace(
+            max_num_seqs=256, max_num_batched_tokens=2048, max_loras=1, max_cpu_loras=1,
+            prefill_tokens_per_s=prefill, decode_tokens_per_s=1 / token_s, load_s=0.0,
+        )  # fmt: skip
+        self.batch = Batch(BlockPool(100_000, 32), pace)
+        self.rng = Random(seed)
+        self.now = 0.0
+        self.totals = dict.fromkeys(
+            ["computed_tokens", "steps", "ended", "ended_prefill_tokens", "ended_prefill_seconds",
+             "ended_output_tokens", "ended_seconds", "token_gaps", "gap_seconds"], 0.0,
+        )  # fmt: skip
+        self.read_at = 1.0
+        self._tokens = count()
+
+    def readings(self, prompts: Lengths, per_s: float, seconds: float) -> Iterator[Reading]:
+        """One a second, while requests come at `per_s`."""
+        end, arrival = self.now + seconds, self.now + self.rng.expovariate(per_s)
+        while self.now < end:
+            while arrival <= self.now:
+                self._arrive(max(1, int(prompts(self.rng))))
+                arrival += self.rng.expovariate(per_s)
+            if self.batch.has_work:
+                step = self.batch.begin(self.now)
+                done_at = self.now + step.duration_s
+                yield from self._read(done_at)
+                self._end(step, done_at)
+                self.now = done_at
+            else:
+                yield from self._read(arrival)
+                self.now = arrival
+
+    def _arrive(self, tokens: int) -> None:
+        chain = Chain([next(self._tokens)] * tokens, Root(), 32)
+        reply = [0] * max(1, int(answer(self.rng)))
+        self.batch.add(Job(chain=chain, prompt_tokens=tokens, reply=reply, reply_ended=Ended.LENGTH, arrived=self.now))
+
+    def _read(self, until: float) -> Iterator[Reading]:
+        while self.read_at <= until:
+            yield Reading(at_s=self.read_at, running=len(self.batch.running), **self.totals)
+            self.read_at += 1.0
+
+    def _end(self, step, now: float) -> None:
+        before = {id(job): job.last_token for job, _ in step.work}
+        told, totals = self.batch.end(step, now), self.totals
+        totals["steps"] += bool(told)
+        for job in told:
+            computed = job.prompt_tokens - job.cached_tokens
+            if job.produced == 1:
+                totals["computed_tokens"] += computed
+            else:
+                totals["token_gaps"] += 1
+                totals["gap_seconds"] += now - before[id(job)]
+            if job.ended is not None:
+                totals["ended"] += 1
+                totals["ended_prefill_tokens"] += computed
+                totals["ended_prefill_seconds"] += job.first_token - job.scheduled
+                totals["ended_output_tokens"] += job.produced
+                totals["ended_seconds"] += now - job.scheduled
+
+
+def off(rates: Rates, load: Load) -> tuple[float, float]:
+    """By which share the prefill rate and one token's time are wrong."""
+    pace = load.batch.pace
+    return (
+        rates.prefill_tokens_per_s / pace.prefill_tokens_per_s - 1,
+        pace.decode_tokens_per_s / rates.decode_tokens_per_s - 1,
+    )
+
+
+SPEEDS = [(20_000, 0.02), (16_000, 0.024)]
+LEVELS = {
+    "short, light": (short, 0.3),
+    "short, medium": (short, 8.0),
+    "short, saturated": (short, 60.0),
+    "long, light": (long, 0.15),
+    "long, medium": (long, 1.0),
+    "mixed, light": (mixed, 0.3),
+    "mixed, medium": (mixed, 3.0),
+    "mixed, saturated": (mixed, 7.0),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("prefill", "token_s"), SPEEDS)
+def test_two_minutes_of_any_load_give_both_rates_within_a_tenth(level, prefill, token_s):
+    prompts, per_s = LEVELS[level]
+    load, rates = Load(prefill=prefill, token_s=token_s, seed=3), Rates()
+    for reading in load.readings(prompts, per_s, 150):
+        rates.add(reading)
+    prefill_off, token_off = off(rates, load)
+    assert abs(prefill_off) < 0.10
+    assert abs(token_off) < 0.10
+
+
+def test_an_engine_full_of_long_prompts_is_read_right_when_it_was_calm_once():
+    load, rates = Load(prefill=20_000, token_s=0.02, seed=1), Rates()
+    for per_s, seconds in ((0.15, 60), (2.6, 120)):
+        for reading in load.readings(long, per_s, seconds):
+            rates.add(reading)
+    prefill_off, token_off = off(rates, load)
+    assert abs(prefill_off) < 0.10
+    assert abs(token_off) < 0.10
+    assert rates.inter_token_s > 0.08
+
+
+def test_without_a_calm_moment_the_rate_reads_low_by_no_more_than_the_decodes_share():
+    load, rates = Load(prefill=20_000, token_s=0.02, seed=1), Rates()
+    for reading in load.readings(long, 2.6, 120):
+        rates.add(reading)
+    prefill_off, _ = off(rates, load)
+    assert -0.20 < prefill_off < 0.05
+
+
+def test_the_inter_token_time_and_a_requests_size_are_those_of_the_last_requests():
+    load, rates = Load(prefill=20_000, token_s=0.02, seed=2), Rates()
+    for reading in load.readings(short, 8.0, 90):
+        rates.add(reading)
+    totals = load.totals
+    assert rates.inter_token_s == pytest.approx(totals["gap_seconds"] / totals["token_gaps"], rel=0.15)
+    assert rates.mean_output_tokens == pytest.approx(totals["ended_output_tokens"] / totals["ended"], rel=0.15)
+    assert rates.mean_request_s == pytest.approx(totals["ended_seconds"] / totals["ended"], rel=0.15)
+
+
+def test_nothing_is_said_before_anything_was_measured():
+    rates = Rates()
+    for second in range(60):
+        rates.add(Reading(at_s=float(second), running=second % 2))
+    figures = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s, rates.inter_token_s)
+    assert (*figures, rates.mean_output_tokens, rates.mean_request_s) == (0.0,) * 5
+
+
+def test_the_first_request_alone_already_gives_a_rate():
+    rates = Rates()
+    rates.add(Reading(at_s=0.0, running=0))
+    rates.add(Reading(at_s=1.0, running=0, computed_tokens=900, steps=11, ended=1, ended_prefill_tokens=900,
+                      ended_prefill_seconds=0.09, ended_output_tokens=11, ended_seconds=0.29))  # fmt: skip
+    assert rates.prefill_tokens_per_s == pytest.approx(10_000)
+
+
+def test_an_engine_that_started_again_spoils_nothing():
+    load, rates = Load(prefill=20_000, token_s=0.02, seed=4), Rates()
+    for reading in load.readings(mixed, 3.0, 100):
+        rates.add(reading)
+    learned, at_s = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s), load.read_at
+    again = Load(prefill=20_000, token_s=0.02, seed=5)
+    for number, reading in enumerate(again.readings(mixed, 3.0, 30)):
+        rates.add(replace(reading, at_s=at_s + reading.at_s))
+        if number == 0:
+            assert (rates.prefill_tokens_per_s, rates.decode_tokens_per_s) == learned
+        assert math.isfinite(rates.prefill_tokens_per_s)
+        assert 0.9 * learned[0] < rates.prefill_tokens_per_s < 1.1 * learned[0]
+
+
+def test_any_counters_at_all_give_finite_figures():
+    rng, rates, totals = Random(7), Rates(), [0.0] * 9
+    for second in range(400):
+        totals = [
+            max(0.0, total + rng.choice([0, 0, 1, 50, 4_000, -1_000 * (rng.random() < 0.02)])) for total in totals
+        ]
+        rates.add(Reading(second + rng.random(), rng.randrange(3), *totals))
+        for figure in (rates.prefill_tokens_per_s, rates.decode_tokens_per_s, rates.inter_token_s):
+            assert math.isfinite(figure)
+            assert figure >= 0.0
