@@ -60,8 +60,7 @@ class Trust:
     ) -> None:
         """Learn from one answer; one that comes after `forget` changes nothing.
 
-        predicted_tokens  the hit that the decision counted with, as an engine counts it: whole blocks, never the
-                          prompt's last token (vLLM computes that one always)
+        predicted_tokens  the hit that the decision counted with, as the engine counts it: see `hit_tokens`
         cached_tokens     the engine's own word; an answer without it is not to be compared
         """
         entry = self._workers.get(worker)
@@ -100,3 +99,13 @@ def _pour(entry: _Worker, *, disagrees: bool) -> None:
         entry.is_degraded = True
     elif entry.doubt == 0:
         entry.is_degraded = False
+
+
+def hit_tokens(depth_blocks: int, block_size: int, prompt_tokens: int) -> int:
+    """What vLLM reports as `cached_tokens` for a prompt of which it holds so many first blocks.
+
+    source  vLLM 0.32 v1/core/kv_cache_manager.py get_computed_blocks: the last token is computed always, and with it
+            its whole block. Holds for every request of tests/recordings, where a prompt that ends with a block tells
+            this apart from prompt_tokens - 1.
+    """
+    return min(depth_blocks, max(0, prompt_tokens - 1) // block_size) * block_size

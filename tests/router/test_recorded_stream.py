@@ -13,7 +13,7 @@ from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import Ledger
 from router.core.index import KvIndex, WorkerId
-from router.core.trust import Trust
+from router.core.trust import Trust, hit_tokens
 from tests.recordings.recording import Asked, Heard, load
 
 RECORDING = load()
@@ -60,9 +60,8 @@ class Mind:
         self.ledger.apply(self.decoder.decode(payload))
 
     def predicted_tokens(self, asked):
-        """As an engine counts: whole blocks, and the prompt's last token is computed always, with its block."""
         depth = self.index.match(hashes_of(asked)).get(W, 0)
-        return min(depth, (len(asked.ids) - 1) // BLOCK_SIZE) * BLOCK_SIZE
+        return hit_tokens(depth, BLOCK_SIZE, len(asked.ids))
 
 
 def hashes_of(asked):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.index import WorkerId
-from router.core.trust import Trust
+from router.core.trust import Trust, hit_tokens
 
 W, OTHER = WorkerId("w0"), WorkerId("w1")
 
@@ -150,6 +150,14 @@ def test_a_degraded_worker_heals_under_ordinary_noise():
         return 10_000
 
     assert median(healed(seed) for seed in range(200)) < 50
+
+
+@pytest.mark.parametrize(
+    ("depth_blocks", "prompt_tokens", "expected"),
+    [(0, 64, 0), (2, 64, 32), (2, 65, 64), (1, 32, 0), (1, 33, 32), (0, 0, 0)],
+)
+def test_an_engine_computes_a_prompts_last_token_always_and_with_it_its_block(depth_blocks, prompt_tokens, expected):
+    assert hit_tokens(depth_blocks, 32, prompt_tokens) == expected
 
 
 STEPS = st.one_of(
