@@ -2,11 +2,12 @@
 
 The simplest shape, one dict from block to mask, costs a cache miss a block once it is larger than the
 processor's caches: 22 us for 512 blocks among a thousand, 90 us among a million (6 and 9 us here). Blocks come
-in chains, and chains are stored, held and dropped in long pieces, so pieces with one mask are kept as *runs*:
-a prompt's walk looks up one block a run and compares the rest, which lie side by side. What comes block by
-block (decoding) stays a plain entry.
+in chains, and chains are held, stored and dropped in long pieces, so pieces with one mask are kept as *runs*:
+a prompt's walk looks up one block a run and compares the rest, which lie side by side. Only what is known to be
+a chain becomes a run; blocks that came one by one (decoding) or mixed (an agent's changes) are plain entries
+until a prompt goes over them.
 
-Nothing here relies on lists being chains: a run is compared in full, so any list in any order is exact.
+For the answers it does not matter: a run is compared in full, so any blocks in any order are exact.
 """
 
 import sys
@@ -81,8 +82,11 @@ class Holders:
                         yield position, value
                     position += 1
 
-    def set(self, hashes: Blocks, bit: int) -> list[BlockHash]:
-        """Set a bit in the masks of these blocks; returns those that had it."""
+    def set(self, hashes: Blocks, bit: int, *, is_chain: bool = False) -> list[BlockHash]:
+        """Set a bit in the masks of these blocks; returns those that had it.
+
+        is_chain  they follow one another in a prompt: those that are no run yet become one
+        """
         had: list[BlockHash] = []
         position = 0
         while position < len(hashes):
@@ -96,21 +100,14 @@ class Holders:
                     had += hashes[position:after]
                 else:
                     self._change(value, start, start + after - position, run.mask | bit)
-                position = after
-            elif value:
-                if value & bit:
-                    had.append(block)
-                else:
-                    self._at[block] = self._interned(value | bit)
-                position += 1
-            elif position + 1 == len(hashes):
-                self._at[block] = self._interned(bit)
-                position += 1
             else:
-                after = self._next_known(hashes, position)
-                for start in range(position, after, _LONGEST):
-                    self._keep(hashes[start : min(after, start + _LONGEST)], bit)
-                position = after
+                after = self._alike(hashes, position, value) if is_chain else position + 1
+                if value & bit:
+                    had += hashes[position:after]
+                if is_chain or not value & bit:
+                    for start in range(position, after, _LONGEST):
+                        self._keep(hashes[start : min(after, start + _LONGEST)], value | bit)
+            position = after
         return had
 
     def clear(self, hashes: Blocks, bit: int) -> list[BlockHash]:
@@ -155,11 +152,14 @@ class Holders:
                 del self._at[block]
             yield
 
-    def _next_known(self, hashes: Blocks, position: int) -> int:
-        """Where a stretch of blocks that nobody holds ends. In a chain that is nearly always the end."""
-        if self._at.keys().isdisjoint(hashes[position:]):
+    def _alike(self, hashes: Blocks, position: int, value: int) -> int:
+        """Where a stretch of plain entries with one mask ends; of blocks that nobody holds nearly always the end."""
+        if not value and self._at.keys().isdisjoint(hashes[position:]):
             return len(hashes)
-        return next(i for i in range(position, len(hashes)) if hashes[i] in self._at)
+        for after in range(position + 1, len(hashes)):
+            if self._at.get(hashes[after], 0) != value:
+                return after
+        return len(hashes)
 
     @staticmethod
     def _leave(run: _Run, start: int, hashes: Blocks, position: int) -> int:
@@ -200,6 +200,8 @@ class Holders:
         if not mask:
             for block in blocks:
                 del self._at[block]
+        elif len(blocks) == 1:
+            self._at[blocks[0]] = self._interned(mask)
         elif len(blocks) < _SHORTEST:
             self._at.update(dict.fromkeys(blocks, self._interned(mask)))
         else:

@@ -132,11 +132,16 @@ class KvIndex:
                     found[worker] = (from_host, end - start - from_host)
         return found
 
-    def add(self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device") -> int:
-        """Note that a worker has these blocks at a tier; returns how many it was not known to have there."""
+    def add(
+        self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device", *, is_chain: bool = False
+    ) -> int:
+        """Note that a worker has these blocks at a tier; returns how many it was not known to have there.
+
+        is_chain  they follow one another in a prompt, as those of one store do; makes matches faster, no more
+        """
         entry = self._entry(worker)
         blocks = tuple(dict.fromkeys(hashes))
-        changed = len(blocks) - len(self._tiers[tier].set(blocks, entry.added))
+        changed = len(blocks) - len(self._tiers[tier].set(blocks, entry.added, is_chain=is_chain))
         entry.blocks[tier] += changed
         return changed
 
@@ -163,7 +168,7 @@ class KvIndex:
             self.add(worker, hashes, tier)
 
     def hold(self, worker: WorkerId, hashes: Iterable[BlockHash]) -> Hold:
-        """Count these blocks as stored until `release`: a prompt just sent will be cached in a moment."""
+        """Count a prompt's blocks as stored until `release`: it was just sent and will be cached in a moment."""
         entry = self._entry(worker)
         hold = Hold(worker, tuple(dict.fromkeys(hashes)))
         entry.holds.add(hold)
@@ -237,7 +242,7 @@ class KvIndex:
         self._retired.append(entry.added)
 
     def _hold(self, entry: _Worker, blocks: tuple[BlockHash, ...]) -> None:
-        for block in self._device.set(blocks, entry.held):
+        for block in self._device.set(blocks, entry.held, is_chain=True):
             entry.more_holds[block] = entry.more_holds.get(block, 0) + 1
 
     def _interned(self, mask: int) -> int:

@@ -58,15 +58,15 @@ class IndexMachine(RuleBasedStateMachine):
     def crowd(self, crowded):
         if crowded:
             for n, worker in enumerate(CROWD):
-                self.add(worker, FOREST[n % len(FOREST)][: n % 4], "device")
+                self.add(worker, FOREST[n % len(FOREST)][: n % 4], "device", is_chain=True)
 
     def of(self, worker):
         return self.model.setdefault(worker, Model())
 
-    @rule(worker=workers, part=parts, tier=tiers)
-    def add(self, worker, part, tier):
+    @rule(worker=workers, part=parts, tier=tiers, is_chain=st.booleans())
+    def add(self, worker, part, tier, is_chain):
         has = self.of(worker).has[tier]
-        assert self.index.add(worker, part, tier) == len(set(part) - has)
+        assert self.index.add(worker, part, tier, is_chain=is_chain) == len(set(part) - has)
         has.update(part)
 
     @rule(worker=workers, part=parts, tier=tiers)
@@ -155,7 +155,7 @@ def test_a_hold_from_before_a_forget_takes_nothing_from_what_came_after():
 
 def test_a_prompt_of_many_runs_matches_to_the_block_wherever_it_is_cut():
     index, prompt = KvIndex(1), list(range(1, 1001))
-    index.add("w0", prompt)
+    index.add("w0", prompt, is_chain=True)
     index.add("w1", prompt[:700])
     for cut in (999, 700, 600, 513, 300, 256, 255, 1):
         index.drop("w0", prompt[cut : cut + 1])
