@@ -89,6 +89,7 @@ class CatalogBook:
                     "tenants": adapter.tenants,
                     "state": state,
                     "error": error,
+                    "priority": adapter.priority,
                 }
             )
             self._made_of[lora_id] = (adapter, state, error)

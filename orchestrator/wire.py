@@ -249,6 +249,7 @@ class CatalogAdapter(_Wire):
     tenants: tuple[str, ...] | None = None
     state: AdapterState = "registered"
     error: str | None = None
+    priority: int = 0
 
 
 class CatalogWorker(_Wire):

@@ -15,7 +15,7 @@ from router.core.errors import CatalogUnavailable, ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet, ReplicaState
 from router.core.resolve import visible_adapters
 from router.explain import explained, undecided
-from router.stages import Parts, Routed, asked, read, request_id, resolve_target, route, tokenize
+from router.stages import Parts, Record, asked, read, request_id, resolve_target, tokenize
 from router.wire import DecisionList, RouteAnswer
 
 
@@ -45,21 +45,26 @@ def control_routes(parts: Parts) -> APIRouter:
         question = await read(parts, request_id(headers), headers, request.receive)
         target = resolve_target(parts, parts.keys.caller(headers.get("authorization")), question)
         tokens = await tokenize(parts, target, question)
+        prompt = asked(parts, target, question, tokens)
         try:
-            return explained(route(parts, target, question, tokens, frozenset()))
+            decision = parts.mind.decide(prompt, parts.clock())
         except NoReplica as exc:
-            ask = asked(target, question, tokens)
             adapter = target.adapter.lora_id if target.adapter else "base"
             note = f"{exc}; a request would wait for a load" if target.adapter else str(exc)
             return undecided(
-                ask,
+                prompt.ask,
                 request_id=question.request_id,
                 at=time.time(),
                 adapter=adapter,
-                tokens=tokens,
-                replicas=parts.discovery.fleet.of(ask.base_model),
+                tokens_from=tokens.source,
+                replicas=parts.discovery.fleet.roster(target.base_model).replicas,
                 note=note,
             )
+        trust = parts.trust.state(decision.replica.id)
+        waits = None if parts.mind.has_room(decision) else "a request would wait in the router for room there"
+        return explained(
+            Record(question.request_id, time.time(), tokens.source, decision, trust), parts.trust.state, note=waits
+        )
 
     @api.get("/v1/decisions", dependencies=admin, response_model=DecisionList)
     async def decisions(
@@ -67,7 +72,7 @@ def control_routes(parts: Parts) -> APIRouter:
     ) -> Any:
         """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`."""
         found = (d for d in reversed(parts.decisions) if _is_about(d, adapter, worker))
-        return DecisionList(data=tuple(explained(d) for d in itertools.islice(found, limit)))
+        return DecisionList(data=tuple(explained(d, parts.trust.state) for d in itertools.islice(found, limit)))
 
     return api
 
@@ -110,9 +115,9 @@ def _fleet(parts: Parts) -> Fleet:
     return parts.discovery.fleet
 
 
-def _is_about(routed: Routed, adapter: str | None, worker: str | None) -> bool:
-    name = routed.ask.engine_name or "base"
-    return worker in (None, routed.decision.replica.id) and adapter in (None, name, name.rpartition("@")[0])
+def _is_about(record: Record, adapter: str | None, worker: str | None) -> bool:
+    name = record.decision.ask.engine_name or "base"
+    return worker in (None, record.decision.replica.id) and adapter in (None, name, name.rpartition("@")[0])
 
 
 def _cards(fleet: Fleet, caller: Caller) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import socket
 import sys
 import time
@@ -23,48 +22,51 @@ from lorafleet.settings import load_or_exit
 from router.api import control_routes, health_routes
 from router.cold import ColdStarts
 from router.config import RouterSettings
+from router.core.cost import Costs
 from router.core.errors import RouterError
 from router.core.fleet import Replica
 from router.core.index import WorkerId
 from router.core.load import LoadBook
+from router.core.mind import Mind, Shadowed
+from router.core.policies import POLICIES
+from router.core.trust import Trust
 from router.discovery import Discovery
 from router.inference import PATHS, Inference
-from router.kv_events import Feeds, Source
+from router.kv_events import Feeds
 from router.metrics import Metrics
-from router.stages import Parts
+from router.stages import Parts, match
 from router.tokens import Tokenizers
 from router.usage import Usage, send_usage
+from router.waiting import WaitingRoom
 from workers.wire import Metadata
 
 log = structlog.get_logger()
 
 _USAGE_EVERY_S = 1.0
+# What workers that went have left in an index is cleaned up in steps of a millisecond or two.
+_SWEEP_EVERY_S = 0.1
+_SWEEP_BLOCKS = 5_000
 
 
 class _Joined:
     """Hears of every worker and tells the parts that care."""
 
-    def __init__(self, feeds: Feeds, load: LoadBook, usage: Usage, tokenizers: Tokenizers) -> None:
+    def __init__(
+        self, feeds: Feeds, load: LoadBook, trust: Trust, usage: Usage, tokenizers: Tokenizers, metrics: Metrics
+    ) -> None:
         self._feeds = feeds
         self._load = load
+        self._trust = trust
+        self._metrics = metrics
         self._usage = usage
         self._tokenizers = tokenizers
         self._learning: set[asyncio.Task[None]] = set()
 
     def heard(self, replica: Replica, metadata: Metadata) -> None:
-        self._load.reported(replica.id, replica.report)
-        transport = metadata.transport
-        if replica.block_size and len(transport.kv_events) == 1 and len(transport.kv_replay) == 1:
-            self._feeds.follow(
-                Source(
-                    worker=replica.id,
-                    base_model=replica.base_model,
-                    block_size=replica.block_size,
-                    events=transport.kv_events[0],
-                    replay=transport.kv_replay[0],
-                    topic=transport.kv_topic,
-                )
-            )
+        self._load.reported(replica)
+        self._metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
+        self._metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)
+        self._feeds.hear(replica.id, replica.base_model, replica.block_size, metadata)
         if replica.state == "ready" and not self._tokenizers.knows(replica.base_model):
             task = asyncio.create_task(self._learn(replica))
             self._learning.add(task)
@@ -73,6 +75,7 @@ class _Joined:
     def gone(self, worker: WorkerId) -> None:
         self._feeds.forget(worker)
         self._load.forget(worker)
+        self._trust.forget(worker)
         self._usage.forget(worker)
 
     async def _learn(self, replica: Replica) -> None:
@@ -89,6 +92,7 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
     refuse_open_server(keys, config.host, allow_open=config.allow_open)
     metrics = Metrics()
     load = LoadBook()
+    trust = Trust()
     orchestrator_url = config.orchestrator_url.rstrip("/")
     control = httpx.AsyncClient(
         timeout=config.control_timeout_s,
@@ -97,20 +101,37 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
         trust_env=False,
     )
     tokenizers = Tokenizers(control, mode=config.tokenizer)
-    feeds = Feeds(metrics, config.kv_tail_poll_s)
+    feeds = Feeds(metrics, config.kv_tail_poll_s, trust, config.token)
     usage = Usage(config.router_id or f"{socket.gethostname()}-{os.getpid()}", load)
     if config.state_dir is not None:
         config.state_dir.mkdir(parents=True, exist_ok=True)
     discovery = Discovery(
         control,
         orchestrator_url=orchestrator_url,
-        listener=_Joined(feeds, load, usage, tokenizers),
+        listener=_Joined(feeds, load, trust, usage, tokenizers, metrics),
         state_file=config.state_dir / "catalog.json" if config.state_dir else None,
         catalog_poll_s=config.catalog_poll_s,
         metadata_poll_s=config.metadata_poll_s,
         unreachable_after_s=config.unreachable_after_s,
         clock=time.monotonic,
         on_failure=lambda loop: metrics.loop_failures.labels(loop).inc(),
+    )
+    mind = Mind(
+        roster=lambda base_model: discovery.fleet.roster(base_model),  # noqa: PLW0108  (`fleet` is swapped)
+        match=lambda prompt: match(feeds, prompt),
+        policy=POLICIES[config.policy](),
+        shadows=[POLICIES[name]() for name in config.shadow_policies],
+        shadowed=lambda shadow: _count_shadow(metrics, shadow),
+        costs=Costs(temperature_s=config.temperature_s),
+        late_binding_s=config.late_binding_s,
+        load=load,
+    )
+    waiting = WaitingRoom(
+        mind,
+        metrics,
+        most_waiting=config.max_waiting_requests,
+        most_wait_s=config.max_wait_s,
+        clock=time.monotonic,
     )
     cold = ColdStarts(
         control, discovery, metrics, orchestrator_url, config.cold_start_timeout_s, config.max_held_requests
@@ -125,9 +146,11 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
             control,
             aiohttp.ClientSession(connector=connector, auto_decompress=False, trust_env=False) as session,
         ):
-            parts.session = session
+            parts.session = feeds.session = session
             running = [
                 asyncio.create_task(discovery.run()),
+                asyncio.create_task(waiting.run()),
+                asyncio.create_task(_sweep(feeds, metrics)),
                 asyncio.create_task(_report_usage(control, orchestrator_url, usage, discovery, metrics)),
             ]
             try:
@@ -145,12 +168,13 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
         discovery=discovery,
         tokenizers=tokenizers,
         feeds=feeds,
-        load=load,
+        mind=mind,
+        waiting=waiting,
+        trust=trust,
         cold=cold,
         usage=usage,
         metrics=metrics,
         session=None,  # type: ignore[arg-type]  # opened with the loop, in lifespan
-        rng=random.Random(),
     )
     app.include_router(control_routes(parts))
     app.include_router(health_routes(parts))
@@ -158,6 +182,19 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
         app.router.routes.append(Route(path, Inference(parts, path), methods=["POST"]))
     install_error_handlers(app, RouterError)
     return app, parts
+
+
+def _count_shadow(metrics: Metrics, shadow: Shadowed) -> None:
+    metrics.shadow_decisions.labels(shadow.policy, "yes" if shadow.agrees else "no").inc()
+    metrics.shadow_cost.labels(shadow.policy).inc(shadow.cost_s)
+
+
+async def _sweep(feeds: Feeds, metrics: Metrics) -> None:
+    async def step() -> None:
+        for index in feeds.indexes.values():
+            index.sweep(_SWEEP_BLOCKS)
+
+    await forever(step, name="sweep", every_s=_SWEEP_EVERY_S, on_failure=metrics.loop_failures.labels("sweep").inc)
 
 
 async def _report_usage(

@@ -18,7 +18,7 @@ from router.core.errors import (
     Saturated,
 )
 from router.core.fleet import Adapter, Excluded, Replica
-from router.core.policy import rendezvous_home
+from router.core.homes import rendezvous_home
 from router.discovery import Discovery
 from router.metrics import Metrics
 from workers.wire import LoadRequest
@@ -169,7 +169,7 @@ class ColdStarts:
         return home.id if answer.is_success else None
 
     def _homes(self, adapter: Adapter) -> list[Replica]:
-        return [r for r in self.discovery.fleet.of(adapter.base_model or "") if r.state == "ready"]
+        return [r for r in self.discovery.fleet.roster(adapter.base_model or "").replicas if r.state == "ready"]
 
 
 _REFUSALS: dict[int, Callable[[str], RouterError]] = {404: ModelNotFound, 409: AdapterFailed}

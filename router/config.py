@@ -1,11 +1,14 @@
 """The router's settings."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.settings import HouseSettings
+
+PolicyName = Literal["kv_lora", "round_robin", "least_loaded", "session", "prefix_hash"]
 
 
 class RouterSettings(HouseSettings):
@@ -50,5 +53,24 @@ class RouterSettings(HouseSettings):
     )
     kv_tail_poll_s: float = Field(
         default=5.0, gt=0, description="how often a silent engine is asked for KV events that got lost"
+    )
+    policy: PolicyName = Field(
+        default="kv_lora", description="the rule that picks a replica; docs/architecture.md tells them apart"
+    )
+    shadow_policies: tuple[PolicyName, ...] = Field(
+        default=(), description="policies to run beside it on live traffic; they decide nothing, metrics compare them"
+    )
+    temperature_s: float = Field(
+        default=0.0, ge=0, description="kv_lora: above 0, costlier replicas get a share by exp(-cost / temperature)"
+    )
+    late_binding_s: float = Field(
+        default=1.0,
+        ge=0,
+        description="seconds of work queued at an engine at most; the rest waits here, in fair order",
+    )
+    max_waiting_requests: int = Field(default=10_000, ge=1, description="requests that may wait for room at an engine")
+    max_wait_s: float = Field(default=60.0, gt=0, description="how long one of them may wait before it gets 429")
+    session_header: str = Field(
+        default="x-session-id", description="names a client's session, for policy session; without it: the body's user"
     )
     grace_s: float = Field(default=30.0, ge=0, description="on SIGTERM, how long requests in flight may still take")

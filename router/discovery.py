@@ -38,6 +38,8 @@ class _Follow:
     metadata: Metadata | None = None
     heard_at: float = 0.0
     engine_answers: bool = False
+    replica: Replica | None = None
+    made_from: tuple[Metadata, ReplicaState, frozenset[str]] | None = None
     tasks: tuple[asyncio.Task[None], ...] = ()
 
 
@@ -74,6 +76,7 @@ class Discovery:
         # Made once a catalog, not at every report of every agent: there are thousands.
         self._adapters: Mapping[str, Adapter] = MappingProxyType({})
         self._aliases: Mapping[str, Alias] = MappingProxyType({})
+        self._draining: dict[str, frozenset[str]] = {}
         self._etag: str | None = None
         self._catalog_poke = asyncio.Event()
         self._follows: dict[str, _Follow] = {}
@@ -133,6 +136,7 @@ class Discovery:
     def _adopt(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._adapters, self._aliases = _named_by(catalog)
+        self._draining = _draining_by_worker(catalog)
         self.has_catalog = True
         named = {worker.id for worker in catalog.workers}
         # Absence is no reason to let a worker go: an orchestrator that just started has heard from nobody yet. One
@@ -210,8 +214,14 @@ class Discovery:
 
     def _replica(self, follow: _Follow, metadata: Metadata) -> Replica:
         is_silent = self._clock() - follow.heard_at > self._unreachable_after_s
-        draining = {engine_name(d.lora_id, d.digest) for d in self._catalog.draining if d.worker_id == follow.worker.id}
-        return _replica_from(follow, metadata, state=_state(follow, metadata, silent=is_silent), draining=draining)
+        state = _state(follow, metadata, silent=is_silent)
+        draining = self._draining.get(follow.worker.id, frozenset())
+        # One agent's report makes one replica anew, not all of them: a fleet reports many times a second.
+        made = follow.made_from
+        if follow.replica is None or made is None or made[0] is not metadata or made[1:] != (state, draining):
+            follow.replica = _replica_from(follow, metadata, state=state, draining=draining)
+            follow.made_from = metadata, state, draining
+        return follow.replica
 
     def _read_saved(self) -> None:
         if self._state_file is None or not self._state_file.exists():
@@ -241,7 +251,7 @@ def _named_by(catalog: Catalog) -> tuple[Mapping[str, Adapter], Mapping[str, Ali
     adapters = {
         # Only a quarantine is the adapter's own fault; any other error passes, and a request may wait for that.
         a.lora_id: Adapter(
-            a.lora_id, a.base_model, a.digest, a.source, a.tenants, a.error if a.state == "failed" else None
+            a.lora_id, a.base_model, a.digest, a.source, a.tenants, a.error if a.state == "failed" else None, a.priority
         )
         for a in catalog.adapters
         if a.state != "deleting"
@@ -252,10 +262,20 @@ def _named_by(catalog: Catalog) -> tuple[Mapping[str, Adapter], Mapping[str, Ali
     return MappingProxyType(adapters), MappingProxyType(aliases)
 
 
-def _replica_from(follow: _Follow, metadata: Metadata, *, state: ReplicaState, draining: set[str]) -> Replica:
+def _draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
+    names: dict[str, set[str]] = {}
+    for entry in catalog.draining:
+        names.setdefault(entry.worker_id, set()).add(engine_name(entry.lora_id, entry.digest))
+    return {worker: frozenset(found) for worker, found in names.items()}
+
+
+def _replica_from(follow: _Follow, metadata: Metadata, *, state: ReplicaState, draining: frozenset[str]) -> Replica:
     """A replica as its agent describes it; `draining` are engine names that the catalog says to avoid there."""
     held = [lora for lora in metadata.lora.loaded_loras if lora.state in ("ready", "draining")]
     shape, load = metadata.model.runtime_config, metadata.load
+    residents = MappingProxyType(
+        {lora.engine_name: Resident(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
+    )
     return Replica(
         id=WorkerId(follow.worker.id),
         base_model=metadata.model.base_model,
@@ -267,16 +287,19 @@ def _replica_from(follow: _Follow, metadata: Metadata, *, state: ReplicaState, d
         max_loras=metadata.lora.max_loras,
         max_num_seqs=max(1, shape.max_num_seqs),
         max_model_len=shape.max_model_len,
+        total_kv_blocks=max(0, shape.total_kv_blocks),
         engine_boot_id=metadata.engine_boot_id,
-        residents=MappingProxyType(
-            {lora.engine_name: Resident(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
-        ),
-        draining=frozenset(draining | {lora.engine_name for lora in held if lora.state == "draining"}),
+        # The same object while nothing changes: decisions that are remembered keep the replicas they were made from.
+        residents=follow.replica.residents if follow.replica and follow.replica.residents == residents else residents,
+        draining=draining | {lora.engine_name for lora in held if lora.state == "draining"},
         report=Report(
             running=load.running,
             waiting=load.waiting,
             kv_usage=load.kv_usage,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_tokens_per_s=load.decode_tokens_per_s,
+            request_s=load.mean_request_s,
+            load_s=load.load_seconds,
             at=follow.heard_at - load.read_age_s,
         ),
     )

@@ -19,10 +19,10 @@ from router.stages import (
     Parts,
     Question,
     Routed,
+    decided,
     read,
     request_id,
     resolve_target,
-    route,
     shown_cached_tokens,
     tokenize,
     warm,
@@ -84,8 +84,8 @@ class Inference:
         for attempt in itertools.count(1):
             if not is_refused:
                 target = await warm(parts, target, excluded)
-            routed = route(parts, target, question, tokens, excluded)
-            flight = Flight.begin(parts, routed)
+            flight = await decided(parts, caller, target, question, tokens, excluded)
+            routed = flight.routed
             try:
                 opened = await self._open(routed, question, headers)
             except ReplicaUnreachable as exc:
@@ -102,18 +102,26 @@ class Inference:
                 raise
             try:
                 await self._relay(opened, routed, caller, question, flight, answer)
+                flight.compare(opened.usage)
             finally:
                 opened.close()
                 flight.end()
             return
 
     async def _open(self, routed: Routed, question: Question, headers: Mapping[str, str]) -> Opened:
-        config, replica = self._parts.config, routed.decision.replica
+        parts, config, replica = self._parts, self._parts.config, routed.decision.replica
         sent = {"content-type": "application/json", "accept-encoding": "identity", "x-request-id": question.request_id}
         sent |= {name: headers[name] for name in _FORWARDED_HEADERS if name in headers}
+        rank = routed.decision.rank
+        if rank is not None:
+            sent["x-data-parallel-rank"] = str(rank)
         call = Call(
             url=replica.engine_url + self._path,
-            body=dress_vllm(question.fields, routed.engine_model),
+            body=dress_vllm(
+                question.fields,
+                routed.engine_model,
+                report_full=parts.trust.state(replica.id) == "degraded" and parts.feeds.may_repeat(replica.id),
+            ),
             headers=sent,
             engine_model=routed.engine_model,
             has_adapter=routed.target.adapter is not None,

@@ -1,290 +1,604 @@
-"""Subscribe to each engine's KV events and feed the index; bridge holes from the engine's replay socket.
+"""What every replica has cached, followed: from its agent's ledger where there is one, else from the engine itself.
 
-source  vLLM 0.32 distributed/kv_events.py: frames [topic, seq, msgpack [ts, events, rank]]; maps since June 2026,
-        positional arrays before. Replay: DEALER [b"", seq] -> [b"", topic, seq, payload]* then seq = ff * 8.
+An agent's ledger is exact however late we come: one snapshot, then changes. Without it (an older agent, or one that
+cannot be reached) the engine's own sockets are followed with a ledger of ours, which knows what the engine still has in
+its buffer and what comes from then on. Both end in the index; how far it can be believed is told to `Trust`.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import msgspec
 import structlog
 import zmq
-import zmq.asyncio
 
-from lorafleet.kv.blocks import root_hash
+from lorafleet.kv.blocks import BlockHash
+from lorafleet.kv.events import Decoder, UndecodableBatch
+from lorafleet.kv.ledger import TIERS, TRAITS, Ledger, Tier
+from lorafleet.kv.subscribe import Endpoint, Follower, Hub
 from lorafleet.loops import forever
 from router.core.index import KvIndex, WorkerId
+from router.core.trust import Trust
 from router.metrics import Metrics
+from workers.wire import KV_HASHING, KvFrame, KvSnapshot, Metadata, unpack_hashes
 
 log = structlog.get_logger()
 
-_END = b"\xff" * 8
-_REPLAY_SILENCE_S = 2.0
-_REPLAY_TRIES = 3
-# Messages taken in one go before other tasks get a turn.
-_BATCH = 64
-_DEVICE = (None, "GPU", "gpu")
-_POSITIONS = {
-    "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
+# Agents send a sign of life every second.
+_SILENCE_S = 5.0
+# What is known is kept this long while an agent does not answer; then the engine itself is asked.
+_FALL_BACK_AFTER_S = 3.0
+_RESUME_S = 0.05
+_MOST_FRAME_BYTES = 64 << 20
+# Blocks of a snapshot put into the index before requests get a turn: about a millisecond.
+_TURN_BLOCKS = 2000
+_KEEP_S = 1.0
+# A request that asked for repetitions may be on its way for this long after predictions agree again.
+_REPEATS_LINGER_S = 60.0
+_RETAKE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a worker's events come from. A new engine boot has a new topic and therefore is a new source."""
+    """Where what a worker has cached is told. Another engine boot is another source.
+
+    events, replay  one ZMQ endpoint a data-parallel rank
+    ledger          hashing version of the agent's ledger; 0: it has none
+    """
 
     worker: WorkerId
     base_model: str
     block_size: int
-    events: str
-    replay: str
-    topic: str
+    events: tuple[str, ...] = ()
+    replay: tuple[str, ...] = ()
+    topic: str = ""
+    dialect: str = "vllm"
+    engine_boot_id: str = ""
+    agent_url: str = ""
+    ledger: int = 0
 
 
-def apply_event(index: KvIndex, source: Source, event: Any) -> tuple[str, str | None]:
-    """Apply one decoded event; returns (its type, why it was not accepted or None). Never guesses."""
-    kind, fields = _named(event)
-    if kind == "AllBlocksCleared":
-        index.forget(source.worker)
-        return kind, None
-    if kind not in _POSITIONS:
-        return "unknown", "unknown_type"
-    if fields.get("group_idx") not in (None, 0):
-        return kind, "group"
-    if fields.get("medium") not in _DEVICE:
-        return kind, "medium"
-    hashes = fields.get("block_hashes")
-    if not isinstance(hashes, list) or not all(isinstance(name, int | bytes) for name in hashes):
-        return kind, "shape"
-    if kind == "BlockRemoved":
-        return kind, "unknown_block" if index.remove(source.worker, hashes) else None
-    return kind, _store(index, source, hashes, fields)
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a prompt's blocks match, per worker: `depths` and `lower` as the index has them.
 
-
-def _store(index: KvIndex, source: Source, hashes: list[Any], fields: Mapping[str, Any]) -> str | None:
-    if fields.get("block_size") != source.block_size:
-        return "block_size"
-    lora_name = fields.get("lora_name") or ""
-    if not isinstance(lora_name, str):
-        return "shape"
-    salt = cache_salt(fields.get("extra_keys"), lora_name)
-    if salt is None:
-        return "extra_keys"
-    parent = fields.get("parent_block_hash")
-    root = root_hash(source.base_model, lora_name, salt)
-    try:
-        return index.store(source.worker, hashes, fields.get("token_ids") or (), parent=parent, root=root)
-    except (TypeError, OverflowError):
-        return "shape"
-
-
-def cache_salt(extra_keys: Any, lora_name: str) -> str | None:
-    """The cache salt among a store's extra keys ("" without one), or None when there is a key we do not index.
-
-    source  vLLM 0.32 generate_block_hash_extra_keys: per block nil or [lora name][media...][salt, block 0 only]
+    ranks   the best data-parallel rank of workers that have several and where one is better than another
     """
-    if extra_keys is None:
-        return ""
-    if not isinstance(extra_keys, list):
-        return None
-    salt = ""
-    for number, keys in enumerate(extra_keys):
-        if keys is not None and not isinstance(keys, list):
-            return None
-        rest = list(keys or ())
-        if lora_name and rest[:1] == [lora_name]:
-            del rest[0]
-        if rest and (number > 0 or len(rest) > 1 or not isinstance(rest[0], str)):
-            return None
-        salt = rest[0] if rest else salt
-    return salt
+
+    depths: Mapping[WorkerId, int]
+    lower: Mapping[WorkerId, tuple[int, int]]
+    ranks: Mapping[WorkerId, int]
 
 
-def _named(event: Any) -> tuple[str, Mapping[str, Any]]:
-    if isinstance(event, dict):
-        return str(event.get("type")), event
-    if isinstance(event, list) and event:
-        kind = str(event[0])
-        return kind, dict(zip(_POSITIONS.get(kind, ()), event[1:], strict=False))
-    return "malformed", {}
+def member(worker: WorkerId, rank: int, ranks: int) -> WorkerId:
+    """The index's name of one rank: `worker#rank`, and the worker itself where it has only one."""
+    return WorkerId(f"{worker}#{rank}") if ranks > 1 else worker
 
 
-class Feed:
-    """One worker's events, in order, from the oldest that the engine still has to the newest."""
+class _Into:
+    """A ledger's changes, written into the index under one member (a Sink)."""
 
-    def __init__(
-        self, source: Source, index: KvIndex, context: zmq.asyncio.Context, metrics: Metrics, *, tail_poll_s: float
-    ) -> None:
-        self.source = source
-        self._index = index
-        self._context = context
-        self._metrics = metrics
-        self._tail_poll_s = tail_poll_s
-        self._decode = msgspec.msgpack.Decoder().decode
-        self._last = -1
+    def __init__(self, index: KvIndex, name: WorkerId) -> None:
+        self.index = index
+        self.name = name
+        self.added = 0
+        self.dropped = 0
 
-    async def run(self) -> None:
-        """Follow until cancelled; a session that breaks starts again from what was last applied."""
+    def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        self.index.add(self.name, hashes, tier)
+        self.added += len(hashes)
 
-        async def session() -> None:
-            with self._context.socket(zmq.SUB) as live:
-                # Unbounded: a dropped message would be a hole; the engine's own buffer bounds what can pile up.
-                live.setsockopt(zmq.RCVHWM, 0)
-                live.setsockopt(zmq.LINGER, 0)
-                live.subscribe(self.source.topic.encode())
-                live.connect(self.source.events)
-                await self._replay()
-                await self._follow(live)
+    def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        self.index.drop(self.name, hashes, tier)
+        self.dropped += len(hashes)
 
-        await forever(
-            session, name="kv_events", every_s=1.0, on_failure=self._metrics.loop_failures.labels("kv_events").inc
-        )
+    def clear(self) -> None:
+        self.index.replace(self.name, {})
 
-    async def _follow(self, live: zmq.asyncio.Socket) -> None:
-        while True:
-            if not await live.poll(int(self._tail_poll_s * 1000)):
-                # Loss at the tail shows only with the next message; do not wait for that one.
-                await self._replay()
-                continue
-            for _ in range(_BATCH):
-                try:
-                    frames = await live.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                await self._take(frames)
-            self._metrics.kv_blocks.labels(self.source.worker).set(self._index.workers().get(self.source.worker, 0))
-            await asyncio.sleep(0)
 
-    async def _take(self, frames: Sequence[bytes]) -> None:
-        if len(frames) != 3 or len(frames[1]) != 8:
-            self._metrics.kv_rejected.labels(self.source.worker, "frames").inc()
-            return
-        seq = int.from_bytes(frames[1], "big")
-        if seq > self._last + 1:
-            await self._replay(until=seq)
-            if seq > self._last + 1:
-                self._skip_to(seq)
-        if seq == self._last + 1:
-            self._apply(seq, frames[2])
+class _EngineRank:
+    """One rank of an engine whose sockets we follow ourselves: hears its batches (a Listener), keeps its ledger."""
 
-    async def _replay(self, until: int | None = None) -> None:
-        """Apply what the engine's buffer has after the last applied batch, up to `until` when given."""
-        for _ in range(_REPLAY_TRIES):
-            start = self._last + 1
-            finished = await self._replay_from(start)
-            if until is not None and self._last + 1 >= until:
-                self._metrics.kv_gaps.labels(self.source.worker, "replayed").inc()
-                return
-            if finished or self._last + 1 == start:
-                return
+    def __init__(self, feed: "_Feed", rank: int) -> None:
+        source = feed.source
+        self.is_open = False
+        self._feed = feed
+        self._into = feed.into(rank)
+        self._decode = Decoder().decode
+        self._at = 0.0
+        traits = TRAITS.get(source.dialect, TRAITS["vllm"])
+        self.ledger = Ledger(source.base_model, source.block_size, self._into, traits)
+        self._counted: dict[str, int] = {}
 
-    async def _replay_from(self, start: int) -> bool:
-        """One request to the replay socket; whether it was answered to its end without a hole.
-
-        The engine drops silently for a slow reader (vLLM 0.32, seen running), so order is checked here.
-        """
-        with self._context.socket(zmq.DEALER) as dealer:
-            dealer.setsockopt(zmq.RCVHWM, 0)
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.connect(self.source.replay)
-            await dealer.send_multipart([b"", start.to_bytes(8, "big")])
-            while await dealer.poll(int(_REPLAY_SILENCE_S * 1000)):
-                frames = await dealer.recv_multipart()
-                if len(frames) != 4 or frames[2] == _END:
-                    return True
-                if frames[1] != self.source.topic.encode():
-                    continue
-                seq = int.from_bytes(frames[2], "big")
-                if seq > self._last + 1:
-                    if seq > start and self._last + 1 > start:
-                        return False
-                    self._skip_to(seq)
-                if seq == self._last + 1:
-                    self._apply(seq, frames[3])
-            return False
-
-    def _skip_to(self, seq: int) -> None:
-        """Nothing can bridge this hole: keep what is known, say so, and go on after it."""
-        self._metrics.kv_gaps.labels(self.source.worker, "lost").inc()
-        self._metrics.kv_degraded.labels(self.source.worker).set(1)
-        log.warning("KV events lost", worker=self.source.worker, first=self._last + 1, last=seq - 1)
-        self._last = seq - 1
-
-    def _apply(self, seq: int, payload: bytes) -> None:
-        self._last = seq
+    def batch(self, payload: bytes) -> None:
+        if not self.is_open:
+            # Only now: until the engine says something, what was known of it before is the best there is.
+            self.is_open = True
+            self._into.clear()
         try:
             batch = self._decode(payload)
-            events = list(batch[1])
-        except (msgspec.DecodeError, IndexError, TypeError, KeyError, ValueError):
-            self._metrics.kv_rejected.labels(self.source.worker, "undecodable").inc()
+        except UndecodableBatch:
+            self.ledger.rejected["undecodable"] += 1
             return
-        for event in events:
-            kind, rejected = apply_event(self._index, self.source, event)
-            if rejected is None:
-                self._metrics.kv_events.labels(self.source.worker, kind).inc()
-            else:
-                self._metrics.kv_rejected.labels(self.source.worker, rejected).inc()
+        self.ledger.apply(batch)
+        self._at = batch.ts
+
+    def drained(self) -> None:
+        if self._at:
+            self._feed.lag_s = time.time() - self._at
+
+    def opened(self) -> None:
+        self._feed.engine_opened()
+
+    def bridged(self) -> None:
+        self._feed.metrics.kv_gaps.labels(self._feed.source.worker, "replayed").inc()
+
+    def lost(self, first: int, last: int) -> None:  # noqa: ARG002  (the follower logs them)
+        self._feed.metrics.kv_gaps.labels(self._feed.source.worker, "lost").inc()
+        self.ledger.expect_repeats(True)
+        self._feed.lost()
+
+    def malformed(self) -> None:
+        self.ledger.rejected["frames"] += 1
+
+    def count(self) -> None:
+        """Add to the counters what the ledger counted since the last call."""
+        worker, metrics = self._feed.source.worker, self._feed.metrics
+        for kind, labels, counts in (
+            ("+", metrics.kv_events, self.ledger.accepted),
+            ("-", metrics.kv_rejected, self.ledger.rejected),
+        ):
+            for name, count in counts.items():
+                labels.labels(worker, name).inc(count - self._counted.get(kind + name, 0))
+                self._counted[kind + name] = count
+
+
+class _Feed:
+    """One worker, followed by whichever way works."""
+
+    def __init__(self, feeds: "Feeds", source: Source, index: KvIndex) -> None:
+        self.source = source
+        self.metrics = feeds.metrics
+        self.lag_s = 0.0
+        self.intos: dict[WorkerId, _Into] = {}
+        self._feeds = feeds
+        self._index = index
+        self._ranks = max(1, len(source.events))
+        self._engine: list[_EngineRank] = []
+        self._followers: list[Follower] = []
+        self._task: asyncio.Task[None] | None = None
+        self._clock = asyncio.get_running_loop().time
+        self._heard_at = self._clock()
+        self._epoch = ""
+        self._seq = 0
+        self._is_whole = True
+        self._taken_at = 0.0
+        self._is_lost = False
+        self._repeats_until = 0.0
+
+    @property
+    def kind(self) -> str:
+        """ledger, engine, or none while neither has answered."""
+        return "engine" if self._followers else "ledger" if self._epoch else "none"
+
+    @property
+    def members(self) -> list[WorkerId]:
+        return [member(self.source.worker, rank, self._ranks) for rank in range(self._ranks)]
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the ledger that is followed would know repeated stores from copies; see Ledger.expect_repeats."""
+        return bool(self._followers) or not self._is_whole
+
+    def size_bytes(self) -> int:
+        return sum(rank.ledger.size_bytes() for rank in self._engine)
+
+    def into(self, rank: int) -> _Into:
+        name = member(self.source.worker, rank, self._ranks)
+        return self.intos.setdefault(name, _Into(self._index, name))
+
+    def start(self) -> None:
+        if self.source.ledger == KV_HASHING and self.source.agent_url and self._feeds.session is not None:
+            self._task = asyncio.create_task(self._follow_ledger())
+        else:
+            self._follow_engine()
+
+    def stop(self) -> asyncio.Task[None] | None:
+        """End it; returns what is still ending."""
+        self._leave_engine()
+        if self._task is not None:
+            self._task.cancel()
+        return self._task
+
+    def lost(self) -> None:
+        """Something is missing now that nothing brings back. What is known is kept."""
+        self._is_lost = True
+        self._feeds.trust.lost(self.source.worker)
+        self.metrics.kv_degraded.labels(self.source.worker).set(1)
+
+    def forget_adapter(self, engine_name: str) -> None:
+        for rank in self._engine:
+            rank.ledger.forget_adapter(engine_name)
+
+    def keep(self) -> None:
+        """Once a second: figures, and what follows from the state of trust."""
+        worker, now = self.source.worker, self._clock()
+        for rank in self._engine:
+            rank.count()
+        for into in self.intos.values():
+            self.metrics.kv_changed_blocks.labels(worker, "added").inc(into.added)
+            self.metrics.kv_changed_blocks.labels(worker, "dropped").inc(into.dropped)
+            into.added = into.dropped = 0
+        self.metrics.kv_lag.labels(worker).set(max(0.0, self.lag_s))
+        known = self._index.workers()
+        self.metrics.kv_blocks.labels(worker).set(sum(known.get(name, 0) for name in self.members))
+        is_degraded = self._feeds.trust.state(worker) == "degraded"
+        self.metrics.kv_degraded.labels(worker).set(is_degraded)
+        if is_degraded:
+            if not self._repeats_until:
+                self._expect_repeats(True)
+            self._repeats_until = now + _REPEATS_LINGER_S
+            if self.kind == "ledger" and self._is_whole and now - self._taken_at > _RETAKE_S:
+                log.info("KV snapshot is taken again: predictions and answers differ", worker=worker)
+                self._retake()
+        elif self._repeats_until and now > self._repeats_until:
+            self._repeats_until = 0.0
+            self._expect_repeats(False)
+
+    # --- the engine's own sockets --------------------------------------------------------------------------------
+
+    def _follow_engine(self) -> None:
+        source = self.source
+        replays = source.replay if len(source.replay) == len(source.events) else ("",) * len(source.events)
+        hub = self._feeds.hub()
+        try:
+            for rank, (events, replay) in enumerate(zip(source.events, replays, strict=True)):
+                listener = _EngineRank(self, rank)
+                self._followers.append(hub.follow(Endpoint(events, replay, source.topic), listener))
+                self._engine.append(listener)
+        except zmq.ZMQError as exc:
+            log.warning("KV events cannot be followed", worker=source.worker, endpoints=source.events, error=str(exc))
+            self._leave_engine()
+
+    def engine_opened(self) -> None:
+        if self._task is None:
+            self._feeds.trust.opened(self.source.worker, "exact")
+            # What of its past the engine had forgotten was noticed before.
+            if self._is_lost:
+                self.lost()
+
+    def _leave_engine(self) -> None:
+        followers, self._followers = self._followers, []
+        for follower in followers:
+            self._feeds.hub().forget(follower)
+        self._engine = []
+
+    def _expect_repeats(self, expected: bool) -> None:
+        for rank in self._engine:
+            rank.ledger.expect_repeats(expected)
+
+    # --- the agent's ledger --------------------------------------------------------------------------------------
+
+    async def _follow_ledger(self) -> None:
+        async def step() -> None:
+            try:
+                await self._follow_once()
+            except Exception:
+                self._fall_back_if_silent()
+                raise
+
+        await forever(
+            step,
+            name="kv_ledger",
+            every_s=_RESUME_S,
+            most_backoff_s=2.0,
+            on_failure=self.metrics.loop_failures.labels("kv_ledger").inc,
+        )
+
+    async def _follow_once(self) -> None:
+        """A snapshot if we have none, and the stream that follows it, until it ends or breaks."""
+        if not self._epoch:
+            await self._take_snapshot()
+        params = {"epoch": self._epoch, "since": str(self._seq)}
+        async with self._get("/v1/kv/stream", params, aiohttp.ClientTimeout(connect=5.0, sock_read=_SILENCE_S)) as told:
+            if told.status == 410:
+                self._retake()
+                return
+            told.raise_for_status()
+            waiting = bytearray()
+            async for data in told.content.iter_any():
+                waiting += data
+                self._heard_at = self._clock()
+                if not self._take_frames(waiting):
+                    return
+
+    def _take_frames(self, waiting: bytearray) -> bool:
+        """Apply the whole frames at the front of `waiting`; false when one is not the next one."""
+        start = 0
+        while len(waiting) - start >= 4:
+            size = int.from_bytes(waiting[start : start + 4], "big")
+            if size > _MOST_FRAME_BYTES:
+                raise ValueError(
+                    f"{self.source.agent_url}: a frame of {size} bytes; at most {_MOST_FRAME_BYTES} are sent"
+                )
+            if len(waiting) - start - 4 < size:
+                break
+            frame = _FRAME.decode(waiting[start + 4 : start + 4 + size])
+            start += 4 + size
+            if not self._take_frame(frame):
+                return False
+        del waiting[:start]
+        return True
+
+    def _take_frame(self, frame: KvFrame) -> bool:
+        self.lag_s = time.time() - frame.at
+        if frame.seq == self._seq + 1:
+            self._seq = frame.seq
+            for rank in frame.cleared:
+                self.into(rank).clear()
+            for change in frame.changes:
+                into = self.into(change.rank)
+                if change.dropped:
+                    into.drop(change.tier, _hashes(change.dropped))
+                if change.added:
+                    into.add(change.tier, _hashes(change.added))
+        elif frame.seq != self._seq:
+            self._retake()
+            return False
+        if self._is_whole and not frame.is_whole:
+            self._is_whole = False
+            self.metrics.kv_gaps.labels(self.source.worker, "lost").inc()
+            self.lost()
+        # Doubts about what we hold: the stream is left, and a snapshot taken.
+        return bool(self._epoch)
+
+    async def _take_snapshot(self) -> None:
+        async with self._get("/v1/kv/snapshot", {}, aiohttp.ClientTimeout(total=30.0, connect=5.0)) as told:
+            told.raise_for_status()
+            taken = _SNAPSHOT.decode(await told.read())
+        source = self.source
+        theirs, ours = (
+            (taken.hashing, taken.base_model, taken.block_size),
+            (KV_HASHING, source.base_model, source.block_size),
+        )
+        if theirs != ours:
+            raise ValueError(
+                f"{source.agent_url}: its KV ledger is of (hashing, base model, block size) {theirs}, not {ours}"
+            )
+        self._leave_engine()
+        if len(taken.ranks) != self._ranks:
+            for name in self.members:
+                self._index.forget(name)
+            self._ranks, self.intos = len(taken.ranks), {}
+            self._feeds.ranks_changed()
+        for rank in taken.ranks:
+            into = self.into(rank.rank)
+            into.clear()
+            for tier in TIERS:
+                hashes = _hashes(getattr(rank, tier))
+                for start in range(0, len(hashes), _TURN_BLOCKS):
+                    into.add(tier, hashes[start : start + _TURN_BLOCKS])
+                    await asyncio.sleep(0)
+        self._epoch, self._seq, self._is_whole = taken.epoch, taken.seq, taken.is_whole
+        self._heard_at = self._taken_at = self._clock()
+        self._is_lost = False
+        self.metrics.kv_snapshots.labels(source.worker).inc()
+        self.metrics.kv_degraded.labels(source.worker).set(0)
+        self._feeds.trust.opened(source.worker, "exact")
+        if not taken.is_whole:
+            self.lost()
+
+    def _retake(self) -> None:
+        """Begin again with a snapshot, as soon as the stream has been left."""
+        self._epoch = ""
+
+    def _fall_back_if_silent(self) -> None:
+        if self._followers or not self.source.events or self._clock() - self._heard_at < _FALL_BACK_AFTER_S:
+            return
+        log.warning("the agent's KV ledger does not answer; the engine is followed itself", worker=self.source.worker)
+        self._epoch = ""
+        self._follow_engine()
+        self._feeds.trust.opened(self.source.worker, "exact")
+        # Whatever the engine still tells of its past, what changed meanwhile may be missing.
+        self.lost()
+
+    def _get(self, path: str, params: Mapping[str, str], timeout: aiohttp.ClientTimeout) -> Any:
+        assert self._feeds.session is not None
+        headers = {"authorization": f"Bearer {self._feeds.token}"} if self._feeds.token else {}
+        url = f"{self.source.agent_url}{path}"
+        return self._feeds.session.get(url, params=params, headers=headers, timeout=timeout)
 
 
 @dataclass(slots=True)
 class Feeds:
-    """A feed for each worker that has one, and an index for each (base model, block size)."""
+    """A feed for each worker that has one, and an index for each (base model, block size).
+
+    session   for agents' ledgers; without one every engine is followed itself
+    token     the router's own key, for agents
+    """
 
     metrics: Metrics
     tail_poll_s: float
-    context: zmq.asyncio.Context = field(default_factory=zmq.asyncio.Context)
+    trust: Trust = field(default_factory=Trust)
+    token: str = ""
+    session: aiohttp.ClientSession | None = None
     indexes: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
-    _running: dict[WorkerId, tuple[Source, asyncio.Task[None]]] = field(default_factory=dict)
+    _running: dict[WorkerId, _Feed] = field(default_factory=dict)
+    _estimated: dict[WorkerId, str] = field(default_factory=dict)
+    _loaded_at: dict[WorkerId, Mapping[str, str | None]] = field(default_factory=dict)
+    _rank_of: dict[WorkerId, tuple[WorkerId, int]] = field(default_factory=dict)
+    _hub: Hub | None = None
+    _keeping: asyncio.Task[None] | None = None
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
     def index(self, base_model: str, block_size: int) -> KvIndex:
         """The index of this base model at this block size; empty when nothing is known."""
         return self.indexes.setdefault((base_model, block_size), KvIndex(block_size))
 
+    def match(self, base_model: str, block_size: int, hashes: Sequence[BlockHash]) -> Found:
+        """What these blocks match, with several ranks of one worker taken together: its best one counts."""
+        index = self.index(base_model, block_size)
+        depths = index.match(hashes)
+        lower = index.lower_tiers(hashes, depths)
+        return self._by_worker(depths, lower) if self._rank_of else Found(depths, lower, {})
+
+    def hear(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
+        """Follow a worker as its agent describes it; one that is still starting has nothing to follow yet."""
+        transport = metadata.transport
+        if not block_size or not metadata.engine_boot_id:
+            return
+        if not transport.kv_events and not transport.kv_ledger:
+            self._estimate(worker, metadata.engine_boot_id)
+            return
+        self.follow(
+            Source(
+                worker=worker,
+                base_model=base_model,
+                block_size=block_size,
+                events=transport.kv_events,
+                replay=transport.kv_replay,
+                topic=transport.kv_topic,
+                dialect=transport.dialect,
+                engine_boot_id=metadata.engine_boot_id,
+                agent_url=metadata.agent_url.rstrip("/"),
+                ledger=transport.kv_ledger,
+            )
+        )
+        if TRAITS.get(transport.dialect, TRAITS["vllm"]).forgets_on_load:
+            self._forget_reloaded(worker, metadata)
+
     def follow(self, source: Source) -> None:
         """Feed the index from this source, instead of the worker's former one."""
         running = self._running.get(source.worker)
-        if running is not None and running[0] == source:
+        if running is not None and running.source == source:
             return
         self.forget(source.worker)
-        feed = Feed(
-            source,
-            self.index(source.base_model, source.block_size),
-            self.context,
-            self.metrics,
-            tail_poll_s=self.tail_poll_s,
-        )
         self.metrics.kv_degraded.labels(source.worker).set(0)
-        self._running[source.worker] = (source, asyncio.create_task(feed.run()))
+        feed = _Feed(self, source, self.index(source.base_model, source.block_size))
+        self._running[source.worker] = feed
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep())
+        feed.start()
+        self.ranks_changed()
+
+    def may_repeat(self, worker: WorkerId) -> bool:
+        """Whether requests there may carry `kv_cache_report_mode: full`: whoever counts copies knows of it.
+
+        An agent's ledger that is whole would take the repetitions for copies. It needs none: where predictions and
+        answers differ, its snapshot is taken again.
+        """
+        feed = self._running.get(worker)
+        return feed is not None and feed.may_repeat
 
     def forget(self, worker: WorkerId) -> None:
         """Stop a worker's feed and drop its blocks."""
+        feed = self._running.pop(worker, None)
+        names = {worker, *(feed.members if feed else ())}
         # Every index: one without a feed holds the blocks of prompts just sent, too.
         for index in self.indexes.values():
-            index.forget(worker)
-        running = self._running.pop(worker, None)
-        if running is not None:
-            running[1].cancel()
+            for name in names:
+                index.forget(name)
+        self._estimated.pop(worker, None)
+        self._loaded_at.pop(worker, None)
+        if feed is not None:
+            ending = feed.stop()
+            if ending is not None:
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
             self.metrics.forget_worker(worker)
+            self.ranks_changed()
 
-    async def close(self, *, gather: Callable[..., Any] = asyncio.gather) -> None:
+    async def close(self) -> None:
         """Stop every feed and free the sockets."""
-        tasks = [task for _, task in self._running.values()]
         for worker in list(self._running):
             self.forget(worker)
-        await gather(*tasks, return_exceptions=True)
-        self.context.destroy(linger=0)
+        ending = [*self._ending, *([self._keeping] if self._keeping else [])]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        self._keeping = None
+        if self._hub is not None:
+            await self._hub.close()
+            self._hub = None
+
+    def hub(self) -> Hub:
+        """The engines' sockets, opened with the first."""
+        if self._hub is None:
+            self._hub = Hub(tail_poll_s=self.tail_poll_s)
+        return self._hub
+
+    def ranks_changed(self) -> None:
+        """Name the members of workers with several ranks anew."""
+        self._rank_of = {
+            name: (worker, rank)
+            for worker, feed in self._running.items()
+            if len(feed.members) > 1
+            for rank, name in enumerate(feed.members)
+        }
+
+    def keep(self) -> None:
+        """Bring the figures up to date, and let each feed see to itself."""
+        for feed in self._running.values():
+            feed.keep()
+        kinds = [feed.kind for feed in self._running.values()] + ["estimate"] * len(self._estimated)
+        for kind in ("ledger", "engine", "estimate", "none"):
+            self.metrics.kv_feeds.labels(kind).set(kinds.count(kind))
+        sizes = [index.size_bytes() for index in self.indexes.values()]
+        self.metrics.kv_bytes.labels("index").set(sum(sizes))
+        self.metrics.kv_bytes.labels("ledgers").set(sum(feed.size_bytes() for feed in self._running.values()))
+        self.metrics.kv_sockets_waiting.set(self._hub.waiting if self._hub is not None else 0)
+
+    async def _keep(self) -> None:
+        async def step() -> None:
+            self.keep()
+
+        await forever(
+            step, name="kv_feeds", every_s=_KEEP_S, on_failure=self.metrics.loop_failures.labels("kv_feeds").inc
+        )
+
+    def _estimate(self, worker: WorkerId, engine_boot_id: str) -> None:
+        if self._estimated.get(worker) == engine_boot_id:
+            return
+        self.forget(worker)
+        self._estimated[worker] = engine_boot_id
+        self.trust.opened(worker, "estimate")
+
+    def _forget_reloaded(self, worker: WorkerId, metadata: Metadata) -> None:
+        now = {lora.engine_name: lora.loaded_at for lora in metadata.lora.loaded_loras}
+        before = self._loaded_at.get(worker, {})
+        self._loaded_at[worker] = now
+        for name, loaded_at in now.items():
+            if name in before and before[name] != loaded_at:
+                self._running[worker].forget_adapter(name)
+
+    def _by_worker(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> Found:
+        rows: dict[WorkerId, list[tuple[int, int, WorkerId]]] = {}
+        for name in depths.keys() | lower.keys():
+            worker, rank = self._rank_of.get(name, (name, 0))
+            blocks = depths.get(name, 0) + sum(lower.get(name, (0, 0)))
+            rows.setdefault(worker, []).append((blocks, -rank, name))
+        best = {worker: max(found) for worker, found in rows.items()}
+        return Found(
+            {worker: depths[name] for worker, (_, _, name) in best.items() if name in depths},
+            {worker: lower[name] for worker, (_, _, name) in best.items() if name in lower},
+            {worker: -row[1] for worker, row in best.items() if self._is_better(worker, rows[worker])},
+        )
+
+    def _is_better(self, worker: WorkerId, rows: Sequence[tuple[int, int, WorkerId]]) -> bool:
+        """Whether it matters which rank is asked: where all have the same, the engine's own balance is the judge."""
+        feed = self._running.get(worker)
+        ranks = len(feed.members) if feed is not None else 1
+        return ranks > 1 and (len(rows) < ranks or len({blocks for blocks, _, _ in rows}) > 1)
+
+
+_FRAME = msgspec.msgpack.Decoder(KvFrame)
+_SNAPSHOT = msgspec.msgpack.Decoder(KvSnapshot)
+
+
+def _hashes(packed: bytes) -> list[BlockHash]:
+    hashes: list[Any] = unpack_hashes(packed)
+    return hashes

@@ -28,13 +28,38 @@ class Metrics:
         self.cold_starts = Counter("cold_starts", "Loads asked for, by outcome.", ("outcome",), **on)
         self.held = Gauge("held_requests", "Requests waiting for an adapter.", **on)
         self.in_flight = Gauge("in_flight_requests", "Requests at engines.", **on)
+        self.waiting = Gauge("waiting_requests", "Requests waiting here for room at an engine.", **on)
+        self.waited = Histogram("waited_seconds", "Wait for room at an engine.", buckets=_SECONDS, **on)
+        self.shadow_decisions = Counter(
+            "shadow_decisions", "What a shadow policy would have done.", ("policy", "agrees"), **on
+        )
+        self.shadow_cost = Counter(
+            "shadow_cost_seconds", "Predicted cost of a shadow policy's choices.", ("policy",), **on
+        )
+        self.live_cost = Counter("live_cost_seconds", "Predicted cost of the live policy's choices.", **on)
+        self.prefill_rate = Gauge(
+            "replica_prefill_tokens_per_second", "Learned, as its agent reports it.", ("worker",), **on
+        )
+        self.decode_rate = Gauge(
+            "replica_decode_tokens_per_second", "Of one request, learned, as its agent reports it.", ("worker",), **on
+        )
+        self.kv_error = Gauge(
+            "kv_error_share", "Predicted against the engine's cached tokens: off per prompt token.", ("worker",), **on
+        )
+        self.cached_tokens = Counter("engine_cached_tokens", "Prompt tokens cached, by the engines' own word.", **on)
         self.predicted_tokens = Counter("predicted_cached_tokens", "Prompt tokens predicted as cached.", **on)
         self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of routed requests.", **on)
         self.kv_events = Counter("kv_events", "KV events applied, by type.", ("worker", "type"), **on)
         self.kv_rejected = Counter("kv_rejected", "KV events not accepted, by reason.", ("worker", "reason"), **on)
         self.kv_gaps = Counter("kv_gaps", "Holes in a KV event stream, by how they ended.", ("worker", "outcome"), **on)
-        self.kv_blocks = Gauge("kv_blocks", "Engine blocks known.", ("worker",), **on)
+        self.kv_blocks = Gauge("kv_blocks", "Blocks known, over all tiers.", ("worker",), **on)
         self.kv_degraded = Gauge("kv_degraded", "1 while known blocks may be wrong.", ("worker",), **on)
+        self.kv_lag = Gauge("kv_lag_seconds", "From an engine's newest event to the index.", ("worker",), **on)
+        self.kv_snapshots = Counter("kv_snapshots", "Snapshots of agents' ledgers taken.", ("worker",), **on)
+        self.kv_changed_blocks = Counter("kv_changed_blocks", "Blocks that came and went.", ("worker", "change"), **on)
+        self.kv_feeds = Gauge("kv_feeds", "Workers by where their blocks are learned from.", ("source",), **on)
+        self.kv_bytes = Gauge("kv_bytes", "Memory of the index and of our own ledgers.", ("what",), **on)
+        self.kv_sockets_waiting = Gauge("kv_sockets_waiting", "Engines whose events find no time yet.", **on)
         self.replicas = Gauge("replicas", "Replicas known, by state.", ("state",), **on)
         self.catalog_age = Gauge("catalog_age_seconds", "Since the orchestrator last confirmed the catalog.", **on)
         self.catalog_revision = Gauge("catalog_revision", "Revision of the catalog in force.", **on)
@@ -42,7 +67,14 @@ class Metrics:
 
     def forget_worker(self, worker: str) -> None:
         """Drop a gone worker's series, so that names which never come back do not pile up."""
-        for metric in (self.kv_blocks, self.kv_degraded):
+        for metric in (
+            self.kv_blocks,
+            self.kv_degraded,
+            self.kv_lag,
+            self.kv_error,
+            self.prefill_rate,
+            self.decode_rate,
+        ):
             metric.remove_by_labels({"worker": worker})
-        for counter in (self.kv_events, self.kv_rejected, self.kv_gaps):
+        for counter in (self.kv_events, self.kv_rejected, self.kv_gaps, self.kv_snapshots, self.kv_changed_blocks):
             counter.remove_by_labels({"worker": worker})

@@ -5,9 +5,8 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from random import Random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -19,25 +18,31 @@ from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
 from router.cold import ColdStarts
 from router.config import RouterSettings
 from router.core.credit import Credit
+from router.core.decision import Ask, Decision
+from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import BadBody, BodyTooLarge, CatalogUnavailable
-from router.core.fleet import Excluded, Replica
-from router.core.index import WorkerId
-from router.core.load import InFlight, LoadBook
-from router.core.policy import Ask, Costs, Decision, decide
+from router.core.fleet import Excluded
+from router.core.load import InFlight
+from router.core.mind import Mind, first_blocks
 from router.core.resolve import Target, resolve
+from router.core.trust import Trust, TrustState
 from router.discovery import Discovery
 from router.dress import Body, refuse_steering
 from router.kv_events import Feeds
 from router.metrics import Metrics
-from router.tokens import FIELDS, NO_TOKENS, Tokenizers, Tokens
+from router.proxy import EngineUsage
+from router.tokens import FIELDS, NO_TOKENS, Source, Tokenizers, Tokens
 from router.usage import Usage
+from router.waiting import WaitingRoom
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.
 _SPECULATE_S = 2.0
 _KEPT_DECISIONS = 1000
 # What a decision reads of a body; the rest is sent on without being parsed.
-_DECODED_FIELDS = FIELDS | {"model", "lora_id", "stream", "cache_salt", "vllm_xargs"}
+_DECODED_FIELDS = FIELDS | {"model", "lora_id", "stream", "cache_salt", "vllm_xargs", "user", "priority"}
+# Each step of an adapter's priority doubles its share of its tenant's time, up to so many.
+_MOST_PRIORITY = 3
 
 _decode_body = msgspec.json.Decoder(Body).decode
 _decode_any = msgspec.json.Decoder().decode
@@ -52,24 +57,49 @@ class Question:
     decoded: Mapping[str, Any]
     streamed: bool
     read_at: float
+    session: str = ""
+    priority: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A decision with what it was made from, and when (wall clock)."""
+    """A decision with what it was made for, and when (wall clock)."""
 
     request_id: str
     at: float
     target: Target
-    ask: Ask
-    tokens: Tokens
-    hashes: tuple[BlockHash, ...]
+    prompt: Prompt
+    tokens_from: Source
     decision: Decision
 
     @property
     def engine_model(self) -> str:
         """What the engine calls the thing to run."""
-        return self.ask.engine_name or self.target.base_model
+        return self.prompt.ask.engine_name or self.target.base_model
+
+    @property
+    def hashes(self) -> Sequence[BlockHash]:
+        """The prompt's block hashes at the chosen replica's block size."""
+        return self.prompt.chains.get(self.decision.replica.block_size, ())
+
+
+@dataclass(slots=True)
+class Record:
+    """What is kept of a decision, and what came of it. Without the prompt's hashes: a thousand long ones add up.
+
+    waited_s       in the router, for room
+    first_data_s   from dispatch to first token or whole answer; None while there is none
+    cached_tokens  the engine's own word; None where it has told none
+    """
+
+    request_id: str
+    at: float
+    tokens_from: Source
+    decision: Decision
+    trust: TrustState
+    waited_s: float = 0.0
+    first_data_s: float | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -81,16 +111,16 @@ class Parts:
     discovery: Discovery
     tokenizers: Tokenizers
     feeds: Feeds
-    load: LoadBook
+    mind: Mind
+    waiting: WaitingRoom
+    trust: Trust
     cold: ColdStarts
     usage: Usage
     metrics: Metrics
     session: aiohttp.ClientSession
-    rng: Random
-    costs: Costs = field(default_factory=Costs)
     credit: Credit = field(default_factory=Credit)
     clock: Callable[[], float] = time.monotonic
-    decisions: deque[Routed] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))
+    decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))
     stopping: bool = False
 
 
@@ -106,7 +136,16 @@ async def read(parts: Parts, request_id: str, headers: Mapping[str, str], receiv
     except RecursionError as exc:
         raise BadBody("the body is nested too deeply; a request needs a dozen levels") from exc
     refuse_steering(fields, decoded.get("vllm_xargs"))
-    return Question(request_id, fields, decoded, decoded.get("stream") is True, read_at)
+    user, priority = decoded.get("user"), decoded.get("priority")
+    return Question(
+        request_id,
+        fields,
+        decoded,
+        decoded.get("stream") is True,
+        read_at,
+        session=headers.get(parts.config.session_header.lower()) or (user if isinstance(user, str) else ""),
+        priority=priority if isinstance(priority, int | float) else 0.0,
+    )
 
 
 def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
@@ -118,7 +157,7 @@ def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
         model=question.decoded.get("model"),
         lora_id=question.decoded.get("lora_id"),
         visible=lambda adapter: caller.may_use(adapter.tenants),
-        rng=parts.rng,
+        rng=parts.mind.rng,
     )
 
 
@@ -147,59 +186,60 @@ async def _until_back(parts: Parts, base_model: str, excluded: Excluded) -> None
     """Wait for a replica that has not failed this request, or for one that did to have started again."""
 
     def is_back() -> bool:
-        replicas = parts.discovery.fleet.of(base_model)
+        replicas = parts.discovery.fleet.roster(base_model).replicas
         return any(r.state == "ready" and r.incarnation not in excluded for r in replicas)
 
     await parts.discovery.changes.until(is_back, timeout_s=parts.config.failover_wait_s)
 
 
-def route(parts: Parts, target: Target, question: Question, tokens: Tokens, excluded: Excluded) -> Routed:
-    """hash, match and decide; raises NoReplica."""
-    began_at = parts.clock()
-    ask = asked(target, question, tokens, excluded)
-    replicas = parts.discovery.fleet.of(target.base_model)
-    hashes, depths = _match(parts, ask, question, tokens, replicas)
-    decision = decide(
-        ask,
-        replicas,
-        depths,
-        lambda replica: parts.load.own(replica.id, replica.report),
-        rho=parts.load.utilisation(target.base_model, len(replicas), began_at),
-        costs=parts.costs,
-        rng=parts.rng,
-        now=began_at,
-    )
-    parts.metrics.decide.observe(parts.clock() - began_at)
-    mine = hashes.get(decision.replica.block_size, ())
-    return Routed(question.request_id, time.time(), target, ask, tokens, mine, decision)
-
-
-def asked(target: Target, question: Question, tokens: Tokens, excluded: Excluded = frozenset()) -> Ask:
-    """What the choice of a replica depends on."""
+def asked(parts: Parts, target: Target, question: Question, tokens: Tokens, excluded: Excluded = frozenset()) -> Prompt:
+    """hash: what the choice of a replica depends on, with the prompt's blocks at every block size of its fleet."""
     engine_name = (target.adapter.engine_name or "") if target.adapter else ""
-    return Ask(target.base_model, engine_name, _prompt_tokens(question, tokens), excluded)
+    chains: dict[int, Sequence[BlockHash]] = {}
+    if tokens.ids is not None:
+        salt = question.decoded.get("cache_salt")
+        root = root_hash(target.base_model, engine_name, salt if isinstance(salt, str) else "")
+        # 0: an engine that has not said yet, because it is still starting.
+        for block_size in {r.block_size for r in parts.discovery.fleet.roster(target.base_model).replicas} - {0}:
+            chains[block_size] = block_hashes(tokens.ids, block_size=block_size, root=root)
+    prompt_tokens = _prompt_tokens(question, tokens)
+    return Prompt(
+        Ask(target.base_model, engine_name, prompt_tokens, excluded, question.session, first_blocks(chains)), chains
+    )
 
 
-def _match(
-    parts: Parts, ask: Ask, question: Question, tokens: Tokens, replicas: list[Replica]
-) -> tuple[dict[int, tuple[BlockHash, ...]], dict[WorkerId, int]]:
-    """Block hashes per block size in the fleet, and every replica's contiguous depth at its own block size."""
-    hashes: dict[int, tuple[BlockHash, ...]] = {}
-    depths: dict[WorkerId, int] = {}
-    if tokens.ids is None:
-        return hashes, depths
-    salt = question.decoded.get("cache_salt")
-    root = root_hash(ask.base_model, ask.engine_name, salt if isinstance(salt, str) else "")
-    # 0: an engine that has not said yet, because it is still starting.
-    for block_size in {replica.block_size for replica in replicas} - {0}:
-        try:
-            chain = block_hashes(tokens.ids, block_size=block_size, root=root)
-        except (OverflowError, TypeError):
-            continue  # ids given by the client that are no token ids: the engine will say so
-        hashes[block_size] = tuple(chain)
-        found = parts.feeds.index(ask.base_model, block_size).match(chain)
-        depths |= {r.id: found[r.id] for r in replicas if r.block_size == block_size and r.id in found}
-    return hashes, depths
+def match(feeds: Feeds, prompt: Prompt) -> Match:
+    """Every replica's contiguous cached blocks, at its own block size."""
+    whole = Match()
+    for block_size, chain in prompt.chains.items():
+        found = feeds.match(prompt.ask.base_model, block_size, chain)
+        whole = Match({**whole.depths, **found.depths}, {**whole.lower, **found.lower}, {**whole.ranks, **found.ranks})
+    return whole
+
+
+async def decided(
+    parts: Parts, caller: Caller, target: Target, question: Question, tokens: Tokens, excluded: Excluded
+) -> "Flight":
+    """match and decide, when there is room: the request is then on its way. Raises NoReplica and Saturated."""
+    began_at = parts.clock()
+    prompt = asked(parts, target, question, tokens, excluded)
+
+    def begin(decision: Decision) -> Flight:
+        routed = Routed(question.request_id, time.time(), target, prompt, tokens.source, decision)
+        return Flight.begin(parts, routed, waited_s=parts.clock() - began_at)
+
+    if excluded:
+        # It has waited its turn already; what failed it must not cost it another.
+        return begin(parts.mind.decide(prompt, began_at))
+    adapter = target.adapter
+    ticket = Ticket(
+        prompt=prompt,
+        tenant=caller.tenant or "",
+        adapter=adapter.lora_id if adapter else "",
+        weight=2.0 ** max(-_MOST_PRIORITY, min(_MOST_PRIORITY, adapter.priority)) if adapter else 1.0,
+        priority=question.priority,
+    )
+    return await parts.waiting.admitted(ticket, begin)
 
 
 def _prompt_tokens(question: Question, tokens: Tokens) -> int:
@@ -232,37 +272,57 @@ class Flight:
 
     parts: Parts
     routed: Routed
+    record: Record
     load: InFlight
     release: Callable[[], None]
     released: bool = False
 
     @classmethod
-    def begin(cls, parts: Parts, routed: Routed) -> "Flight":
-        replica, score = routed.decision.replica, routed.decision.score
+    def begin(cls, parts: Parts, routed: Routed, *, waited_s: float = 0.0) -> "Flight":
+        decision = routed.decision
+        replica, score = decision.replica, decision.score
         now = parts.clock()
-        # A thousand long prompts would be a gigabyte; explaining a decision needs their lengths alone.
-        parts.decisions.append(replace(routed, tokens=replace(routed.tokens, ids=None), hashes=()))
+        trust = parts.trust.state(replica.id)
+        record = Record(routed.request_id, routed.at, routed.tokens_from, decision, trust, waited_s)
+        parts.decisions.append(record)
         index = parts.feeds.index(replica.base_model, replica.block_size)
         held = index.hold(replica.id, routed.hashes)
-        flight = parts.load.begin(replica.id, routed.ask.engine_name, score.prefill_s, now)
-        parts.load.admit(replica.base_model, score.prefill_s + score.adapter_s, now)
-        parts.usage.dispatched(replica.id, routed.engine_model, len(routed.tokens.ids or ()), now)
+        flight = parts.mind.begin(decision, now)
+        prompt_tokens = decision.ask.prompt_tokens if routed.prompt.chains else 0
+        parts.usage.dispatched(replica.id, routed.engine_model, prompt_tokens, now)
         parts.metrics.in_flight.inc()
+        parts.metrics.waited.observe(waited_s)
+        parts.metrics.live_cost.inc(score.cost_s)
         parts.metrics.predicted_tokens.inc(score.cached_tokens)
-        parts.metrics.prompt_tokens.inc(len(routed.tokens.ids or ()))
-        return cls(parts, routed, flight, lambda: index.release(held))
+        parts.metrics.prompt_tokens.inc(prompt_tokens)
+        return cls(parts, routed, record, flight, lambda: index.release(held))
 
     def first_token(self) -> None:
         """Prefill is over; the engine's own events take over from our guess in a moment."""
-        self.parts.load.first_token(self.load)
+        now = self.parts.clock()
+        self.record.first_data_s = now - self.load.began_at
+        self.parts.mind.load.first_token(self.load, now)
+        self.parts.waiting.poke()
         self._release_later()
+
+    def compare(self, usage: EngineUsage | None) -> None:
+        """Hold the predicted hit against the engine's own word, where it gave one."""
+        if usage is None or usage.cached_tokens is None or not self.routed.prompt.chains:
+            return
+        parts, decision = self.parts, self.routed.decision
+        self.record.cached_tokens = usage.cached_tokens
+        worker, predicted = decision.replica.id, decision.score.cached_tokens
+        parts.trust.compared(worker, predicted, usage.cached_tokens, usage.prompt_tokens, parts.clock())
+        parts.metrics.cached_tokens.inc(usage.cached_tokens)
+        parts.metrics.kv_error.labels(worker).set(parts.trust.error_share(worker))
 
     def end(self) -> None:
         """Over, however it ended; repeats change nothing."""
         if self.load.ended:
             return
-        self.parts.load.end(self.load, self.parts.clock())
+        self.parts.mind.load.end(self.load, self.parts.clock())
         self.parts.metrics.in_flight.dec()
+        self.parts.waiting.poke()
         if not self.released:
             self.released = True
             self.release()

@@ -1,5 +1,7 @@
 """What the router serves beyond OpenAI's own shapes."""
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 WIRE = 1
@@ -10,14 +12,19 @@ class _Wire(BaseModel):
 
 
 class ScoreItem(_Wire):
-    """One replica's terms in seconds. `winner` is where the request goes."""
+    """One replica's terms in seconds. `winner` is where the request goes; one that was `passed_over` has all its
+    adapter slots in use, while another has not.
+    """
 
     worker_id: str
     winner: bool
+    passed_over: bool = False
+    trust: str = "estimate"
     depth_blocks: int
     cached_tokens: int
     prefill_s: float
     adapter_s: float
+    slot_s: float = 0.0
     queue_s: float
     harm_s: float
     cost_s: float
@@ -29,20 +36,32 @@ class RejectedItem(_Wire):
 
 
 class RouteAnswer(_Wire):
-    """`POST /v1/route`, and an item of `GET /v1/decisions`."""
+    """`POST /v1/route`, and an item of `GET /v1/decisions`.
+
+    cached_tokens         predicted; `engine_cached_tokens` is the engine's own word, null where it has told none
+    trust                 exact, degraded or estimate: how far the winner's prediction was to be believed
+    waited_s, first_data_s   for room in the router; from dispatch to the first data, null while there is none
+    record                the decision as data: `router.core.record.replayed` makes it again
+    """
 
     request_id: str
     at: str
     base_model: str
     adapter: str
+    policy: str = ""
     worker_id: str | None
     prompt_tokens: int
     cached_tokens: int
+    engine_cached_tokens: int | None = None
     tokens_from: str
+    trust: str | None = None
+    waited_s: float = 0.0
+    first_data_s: float | None = None
     kappa: float
     rho: float
     scores: tuple[ScoreItem, ...]
     rejected: tuple[RejectedItem, ...]
+    record: dict[str, Any] | None = None
     note: str | None = None
     wire: int = WIRE
 

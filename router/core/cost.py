@@ -6,6 +6,7 @@ from math import inf
 from router.core.fleet import Replica, Report
 from router.core.index import WorkerId
 from router.core.load import Own
+from router.core.trust import hit_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,8 @@ def score(
     now: float,
 ) -> Score:
     """The cost model term by term: what `POST /v1/route` shows. kv_lora.py has the same in one loop."""
-    # The engine computes at least the last token again, even on a full hit (vLLM 0.32, seen running).
     host, storage = (blocks * replica.block_size for blocks in lower_blocks)
-    cached = min(depth_blocks * replica.block_size + host + storage, max(0, prompt_tokens - 1))
+    cached = hit_tokens(depth_blocks + sum(lower_blocks), replica.block_size, prompt_tokens)
     work_tokens = prompt_tokens - cached + host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit)
     # Relative to the usual context, because the measured rate has that one's attention in it.
     attention = (costs.attention_tokens + context(prompt_tokens, cached)) / (costs.attention_tokens + context_tokens)

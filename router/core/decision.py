@@ -35,6 +35,7 @@ class Scene:
     loads           of each replica of `roster`, in its order
     depths          contiguous blocks per replica in device memory; `lower`: how many more follow them in host memory
                     and in storage
+    ranks           of workers with several data-parallel ranks: the one that has the most, where that matters
     backlog         seconds of work per replica that wait in the router and would go there first
     rho             utilisation of the base model's fleet
     context_tokens  the usual context of its prefills; see cost.context
@@ -45,6 +46,7 @@ class Scene:
     loads: tuple[Own, ...]
     depths: Mapping[WorkerId, int] = field(default_factory=dict)
     lower: Mapping[WorkerId, tuple[int, int]] = field(default_factory=dict)
+    ranks: Mapping[WorkerId, int] = field(default_factory=dict)
     backlog: Mapping[WorkerId, float] = field(default_factory=dict)
     rho: float = 0.0
     context_tokens: float = 1000.0
@@ -111,6 +113,11 @@ class Decision:
     def replica(self) -> Replica:
         """Where it goes."""
         return self.scene.roster.replicas[self.position]
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank to ask for; None: whichever the engine likes."""
+        return self.scene.ranks.get(self.replica.id)
 
     @property
     def scores(self) -> tuple[Score, ...]:

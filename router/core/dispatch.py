@@ -21,7 +21,6 @@ from router.core.errors import NoReplica
 from router.core.index import WorkerId
 
 Chains = Mapping[int, Sequence[BlockHash]]
-Lower = Mapping[WorkerId, tuple[int, int]]
 
 # Waiting requests looked at in one go: each costs a decision.
 _LOOKED_AT = 32
@@ -38,11 +37,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the fleet had cached of one prompt at some time; `depths` and `lower` as in Scene."""
+    """What the fleet has cached of one prompt; all three as in Scene."""
 
     depths: Mapping[WorkerId, int] = field(default_factory=dict)
-    lower: Lower = field(default_factory=dict)
-    at: float = 0.0
+    lower: Mapping[WorkerId, tuple[int, int]] = field(default_factory=dict)
+    ranks: Mapping[WorkerId, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -61,7 +60,7 @@ class Ticket:
     weight: float = 1.0
     priority: float = 0.0
     payload: Any = None
-    matched: Match | None = None
+    matched: tuple[Match, float] | None = None
     number: int = 0
     bound_to: WorkerId | None = None
     bound_s: float = 0.0

@@ -30,8 +30,10 @@ class Resident:
 class Report:
     """An engine's own counters, and when (our clock) they were read. Rates and seconds are 0.0 until measured.
 
-    decode_tokens_per_s  of one request, beside those that run there
-    load_s               an adapter that must be read again, from disk to ready
+    prefill_tokens_per_s  of a prefill that has the engine for itself
+    decode_tokens_per_s   of one request, with no prefill beside it
+    request_s             from a request's start there to its last token
+    load_s                an adapter that must be read again, from disk to ready
     """
 
     running: int = 0
@@ -39,6 +41,7 @@ class Report:
     kv_usage: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    request_s: float = 0.0
     load_s: float = 0.0
     at: float = 0.0
 

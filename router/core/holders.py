@@ -184,9 +184,10 @@ class Holders:
             run.mask = self._interned(mask)
             return
         parts = [(run.blocks[:start], run.mask), (run.blocks[start:end], mask), (run.blocks[end:], run.mask)]
+        # Of a part that goes the length does not count: it is never the longest.
         parts.sort(key=lambda part: len(part[0]) if part[1] else 0)
         longest, longest_mask = parts[-1]
-        if longest_mask and len(longest) >= _SHORTEST:
+        if len(longest) >= _SHORTEST:
             # The run goes on as its longest part, whose blocks then need no new number.
             run.blocks, run.mask = longest, self._interned(longest_mask)
             parts.pop()

@@ -85,7 +85,8 @@ class _Book:
     in_prefill: dict[InFlight, None] = field(default_factory=dict)
     busy_until: float = -inf
     kv_tokens: int = 0
-    request_s: float = _FIRST_REQUEST_S
+    ended: int = 0
+    mean_request_s: float = 0.0
     dispatched_at: dict[str, float] = field(default_factory=dict)
     history: deque[tuple[float, int, int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     replica: Replica | None = None
@@ -97,6 +98,12 @@ class _Book:
     def changed(self, now: float) -> None:
         self.history.append((now, len(self.in_prefill), len(self.flights), self.kv_tokens))
         self.own = None
+
+    @property
+    def request_s(self) -> float:
+        """How long a request takes here: by ours that ended, else as the engine says, else a guess."""
+        reported_s = self.replica.report.request_s if self.replica is not None else 0.0
+        return self.mean_request_s or reported_s or _FIRST_REQUEST_S
 
     def had(self, at: float) -> tuple[int, int, int]:
         """In prefill, in flight and KV tokens at that time."""
@@ -159,7 +166,10 @@ class LoadBook:
             self._leave_prefill(book, flight, now)
         book.flights.discard(flight)
         book.kv_tokens -= flight.prompt_tokens
-        book.request_s += _SMOOTHING * (now - flight.began_at - book.request_s)
+        book.ended += 1
+        # The plain mean at first, so that one odd request does not count for ten.
+        share = max(_SMOOTHING, 1 / book.ended)
+        book.mean_request_s += share * (now - flight.began_at - book.mean_request_s)
         book.changed(now)
 
     def forget(self, worker: WorkerId) -> None:

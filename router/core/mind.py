@@ -6,7 +6,7 @@ from random import Random
 
 from router.core.cost import Costs, context
 from router.core.decision import Decision, Policy, Scene, decide
-from router.core.dispatch import Chains, Dispatcher, Lower, Match, Prompt, Ticket, room_for
+from router.core.dispatch import Chains, Dispatcher, Match, Prompt, Ticket, room_for
 from router.core.errors import NoReplica
 from router.core.fleet import Roster
 from router.core.index import WorkerId
@@ -38,7 +38,7 @@ class Mind:
     """
 
     roster: Callable[[str], Roster]
-    match: Callable[[Prompt, Roster], tuple[Mapping[WorkerId, int], Lower]]
+    match: Callable[[Prompt], Match]
     policy: Policy = field(default_factory=KvLora)
     shadows: Sequence[Policy] = ()
     shadowed: Callable[[Shadowed], None] = lambda _: None
@@ -50,11 +50,11 @@ class Mind:
     _turn: int = 0
 
     def __post_init__(self) -> None:
-        self.waiting = Dispatcher(self._decide_ticket, self._has_room)
+        self.waiting = Dispatcher(self._decide_ticket, self.has_room)
 
     def decide(self, prompt: Prompt, now: float) -> Decision:
         """Where this request would go now, behind all that waits. Raises NoReplica."""
-        return self._decided(prompt, self._matched(prompt, now), self.waiting.backlog, now)
+        return self._decided(prompt, self.match(prompt), self.waiting.backlog, now)
 
     def offer(self, ticket: Ticket, now: float) -> Decision | None:
         """The decision if it may be sent now, else None: it waits. Raises NoReplica."""
@@ -83,14 +83,9 @@ class Mind:
         )
 
     def _decide_ticket(self, ticket: Ticket, backlog: Mapping[WorkerId, float], now: float) -> Decision:
-        matched = ticket.matched
-        if matched is None or now - matched.at > _MATCH_KEPT_S:
-            matched = ticket.matched = self._matched(ticket.prompt, now)
-        return self._decided(ticket.prompt, matched, backlog, now)
-
-    def _matched(self, prompt: Prompt, now: float) -> Match:
-        depths, lower = self.match(prompt, self.roster(prompt.ask.base_model))
-        return Match(depths, lower, now)
+        if ticket.matched is None or now - ticket.matched[1] > _MATCH_KEPT_S:
+            ticket.matched = self.match(ticket.prompt), now
+        return self._decided(ticket.prompt, ticket.matched[0], backlog, now)
 
     def _decided(self, prompt: Prompt, matched: Match, backlog: Mapping[WorkerId, float], now: float) -> Decision:
         ask = prompt.ask
@@ -101,6 +96,7 @@ class Mind:
             loads=self.load.owns(roster.replicas),
             depths=matched.depths,
             lower=matched.lower,
+            ranks=matched.ranks,
             # A copy: the scene is kept, and what waits goes on changing.
             backlog=dict(backlog) if backlog else {},
             rho=self.load.utilisation(ask.base_model, len(roster.replicas), now),
@@ -112,7 +108,8 @@ class Mind:
         )
         return decide(self.policy, ask, scene)
 
-    def _has_room(self, decision: Decision) -> bool:
+    def has_room(self, decision: Decision) -> bool:
+        """Whether its replica may be given this request now."""
         return room_for(decision, late_binding_s=self.late_binding_s)
 
 

@@ -3,13 +3,16 @@
 import asyncio
 import gc
 import json
+from dataclasses import fields
 
 import httpx
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorafleet.auth import hash_key
+from router.core.dispatch import Prompt
 from router.proxy import Opened
+from router.stages import Routed
 from router.tokens import Tokenizers
 from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, until, with_sql
 
@@ -38,9 +41,10 @@ async def test_decisions_kept_for_explaining_hold_no_prompts():
     async with fleet(Engine("w0")) as (client, _, parts):
         await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(1000))})
         (kept,) = parts.decisions
-        assert kept.tokens.ids is None
-        assert kept.hashes == ()
-        (told,) = (await client.get("/v1/decisions")).json()["data"]
+        assert not any(isinstance(getattr(kept, f.name), Routed | Prompt) for f in fields(kept))
+        answer = await client.get("/v1/decisions")
+        assert len(answer.content) < 3000
+        (told,) = answer.json()["data"]
         assert (told["prompt_tokens"], told["tokens_from"]) == (1000, "given")
 
 
@@ -166,7 +170,7 @@ async def test_a_worker_that_left_leaves_nothing_in_any_index():
         await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(64))})
         assert len(parts.feeds.index(BASE, 16)) == 4
         parts.feeds.forget("w0")
-        assert len(parts.feeds.index(BASE, 16)) == 0
+        await until(lambda: len(parts.feeds.index(BASE, 16)) == 0)
         assert parts.feeds.index(BASE, 16).workers() == {}
 
 
@@ -179,7 +183,7 @@ async def test_a_usage_report_forgets_what_nobody_used_for_long_unless_it_runs()
             await anext(answer.aiter_bytes())
             assert len(parts.usage.report(1, parts.clock() + 10_000).uses) == 1
             engine.go_on.set()
-        await until(lambda: not list(parts.load.in_flight()))
+        await until(lambda: not list(parts.mind.load.in_flight()))
         assert len(parts.usage.report(1, parts.clock()).uses) == 1
         assert parts.usage.report(1, parts.clock() + 10_000).uses == ()
 
@@ -254,7 +258,7 @@ async def test_a_tenant_is_told_of_cached_tokens_that_it_sent_itself_and_of_no_n
             return int(answer.headers["x-lorafleet-cached-tokens"])
 
         assert await told("one", 64) == 0
-        assert await told("root", 64) == 63
+        assert await told("root", 64) == 48
         assert await told("two", 32) == 0
         assert await told("three", 64) == 32
-        assert await told("one", 64) == 63
+        assert await told("one", 64) == 48

@@ -1,5 +1,6 @@
+import json
 from dataclasses import replace
-from random import Random
+from math import inf
 from types import MappingProxyType
 
 import pytest
@@ -7,16 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.placement import rendezvous
+from router.core.cost import Costs, kappa
+from router.core.decision import Ask, Scene, decide
 from router.core.errors import NoReplica
-from router.core.fleet import Replica, Report, Resident
-from router.core.load import LoadBook, Own
-from router.core.policy import Ask, Costs, decide, kappa, rendezvous_home
+from router.core.fleet import Replica, Report, Resident, Roster
+from router.core.homes import rendezvous_home
+from router.core.load import Own
+from router.core.policies import POLICIES
+from router.core.policies.kv_lora import KvLora, within_slots
+from router.core.record import record_of, replayed
 
 SQL = "sql/v1@aaaaaaaaaaaa"
+OTHERS = ("b/v1@cccccccccccc", "c/v1@dddddddddddd")
 
 
-def a_replica(name, *, residents=(), **more):
-    held = {n: Resident(n.split("@")[0], "a" * 64, n) for n in residents}
+def a_replica(name, *, residents=(), location="device", **more):
+    held = {n: Resident(n.split("@")[0], "a" * 64, n, location) for n in residents}
     base = Replica(
         id=name,
         base_model="m",
@@ -33,18 +40,17 @@ def a_replica(name, *, residents=(), **more):
     return replace(base, **more)
 
 
-def choose(ask, replicas, depths=None, own=None, rho=0.0, seed=0, now=0.0):
+def a_scene(replicas, own=None, **more):
     shares = own or {}
-    return decide(
-        ask,
-        replicas,
-        depths or {},
-        lambda r: shares.get(r.id, Own()),
-        rho=rho,
-        costs=Costs(),
-        rng=Random(seed),
-        now=now,
-    )
+    return Scene(roster=Roster(tuple(replicas)), loads=tuple(shares.get(r.id, Own()) for r in replicas), **more)
+
+
+def choose(ask, replicas, depths=None, own=None, *, policy="kv_lora", **more):
+    return decide(POLICIES[policy](), ask, a_scene(replicas, own, depths=depths or {}, **more))
+
+
+def queued(seconds, **more):
+    return Own(busy_until=seconds, in_prefill=3, **more)
 
 
 def test_the_replica_that_holds_the_prompt_wins():
@@ -54,8 +60,7 @@ def test_the_replica_that_holds_the_prompt_wins():
 
 def test_a_long_queue_outweighs_a_short_prefix():
     fleet = [a_replica("hot"), a_replica("idle")]
-    own = {"hot": Own(prefill_s=5.0, in_flight=3)}
-    assert choose(Ask("m", "", 1000), fleet, {"hot": 10}, own).replica.id == "idle"
+    assert choose(Ask("m", "", 1000), fleet, {"hot": 10}, {"hot": queued(5.0)}).replica.id == "idle"
 
 
 def test_equal_replicas_share_at_random():
@@ -63,23 +68,39 @@ def test_equal_replicas_share_at_random():
     assert {choose(Ask("m", "", 100), fleet, seed=s).replica.id for s in range(60)} == {"w0", "w1", "w2", "w3"}
 
 
+def test_with_a_temperature_costlier_replicas_get_their_share_and_the_cheapest_the_most():
+    fleet = [a_replica("hot"), a_replica("cold")]
+    won = [
+        choose(Ask("m", "", 8000), fleet, {"hot": 400}, seed=s, costs=Costs(temperature_s=0.5)).replica.id
+        for s in range(200)
+    ]
+    assert 0 < won.count("cold") < won.count("hot")
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"state": "draining"}, "draining"),
         ({"state": "unreachable"}, "unreachable"),
-        ({"base_model": "other"}, "other base model"),
         ({"residents": MappingProxyType({})}, "adapter not resident"),
         ({"draining": frozenset({SQL})}, "adapter draining"),
     ],
 )
-def test_a_replica_that_cannot_serve_is_never_chosen_and_the_decision_says_why(change, why):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_no_policy_a_replica_that_cannot_serve_is_chosen_and_the_decision_says_why(policy, change, why):
     bad, good = a_replica("bad", residents=[SQL]), a_replica("good", residents=[SQL])
-    decision = choose(Ask("m", SQL, 10), [replace(bad, **change), good], {"bad": 100})
+    decision = choose(Ask("m", SQL, 10), [replace(bad, **change), good], {"bad": 100}, policy=policy)
     assert decision.replica.id == "good"
     assert decision.rejected == {"bad": why}
     with pytest.raises(NoReplica, match=why):
-        choose(Ask("m", SQL, 10), [replace(bad, **change)])
+        choose(Ask("m", SQL, 10), [replace(bad, **change)], policy=policy)
+
+
+def test_what_failed_a_request_is_not_chosen_for_it_again_until_its_engine_has_restarted():
+    fleet = [a_replica("w0", engine_boot_id="one"), a_replica("w1")]
+    ask = Ask("m", "", 1000, excluded=frozenset({("w0", "one")}))
+    assert choose(ask, fleet, {"w0": 60}).replica.id == "w1"
+    assert choose(ask, [replace(fleet[0], engine_boot_id="two"), fleet[1]], {"w0": 60}).replica.id == "w0"
 
 
 def test_another_digest_of_the_same_adapter_is_not_resident():
@@ -88,21 +109,19 @@ def test_another_digest_of_the_same_adapter_is_not_resident():
 
 
 def test_a_replica_with_all_slots_in_use_opens_no_further_adapter_while_another_can():
-    names = [SQL, "b/v1@cccccccccccc", "c/v1@dddddddddddd"]
-    fleet = [a_replica("full", residents=names), a_replica("free", residents=names)]
-    own = {
-        "full": Own(engine_names=frozenset(names[1:])),
-        "free": Own(prefill_s=9.0, in_flight=5, engine_names=frozenset(names[1:2])),
-    }
+    fleet = [a_replica("full", residents=[SQL]), a_replica("free", residents=[SQL])]
+    own = {"full": Own(slot_at=0.1, engine_names=frozenset(OTHERS)), "free": queued(9.0)}
     assert choose(Ask("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "free"
     assert choose(Ask("m", SQL, 100), fleet[:1], {}, own).replica.id == "full"
+    # Its own adapter runs there already: no slot is opened.
+    own["full"] = replace(own["full"], engine_names=frozenset({SQL, OTHERS[0]}))
+    assert choose(Ask("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "full"
 
 
 def test_a_queue_reported_long_ago_counts_less_and_ours_is_not_counted_twice():
-    replica = a_replica("w0", report=Report(waiting=4, running=1, at=100.0))
-    own = {"w0": Own(prefill_s=2.0, others_queue_s=3.0)}
-    queue = {age: choose(Ask("m", "", 10), [replica], own=own, now=100.0 + age).score.queue_s for age in (0, 1, 60)}
-    assert queue == {0: 5.0, 1: 4.0, 60: 2.0}
+    own = {"w0": Own(busy_until=102.0, behind_s=2.0, others_until=103.0)}
+    queue = {at: choose(Ask("m", "", 10), [a_replica("w0")], own=own, now=at).score.queue_s for at in (100, 101, 160)}
+    assert queue == {100: 5.0, 101: 4.0, 160: 2.0}
 
 
 def test_a_measured_slow_replica_is_charged_its_own_rate():
@@ -113,26 +132,166 @@ def test_a_measured_slow_replica_is_charged_its_own_rate():
     assert decision.scores[0].prefill_s > 1.0 > decision.scores[1].prefill_s
 
 
+def test_the_tail_of_a_long_prompt_costs_more_than_as_many_tokens_of_a_short_one():
+    short, long = (
+        choose(Ask("m", "", tokens), [a_replica("w0")], {"w0": (tokens - 1600) // 16}).score.prefill_s
+        for tokens in (1600, 32000)
+    )
+    assert long > 1.5 * short
+
+
+def test_where_an_adapter_is_decides_when_nothing_else_does_and_one_just_sent_there_counts_as_on_the_device():
+    fleet = [
+        a_replica("disk", residents=[SQL], location="disk", report=Report(load_s=4.0)),
+        a_replica("host", residents=[SQL], location="host"),
+        a_replica("device", residents=[SQL]),
+    ]
+    costs = {s.replica: s.adapter_s for s in choose(Ask("m", SQL, 100), fleet).scores}
+    assert costs == {"disk": 4.0, "host": Costs().host_to_device_s, "device": 0.0}
+    fresh = choose(Ask("m", SQL, 100), fleet[:1], own={"disk": Own(fresh=frozenset({SQL}))})
+    assert fresh.score.adapter_s == 0.0
+
+
+def test_blocks_on_slower_media_are_worth_less_than_on_the_device_and_more_than_nothing():
+    fleet = [a_replica(name) for name in ("device", "host", "storage", "none")]
+    lower = {"host": (50, 0), "storage": (0, 50)}
+    scores = choose(Ask("m", "", 1000), fleet, {"device": 50}, lower=lower).scores
+    assert [s.cached_tokens for s in scores] == [800, 800, 800, 0]
+    times = [s.prefill_s for s in scores]
+    assert times == sorted(times)
+    assert len(set(times)) == 4
+
+
+def test_kv_that_does_not_fit_and_full_sequences_are_waited_for():
+    fleet = [a_replica("w0")]
+    free = choose(Ask("m", "", 1000), fleet, own={"w0": Own(in_decode=3)}).score
+    tight = choose(
+        Ask("m", "", 1000), fleet, own={"w0": Own(in_decode=3, full_s=0.5, kv_free_tokens=400, kv_token_s=0.001)}
+    ).score
+    assert tight.queue_s == pytest.approx(free.queue_s + 0.5 + 0.6)
+
+
 @given(st.floats(0, 5), st.floats(0, 5))
 def test_kappa_grows_with_utilisation_between_one_and_its_cap(low, high):
     low, high = sorted((low, high))
     assert 1.0 <= kappa(low, most=16.0) <= kappa(high, most=16.0) <= 16.0
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.floats(0, 3), st.integers(0, 9)), min_size=1, max_size=8),
-    st.integers(0, 2000),
-    st.integers(0, 5),
+LOCATIONS = st.sampled_from(["device", "host", "disk"])
+SECONDS = st.floats(0, 20)
+OWNS = st.builds(
+    Own,
+    busy_until=st.just(-inf) | SECONDS,
+    behind_s=SECONDS,
+    others_until=st.just(-inf) | SECONDS,
+    in_prefill=st.integers(0, 9),
+    in_decode=st.integers(0, 9),
+    others_in_flight=st.integers(0, 9),
+    engine_names=st.sets(st.sampled_from([SQL, *OTHERS])).map(frozenset),
+    fresh=st.sets(st.sampled_from([SQL, *OTHERS])).map(frozenset),
+    slot_at=st.just(-inf) | SECONDS,
+    full_s=SECONDS,
+    kv_free_tokens=st.just(inf) | st.floats(-500, 3000),
+    kv_token_s=st.floats(0, 0.01),
 )
-def test_the_winner_is_never_dearer_than_a_tie_and_the_same_seed_decides_the_same(rows, prompt_tokens, seed):
-    fleet = [a_replica(f"w{i}") for i in range(len(rows))]
-    depths = {f"w{i}": depth for i, (depth, _, _) in enumerate(rows)}
-    own = {f"w{i}": Own(prefill_s=s, in_flight=n) for i, (_, s, n) in enumerate(rows)}
-    first, again = (choose(Ask("m", "", prompt_tokens), fleet, depths, own, seed=seed) for _ in range(2))
-    assert first == again
-    best = min(s.cost_s for s in first.scores)
-    assert first.score.cost_s <= best * 1.05 + 0.0005
-    assert all(s.cached_tokens <= max(0, prompt_tokens - 1) for s in first.scores)
+REPORTS = st.builds(Report, prefill_tokens_per_s=st.just(0.0) | st.floats(100, 50_000), load_s=st.floats(0, 9))
+
+
+@st.composite
+def moments(draw):
+    """An ask and a scene of one to eight replicas, all of which can serve it."""
+    count = draw(st.integers(1, 8))
+    ids = [f"w{i}" for i in range(count)]
+    replicas = [
+        a_replica(i, residents=[SQL], location=draw(LOCATIONS), report=draw(REPORTS), engine_boot_id="b") for i in ids
+    ]
+    some = st.dictionaries(st.sampled_from(ids), st.integers(1, 90))
+    scene = Scene(
+        roster=Roster(tuple(replicas)),
+        loads=tuple(draw(OWNS) for _ in ids),
+        depths=draw(some),
+        lower=draw(st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20)))),
+        backlog=draw(st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))),
+        rho=draw(st.floats(0, 2)),
+        context_tokens=draw(st.floats(1, 30_000)),
+        now=draw(SECONDS),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        turn=draw(st.integers(0, 99)),
+        costs=Costs(temperature_s=draw(st.sampled_from([0.0, 0.5]))),
+    )
+    ask = Ask(
+        "m",
+        draw(st.sampled_from(["", SQL])),
+        draw(st.integers(0, 3000)),
+        frozenset({("gone", "b")}),
+        draw(st.sampled_from(["", "s1", "s2"])),
+        draw(st.integers(0, 3)),
+    )
+    return ask, scene
+
+
+@given(moments())
+def test_the_loop_that_decides_and_the_terms_that_explain_are_one_formula(moment):
+    ask, scene = moment
+    able = scene.able(ask)
+    assert KvLora().costs_s(ask, scene, able) == pytest.approx([scene.score(ask, i).cost_s for i in able])
+
+
+@given(moments())
+def test_the_winner_is_never_dearer_than_a_tie_and_never_predicted_to_hold_all_of_a_prompt(moment):
+    ask, scene = moment
+    decision = decide(KvLora(), ask, replace(scene, costs=Costs()))
+    fits = {scene.roster.replicas[i].id for i in within_slots(ask, scene, scene.able(ask))}
+    best = min(s.cost_s for s in decision.scores if s.replica in fits)
+    assert decision.score.replica in fits
+    assert decision.score.cost_s <= best * 1.0501 + 0.0006
+    assert all(s.cached_tokens <= max(0, ask.prompt_tokens - 1) for s in decision.scores)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(moment=moments())
+def test_a_decision_replayed_from_its_record_is_the_same_decision(policy, moment):
+    decision = decide(POLICIES[policy](), *moment)
+    again = replayed(json.loads(json.dumps(record_of(decision), allow_nan=False)))
+    assert again.replica.id == decision.replica.id
+    assert again.scores == decision.scores
+    assert again.rejected == decision.rejected
+
+
+def test_a_record_has_nothing_of_adapters_that_the_request_did_not_name():
+    fleet = [a_replica("w0", residents=[SQL, *OTHERS], draining=frozenset(OTHERS[:1]))]
+    text = json.dumps(record_of(choose(Ask("m", SQL, 10), fleet)))
+    assert SQL in text
+    assert not any(name in text for name in OTHERS)
+
+
+def test_round_robin_takes_each_replica_in_its_turn():
+    fleet = [a_replica(f"w{i}") for i in range(3)]
+    turns = [choose(Ask("m", "", 10), fleet, policy="round_robin", turn=t).replica.id for t in range(6)]
+    assert turns == ["w0", "w1", "w2"] * 2
+
+
+def test_least_loaded_counts_what_others_sent_too():
+    own = {"w0": Own(in_decode=1, others_in_flight=3), "w1": Own(in_prefill=2, in_decode=1)}
+    assert choose(Ask("m", "", 10), [a_replica("w0"), a_replica("w1")], own=own, policy="least_loaded").position == 1
+
+
+def test_a_session_keeps_its_replica_and_moves_only_when_that_one_goes():
+    fleet = [a_replica(f"w{i}") for i in range(5)]
+    at = {s: choose(Ask("m", "", 10, session=s), fleet, policy="session").replica.id for s in map(str, range(100))}
+    assert len(set(at.values())) == 5
+    for s, home in at.items():
+        now = choose(Ask("m", "", 10, session=s), fleet[1:], policy="session").replica.id
+        assert home in (now, "w0")
+
+
+def test_prefix_hash_keeps_a_prefix_together_until_its_home_has_more_than_its_share():
+    fleet = [a_replica(f"w{i}") for i in range(4)]
+    ask = Ask("m", "", 10, first_blocks=77)
+    home = choose(ask, fleet, policy="prefix_hash").replica.id
+    busy = {home: Own(in_decode=4), **{r.id: Own(in_decode=3) for r in fleet if r.id != home}}
+    assert choose(ask, fleet, own=busy, policy="prefix_hash").replica.id == home
+    assert choose(ask, fleet, own=busy | {home: Own(in_decode=9)}, policy="prefix_hash").replica.id != home
 
 
 def test_removing_a_replica_moves_only_the_homes_that_it_was():
@@ -148,47 +307,3 @@ def test_router_and_orchestrator_mean_the_same_home():
     fleet = [a_replica(f"w{i}") for i in range(5)]
     for name in (f"adapter-{i}/v1" for i in range(50)):
         assert rendezvous_home(name, fleet).id == max((r.id for r in fleet), key=lambda w: rendezvous(name, w))
-
-
-@given(st.lists(st.sampled_from(["begin", "first_token", "end", "end_again", "forget"]), max_size=60), st.randoms())
-def test_the_load_book_forgets_every_request_exactly_once(steps, rng):
-    book, open_, done, now = LoadBook(), [], [], 0.0
-    for step in steps:
-        now += 0.1
-        if step == "begin":
-            open_.append(book.begin("w0", rng.choice(["", SQL]), 0.25, now))
-        elif step == "first_token" and open_:
-            book.first_token(rng.choice(open_))
-        elif step == "end" and open_:
-            done.append(open_.pop(rng.randrange(len(open_))))
-            book.end(done[-1], now)
-        elif step == "end_again" and done:
-            book.end(rng.choice(done), now)
-            book.first_token(rng.choice(done))
-        elif step == "forget":
-            book.forget("w0")
-            done += open_
-            open_.clear()
-        own = book.own("w0", Report())
-        assert own.in_flight == len(open_)
-        assert own.prefill_s == pytest.approx(0.25 * sum(f.in_prefill for f in open_))
-        assert own.engine_names == {f.engine_name for f in open_}
-
-
-def test_what_is_ours_in_an_engines_report_is_taken_off():
-    book = LoadBook()
-    for _ in range(3):
-        book.begin("w0", "", 0.5, 0.0)
-    report = Report(running=1, waiting=4, at=1.0)
-    book.reported("w0", report)
-    own = book.own("w0", report)
-    assert own.others_in_flight == 2
-    assert own.others_queue_s == pytest.approx(1 * book._books["w0"].prefill_each_s)
-
-
-def test_utilisation_fades_and_is_shared_by_the_fleet():
-    book = LoadBook()
-    book.admit("m", 30.0, now=0.0)
-    assert book.utilisation("m", 1, now=0.0) == pytest.approx(1.0)
-    assert book.utilisation("m", 4, now=0.0) == pytest.approx(0.25)
-    assert book.utilisation("m", 1, now=300.0) < 0.001

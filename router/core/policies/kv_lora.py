@@ -34,7 +34,7 @@ class KvLora:
         token_s = self._seconds_per_token(scene)
         attention_tokens, harm = costs.attention_tokens, costs.decode_harm
         per_context = 1 / (attention_tokens + scene.context_tokens)
-        most_cached = max(0, prompt - 1)
+        last = max(0, prompt - 1)
         found = []
         for i in able:
             replica, own = replicas[i], loads[i]
@@ -44,8 +44,8 @@ class KvLora:
                 host, storage = lower[replica.id]
                 cached += (host + storage) * replica.block_size
                 extra = replica.block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
-            if cached > most_cached:  # noqa: PLR1730  (here a call costs twice the comparison)
-                cached = most_cached
+            if cached > last:
+                cached = last - last % replica.block_size  # trust.hit_tokens
             uncached = prompt - cached
             attention = (attention_tokens + cached + uncached / 2) * per_context
             work_s = (uncached + extra) * attention * token_s[i]

@@ -1,0 +1,112 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.core.fleet import Report
+from router.core.load import LoadBook
+from tests.router.test_policy import OTHERS, SQL, a_replica
+
+
+@given(st.lists(st.sampled_from(["begin", "first_token", "end", "end_again", "forget"]), max_size=60), st.randoms())
+def test_the_load_book_forgets_every_request_exactly_once(steps, rng):
+    book, open_, done, now = LoadBook(), [], [], 0.0
+    for step in steps:
+        now += 0.1
+        if step == "begin":
+            open_.append(book.begin("w0", rng.choice(["", SQL]), 0.25, now, prompt_tokens=100))
+        elif step == "first_token" and open_:
+            book.first_token(rng.choice(open_), now)
+        elif step == "end" and open_:
+            done.append(open_.pop(rng.randrange(len(open_))))
+            book.end(done[-1], now)
+        elif step == "end_again" and done:
+            book.end(rng.choice(done), now)
+            book.first_token(rng.choice(done), now)
+        elif step == "forget":
+            book.forget("w0")
+            done += open_
+            open_.clear()
+        own = book.own("w0")
+        assert own.in_prefill == sum(f.in_prefill for f in open_)
+        assert own.in_decode == sum(not f.in_prefill for f in open_)
+        assert own.engine_names == {f.engine_name for f in open_}
+        assert own.queue_s(now) <= 0.25 * own.in_prefill + 1e-9
+        assert sum(count for _, _, count in book.in_flight()) == len(open_)
+    for flight in open_:
+        book.end(flight, now)
+    assert book.own("w0").in_flight == 0
+    assert not list(book.in_flight())
+
+
+def test_our_queue_drains_by_the_clock_but_not_below_what_must_still_be_behind_the_first():
+    book = LoadBook()
+    flights = [book.begin("w0", "", 1.0, 0.0) for _ in range(3)]
+    assert book.own("w0").queue_s(0.0) == pytest.approx(3.0)
+    assert book.own("w0").queue_s(0.5) == pytest.approx(2.5)
+    assert book.own("w0").queue_s(9.0) == pytest.approx(2.0)
+    book.first_token(flights[0], 9.0)
+    assert book.own("w0").queue_s(9.0) == pytest.approx(2.0)
+    assert book.own("w0").queue_s(9.5) == pytest.approx(1.5)
+
+
+def test_what_is_ours_in_an_engines_report_is_taken_off_as_it_was_when_the_report_was_read():
+    book = LoadBook()
+    for at in (0.0, 0.0, 0.0):
+        book.begin("w0", "", 0.2, at)
+    book.begin("w0", "", 0.2, 2.0)  # after the engine was asked: not in what it said
+    book.reported(a_replica("w0", report=Report(running=1, waiting=4, at=1.0)))
+    own = book.own("w0")
+    assert own.others_in_flight == 2
+    # Of ours one runs and two wait: two of the four that wait are others'.
+    assert own.others_until == pytest.approx(1.0 + 2 * 0.2)
+    assert own.queue_s(1.0) > own.queue_s(1.2)
+
+
+def test_a_slot_comes_free_when_the_last_request_of_some_adapter_is_over():
+    book = LoadBook()
+    book.reported(a_replica("w0", max_loras=2))
+    book.begin("w0", SQL, 0.1, 0.0)
+    assert book.own("w0").slot_at < 0
+    book.begin("w0", OTHERS[0], 0.1, 1.0)
+    book.begin("w0", SQL, 0.1, 5.0)
+    own = book.own("w0")
+    usual_s = own.slot_at - 1.0  # the adapter begun at 1.0 ends first
+    assert usual_s > 0
+    ended = book.begin("w0", "", 0.1, 5.0)  # the base model needs no slot
+    assert book.own("w0").slot_at == own.slot_at
+    book.end(ended, 5.1)
+
+
+def test_kv_in_use_is_ours_and_what_the_engine_reports_beyond_it():
+    book = LoadBook()
+    book.begin("w0", "", 0.1, 0.0, prompt_tokens=400)
+    book.reported(a_replica("w0", total_kv_blocks=100, report=Report(kv_usage=0.5, at=1.0)))  # 800 of 1,600 tokens
+    assert book.own("w0").kv_free_tokens == pytest.approx(800)
+    book.begin("w0", "", 0.1, 2.0, prompt_tokens=300)
+    assert book.own("w0").kv_free_tokens == pytest.approx(500)
+
+
+def test_an_adapter_counts_as_fresh_from_its_dispatch_until_the_next_report_speaks_of_it():
+    book = LoadBook()
+    book.reported(a_replica("w0", report=Report(at=1.0)))
+    book.end(book.begin("w0", SQL, 0.1, 2.0), 2.1)
+    assert book.own("w0").fresh == {SQL}
+    book.reported(a_replica("w0", report=Report(at=3.0)))
+    assert book.own("w0").fresh == frozenset()
+
+
+def test_the_load_is_one_object_until_something_changes():
+    book = LoadBook()
+    flight = book.begin("w0", "", 0.1, 0.0)
+    assert book.own("w0") is book.own("w0")
+    before = book.own("w0")
+    book.first_token(flight, 1.0)
+    assert book.own("w0") is not before
+
+
+def test_utilisation_fades_and_is_shared_by_the_fleet():
+    book = LoadBook()
+    book.admit("m", 30.0, now=0.0)
+    assert book.utilisation("m", 1, now=0.0) == pytest.approx(1.0)
+    assert book.utilisation("m", 4, now=0.0) == pytest.approx(0.25)
+    assert book.utilisation("m", 1, now=300.0) < 0.001
