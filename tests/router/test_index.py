@@ -32,8 +32,10 @@ prompts, workers, tiers = st.sampled_from(FOREST), st.sampled_from(WORKERS), st.
 # Any part of a prompt, not only its head or tail; with the same block twice now and then.
 starts, lengths, times = st.integers(0, 9), st.integers(0, 15), st.sampled_from([1, 1, 1, 2])
 parts = st.builds(lambda prompt, a, n, times: prompt[a : a + n] * times, prompts, starts, lengths, times)
-# What no chain looks like: any blocks in any order.
-parts |= st.lists(st.sampled_from(sorted(set().union(*FOREST))), max_size=8)
+# What no chain looks like: one block in the place of another, or any blocks in any order.
+some_block = st.sampled_from(sorted(set().union(*FOREST)))
+spoiled = st.builds(lambda prompt, at, block: [*prompt[:at], block, *prompt[at + 1 :]], prompts, starts, some_block)
+parts |= spoiled | st.lists(some_block, max_size=8)
 
 
 class Model:
@@ -111,6 +113,11 @@ class IndexMachine(RuleBasedStateMachine):
         widest = 2 * (len(CROWD) + len(WORKERS) + 40)  # each of 40 steps may have retired a slot
         assert all(mask < 1 << widest for mask in self.index._masks)
 
+    @rule(asked=spoiled)
+    def match_of_what_is_no_chain_is_the_models(self, asked):
+        depths = {w: run(asked, m.device()) for w, m in self.model.items()}
+        assert self.index.match(asked) == {w: d for w, d in depths.items() if d}
+
     @invariant()
     def match_is_the_models(self):
         for hashes in FOREST:
@@ -141,7 +148,7 @@ def run(hashes, having):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
 def test_a_hold_from_before_a_forget_takes_nothing_from_what_came_after():
@@ -175,6 +182,25 @@ def test_a_prompt_under_way_outlives_the_snapshot_of_its_worker():
     index.release(hold)
     assert index.match(FOREST[0]) == {}
     assert index.match(FOREST[4]) == {"w0": 2}
+
+
+def test_two_prompts_under_way_at_a_snapshot_are_let_go_one_by_one():
+    index = KvIndex(1)
+    holds = [index.hold("w0", FOREST[0]), index.hold("w0", FOREST[0])]
+    index.replace("w0", {})
+    index.release(holds[0])
+    assert index.match(FOREST[0]) == {"w0": 12}
+    index.release(holds[1])
+    assert index.match(FOREST[0]) == {}
+
+
+def test_only_chains_become_runs():
+    index = KvIndex(1)
+    index.add("w0", FOREST[0])
+    assert not index._device._runs
+    index.hold("w1", FOREST[0])
+    assert [run.blocks for run in index._device._runs.values()] == [tuple(FOREST[0])]
+    assert index.match(FOREST[0]) == {"w0": 12, "w1": 12}
 
 
 def test_the_same_tokens_under_another_root_match_nothing():
