@@ -1,26 +1,192 @@
-"""What a decision costs: hash, match, decide, by the number of replicas."""
+"""What the router's mind costs: hash, match, decide, events, memory; by replicas, blocks and adapters."""
 
+import json
+import subprocess
+import sys
+import time
 from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from itertools import islice
 from random import Random
+from statistics import median
 from types import MappingProxyType
 
-from benchmarks.report import Row, arguments, medians_us, show
-from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.fleet import Replica, Resident
-from router.core.index import KvIndex
-from router.core.load import LoadBook
-from router.core.policy import Ask, Costs, decide
+import msgspec
 
-PROMPT_TOKENS, BLOCK_SIZE, ADAPTERS = 8192, 16, 1000
+from benchmarks.contenders import DynamoTree, FlatMap, GallopingMap, dynamo_version
+from benchmarks.report import Row, arguments, medians_us, quantiles_us, show
+from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
+from lorafleet.kv.events import Decoder
+from lorafleet.kv.ledger import Ledger, Tier
+from orchestrator.wire import Catalog, CatalogAdapter
+from router.core.decision import Ask, Decision
+from router.core.dispatch import Match, Prompt
+from router.core.fleet import Adapter, Fleet, Replica, Report, Resident
+from router.core.index import KvIndex, WorkerId
+from router.core.mind import Mind, first_blocks
+from router.core.resolve import resolve
+from router.discovery import _named_by
+from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes
+
+BASE, PROMPT_TOKENS, BLOCK_SIZE, EVENT_BLOCKS = "m", 8192, 16, 16
+PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
+NOW = 1000.0
 
 
-def a_fleet(replicas: int) -> list[Replica]:
-    names = [f"adapter-{n}/v1@{n:012x}" for n in range(ADAPTERS)]
-    residents = MappingProxyType({n: Resident(n.split("@", maxsplit=1)[0], "", n) for n in names})
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int
+    calls: int
+    prompts: int
+    blocks: int
+    events: int
+
+
+FULL = Size(rounds=15, calls=200, prompts=200, blocks=1_000_000, events=65_536)
+QUICK = Size(rounds=3, calls=20, prompts=20, blocks=50_000, events=2_048)
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    size = QUICK if options.quick else FULL
+    print(f"ai-dynamo-runtime: {dynamo_version()}; xxhash {version('xxhash')}, msgspec {version('msgspec')}")
+    rows = [
+        *matching(8, 100.0, size),
+        *matching(64, 150.0, size),
+        *deciding(size),
+        *events(size),
+        *growth(size),
+        *memory(size),
+        *adopting(size),
+    ]
+    show("decision", rows, options.json)
+
+
+# --- hash and match ---------------------------------------------------------------------------------------------------
+
+
+def matching(replicas: int, reach_us: float, size: Size) -> list[Row]:
+    """One prompt of which replica i has a share i / n: the most different depths that there can be."""
+    tokens = some_tokens(Random(7), PROMPT_TOKENS)
+    root = root_hash(BASE, engine_name(7))
+    hashes = block_hashes(tokens, block_size=BLOCK_SIZE, root=root)
+    index, flat, galloping = KvIndex(BLOCK_SIZE), FlatMap(), GallopingMap()
+    for i in range(replicas):
+        share = hashes[: len(hashes) * (i + 1) // replicas]
+        index.add(worker_id(i), share, is_chain=True)
+        flat.add(i, share)
+        galloping.add(i, share)
+
+    def matched() -> object:
+        return index.match(block_hashes(tokens, block_size=BLOCK_SIZE, root=root))
+
+    contenders: dict[str, Callable[[], object]] = {
+        "hash": partial(block_hashes, tokens, block_size=BLOCK_SIZE, root=root),
+        "match": lambda: index.match(list(hashes)),
+        "hash + match": matched,
+        flat.name: lambda: flat.match(list(hashes)),
+        galloping.name: lambda: galloping.match(list(hashes)),
+    }
+    if dynamo_version() != "not installed":
+        tree, listed = DynamoTree(), list(tokens)
+        theirs = tree.hash(listed, BLOCK_SIZE)
+        for i in range(replicas):
+            tree.apply(i, tree.event(theirs[: len(theirs) * (i + 1) // replicas]))
+        contenders |= {
+            "Dynamo hash": lambda: tree.hash(listed, BLOCK_SIZE),
+            "Dynamo match": lambda: tree.match(theirs),
+        }
+    found = medians_us(contenders, rounds=size.rounds, calls=size.calls)
+    if "Dynamo hash" in found:
+        found["Dynamo hash + match"] = found["Dynamo hash"] + found["Dynamo match"]
+    where = f"{PROMPT_TOKENS} tokens, {replicas} replicas"
+    rows = [
+        Row(
+            f"{what}, {where}",
+            found[what],
+            "us",
+            reach_us if what == "hash + match" else None,
+            DynamoTree.name if f"Dynamo {what}" in found else None,
+            found.get(f"Dynamo {what}"),
+        )
+        for what in ("hash", "match", "hash + match")
+    ]
+    _, p99 = quantiles_us([matched], rounds=size.rounds * size.calls)
+    rows.append(Row(f"hash + match p99, {where}", p99, "us"))
+    rows += [Row(f"match, {where}: {other.name}", found[other.name], "us") for other in (flat, galloping)]
+    return rows
+
+
+# --- the whole decision -----------------------------------------------------------------------------------------------
+
+
+def deciding(size: Size) -> list[Row]:
+    """resolve, hash, match, cost, pick; token ids given. Each decision is about another prompt and adapter."""
+    few, some, many = (a_router(adapters, size) for adapters in (10, 1_000, 10_000))
+    p50, p99 = quantiles_us(some, rounds=size.rounds)
+    # In turn, so that drift hits both alike.
+    turns = [(quantiles_us(few, rounds=1)[0], quantiles_us(many, rounds=1)[0]) for _ in range(size.rounds)]
+    few_us, many_us = (median(times) for times in zip(*turns, strict=True))
+    where = f"{PROMPT_TOKENS} tokens, 64 replicas"
     return [
+        Row(f"whole decision p50, {where}, 1,000 adapters", p50, "us", 250.0),
+        Row(f"whole decision p99, {where}, 1,000 adapters", p99, "us"),
+        Row("whole decision, 10,000 adapters known", many_us / few_us, "x of 10 adapters", 1.2, "10 adapters", few_us),
+    ]
+
+
+def a_router(adapters: int, size: Size) -> list[Callable[[], Decision]]:
+    """As many decisions to be taken, each by the same mind, over 64 replicas that all could take it."""
+    rng = Random(7)
+    fleet, index = a_fleet(64, adapters), KvIndex(BLOCK_SIZE)
+
+    def matched(prompt: Prompt) -> Match:
+        chain = prompt.chains[BLOCK_SIZE]
+        depths = index.match(chain)
+        return Match(depths, index.lower_tiers(chain, depths))
+
+    mind = Mind(roster=fleet.roster, match=matched, rng=rng)
+    for replica in fleet.replicas.values():
+        mind.load.reported(replica)
+    asks = []
+    for number in range(size.prompts):
+        adapter = number % adapters
+        tokens = some_tokens(rng, PROMPT_TOKENS)
+        hashes = block_hashes(tokens, block_size=BLOCK_SIZE, root=root_hash(BASE, engine_name(adapter)))
+        for i in range(64):
+            index.add(worker_id(i), hashes[: PROMPT_BLOCKS * ((i + number) % 64) // 64], is_chain=True)
+        asks.append(partial(decide, fleet, mind, lora_id(adapter), tokens))
+    # Something is under way everywhere, so that no term of the cost is trivially nought.
+    for ask in islice(asks * 64, 64):
+        mind.begin(ask(), NOW)
+    return asks
+
+
+def decide(fleet: Fleet, mind: Mind, model: str, tokens: "array[int]") -> Decision:
+    """The router's stages from resolve to decide."""
+    target = resolve(fleet, model=model, lora_id=None, visible=lambda _: True, rng=mind.rng)
+    name = target.adapter.engine_name or "" if target.adapter else ""
+    root = root_hash(target.base_model, name)
+    chains = {BLOCK_SIZE: block_hashes(tokens, block_size=BLOCK_SIZE, root=root)}
+    ask = Ask(target.base_model, name, len(tokens), first_blocks=first_blocks(chains))
+    return mind.decide(Prompt(ask, chains), NOW)
+
+
+def a_fleet(replicas: int, adapters: int) -> Fleet:
+    """All adapters on all replicas: the most choices that a decision can have."""
+    residents = MappingProxyType(
+        {engine_name(n): Resident(lora_id(n), digest(n), engine_name(n)) for n in range(adapters)}
+    )
+    report = Report(running=2, waiting=1, kv_usage=0.3, prefill_tokens_per_s=9000.0, decode_tokens_per_s=40.0, at=NOW)
+    fleet = [
         Replica(
-            id=f"w{i}",  # type: ignore[arg-type]
-            base_model="m",
+            id=worker_id(i),
+            base_model=BASE,
             engine_url="",
             agent_url="",
             dialect="vllm",
@@ -29,60 +195,287 @@ def a_fleet(replicas: int) -> list[Replica]:
             max_loras=8,
             max_num_seqs=64,
             max_model_len=32768,
+            total_kv_blocks=50_000,
             residents=residents,
+            report=report,
         )
         for i in range(replicas)
     ]
+    known = {lora_id(n): Adapter(lora_id(n), BASE, digest(n), "file:///a") for n in range(adapters)}
+    return Fleet(1, MappingProxyType({replica.id: replica for replica in fleet}), MappingProxyType(known))
 
 
-def rows_for(replicas: int, reach_match_us: float | None, *, rounds: int, calls: int) -> list[Row]:
-    """The figures for one size of fleet: replica i holds a share i / n of the prompt."""
-    rng = Random(7)
-    tokens = array("I", (rng.randrange(150_000) for _ in range(PROMPT_TOKENS)))
-    name = "adapter-7/v1@000000000007"
-    root = root_hash("m", name)
-    fleet, index, book = a_fleet(replicas), KvIndex(BLOCK_SIZE), LoadBook()
-    hashes = block_hashes(tokens, block_size=BLOCK_SIZE, root=root)
-    for i, replica in enumerate(fleet, start=1):
-        index.hold(replica.id, hashes[: len(hashes) * i // replicas])
+# --- events -----------------------------------------------------------------------------------------------------------
 
-    def matched() -> dict[str, int]:
-        return index.match(block_hashes(tokens, block_size=BLOCK_SIZE, root=root))
 
-    def decided() -> object:
-        return decide(
-            Ask("m", name, PROMPT_TOKENS),
-            fleet,
-            matched(),
-            lambda r: book.own(r.id, r.report),
-            rho=0.3,
-            costs=Costs(),
-            rng=rng,
-            now=0.0,
-        )
+class Into:
+    """A worker's changes, put into an index."""
 
-    found = medians_us(
-        {
-            "hash": lambda: block_hashes(tokens, block_size=BLOCK_SIZE, root=root),
-            "match": lambda: index.match(hashes),
-            "hash + match": matched,
-            "hash + match + decide": decided,
-        },
-        rounds=rounds,
-        calls=calls,
-    )
-    reach = {"hash + match": reach_match_us}
+    def __init__(self, index: KvIndex, worker: WorkerId) -> None:
+        self._index, self._worker = index, worker
+
+    def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        self._index.add(self._worker, hashes, tier, is_chain=True)
+
+    def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        self._index.drop(self._worker, hashes, tier)
+
+    def clear(self) -> None:
+        self._index.replace(self._worker, {})
+
+
+def events(size: Size) -> list[Row]:
+    """Stores by 64 engines in turn, msgpack decoding included, until a million blocks are there; medians of windows."""
+    stores = list(engine_events(Random(5), size.events, EVENT_BLOCKS))
+    removals = [(worker, removed(payload)) for worker, payload in stores]
+    singles = list(engine_events(Random(6), size.events, 1))
+    frames = list(agent_frames(Random(5), size.events))
+    engine, agent, one = EngineFeeds(), AgentFeeds(), EngineFeeds()
+    named = ("events applied, 16 blocks each", "one event a message")
+    rows = [
+        Row(
+            f"{named[0]}: an engine's own, {named[1]}",
+            per_second(engine.apply, stores),
+            "events/s",
+            30_000.0,
+            *dynamo(),
+        ),
+        Row(f"{named[0]}: an engine's own, removals", per_second(engine.apply, removals), "events/s"),
+        Row(
+            f"{named[0]}: an agent's changes, 20 ms a frame", 9 * per_second(agent.apply, frames), "events/s", 30_000.0
+        ),
+        Row(f"events applied, 1 block each: an engine's own, {named[1]}", per_second(one.apply, singles), "events/s"),
+    ]
+    # Not a benchmark of refusals: everything was taken.
+    assert not engine.refused()
+    assert not one.refused()
+    assert len(engine.index) == 0
+    assert len(agent.index) == size.events * EVENT_BLOCKS // (9 * EVENT_BLOCKS) * 9 * EVENT_BLOCKS
+    return rows
+
+
+class EngineFeeds:
+    """64 engines without agents: decoder and ledger each, one index."""
+
+    def __init__(self) -> None:
+        self.index = KvIndex(BLOCK_SIZE)
+        self._decode = [Decoder().decode for _ in range(64)]
+        self._ledgers = [Ledger(BASE, BLOCK_SIZE, Into(self.index, worker_id(i))) for i in range(64)]
+
+    def apply(self, worker: int, payload: bytes) -> None:
+        self._ledgers[worker].apply(self._decode[worker](payload))
+
+    def refused(self) -> int:
+        """Events that no ledger took."""
+        return sum(ledger.rejected.total() for ledger in self._ledgers)
+
+
+class AgentFeeds:
+    """64 agents' streams, one index."""
+
+    def __init__(self) -> None:
+        self.index = KvIndex(BLOCK_SIZE)
+        self._decode = msgspec.msgpack.Decoder(KvFrame).decode
+
+    def apply(self, worker: int, payload: bytes) -> None:
+        for change in self._decode(payload).changes:
+            self.index.drop(worker_id(worker), unpack_hashes(change.dropped), change.tier)
+            self.index.add(worker_id(worker), unpack_hashes(change.added), change.tier)
+
+
+def engine_events(rng: Random, count: int, blocks: int) -> Iterator[tuple[int, bytes]]:
+    """(worker, payload) of stores of `blocks` blocks each; 512 blocks make a prompt, then another begins."""
+    parents: list[int | None] = [None] * 64
+    for number in range(count):
+        worker = number % 64
+        if number // 64 * blocks % PROMPT_BLOCKS == 0:
+            parents[worker] = None
+        names = [rng.getrandbits(64) for _ in range(blocks)]
+        event = {
+            "type": "BlockStored",
+            "block_hashes": names,
+            "parent_block_hash": parents[worker],
+            "token_ids": some_tokens(rng, blocks * BLOCK_SIZE).tolist(),
+            "block_size": BLOCK_SIZE,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": engine_name(7),
+            "extra_keys": [[engine_name(7)]] * blocks,
+            "group_idx": 0,
+        }
+        parents[worker] = names[-1]
+        yield worker, msgspec.msgpack.encode([0.0, [event], 0])
+
+
+def removed(payload: bytes) -> bytes:
+    """The event that takes back what a store told."""
+    (stored,) = Decoder().decode(payload).events
+    event = {"type": "BlockRemoved", "block_hashes": stored.block_hashes, "medium": "GPU", "group_idx": 0}  # type: ignore[union-attr]
+    return msgspec.msgpack.encode([0.0, [event], 0])
+
+
+def agent_frames(rng: Random, stores: int) -> Iterator[tuple[int, bytes]]:
+    """The same blocks as an agent sends them: at 30,000 events/s from 64 engines, 20 ms of one are 9 events."""
+    for number in range(stores // 9):
+        added = pack_hashes(rng.getrandbits(64) for _ in range(9 * EVENT_BLOCKS))
+        yield number % 64, msgspec.msgpack.encode(KvFrame(number, 0.0, (), (KvChange(0, "device", added, b""),)))
+
+
+def per_second(apply: Callable[[int, bytes], object], payloads: Sequence[tuple[int, bytes]]) -> float:
+    """Median over 16 windows, each of the payloads that follow the last one's."""
+    rates = []
+    for start in range(0, len(payloads), len(payloads) // 16):
+        window = payloads[start : start + len(payloads) // 16]
+        began = time.perf_counter()
+        for worker, payload in window:
+            apply(worker, payload)
+        rates.append(len(window) / (time.perf_counter() - began))
+    return median(rates)
+
+
+def dynamo() -> tuple[str, float] | tuple[None, None]:
+    """Dynamo's tree applying stores of 16 blocks, already hashed, from JSON as its binding wants them."""
+    if dynamo_version() == "not installed":
+        return None, None
+    tree, rng, payloads = DynamoTree(), Random(5), []
+    parents: list[int | None] = [None] * 64
+    for number in range(8_192):
+        hashes = [rng.getrandbits(64) for _ in range(EVENT_BLOCKS)]
+        payloads.append((number % 64, tree.event(hashes, parents[number % 64])))
+        parents[number % 64] = hashes[-1] if number // 64 % 32 != 31 else None
+    return DynamoTree.name, per_second(tree.apply, payloads)
+
+
+# --- growth and memory ------------------------------------------------------------------------------------------------
+
+
+def growth(size: Size) -> list[Row]:
+    """Matches of prompts of 512 blocks, any of those in the tree, in small and in large trees."""
+    rng = Random(11)
+    prompts = [
+        [BlockHash(rng.getrandbits(64)) for _ in range(PROMPT_BLOCKS)] for _ in range(size.blocks // PROMPT_BLOCKS)
+    ]
+    asked = [prompts[rng.randrange(len(prompts))] for _ in range(size.calls * 5)]
+    pauses = []
+
+    def ours(chains: Sequence[list[BlockHash]], *, is_chain: bool) -> KvIndex:
+        index = KvIndex(BLOCK_SIZE)
+        for number, chain in enumerate(chains):
+            for start in range(0, PROMPT_BLOCKS, EVENT_BLOCKS):
+                began = time.perf_counter()
+                index.add(worker_id(number % 64), chain[start : start + EVENT_BLOCKS])
+                pauses.append(time.perf_counter() - began)
+            if is_chain:
+                # The request that brought them.
+                index.release(index.hold(worker_id(number % 64), chain))
+        return index
+
+    def flat(kind: type[FlatMap], chains: Sequence[list[BlockHash]]) -> FlatMap:
+        holders = kind()
+        for number, chain in enumerate(chains):
+            holders.add(number % 64, chain)
+        return holders
+
+    def p50(match: Callable[[list[BlockHash]], object], chains: Sequence[list[BlockHash]]) -> float:
+        # Other integer objects than those kept, as a request's own hashes are.
+        calls = [partial(match, [BlockHash(block + 1 - 1) for block in chain]) for chain in chains]
+        return quantiles_us(calls, rounds=1)[0]
+
+    few = prompts[:2]
+    small, large = ours(few, is_chain=True), ours(prompts, is_chain=True)
+    small_us, large_us = p50(small.match, few * size.calls), p50(large.match, asked)
+    name = f"match among {size.blocks:,} blocks"
+    rows = [
+        Row(name, large_us, "us", None, "among 1,024", small_us),
+        Row(f"{name}, growth", large_us / small_us, "x of 1,024 blocks", 1.5),
+        Row("longest pause of one store on the way there", max(pauses) * 1e3, "ms"),
+        *forgetting(large, size),
+    ]
+    del small, large
+    mixed_us = p50(ours(prompts, is_chain=False).match, asked)
+    rows.append(Row(f"{name}, which no prompt has gone over yet", mixed_us, "us"))
+    for kind in (FlatMap, GallopingMap):
+        small_us, large_us = p50(flat(kind, few).match, few * size.calls), p50(flat(kind, prompts).match, asked)
+        rows.append(Row(f"{name}: {kind.name}", large_us, "us", None, "among 1,024", small_us))
+    return rows
+
+
+def forgetting(index: KvIndex, size: Size) -> list[Row]:
+    """A worker goes: what that costs at once, and each step of the sweep that follows."""
+    steps = []
+    began = time.perf_counter()
+    index.forget(worker_id(0))
+    forgotten = time.perf_counter() - began
+    is_more = True
+    while is_more:
+        began = time.perf_counter()
+        is_more = index.sweep(1000)
+        steps.append(time.perf_counter() - began)
     return [
-        Row(f"{what}, {PROMPT_TOKENS} tokens, {replicas} replicas", value, "us", reach.get(what))
-        for what, value in found.items()
+        Row(f"forget a worker among {size.blocks:,} blocks", forgotten * 1e6, "us"),
+        Row("longest step of the sweep after it, 1,000 blocks a step", max(steps) * 1e3, "ms"),
+        Row("its usual step", median(steps) * 1e3, "ms"),
     ]
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
-    size = {"rounds": 3, "calls": 50} if options.quick else {"rounds": 15, "calls": 300}
-    rows = [row for replicas, reach in ((8, 100.0), (64, 150.0)) for row in rows_for(replicas, reach, **size)]
-    show("decision", rows, options.json)
+def memory(size: Size) -> list[Row]:
+    """Resident memory of a fresh process after as before, so that nothing else is in the figure."""
+    rows = []
+    for what, name, reach in (
+        ("index-1", "index, one holder each", 150.0),
+        ("index-8", "index, 8 holders each", 200.0),
+        ("ledgers", "64 ledgers, of engines without an agent", None),
+    ):
+        command = [sys.executable, "-m", "benchmarks.footprint", what, str(size.blocks)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True)
+        megabytes = json.loads(ended.stdout) / 1e6
+        rows.append(Row(f"memory for {size.blocks:,} blocks: {name}", megabytes, "MB", reach))
+    return rows
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def adopting(size: Size) -> list[Row]:
+    """A catalog of 10,000 adapters: parsed, named, and the first of them resolved."""
+    adapters = tuple(
+        CatalogAdapter(lora_id=lora_id(n), digest=digest(n), base_model=BASE, source="file:///a", state="ready")
+        for n in range(10_000)
+    )
+    body = Catalog(revision=1, adapters=adapters).model_dump_json().encode()
+
+    def adopt() -> object:
+        known, aliases = _named_by(Catalog.model_validate_json(body))
+        fleet = Fleet(1, a_few, known, aliases)
+        return resolve(fleet, model=lora_id(9_999), lora_id=None, visible=lambda _: True, rng=Random(1))
+
+    a_few = a_fleet(64, 8).replicas
+    p50, _ = quantiles_us([adopt], rounds=size.rounds)
+    return [Row("a catalog of 10,000 adapters, from its bytes to the first one resolved", p50 / 1e6, "s", 2.0)]
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def some_tokens(rng: Random, count: int) -> "array[int]":
+    """Token ids of a vocabulary of 65,536."""
+    return array("I", array("H", rng.randbytes(2 * count)))
+
+
+def worker_id(number: int) -> WorkerId:
+    return WorkerId(f"w{number}")
+
+
+def lora_id(number: int) -> str:
+    return f"adapter-{number}/v1"
+
+
+def digest(number: int) -> str:
+    return f"{number:064x}"[::-1]
+
+
+def engine_name(number: int) -> str:
+    return f"{lora_id(number)}@{digest(number)[:12]}"
 
 
 if __name__ == "__main__":
