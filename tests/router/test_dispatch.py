@@ -1,0 +1,270 @@
+"""Late binding without a router: a fleet that is nothing but a number of seconds queued."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core.decision import Ask, Decision
+from router.core.dispatch import Match, Prompt, Ticket
+from router.core.errors import NoReplica
+from router.core.fleet import Roster
+from router.core.mind import Mind, first_blocks
+from router.core.policies import POLICIES
+from tests.router.test_policy import SQL, a_replica
+
+RATE = 10_000  # tokens per second, the default before anything is measured
+
+
+class Fleet:
+    """A mind over replicas whose engines prefill in order at the default rate; `finish` ends the oldest prefill."""
+
+    def __init__(self, replicas=1, late_binding_s=1.0, **more):
+        self.roster = Roster(tuple(a_replica(f"w{i}", residents=[SQL], max_num_seqs=99) for i in range(replicas)))
+        self.depths = {}
+        self.mind = Mind(
+            roster=lambda _: self.roster,
+            match=lambda _: Match(self.depths),
+            late_binding_s=late_binding_s,
+            rng=Random(0),
+            **more,
+        )
+        self.now = 0.0
+        self.running = []
+        self.sent = []
+        self.work_s = {}
+
+    def ask(self, tenant="", adapter="", seconds=0.5, **more):
+        prompt = Prompt(Ask("m", adapter, int(seconds * RATE)))
+        ticket = Ticket(prompt=prompt, tenant=tenant, adapter=adapter, **more)
+        decision = self.mind.offer(ticket, self.now)
+        if decision is not None:
+            self.send(ticket, decision)
+        return ticket
+
+    def send(self, ticket, decision):
+        self.sent.append(ticket)
+        self.work_s[ticket] = decision.score.prefill_s
+        self.running.append((ticket, self.mind.begin(decision, self.now)))
+
+    def finish(self):
+        """The oldest request ends; then whatever has room goes."""
+        _, flight = self.running.pop(0)
+        self.now += flight.prefill_s
+        self.mind.load.first_token(flight, self.now)
+        self.mind.load.end(flight, self.now)
+        self.look()
+
+    def look(self):
+        for ticket, outcome in self.mind.ready(self.now):
+            assert isinstance(outcome, Decision)
+            self.send(ticket, outcome)
+
+
+def test_an_engine_is_given_about_a_second_of_work_and_the_rest_waits():
+    fleet = Fleet()
+    for _ in range(10):
+        fleet.ask(seconds=0.4)
+    assert len(fleet.sent) == 3  # 0.4 and 0.8 s queued leave room for one more, 1.2 s do not
+    assert len(fleet.mind.waiting) == 7
+    while fleet.running:
+        fleet.finish()
+    assert len(fleet.sent) == 10
+    assert not len(fleet.mind.waiting)
+    assert not fleet.mind.waiting.backlog
+
+
+def test_an_idle_engine_takes_a_request_however_long_it_is():
+    fleet = Fleet()
+    fleet.ask(seconds=30.0)
+    assert len(fleet.sent) == 1
+
+
+def test_without_a_bound_everything_is_sent_at_once():
+    fleet = Fleet(late_binding_s=float("inf"))
+    for _ in range(50):
+        fleet.ask()
+    assert len(fleet.sent) == 50
+
+
+def test_a_tenant_that_asks_a_hundred_times_does_not_starve_one_that_asks_ten_times():
+    fleet = Fleet()
+    for _ in range(100):
+        fleet.ask("greedy")
+    for _ in range(10):
+        fleet.ask("modest")
+    while fleet.running:
+        fleet.finish()
+    modest_at = [i for i, ticket in enumerate(fleet.sent) if ticket.tenant == "modest"]
+    # From when it came, every other request is its own.
+    assert modest_at[-1] <= 3 + 2 * 10
+
+
+def test_a_tenant_gets_no_more_for_spreading_over_many_adapters():
+    fleet = Fleet()
+    fleet.roster = Roster((a_replica("w0", residents=[f"a{i}@0" for i in range(30)], max_loras=99, max_num_seqs=99),))
+    for i in range(30):
+        fleet.ask("many", f"a{i}@0")
+    for _ in range(30):
+        fleet.ask("one", "a0@0")
+    while len(fleet.sent) < 40:
+        fleet.finish()
+    counts = Counter(ticket.tenant for ticket in fleet.sent[3:40])
+    assert abs(counts["many"] - counts["one"]) <= 3
+
+
+def test_within_a_tenant_a_weight_of_two_gets_twice_the_share():
+    fleet = Fleet()
+    fleet.roster = Roster((a_replica("w0", residents=["a@0", "b@0"], max_loras=99, max_num_seqs=99),))
+    for _ in range(60):
+        fleet.ask("t", "a@0", weight=1.0)
+        fleet.ask("t", "b@0", weight=2.0)
+    while len(fleet.sent) < 63:
+        fleet.finish()
+    counts = Counter(ticket.adapter for ticket in fleet.sent[3:63])
+    assert counts["b@0"] == pytest.approx(40, abs=3)
+
+
+def test_shares_are_counted_in_seconds_of_work_not_in_requests():
+    fleet = Fleet()
+    for _ in range(100):
+        fleet.ask("long", seconds=0.9)
+        fleet.ask("short", seconds=0.1)
+    while len(fleet.sent) < 80:
+        fleet.finish()
+    work = Counter()
+    for ticket in fleet.sent[3:80]:
+        work[ticket.tenant] += fleet.work_s[ticket]
+    assert work["short"] == pytest.approx(work["long"], abs=1.0)
+
+
+def test_priority_orders_the_requests_of_one_tenant_and_adapter_only():
+    fleet = Fleet()
+    for _ in range(3):
+        fleet.ask("a")
+    low, high = fleet.ask("a", priority=5.0), fleet.ask("a", priority=-5.0)
+    other = fleet.ask("b", priority=99.0)
+    while fleet.running:
+        fleet.finish()
+    assert fleet.sent.index(high) < fleet.sent.index(low)
+    assert fleet.sent.index(other) < fleet.sent.index(low)
+
+
+def test_who_left_while_waiting_is_not_sent_and_leaves_nothing_behind():
+    fleet = Fleet()
+    tickets = [fleet.ask() for _ in range(6)]
+    waiting = [t for t in tickets if t.is_waiting]
+    for ticket in waiting:
+        fleet.mind.waiting.withdraw(ticket)
+        fleet.mind.waiting.withdraw(ticket)
+    assert not len(fleet.mind.waiting)
+    assert not fleet.mind.waiting.backlog
+    while fleet.running:
+        fleet.finish()
+    assert not set(waiting) & set(fleet.sent)
+
+
+def test_a_newcomer_does_not_overtake_those_who_wait_for_the_same_replica():
+    fleet = Fleet()
+    for _ in range(5):
+        fleet.ask("a", seconds=0.5)
+    assert fleet.ask("a", seconds=0.1).is_waiting
+
+
+def test_a_request_that_waited_for_its_warm_replica_goes_elsewhere_once_that_is_cheaper():
+    fleet = Fleet(replicas=2)
+    fleet.depths = {"w0": 10_000}
+    for _ in range(3):
+        fleet.ask(seconds=0.5)
+    # Nobody else is warm for these: w0 is.
+    decision_at_first = fleet.mind.decide(Prompt(Ask("m", "", 8000)), fleet.now)
+    assert decision_at_first.replica.id == "w0"
+    fleet.depths = {}
+    for _ in range(6):
+        fleet.ask(seconds=0.9)
+    fleet.look()
+    assert {flight.worker for _, flight in fleet.running} == {"w0", "w1"}
+
+
+def test_no_replica_idles_while_somebody_waits_who_could_run_there():
+    fleet = Fleet(replicas=3)
+    fleet.depths = {"w0": 3}  # a little warmer, so that all prefer it
+    for _ in range(40):
+        fleet.ask(seconds=0.3)
+    assert len({flight.worker for _, flight in fleet.running}) == 3
+
+
+def test_when_the_last_replica_goes_those_who_wait_are_told():
+    fleet = Fleet()
+    for _ in range(6):
+        fleet.ask()
+    waiting = len(fleet.mind.waiting)
+    fleet.roster = Roster(())
+    outcomes = [outcome for _, outcome in fleet.mind.ready(fleet.now)]
+    assert len(outcomes) == waiting
+    assert all(isinstance(outcome, NoReplica) for outcome in outcomes)
+    assert not len(fleet.mind.waiting)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "finish", "leave", "look"]),
+        st.sampled_from("abc"),
+        st.sampled_from(["", SQL]),
+        st.floats(0.01, 2.0),
+    ),
+    max_size=80,
+)
+
+
+@settings(deadline=None)
+@given(STEPS, st.integers(1, 3), st.randoms(use_true_random=False))
+def test_every_request_is_sent_once_or_withdrawn_and_the_backlog_is_of_those_who_wait(steps, replicas, rng):
+    fleet = Fleet(replicas=replicas)
+    asked, left = [], set()
+    for step, tenant, adapter, seconds in steps:
+        if step == "ask":
+            asked.append(fleet.ask(tenant, adapter, seconds))
+        elif step == "finish" and fleet.running:
+            fleet.finish()
+        elif step == "look":
+            fleet.look()
+        elif step == "leave" and asked:
+            ticket = rng.choice(asked)
+            if ticket.is_waiting:
+                left.add(ticket)
+            fleet.mind.waiting.withdraw(ticket)
+        waiting = [t for t in asked if t.is_waiting]
+        assert len(fleet.mind.waiting) == len(waiting)
+        assert sum(fleet.mind.waiting.backlog.values()) == pytest.approx(sum(t.bound_s for t in waiting))
+    while fleet.running:
+        fleet.finish()
+    assert len(fleet.sent) == len(set(fleet.sent))
+    assert set(fleet.sent) == set(asked) - left
+    assert not fleet.mind.waiting.backlog
+    assert not fleet.mind.waiting._tenants
+
+
+def test_a_shadow_policy_decides_nothing_and_its_choice_is_priced_by_the_same_model():
+    seen = []
+    fleet = Fleet(replicas=2, shadows=[POLICIES["round_robin"](), POLICIES["kv_lora"]()], shadowed=seen.append)
+    fleet.depths = {"w0": 200}
+    for _ in range(4):
+        fleet.ask(seconds=0.4)
+        fleet.finish()
+    assert {flight.worker for flight in fleet.mind.load._books["w0"].flights} == set()
+    assert [t for t in fleet.sent if t] == fleet.sent
+    by = {name: [s for s in seen if s.policy == name] for name in ("round_robin", "kv_lora")}
+    assert all(s.agrees for s in by["kv_lora"])
+    assert not all(s.agrees for s in by["round_robin"])
+    assert all(s.cost_s >= s.live_cost_s - 1e-9 for s in by["round_robin"])
+
+
+def test_prompts_that_begin_alike_have_the_same_first_blocks():
+    assert first_blocks({}) == 0
+    assert first_blocks({16: []}) == 0
+    assert first_blocks({16: [1, 2]}) == 2
+    assert first_blocks({16: list(range(1, 40))}) == first_blocks({16: list(range(1, 20))}) == 16
+    assert first_blocks({512: [7, 8, 9]}) == 7
