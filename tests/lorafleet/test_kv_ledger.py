@@ -1,0 +1,319 @@
+"""The ledger against the simplest thing that could be right, on a small forest of shared prefixes."""
+
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.kv.events import Batch, Cleared, Removed, Stored
+from lorafleet.kv.ledger import TIERS, TRAITS, Ledger, extra_of, media_key
+
+ROOT = root_hash("m")
+# Blocks of one token, so that a prompt is its own list of blocks; every prompt shares a prefix with another.
+PROMPTS = [(1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 7), (1, 8, 9, 10), (11, 12), (11, 13, 14)]
+OURS = {p[: i + 1]: block for p in PROMPTS for i, block in enumerate(block_hashes(p, block_size=1, root=ROOT))}
+MEDIA = {"GPU": "device", "CPU": "host", "cpu": "host", "CPU_PINNED": "host", "STORAGE": "storage"}
+
+
+class Heard:
+    """A sink that minds: nothing comes twice, nothing goes that is not there."""
+
+    def __init__(self):
+        self.tiers = {tier: set() for tier in TIERS}
+
+    def add(self, tier, hashes):
+        assert len(set(hashes)) == len(hashes) > 0
+        assert self.tiers[tier].isdisjoint(hashes)
+        self.tiers[tier].update(hashes)
+
+    def drop(self, tier, hashes):
+        assert len(set(hashes)) == len(hashes) > 0
+        assert self.tiers[tier].issuperset(hashes)
+        self.tiers[tier].difference_update(hashes)
+
+    def clear(self):
+        self.tiers = {tier: set() for tier in TIERS}
+
+
+def stored(names, tokens, parent=None, **more):
+    return Stored(names, parent, tokens, **{"block_size": 1, "medium": "GPU", **more})
+
+
+def apply(ledger, *events):
+    ledger.apply(Batch(1.0, list(events)))
+
+
+def name(variant, prefix):
+    """The engine's opaque name of the block that ends this prefix; two variants are one block of ours."""
+    return hash((variant, prefix)) & (1 << 60) - 1
+
+
+variants, prompts = st.sampled_from("ab"), st.sampled_from(PROMPTS)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.heard = Heard()
+        self.ledger = Ledger("m", 1, self.heard)
+        self.copies = {medium: Counter() for medium in ("GPU", "CPU", "CPU_PINNED", "STORAGE")}
+        self.prefix = {name(v, prefix): prefix for v in "ab" for prefix in OURS}
+        self.accepted = 0
+        self.rejected = Counter()
+        self.repeats = False
+
+    def knows(self, engine_hash):
+        return any(counts[engine_hash] for counts in self.copies.values())
+
+    def put(self, medium, names):
+        for each in names:
+            self.copies[medium][each] = 1 if self.repeats else self.copies[medium][each] + 1
+
+    @rule(variant=variants, prompt=prompts, start=st.integers(0, 4), length=st.integers(1, 5))
+    def store(self, variant, prompt, start, length):
+        names = [name(variant, prompt[: i + 1]) for i in range(len(prompt))][start : start + length]
+        parent = name(variant, prompt[:start]) if start else None
+        apply(self.ledger, stored(names, list(prompt[start : start + length]), parent))
+        if not names:
+            self.rejected["shape"] += 1
+        elif parent is not None and not self.knows(parent):
+            self.rejected["unknown_parent"] += 1
+        else:
+            self.put("GPU", names)
+
+    @rule(variant=variants, prompt=prompts, depth=st.integers(1, 5), medium=st.sampled_from(["CPU", "cpu", "STORAGE"]))
+    def copy_below(self, variant, prompt, depth, medium):
+        names = [name(variant, prompt[: i + 1]) for i in range(len(prompt))][:depth]
+        apply(self.ledger, stored(names, [], block_size=0, medium=medium))
+        known = [each for each in names if self.knows(each)]
+        self.put(medium.upper(), known)
+        self.rejected["unknown_block"] += len(known) < len(names)
+
+    @rule(taken=st.lists(st.tuples(variants, prompts, st.integers(1, 5), st.sampled_from(sorted(MEDIA))), max_size=4))
+    def remove_any_blocks(self, taken):
+        events = []
+        for variant, prompt, depth, medium in taken:
+            each = name(variant, prompt[:depth])
+            events.append(Removed([each], medium))
+            if self.copies[medium.upper()][each]:
+                self.copies[medium.upper()][each] -= 1
+            else:
+                self.rejected["unknown_block"] += 1
+        apply(self.ledger, *events)
+
+    @rule()
+    def clear(self):
+        apply(self.ledger, Cleared())
+        for counts in self.copies.values():
+            counts.clear()
+
+    @rule(expected=st.booleans())
+    def expect_repeats(self, expected):
+        self.ledger.expect_repeats(expected)
+        self.repeats = expected
+        if expected:
+            for counts in self.copies.values():
+                for each in counts:
+                    counts[each] = min(1, counts[each])
+
+    @invariant()
+    def same_blocks_as_the_model(self):
+        for tier in TIERS:
+            held = {
+                OURS[self.prefix[each]]
+                for medium, counts in self.copies.items()
+                if MEDIA[medium] == tier
+                for each, count in counts.items()
+                if count
+            }
+            assert self.heard.tiers[tier] == held
+            assert set(self.ledger.blocks(tier)) == held
+
+    @invariant()
+    def same_reasons_as_the_model(self):
+        assert self.ledger.rejected == +self.rejected
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def ledger(**more):
+    heard = Heard()
+    return Ledger(**{"base_model": "m", "block_size": 2, "sink": heard, **more}), heard
+
+
+def chain(tokens, adapter="", salt="", **more):
+    return block_hashes(tokens, block_size=2, root=root_hash("m", adapter, salt), **more)
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (stored([1, 2], [1, 2], block_size=2), "shape"),
+        (stored([1, 1], [1, 2, 1, 2], block_size=2), "shape"),
+        (stored([], [], block_size=2), "shape"),
+        (stored([1], [1, -1], block_size=2), "shape"),
+        (stored([2], [1, 2], 77, block_size=2), "unknown_parent"),
+        (stored([1], [1, 2, 3, 4], block_size=4), "block_size"),
+        (stored([1], [1], block_size=1), "block_size"),
+        (stored([1], [1, 2], block_size=2, medium="TAPE"), "medium"),
+        (stored([1], [], block_size=0, medium="CPU"), "unknown_block"),
+        (stored([], [], block_size=0, medium="CPU"), "shape"),
+        (stored([1], [1, 2], block_size=2, group_idx=1), "group"),
+        (stored([1], [1, 2], block_size=2, kv_cache_spec_kind="sliding_window"), "attention"),
+        (stored([1], [1, 2], block_size=2, kv_cache_spec_kind="mamba"), "attention"),
+        (stored([1], [1, 2], block_size=2, kv_cache_spec_sliding_window=4096), "attention"),
+        (stored([1], [1, 2], block_size=2, extra_keys=[[b"embeds"]]), "extra_keys"),
+        (stored([1], [1, 2], block_size=2, extra_keys=[None, None]), "extra_keys"),
+        (stored([1], [1, 2], block_size=2, lora_name="sql@1", extra_keys=[["other@1"]]), "extra_keys"),
+        (Removed([1], "GPU"), "unknown_block"),
+        (Removed([1], "TAPE"), "medium"),
+        (Removed([1], "GPU", 1), "group"),
+    ],
+)
+def test_what_is_not_exact_is_not_accepted_and_says_why(event, reason):
+    book, heard = ledger()
+    apply(book, event)
+    assert book.rejected == {reason: 1}
+    assert not book.accepted
+    assert not any(heard.tiers.values())
+
+
+def test_a_contradiction_of_what_is_known_is_not_accepted():
+    book, heard = ledger()
+    apply(book, stored([1], [1, 2], block_size=2), stored([1], [3, 4], block_size=2))
+    assert book.rejected == {"conflict": 1}
+    assert heard.tiers["device"] == set(chain([1, 2]))
+
+
+def test_an_adapters_blocks_a_salts_and_an_images_are_their_own():
+    book, heard = ledger()
+    tokens = [1, 2, 3, 4]
+    image = media_key([("cat.png", -1)])
+    seen = [
+        (stored([1, 2], tokens, block_size=2), chain(tokens)),
+        (stored([3, 4], tokens, block_size=2, extra_keys=[["pepper"], None]), chain(tokens, salt="pepper")),
+        (
+            stored([5, 6], tokens, block_size=2, lora_name="sql@1", extra_keys=[["sql@1"], ["sql@1"]]),
+            chain(tokens, "sql@1"),
+        ),
+        (
+            stored([7, 8], tokens, block_size=2, lora_name="a@1", extra_keys=[["a@1", "salt"], ["a@1"]]),
+            chain(tokens, "a@1", "salt"),
+        ),
+        (
+            stored([9, 10], tokens, block_size=2, extra_keys=[None, [["cat.png", -1]]]),
+            chain(tokens, extra={1: image}),
+        ),
+        (
+            stored([11, 12], tokens, block_size=2, extra_keys=[[["cat.png", -1], "salt"], None]),
+            chain(tokens, salt="salt", extra={0: image}),
+        ),
+    ]
+    expected = set()
+    for event, ours in seen:
+        assert expected.isdisjoint(ours[1:])
+        apply(book, event)
+        expected.update(ours)
+        assert heard.tiers["device"] == expected
+    assert not book.rejected
+
+
+@pytest.mark.parametrize(
+    ("keys", "adapter", "is_start", "expected"),
+    [
+        ([None, None], "", True, ("", None)),
+        ([["salt"], None], "", True, ("salt", None)),
+        ([["salt"], None], "", False, None),
+        ([["sql@1", "salt"], ["sql@1"]], "sql@1", True, ("salt", None)),
+        ([["sql@1"]], "", True, ("sql@1", None)),
+        ([["salt"], ["salt"]], "", True, None),
+        ([["other@1", "salt"]], "sql@1", True, None),
+        ([None], "sql@1", True, None),
+        ([[["image", 3]]], "", False, ("", {0: media_key([("image", 3)])})),
+        ([[["image"]]], "", False, None),
+        ([[["image", "3"]]], "", False, None),
+        ([["salt", b"embeds"]], "", True, None),
+    ],
+)
+def test_a_blocks_keys_are_told_apart(keys, adapter, is_start, expected):
+    assert extra_of(keys, adapter, is_start=is_start) == expected
+
+
+def test_two_lists_of_images_are_never_packed_alike():
+    lists = [[("a", 1)], [("a", 2)], [("b", 1)], [("a", 1), ("b", 1)], [("b", 1), ("a", 1)], [("", 1)], []]
+    assert len({media_key(items) for items in lists}) == len(lists)
+
+
+def test_bytes_and_integers_of_one_hash_are_the_same_block():
+    book, heard = ledger()
+    digest = bytes(range(32))
+    apply(book, stored([digest], [1, 2], block_size=2), Removed([int.from_bytes(digest[-8:], "big")], "GPU"))
+    assert not book.rejected
+    assert not heard.tiers["device"]
+
+
+def test_a_block_goes_when_its_last_copy_goes():
+    book, heard = ledger()
+    store = stored([1], [1, 2], block_size=2)
+    apply(book, store, store, Removed([1], "GPU"))
+    assert heard.tiers["device"] == set(chain([1, 2]))
+    apply(book, Removed([1], "GPU"))
+    assert not heard.tiers["device"]
+
+
+def test_repetitions_that_are_expected_add_no_copy_and_bring_back_what_was_lost():
+    book, heard = ledger()
+    store = stored([1, 2], [1, 2, 3, 4], block_size=2)
+    apply(book, store)
+    book.expect_repeats(True)
+    apply(book, store, stored([5], [5, 6], block_size=2))
+    apply(book, Removed([1], "GPU"))
+    assert heard.tiers["device"] == {*chain([1, 2, 3, 4])[1:], *chain([5, 6])}
+    assert not book.rejected
+
+
+def test_a_block_that_left_the_device_is_still_a_parent_while_the_host_has_it():
+    book, heard = ledger()
+    apply(
+        book,
+        stored([1], [1, 2], block_size=2),
+        stored([1], [], block_size=0, medium="CPU"),
+        Removed([1], "GPU"),
+        stored([2], [3, 4], 1, block_size=2),
+    )
+    assert not book.rejected
+    assert (heard.tiers["device"], heard.tiers["host"]) == (set(chain([1, 2, 3, 4])[1:]), set(chain([1, 2])))
+
+
+def test_an_adapter_loaded_afresh_has_no_blocks_where_loads_start_afresh_and_keeps_them_elsewhere():
+    for dialect, left in (("sglang", set(chain([5, 6]))), ("vllm", {*chain([1, 2], "sql@1"), *chain([5, 6])})):
+        book, heard = ledger(traits=TRAITS[dialect])
+        own = stored([1], [1, 2], block_size=2, lora_name="sql@1")
+        apply(book, own, own, stored([2], [5, 6], block_size=2), stored([1], [], block_size=0, medium="DISK"))
+        book.forget_adapter("sql@1")
+        assert heard.tiers["device"] == left
+        assert heard.tiers["storage"] == (set() if dialect == "sglang" else set(chain([1, 2], "sql@1")))
+        apply(book, stored([7], [1, 2], block_size=2, lora_name="sql@1"))
+        assert heard.tiers["device"] == left | set(chain([1, 2], "sql@1"))
+
+
+def test_a_block_costs_about_150_bytes_and_nothing_is_left_of_those_that_go():
+    book, heard = ledger()
+    names = [hash(("n", i)) & (1 << 64) - 1 for i in range(20_000)]
+    events = [stored([each], [i, i], block_size=2) for i, each in enumerate(names)]
+    apply(book, *events)
+    per_block = book.size_bytes() / len(book)
+    assert 100 < per_block < 160  # 140 here; 200 just after the tables have grown, which they do by doubling
+    assert book.size_bytes() > sum(map(sys.getsizeof, names)) / 2
+    empty = ledger()[0].size_bytes()
+    apply(book, Cleared())
+    assert book.size_bytes() == empty
+    apply(book, *events, *(Removed([each], "GPU") for each in names))
+    assert len(book) == 0
+    assert not heard.tiers["device"]
