@@ -173,19 +173,21 @@ def test_a_newcomer_does_not_overtake_those_who_wait_for_the_same_replica():
     assert fleet.ask("a", seconds=0.1).is_waiting
 
 
-def test_a_request_that_waited_for_its_warm_replica_goes_elsewhere_once_that_is_cheaper():
+def test_those_far_back_in_the_line_for_a_warm_replica_go_to_another_that_comes_free():
     fleet = Fleet(replicas=2)
-    fleet.depths = {"w0": 10_000}
-    for _ in range(3):
-        fleet.ask(seconds=0.5)
-    # Nobody else is warm for these: w0 is.
-    decision_at_first = fleet.mind.decide(Prompt(Ask("m", "", 8000)), fleet.now)
-    assert decision_at_first.replica.id == "w0"
-    fleet.depths = {}
-    for _ in range(6):
-        fleet.ask(seconds=0.9)
+    fleet.depths = {"w1": 10_000}
+    fleet.ask(seconds=30.0, adapter="")
+    fleet.depths = {"w0": 100}
+    for _ in range(20):
+        fleet.ask(seconds=0.3)
+    waiting = len(fleet.mind.waiting)
+    assert {flight.worker for _, flight in fleet.running[1:]} == {"w0"}
+    (_, long), *fleet.running = fleet.running
+    fleet.mind.load.first_token(long, fleet.now)
+    fleet.mind.load.end(long, fleet.now)
     fleet.look()
-    assert {flight.worker for _, flight in fleet.running} == {"w0", "w1"}
+    assert "w1" in {flight.worker for _, flight in fleet.running}
+    assert len(fleet.mind.waiting) < waiting
 
 
 def test_no_replica_idles_while_somebody_waits_who_could_run_there():
