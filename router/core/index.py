@@ -2,7 +2,8 @@
 
 A chained block hash names its whole prefix, so the tree's edges need not be stored: one dict from block
 hash to a bit mask of holders is the tree, and walking a prompt's hashes while and-ing the masks gives
-every worker's contiguous prefix depth in one pass. `benchmarks/contenders.py` keeps the designs that lost.
+every worker's contiguous prefix depth in one pass. `holders.py` has how the masks are kept, and
+`benchmarks/contenders.py` the designs that lost.
 
 Each worker has a slot of two bits: one says that its engine stored the block, the other that a prompt just
 sent will store it. A worker that goes only has its slot retired: no match sees it from then on, and `sweep`
@@ -13,18 +14,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Literal, NewType, TypeVar
+from typing import Literal, NewType
 
-from lorafleet.kv.blocks import BlockHash, block_hashes
+from lorafleet.kv.blocks import BlockHash
 from router.core.holders import Holders
 
 WorkerId = NewType("WorkerId", str)
 Tier = Literal["device", "host", "storage"]
 TIERS: tuple[Tier, ...] = ("device", "host", "storage")
-EngineHash = int | bytes
-K = TypeVar("K")
-
-Rejection = Literal["shape", "unknown_parent", "unknown_block"]
 
 # What CPython 3.11 allocates for a mask of up to 64 workers.
 _MASK_BYTES = 48
@@ -47,8 +44,6 @@ class _Worker:
     holds: set[Hold] = field(default_factory=set)
     # Holds of a block beyond its first.
     more_holds: dict[BlockHash, int] = field(default_factory=dict)
-    engine: dict[EngineHash, BlockHash] = field(default_factory=dict)
-    more_copies: dict[EngineHash, int] = field(default_factory=dict)
 
     @property
     def held(self) -> int:
@@ -254,54 +249,8 @@ class KvIndex:
             yield self._by_bit[bit]
             mask ^= bit
 
-    def store(
-        self,
-        worker: WorkerId,
-        engine_hashes: Sequence[EngineHash],
-        tokens: Sequence[int],
-        *,
-        parent: EngineHash | None,
-        root: BlockHash,
-    ) -> Rejection | None:
-        """Note that a worker cached these consecutive blocks, one more copy of each.
 
-        engine_hashes  [n] the engine's own names for the blocks
-        tokens         [n * block_size] their token ids
-        parent         engine hash of the block before, or None: then the chain starts at `root`
-        returns        None, or why nothing was stored: a guess here would be a wrong hit later
-        """
-        if not engine_hashes or len(tokens) != len(engine_hashes) * self.block_size:
-            return "shape"
-        entry = self._entry(worker)
-        before = root if parent is None else entry.engine.get(parent)
-        if before is None:
-            return "unknown_parent"
-        blocks = block_hashes(tokens, block_size=self.block_size, root=before)
-        for engine_hash, block in zip(engine_hashes, blocks, strict=True):
-            if engine_hash in entry.engine:
-                entry.more_copies[engine_hash] = entry.more_copies.get(engine_hash, 0) + 1
-            else:
-                entry.engine[engine_hash] = block
-                self.add(worker, [block])
-        return None
-
-    def remove(self, worker: WorkerId, engine_hashes: Sequence[EngineHash]) -> int:
-        """Note that a worker dropped one copy of each block; returns how many it was not known to hold."""
-        entry = self._workers.get(worker)
-        if entry is None:
-            return len(engine_hashes)
-        unknown = 0
-        for engine_hash in engine_hashes:
-            if not _count_down(entry.more_copies, engine_hash):
-                block = entry.engine.pop(engine_hash, None)
-                if block is None:
-                    unknown += 1
-                else:
-                    self.drop(worker, [block])
-        return unknown
-
-
-def _count_down(counts: dict[K, int], key: K) -> bool:
+def _count_down(counts: dict[BlockHash, int], key: BlockHash) -> bool:
     """Take one from a count that is only kept while above zero; returns whether there was one to take."""
     count = counts.get(key)
     if count is None:
