@@ -34,7 +34,7 @@ def build_router(agent: Agent, keys: Keys) -> APIRouter:
     """Every route. Reading and loading need `load`, taking away needs `admin`; health and metrics are open."""
     api = APIRouter()
     api.include_router(_told(agent, keys))
-    api.include_router(_cached(agent, keys))
+    api.include_router(kv_routes(agent, keys))
     api.include_router(_done(agent, keys))
     api.include_router(_probed(agent))
     return api
@@ -87,7 +87,8 @@ def _told(agent: Agent, keys: Keys) -> APIRouter:
     return api
 
 
-def _cached(agent: Agent, keys: Keys) -> APIRouter:
+def kv_routes(agent: Agent, keys: Keys) -> APIRouter:
+    """What routers follow: which blocks this engine has cached."""
     api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
 
     @api.get("/v1/kv/snapshot")

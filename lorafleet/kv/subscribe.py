@@ -75,9 +75,12 @@ class Follower:
         self._hub = hub
         self._topic = endpoint.topic.encode()
         self._live = hub.socket(zmq.SUB)
-        # Unbounded: a dropped message would be a hole; the engine's own queue bounds what can pile up.
         self._live.subscribe(self._topic)
-        self._live.connect(endpoint.events)
+        try:
+            self._live.connect(endpoint.events)
+        except zmq.ZMQError:
+            self._live.close()
+            raise
         self._is_open = False
         # The batch after a hole, until the hole is dealt with.
         self._held: tuple[int, bytes] | None = None
@@ -245,6 +248,7 @@ class Hub:
     def socket(self, kind: int) -> "zmq.Socket[bytes]":
         """A socket that is never full on our side, and that comes back by itself, with backoff."""
         made = self._context.socket(kind)
+        # Unbounded: a dropped message would be a hole; the engine's own queue bounds what can pile up.
         made.setsockopt(zmq.RCVHWM, 0)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.RECONNECT_IVL, 100)

@@ -1,0 +1,206 @@
+"""Batches once and in order, whatever the sockets lose."""
+
+import contextlib
+import uuid
+
+import msgspec
+import pytest
+import zmq
+
+from lorafleet.kv.subscribe import Endpoint, Hub
+from tests.kv import KvEngine
+from tests.workers.running import until
+
+
+class Told:
+    """What one follower told."""
+
+    def __init__(self):
+        self.numbers: list[int] = []
+        self.losses: list[tuple[int, int]] = []
+        self.holes_filled = self.bad = self.openings = 0
+
+    def batch(self, payload):
+        if payload == b"fault":
+            raise RuntimeError("a listener's own fault")
+        self.numbers.append(msgspec.msgpack.decode(payload)[1][0])
+
+    def drained(self):
+        pass
+
+    def opened(self):
+        self.openings += 1
+
+    def bridged(self):
+        self.holes_filled += 1
+
+    def lost(self, first, last):
+        self.losses.append((first, last))
+
+    def malformed(self):
+        self.bad += 1
+
+
+@contextlib.asynccontextmanager
+async def following(engine, *, tail_poll_s=60.0, replay=True):
+    async with engine.running():
+        hub = Hub(tail_poll_s=tail_poll_s)
+        told = Told()
+        try:
+            hub.follow(Endpoint(engine.events, engine.replay if replay else "", engine.topic.decode()), told)
+            await until(lambda: told.openings)
+            yield told, hub
+        finally:
+            await hub.close()
+
+
+async def connected(engine, told):
+    """A subscription takes a moment, and what is published before is lost: publish until something arrives."""
+    before = len(told.numbers)
+    while len(told.numbers) == before:
+        await engine.publish(len(engine.batches))
+        with contextlib.suppress(TimeoutError):
+            await until(lambda: len(told.numbers) > before, within_s=0.2)
+    return len(engine.batches)
+
+
+async def test_the_engines_past_is_told_first_then_what_comes_all_in_order():
+    engine = KvEngine()
+    for number in range(5):
+        engine.batches.append(msgspec.msgpack.encode([0.0, [number], None]))
+    async with following(engine) as (told, _hub):
+        assert told.numbers == [0, 1, 2, 3, 4]
+        count = await connected(engine, told)
+        for number in range(count, count + 500):
+            await engine.publish(number)
+        await until(lambda: len(told.numbers) == count + 500)
+        assert told.numbers == list(range(count + 500))
+        assert not told.losses
+
+
+async def test_a_hole_is_filled_from_the_replay_socket():
+    engine = KvEngine()
+    async with following(engine) as (told, _hub):
+        count = await connected(engine, told)
+        for number in range(count, count + 3):
+            await engine.publish(number, lost=True)
+        await engine.publish(count + 3)
+        await until(lambda: len(told.numbers) == count + 4)
+        assert told.numbers == list(range(count + 4))
+        assert not told.losses
+        assert told.holes_filled >= 1
+
+
+async def test_a_replay_with_a_hole_in_it_is_asked_for_again():
+    engine = KvEngine()
+    for number in range(6):
+        engine.batches.append(msgspec.msgpack.encode([0.0, [number], None]))
+    engine.skip = {3}
+    async with following(engine) as (told, _hub):
+        assert told.numbers == list(range(6))
+        assert not told.losses
+        assert engine.replays == 2
+
+
+async def test_a_hole_that_nothing_can_fill_is_told_and_passed():
+    engine = KvEngine()
+    async with following(engine) as (told, _hub):
+        count = await connected(engine, told)
+        for number in range(count, count + 4):
+            await engine.publish(number, lost=True)
+        engine.kept_from = count + 3
+        await engine.publish(count + 4)
+        await until(lambda: told.numbers[-1] == count + 4)
+        assert told.losses == [(count, count + 2)]
+        assert told.numbers == [*range(count), count + 3, count + 4]
+
+
+async def test_without_a_replay_socket_a_hole_is_a_loss_and_the_next_batch_is_told():
+    engine = KvEngine()
+    async with following(engine, replay=False) as (told, _hub):
+        count = await connected(engine, told)
+        earlier = len(told.losses)
+        await engine.publish(count, lost=True)
+        await engine.publish(count + 1)
+        await until(lambda: told.numbers[-1] == count + 1)
+        assert told.losses[earlier:] == [(count, count)]
+
+
+async def test_a_loss_at_the_tail_is_found_by_asking():
+    engine = KvEngine()
+    async with following(engine, tail_poll_s=0.05) as (told, _hub):
+        await engine.publish(0, lost=True)
+        await until(lambda: told.numbers == [0])
+        assert not told.losses
+
+
+async def test_a_late_subscriber_is_told_what_it_missed():
+    engine = KvEngine()
+    for number in range(9):
+        engine.batches.append(msgspec.msgpack.encode([0.0, [number], None]))
+    engine.kept_from = 4
+    async with following(engine) as (told, _hub):
+        assert told.numbers == [4, 5, 6, 7, 8]
+        assert told.losses == [(0, 3)]
+
+
+async def test_odd_messages_and_a_listeners_fault_do_not_stop_the_rest():
+    engine = KvEngine()
+    async with following(engine) as (told, hub):
+        count = await connected(engine, told)
+        await engine.pub.send_multipart([engine.topic, b"short"])
+        await engine.pub.send_multipart([engine.topic, b"short", b""])
+        await engine.pub.send_multipart([engine.topic + b"-longer", (count).to_bytes(8, "big"), b"another topic"])
+        await engine.send(b"fault")
+        await engine.publish(count + 1)
+        await until(lambda: told.numbers[-1] == count + 1)
+        assert told.bad == 2
+        assert hub.waiting == 0
+
+
+async def test_many_engines_share_one_hub_and_a_forgotten_one_is_silent():
+    engines = [KvEngine(f"kv@{number}") for number in range(8)]
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine.running())
+        hub = Hub(tail_poll_s=60)
+        stack.push_async_callback(hub.close)
+        told = [Told() for _ in engines]
+        followers = [
+            hub.follow(Endpoint(e.events, e.replay, e.topic.decode()), t) for e, t in zip(engines, told, strict=True)
+        ]
+        await until(lambda: all(each.openings for each in told))
+        counts = [await connected(engine, each) for engine, each in zip(engines, told, strict=True)]
+        hub.forget(followers[0])
+        for engine, count in zip(engines, counts, strict=True):
+            for number in range(count, count + 100):
+                await engine.publish(number)
+        await until(lambda: all(len(t.numbers) == c + 100 for t, c in zip(told[1:], counts[1:], strict=True)))
+        assert all(each.numbers == list(range(len(each.numbers))) for each in told)
+        assert len(told[0].numbers) == counts[0]
+
+
+async def test_an_endpoint_that_cannot_be_connected_to_is_refused():
+    hub = Hub(tail_poll_s=60)
+    try:
+        with pytest.raises(zmq.ZMQError):
+            hub.follow(Endpoint("tcp://*:5557", "", "kv"), Told())
+    finally:
+        await hub.close()
+
+
+async def test_an_engine_that_goes_and_comes_back_is_heard_again():
+    engine = KvEngine(f"kv@{uuid.uuid4().hex}")
+    hub = Hub(tail_poll_s=0.1)
+    told = Told()
+    try:
+        async with engine.running():
+            hub.follow(Endpoint(engine.events, engine.replay, engine.topic.decode()), told)
+            await until(lambda: told.openings)
+            count = await connected(engine, told)
+        async with engine.running():
+            await engine.publish(count, lost=True)
+            await until(lambda: len(told.numbers) == count + 1)
+            assert not told.losses
+    finally:
+        await hub.close()
