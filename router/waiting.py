@@ -68,7 +68,9 @@ class WaitingRoom:
         raises  NoReplica; Saturated when too many wait already, or it has waited for too long
         """
         waiting = self._mind.waiting
-        decision = waiting.offer(ticket, self._clock())
+        began_at = self._clock()
+        decision = waiting.offer(ticket, began_at)
+        self._metrics.decide.observe(self._clock() - began_at)
         if decision is not None:
             return begin(decision)
         wait = _Wait(begin)

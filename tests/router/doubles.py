@@ -141,7 +141,7 @@ class Control:
         is_up = worker not in self.starting
         shape = RuntimeConfig(
             block_size=16 if is_up else 0,
-            total_kv_blocks=100,
+            total_kv_blocks=10_000,
             max_num_seqs=8,
             max_num_batched_tokens=2048,
             max_model_len=2048,

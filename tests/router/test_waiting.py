@@ -1,0 +1,112 @@
+"""Late binding in a real router: what waits for room, who goes, and who is sent away."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from tests.router.doubles import BASE, Engine, error_of, fleet, until
+
+NUMBERS = itertools.count()
+
+
+def a_prompt():
+    """0.2 s, at the rate that counts before anything has been measured, and like no prompt before it."""
+    number = next(NUMBERS)
+    return {"model": BASE, "prompt": list(range(number, number + 2000)), "stream": True}
+
+
+class Slow(Engine):
+    """Sends nothing before it is told to."""
+
+    def __init__(self, name):
+        super().__init__(name, self.hold)
+        self.first = asyncio.Event()
+
+    async def hold(self, engine, body):
+        await self.first.wait()
+        return await Engine(self.name).answer(engine, body)
+
+
+def ask(client, **more):
+    return asyncio.create_task(client.post("/v1/completions", json={**a_prompt(), **more}))
+
+
+async def value(client, name):
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+async def test_what_an_engine_need_not_have_yet_waits_in_the_router_and_goes_when_there_is_room():
+    engine = Slow("w0")
+    async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
+        asking = [ask(client) for _ in range(6)]
+        await until(lambda: len(parts.mind.waiting) == 4)
+        assert len(engine.bodies) == 2  # one runs, one is there for when it ends
+        assert await value(client, "lorafleet_router_waiting_requests") == 4
+        engine.first.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 6
+        assert len(engine.bodies) == 6
+        assert await value(client, "lorafleet_router_waited_seconds_count") == 6
+        assert not len(parts.mind.waiting)
+
+
+async def test_a_client_that_leaves_while_waiting_is_never_sent_and_leaves_nothing_behind():
+    engine = Slow("w0")
+    async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
+        asking = [ask(client) for _ in range(5)]
+        await until(lambda: len(parts.mind.waiting) == 3)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await until(lambda: not len(parts.mind.waiting) and not list(parts.mind.load.in_flight()))
+        engine.first.set()
+        assert (await ask(client)).status_code == 200
+    assert len(engine.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"), [({"max_waiting_requests": 1}, "1 requests"), ({"max_wait_s": 0.3}, "0.3 s")]
+)
+async def test_who_cannot_wait_gets_429_with_a_time_to_come_back(limit, says):
+    engine = Slow("w0")
+    async with fleet(engine, late_binding_s=0.05, **limit) as (client, _, parts):
+        asking = [ask(client) for _ in range(4)]
+        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+        for refused in done:
+            answer = await refused
+            assert error_of(answer) == (429, "saturated")
+            assert int(answer.headers["retry-after"]) >= 1
+            assert says in answer.json()["error"]["message"]
+        engine.first.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} <= {200, 429}
+        assert not len(parts.mind.waiting)
+    assert done
+
+
+async def test_a_request_tells_how_long_it_waited_and_what_became_of_it():
+    engine = Slow("w0")
+    async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
+        asking = [ask(client) for _ in range(3)]
+        await until(lambda: len(parts.mind.waiting) == 1)
+        told = (await client.post("/v1/route", json=a_prompt())).json()
+        assert "wait in the router" in told["note"]
+        engine.first.set()
+        await asyncio.gather(*asking)
+        last, *_ = (await client.get("/v1/decisions")).json()["data"]
+        assert last["waited_s"] > 0
+        assert last["first_data_s"] > 0
+        assert last["policy"] == "kv_lora"
+
+
+async def test_a_shadow_policy_is_counted_and_decides_nothing():
+    engines = Engine("w0"), Engine("w1")
+    async with fleet(*engines, policy="session", shadow_policies=("round_robin", "session")) as (client, _, _):
+        for _ in range(4):
+            headers = {"x-session-id": "mine"}
+            assert (await client.post("/v1/completions", json=a_prompt(), headers=headers)).status_code == 200
+        counted = 'lorafleet_router_shadow_decisions_total{agrees="%s",policy="%s"}'
+        assert await value(client, counted % ("yes", "session")) == 4
+        assert await value(client, counted % ("no", "round_robin")) == 2
+        assert await value(client, "lorafleet_router_shadow_cost_seconds_total") > 0
+    assert sorted(len(engine.bodies) for engine in engines) == [0, 4]
