@@ -4,14 +4,18 @@ The engine is the sim's batch on a simulated clock; its counters are kept here a
 (v1/metrics/stats.py): computed tokens at a prompt's first token, gaps at each token, the rest when a request ends.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from random import Random
 
+import httpx
 import pytest
 
+from tests.workers.running import post
+from workers import wire
 from workers.core.rates import Rates, Reading
 from workers.engines.sim.blocks import BlockPool, Chain, Root
 from workers.engines.sim.timing import Batch, Ended, Job, Pace
@@ -117,7 +121,7 @@ LEVELS = {
     "long, medium": (long, 1.0),
     "mixed, light": (mixed, 0.3),
     "mixed, medium": (mixed, 3.0),
-    "mixed, saturated": (mixed, 7.0),
+    "mixed, saturated": (mixed, 5.0),
 }
 
 
@@ -202,3 +206,40 @@ def test_any_counters_at_all_give_finite_figures():
         for figure in (rates.prefill_tokens_per_s, rates.decode_tokens_per_s, rates.inter_token_s):
             assert math.isfinite(figure)
             assert figure >= 0.0
+
+
+# --- a real agent around the sim engine ----------------------------------------------------------------------------
+
+
+async def told(client) -> wire.Load:
+    return wire.Metadata.model_validate((await client.get("/metadata")).json()).load
+
+
+async def test_a_worker_says_how_long_its_loads_take_also_after_a_restart_of_its_agent(worker):
+    slow = "--engine-args=--sim-load-s=0.3"
+    async with worker.running(slow) as client:
+        assert (await told(client)).load_seconds == 0.0
+        for lora_id in ("sql-expert/v1", "python-expert/v1"):
+            assert (await post(client, "load_lora", lora_id=lora_id)).status_code == 200
+        assert 0.3 <= (await told(client)).load_seconds < 2.0
+    async with worker.running(slow) as client:
+        assert 0.3 <= (await told(client)).load_seconds < 2.0
+
+
+async def test_what_an_engines_counters_taught_is_in_metadata_and_metrics(worker):
+    speed = ("--engine-args=--sim-prefill-tokens-per-s=5000", "--engine-args=--sim-decode-tokens-per-s=100")
+    async with worker.running(*speed) as client, httpx.AsyncClient(timeout=30) as direct:
+        url = wire.Metadata.model_validate((await client.get("/metadata")).json()).transport.engine_url
+        body = {"model": "tiny-qwen", "prompt": "word " * 400, "max_tokens": 30, "ignore_eos": True}
+        assert (await direct.post(f"{url}/v1/completions", json=body)).status_code == 200
+        async with asyncio.timeout(10):
+            while (load := await told(client)).mean_output_tokens == 0.0:
+                await asyncio.sleep(0.05)
+        assert load.mean_output_tokens == 30
+        assert 0.3 < load.mean_request_s < 2.0
+        assert 2_500 < load.prefill_tokens_per_s < 6_000
+        assert 50 < load.decode_tokens_per_s < 120
+        assert 0.008 < load.inter_token_s < 0.02
+        page = (await client.get("/metrics")).text
+        assert f"lorafleet_workers_mean_output_tokens {load.mean_output_tokens}" in page
+        assert f"lorafleet_workers_prefill_tokens_per_s {load.prefill_tokens_per_s}" in page

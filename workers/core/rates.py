@@ -19,14 +19,23 @@ from math import sqrt
 
 # Ends of a window cut steps and prefills in two; at 4 s that is a few percent of it. Tried 1, 3 and 5 s on the sim.
 _BUSY_WINDOW_S = 4.0
+# An engine that has just begun is in its first prefill more often than not, and a window that opens there would count
+# all of its tokens and half of its time.
+_BUSY_AFTER = 2
 _KEPT = 75  # busy windows: five minutes
 _KEPT_ALONE = 60
 _KEPT_CALM = 40
 _KEPT_ENDED = 60
+_KEPT_GAPS = 60
 _MIN_WINDOWS = 8
 _MIN_CALM = 3
+# Readings after a calm second that must show no prefill either; a prompt that takes longer makes it look calm, and
+# slow. So calm seconds that are slower than a fit by this much are not believed.
+_CALM_AFTER = 2
+_MAX_CALM_RATIO = 1.25
 # A fit whose own standard error is larger says nothing.
 _MAX_ERROR = 0.12
+_MAX_SCATTER = 0.05
 # Less of the busy time than this spent on prefill, and the rest of a subtraction would be noise.
 _MIN_PREFILL_SHARE = 0.05
 # A window with less work than this share of its seconds, by the fit, had rested.
@@ -77,10 +86,12 @@ class Rates:
         """Between two tokens of a request, as the batch of the last seconds made it."""
         self._last: Reading | None = None
         self._opened: Reading | None = None
+        self._busy_readings = 0
         self._alone: deque[float] = deque(maxlen=_KEPT_ALONE)
         self._calm: deque[float] = deque(maxlen=_KEPT_CALM)
-        self._pending_calm: float | None = None
+        self._pending_calm: deque[float | None] = deque()
         self._fitted_token_s = 0.0
+        self._gaps: deque[float] = deque(maxlen=_KEPT_GAPS)
         self._busy: deque[_Window] = deque(maxlen=_KEPT)
         self._ended: deque[tuple[float, float, float]] = deque(maxlen=_KEPT_ENDED)
 
@@ -98,13 +109,15 @@ class Rates:
         """Learn from the next reading. Totals that fell belong to a restarted engine: what was learned stays."""
         last, self._last = self._last, now
         if last is None or now.at_s <= last.at_s or _fell(last, now):
-            self._opened, self._pending_calm = None, None
+            self._opened, self._busy_readings = None, 0
+            self._pending_calm.clear()
             return
         self._add_ended(last, now)
         self._add_calm(last, now)
         self._add_busy(last, now)
         if now.token_gaps > last.token_gaps:
             self.inter_token_s = (now.gap_seconds - last.gap_seconds) / (now.token_gaps - last.token_gaps)
+            self._gaps.append(self.inter_token_s)
         self._estimate()
 
     def _add_ended(self, last: Reading, now: Reading) -> None:
@@ -117,20 +130,27 @@ class Rates:
             self._ended.append((now.ended - last.ended, output, now.ended_seconds - last.ended_seconds))
 
     def _add_calm(self, last: Reading, now: Reading) -> None:
-        """Seconds without any prefill: no prompt was counted in them, nor in the reading after, which shows a prefill
-        that had begun in them."""
-        has_computed = now.computed_tokens > last.computed_tokens
-        if self._pending_calm is not None and not has_computed:
-            self._calm.append(self._pending_calm)
+        """Seconds without any prefill: no prompt was counted in them, nor in the readings after, which would show a
+        prefill that had begun in them."""
+        if now.computed_tokens > last.computed_tokens:
+            self._pending_calm.clear()
+            return
         steps = now.steps - last.steps
-        is_candidate = not has_computed and steps >= 1 and last.running > 0 and now.running > 0
-        self._pending_calm = (now.at_s - last.at_s) / steps if is_candidate else None
+        is_busy = steps >= 1 and last.running > 0 and now.running > 0
+        self._pending_calm.append((now.at_s - last.at_s) / steps if is_busy else None)
+        if len(self._pending_calm) > _CALM_AFTER:
+            step_s = self._pending_calm.popleft()
+            if step_s is not None:
+                self._calm.append(step_s)
 
     def _add_busy(self, last: Reading, now: Reading) -> None:
         if last.running == 0 or now.running == 0:
-            self._opened = None
+            self._opened, self._busy_readings = None, 0
             return
-        opened = self._opened = self._opened or last
+        self._busy_readings += 1
+        if self._busy_readings < _BUSY_AFTER:
+            return
+        opened = self._opened = self._opened or now
         if now.at_s - opened.at_s >= _BUSY_WINDOW_S:
             window = _Window(
                 now.at_s - opened.at_s, now.steps - opened.steps, now.computed_tokens - opened.computed_tokens
@@ -144,15 +164,17 @@ class Rates:
         if fit is not None:
             self._fitted_token_s = fit.token_s
         # A window may have rested between its readings, which only adds to its time: the lower end is the truth.
-        is_calm = len(self._calm) >= _MIN_CALM
-        token_s = _quantile(self._calm, 0.25) if is_calm else self._fitted_token_s
-        busy = _rate(self._busy, token_s if len(self._busy) >= _MIN_WINDOWS else 0.0)
-        if fit is not None and not is_calm:
-            busy = max(busy, fit.prefill_tokens_per_s)
-        # Each of them can only read low, but for its noise.
-        self.prefill_tokens_per_s = max(busy, _quantile(self._alone, 0.9))
-        # Never calm and too even for a fit: the fastest steps seen, whatever ran in them.
-        token_s = token_s or _quantile([window.seconds / window.steps for window in self._busy], 0.1)
+        token_s = _quantile(self._calm, 0.25) if len(self._calm) >= _MIN_CALM else 0.0
+        is_calm = token_s > 0 and (self._fitted_token_s == 0 or token_s < _MAX_CALM_RATIO * self._fitted_token_s)
+        if not is_calm:
+            token_s = self._fitted_token_s
+        # Each of these can only read low, but for its noise.
+        busy = _rate(self._busy, token_s) if is_calm and len(self._busy) >= _MIN_WINDOWS else 0.0
+        if fit is not None and busy == 0.0:
+            busy = fit.prefill_tokens_per_s
+        self.prefill_tokens_per_s = max(_quantile(self._alone, 0.9), _rate(self._busy, 0.0), busy)
+        # Never calm, and too little or too even for a fit: the fastest tokens seen, whatever ran beside them.
+        token_s = token_s or _quantile(self._gaps, 0.1)
         self.decode_tokens_per_s = _ratio(1.0, token_s)
 
 
@@ -199,12 +221,18 @@ def _least_squares(windows: Sequence[_Window]) -> _Fit | None:
     return _Fit(rate, lost / rate, sqrt(residual * steps_2 / determinant) / rate)
 
 
-def _rate(windows: Iterable[_Window], token_s: float) -> float:
-    """Tokens by the seconds that their steps leave for prefill; 0.0 where that is too little to divide by."""
-    kept = list(windows)
-    seconds = sum(w.seconds for w in kept)
-    left = seconds - token_s * sum(w.steps for w in kept)
-    return sum(w.tokens for w in kept) / left if seconds > 0 and left >= _MIN_PREFILL_SHARE * seconds else 0.0
+def _rate(windows: Sequence[_Window], token_s: float) -> float:
+    """Tokens by the seconds that their steps leave for prefill; 0.0 where that is too little to divide by.
+
+    A few long prompts, counted in the window in which they end, scatter too much: then 0.0 as well.
+    """
+    kept = [(w.tokens, w.seconds - token_s * w.steps) for w in windows]
+    tokens, left = sum(part for part, _ in kept), sum(part for _, part in kept)
+    if tokens == 0 or left < _MIN_PREFILL_SHARE * sum(w.seconds for w in windows):
+        return 0.0
+    rate = tokens / left
+    scatter = sqrt(sum((part - rate * part_s) ** 2 for part, part_s in kept)) / tokens
+    return rate if token_s == 0.0 or scatter <= _MAX_SCATTER else 0.0
 
 
 def _quantile(values: Iterable[float], share: float) -> float:
