@@ -100,7 +100,13 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
         trust_env=False,
     )
-    tokenizers = Tokenizers(control, mode=config.tokenizer)
+    tokenizers = Tokenizers(
+        control,
+        mode=config.tokenizer,
+        paths=config.tokenizer_paths,
+        remote_timeout_s=config.tokenize_timeout_s,
+        metrics=metrics,
+    )
     feeds = Feeds(metrics, config.kv_tail_poll_s, trust, config.token)
     usage = Usage(config.router_id or f"{socket.gethostname()}-{os.getpid()}", load)
     if config.state_dir is not None:
@@ -160,6 +166,7 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
                 await feeds.close()
+                tokenizers.close()
 
     app = FastAPI(title="lorafleet router", lifespan=lifespan)
     parts = Parts(

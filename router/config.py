@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import DirectoryPath, Field
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.settings import HouseSettings
@@ -50,6 +50,12 @@ class RouterSettings(HouseSettings):
         default="auto",
         pattern="^(auto|remote|off)$",
         description="auto: here when equal to the engine's, else there; remote: always there; off: no KV matching",
+    )
+    tokenizer_paths: dict[str, DirectoryPath] = Field(
+        default={}, description="base model -> folder with its tokenizer's files; without one an agent's are fetched"
+    )
+    tokenize_timeout_s: float = Field(
+        default=0.5, gt=0, description="how long an engine's /tokenize may hold up a request that is not tokenized here"
     )
     kv_tail_poll_s: float = Field(
         default=5.0, gt=0, description="how often a silent engine is asked for KV events that got lost"
