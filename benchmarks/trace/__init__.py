@@ -1,0 +1,7 @@
+"""Every policy on a recorded conversation trace: hit ratio, time to first token, goodput, in one table.
+
+engine.py    one vLLM engine as a discrete-event model     blocks.py    its KV blocks
+workload.py  the trace: arrivals, sessions, adapters       ideals.py    what any cache could reach
+fleet.py     engines, reports and routers on one clock     rules.py     what a policy may see
+peers.py     the peers' rules                              measure.py   one run's figures
+"""

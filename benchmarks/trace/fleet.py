@@ -1,0 +1,233 @@
+"""Engines, their agents' reports and KV events, and the routers, on one clock. Routers share nothing."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from statistics import median
+from typing import Protocol
+
+from benchmarks.trace.engine import NEVER, Engine, Hardware, Job
+from benchmarks.trace.workload import ADAPTERS, Request
+from workers.core.rates import Rates
+from workers.core.rates import Reading as RateReading
+from workers.core.slots import Location, Slots
+
+Changes = list[tuple[int, bool]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One fleet. `report_s`: how often each agent's report is read, so that it is up to that old.
+
+    speeds     of the replicas, around 1
+    events_s   from the end of an engine's step until the routers know what it cached
+    timeout_s  after which a client without a first token leaves
+    """
+
+    hardware: Hardware = field(default_factory=Hardware)
+    speeds: tuple[float, ...] = (0.8, 0.87, 0.93, 0.98, 1.02, 1.07, 1.13, 1.2)
+    routers: int = 1
+    report_s: float = 1.0
+    events_s: float = 0.03
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What an agent tells of its engine: read at `at`, rates and loads learned, adapters placed by the LRU's rule."""
+
+    worker: int
+    at: float
+    running: int
+    waiting: int
+    kv_usage: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    load_s: float
+    locations: tuple[Location, ...]
+    running_adapters: frozenset[int]
+    waiting_adapters: frozenset[int]
+
+
+class Router(Protocol):
+    """One router. What it is told is all that it may know."""
+
+    def offer(self, request: Request, now: float) -> None:
+        """A request has come: `send` it now or later, or shed it."""
+
+    def first_token(self, request: Request, now: float) -> None:
+        """A request of its own has its first token."""
+
+    def ended(self, request: Request, now: float) -> None:
+        """A request of its own has ended, or its client has left."""
+
+    def read(self, reading: Reading, now: float) -> None:
+        """A report has come."""
+
+    def cached(self, worker: int, changes: Changes) -> None:
+        """KV events have come; told before anything else that happens later."""
+
+
+class Agent:
+    """What stands beside an engine: learned rates, and where it believes its adapters to be."""
+
+    def __init__(self, hardware: Hardware, rng: Random) -> None:
+        self._rates = Rates()
+        names = [str(adapter) for adapter in range(ADAPTERS)]
+        self._slots = Slots(hardware.max_loras, hardware.max_cpu_loras, frozenset(names))
+        self._names = names
+        # Its own loads by name, done when the adapters were placed: the median of five.
+        draws = [rng.lognormvariate(0, hardware.load_sigma) * hardware.load_s for _ in range(5)]
+        self._load_s = median(draws)
+
+    def used(self, adapter: int) -> None:
+        """A router has sent a request for it."""
+        self._slots = self._slots.used(self._names[adapter])
+
+    def reading(self, worker: int, engine: Engine, now: float) -> Reading:
+        """The report at `now`."""
+        counters = engine.read(now)
+        self._rates.add(
+            RateReading(
+                at_s=now,
+                running=len(engine.running),
+                computed_tokens=counters.computed_tokens,
+                steps=counters.steps,
+                ended=counters.ended,
+                ended_prefill_tokens=counters.ended_prefill_tokens,
+                ended_prefill_seconds=counters.ended_prefill_seconds,
+                ended_output_tokens=counters.ended_output_tokens,
+                ended_seconds=counters.ended_seconds,
+                token_gaps=counters.token_gaps,
+                gap_seconds=counters.gap_seconds,
+            )
+        )
+        held = [entry.name for entry in self._slots.held]
+        where: dict[str, Location] = dict.fromkeys(held, "host")
+        where |= dict.fromkeys(held[-self._slots.max_loras :], "device")
+        return Reading(
+            worker=worker,
+            at=now,
+            running=len(engine.running),
+            waiting=len(engine.waiting),
+            kv_usage=engine.kv_usage,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_tokens_per_s=self._rates.decode_tokens_per_s,
+            load_s=self._load_s,
+            locations=tuple([where.get(name, "disk") for name in self._names]),
+            running_adapters=frozenset(job.adapter for job in engine.running if job.adapter is not None),
+            waiting_adapters=frozenset(adapter for adapter in engine.waiting.lines if adapter is not None),
+        )
+
+
+class Fleet:
+    """The clock. `routers` are made with `send`, `shed` and `at` of this."""
+
+    def __init__(self, setting: Setting, seed: int) -> None:
+        self.setting = setting
+        self.now = 0.0
+        rng = Random(seed)
+        self.engines = [Engine(setting.hardware.at_speed(speed), Random(rng.random())) for speed in setting.speeds]
+        self.agents = [Agent(setting.hardware, rng) for _ in setting.speeds]
+        self.routers: list[Router] = []
+        self._due = [NEVER] * len(self.engines)
+        self._timers: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = count()
+        self._feed: deque[tuple[float, int, Changes]] = deque()
+        self._jobs: dict[int, Request] = {}
+        self._flying: dict[Request, Job] = {}
+        self._unanswered: deque[Request] = deque()
+        self._phases = [rng.random() for _ in self.engines]
+
+    # --- what routers may do -----------------------------------------------------------------------------------------
+
+    def send(self, request: Request, worker: int) -> None:
+        """Give a request to an engine, now."""
+        request.sent, request.worker = self.now, worker
+        job = Job(request.number, list(request.keys), request.prompt_tokens, request.output_tokens, request.adapter)
+        self._jobs[request.number] = request
+        self._flying[request] = job
+        self.agents[worker].used(request.adapter)
+        engine = self.engines[worker]
+        engine.add(job, self.now)
+        self._due[worker] = engine.due
+
+    def shed(self, request: Request) -> None:
+        """Refuse a request: it counts as failed."""
+        request.is_shed = True
+
+    def at(self, when: float, call: Callable[[float], None]) -> None:
+        """Have `call` called with the time then."""
+        heapq.heappush(self._timers, (when, next(self._numbers), call))
+
+    # --- the clock ---------------------------------------------------------------------------------------------------
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Everything that happens until the last request has ended; the requests are written into."""
+        for worker, phase in enumerate(self._phases):
+            self.at(phase * self.setting.report_s, self._reports(worker))
+        left = deque(requests)
+        while left or self._flying or self._unanswered:
+            due = min(self._due)
+            timer = self._timers[0][0]
+            arrival = left[0].arrived if left else NEVER
+            leaves = self._unanswered[0].arrived + self.setting.timeout_s if self._unanswered else NEVER
+            self.now = now = min(due, timer, arrival, leaves)
+            while self._feed and self._feed[0][0] <= now:
+                _, worker, changes = self._feed.popleft()
+                for router in self.routers:
+                    router.cached(worker, changes)
+            if now == due:
+                self._step(self._due.index(due))
+            elif now == arrival:
+                request = left.popleft()
+                self._unanswered.append(request)
+                self.routers[request.router].offer(request, now)
+            elif now == timer:
+                heapq.heappop(self._timers)[2](now)
+            else:
+                self._leave(self._unanswered.popleft())
+
+    def _step(self, worker: int) -> None:
+        engine, now = self.engines[worker], self.now
+        changes = engine.blocks.take_changes()
+        if changes:
+            self._feed.append((now + self.setting.events_s, worker, changes))
+        told = engine.finish()
+        self._due[worker] = engine.due
+        for job in told:
+            request = self._jobs[job.number]
+            router = self.routers[request.router]
+            if job.first_token == now:
+                request.first_token = now
+                request.cached_tokens = job.cached_tokens
+                request.load_s = job.load_s
+                router.first_token(request, now)
+            if job.is_over:
+                request.last_token = now
+                del self._flying[request], self._jobs[job.number]
+                router.ended(request, now)
+
+    def _leave(self, request: Request) -> None:
+        """The client's patience is over, or was never tried."""
+        if request.first_token >= 0 or request.is_shed:
+            return
+        job = self._flying.pop(request, None)
+        if job is not None:
+            engine = self.engines[request.worker]
+            engine.abort(job, self.now)
+            self._due[request.worker] = engine.due
+            del self._jobs[request.number]
+        self.routers[request.router].ended(request, self.now)
+
+    def _reports(self, worker: int) -> Callable[[float], None]:
+        def report(now: float) -> None:
+            reading = self.agents[worker].reading(worker, self.engines[worker], now)
+            for router in self.routers:
+                router.read(reading, now)
+            self.at(now + self.setting.report_s, report)
+
+        return report

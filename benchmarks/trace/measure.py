@@ -1,0 +1,126 @@
+"""One run of one policy, and its figures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf, isinf
+from statistics import mean
+
+from benchmarks.trace.engine import Hardware
+from benchmarks.trace.fleet import Fleet, Router, Setting
+from benchmarks.trace.ours import Ours
+from benchmarks.trace.peers import PEERS, Peer
+from benchmarks.trace.workload import Line, Request, requests_of
+from router.core.cost import Costs
+from router.core.policies import POLICIES
+
+# A request is good when it meets both.
+TTFT_BASE_S, TTFT_TOKEN_S, INTER_TOKEN_S = 1.0, 0.1 / 1000, 0.1
+
+GOOD = (
+    f"first token within {TTFT_BASE_S:g} s + {TTFT_TOKEN_S * 1000:g} s per 1,000 prompt tokens, then a token every "
+    f"{INTER_TOKEN_S:g} s on average"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One fleet under one load."""
+
+    capacity: int
+    load: float
+    routers: int
+    report_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one run gave. Requests that were shed or failed are `inf` in percentiles, and the timeout in the mean."""
+
+    hit_share: float
+    """Prompt tokens that were cached, of all."""
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    good_share: float
+    inter_token_p99_s: float
+    shed: int
+    failed: int
+    loads: int
+    cold_ttft_mean_s: float
+    """Of the requests whose adapter had to be read from disk."""
+    preemptions: int
+
+
+def names() -> list[str]:
+    """Every policy: ours by name, then the peers' rules."""
+    return [*POLICIES, *PEERS]
+
+
+def run(
+    policy: str, lines: list[Line], case: Case, seed: int, *, hardware: Hardware, late_binding_s: float, costs: Costs
+) -> tuple[Figures, list[Request], Fleet]:
+    """One policy, one seed. The same seed gives every policy the same requests and the same fleet."""
+    setting = Setting(hardware=hardware, routers=case.routers, report_s=case.report_s)
+    requests = requests_of(lines, seed=seed, load=case.load, routers=case.routers)
+    fleet = Fleet(setting, seed)
+    for number in range(case.routers):
+        router: Router
+        if policy in POLICIES:
+            router = Ours(policy, fleet, seed * 100 + number, costs=costs, late_binding_s=late_binding_s)
+        else:
+            router = Peer(PEERS[policy], fleet, seed * 100 + number)
+        fleet.routers.append(router)
+    fleet.run(requests)
+    return figures(requests, fleet), requests, fleet
+
+
+def figures(requests: Sequence[Request], fleet: Fleet) -> Figures:
+    """The figures of a run that is over."""
+    timeout_s = fleet.setting.timeout_s
+    ttfts = sorted(r.first_token - r.arrived if r.first_token >= 0 else inf for r in requests)
+    gaps: dict[int, int] = {}
+    for engine in fleet.engines:
+        for gap, times in engine.gaps.items():
+            gaps[gap] = gaps.get(gap, 0) + times
+    cold = [_or(r.first_token - r.arrived if r.first_token >= 0 else inf, timeout_s) for r in requests if r.load_s]
+    return Figures(
+        hit_share=sum(r.cached_tokens for r in requests) / sum(r.prompt_tokens for r in requests),
+        ttft_mean_s=mean(_or(ttft, timeout_s) for ttft in ttfts),
+        ttft_p50_s=_percentile(ttfts, 0.5),
+        ttft_p99_s=_percentile(ttfts, 0.99),
+        good_share=sum(map(_is_good, requests)) / len(requests),
+        inter_token_p99_s=_weighted(gaps, 0.99) / 1000,
+        shed=sum(r.is_shed for r in requests),
+        failed=sum(r.first_token < 0 and not r.is_shed for r in requests),
+        loads=sum(engine.counters.loads for engine in fleet.engines),
+        cold_ttft_mean_s=mean(cold) if cold else 0.0,
+        preemptions=sum(engine.counters.preemptions for engine in fleet.engines),
+    )
+
+
+def _is_good(request: Request) -> bool:
+    if request.first_token < 0 or request.last_token < 0:
+        return False
+    ttft_s = request.first_token - request.arrived
+    rest_s = request.last_token - request.first_token
+    return (
+        ttft_s <= TTFT_BASE_S + TTFT_TOKEN_S * request.prompt_tokens
+        and rest_s <= INTER_TOKEN_S * (request.output_tokens - 1)
+    )
+
+
+def _or(ttft: float, otherwise: float) -> float:
+    return otherwise if isinf(ttft) else ttft
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, ceil(share * len(ordered)) - 1)]
+
+
+def _weighted(counts: dict[int, int], share: float) -> float:
+    left = share * sum(counts.values())
+    for value, times in sorted(counts.items()):
+        left -= times
+        if left <= 0:
+            return value
+    return 0.0

@@ -1,0 +1,182 @@
+"""Our router on the trace: the product's own mind, index, load book and policies, joined as the router does it."""
+
+from collections.abc import Mapping
+from random import Random
+from types import MappingProxyType
+
+from benchmarks.trace.fleet import Changes, Fleet, Reading
+from benchmarks.trace.workload import ADAPTERS, BLOCK, Request
+from lorafleet.kv.blocks import BlockHash
+from router.core.cost import Costs
+from router.core.decision import Ask, Decision
+from router.core.dispatch import Match, Prompt, Ticket
+from router.core.errors import NoReplica
+from router.core.fleet import AdapterLocation, Replica, Report, Resident, Roster
+from router.core.index import Hold, KvIndex, WorkerId
+from router.core.load import InFlight
+from router.core.mind import Mind
+from router.core.policies import POLICIES
+
+MODEL = "base"
+# What just has been sent counts as stored until its first token, and for as long after that.
+HOLD_S = 2.0
+# How often those who wait are looked at, few or many of them, and for how long they may wait. The router looks every
+# 20 ms and whenever something has ended; with a long queue that is most of this benchmark's time and changes little.
+FEW, POLL_FEW_S, POLL_MANY_S = 8, 0.02, 0.2
+MOST_WAIT_S = 60.0
+
+_NAMES = [f"adapter-{n}" for n in range(ADAPTERS)]
+_PLACES: tuple[AdapterLocation, ...] = ("device", "host", "disk")
+_RESIDENTS = {place: [Resident(name, "", name, place) for name in _NAMES] for place in _PLACES}
+
+
+class Ours:
+    """One router of ours with one of its policies."""
+
+    def __init__(self, policy: str, fleet: Fleet, seed: int, *, costs: Costs, late_binding_s: float) -> None:
+        workers = range(len(fleet.engines))
+        self._fleet = fleet
+        self._ids = [WorkerId(f"w{n}") for n in workers]
+        self._index = KvIndex(BLOCK)
+        self._roster = Roster(tuple(self._replica(n) for n in workers))
+        self._mind = Mind(
+            roster=lambda _: self._roster,
+            match=self._match,
+            policy=POLICIES[policy](),
+            costs=costs,
+            late_binding_s=late_binding_s,
+            rng=Random(seed),
+        )
+        self._flights: dict[Request, tuple[InFlight, Hold]] = {}
+        self._tickets: dict[Request, Ticket] = {}
+        self._is_polling = False
+        self._looked = -1.0
+
+    def offer(self, request: Request, now: float) -> None:
+        """Send it, or let it wait."""
+        ask = Ask(
+            base_model=MODEL,
+            engine_name=_NAMES[request.adapter],
+            prompt_tokens=request.prompt_tokens,
+            session=str(request.session),
+            # The block that all requests have in common, and the one that tells conversations apart.
+            first_blocks=(request.keys or [0])[min(1, len(request.keys) - 1)],
+        )
+        ticket = Ticket(prompt=Prompt(ask, {BLOCK: request.keys}), adapter=ask.engine_name, payload=request)
+        decision = self._mind.offer(ticket, now)
+        if decision is not None:
+            self._send(request, decision, now)
+            return
+        self._tickets[request] = ticket
+        self._fleet.at(now + MOST_WAIT_S, lambda _: self._give_up(request))
+        self._poll_soon(now)
+
+    def first_token(self, request: Request, now: float) -> None:
+        """Its prefill is over."""
+        flight, hold = self._flights[request]
+        self._mind.load.first_token(flight, now)
+        self._fleet.at(now + HOLD_S, lambda _: self._index.release(hold))
+        self._ready(now)
+
+    def ended(self, request: Request, now: float) -> None:
+        """It is over, or its client has left."""
+        ticket = self._tickets.pop(request, None)
+        if ticket is not None:
+            self._mind.waiting.withdraw(ticket)
+        flying = self._flights.pop(request, None)
+        if flying is not None:
+            self._mind.load.end(flying[0], now)
+            if request.first_token < 0:
+                self._index.release(flying[1])
+        self._ready(now)
+
+    def read(self, reading: Reading, now: float) -> None:
+        """A new report is a new roster."""
+        replicas = list(self._roster.replicas)
+        replicas[reading.worker] = self._replica(reading.worker, reading)
+        self._roster = Roster(tuple(replicas))
+        self._mind.load.reported(replicas[reading.worker])
+        self._ready(now)
+
+    def cached(self, worker: int, changes: Changes) -> None:
+        """Into the index, runs of one kind in one call."""
+        at, end = 0, len(changes)
+        while at < end:
+            is_new = changes[at][1]
+            run = []
+            while at < end and changes[at][1] is is_new:
+                run.append(BlockHash(changes[at][0]))
+                at += 1
+            (self._index.add if is_new else self._index.drop)(self._ids[worker], run)
+
+    def _match(self, prompt: Prompt) -> Match:
+        return Match(self._index.match(prompt.chains[BLOCK]))
+
+    def _replica(self, worker: int, reading: Reading | None = None) -> Replica:
+        hardware = self._fleet.setting.hardware
+        report = Report()
+        residents: Mapping[str, Resident] = dict(zip(_NAMES, _RESIDENTS["disk"], strict=True))
+        if reading is not None:
+            report = Report(
+                running=reading.running,
+                waiting=reading.waiting,
+                kv_usage=reading.kv_usage,
+                prefill_tokens_per_s=reading.prefill_tokens_per_s,
+                decode_tokens_per_s=reading.decode_tokens_per_s,
+                load_s=reading.load_s,
+                at=reading.at,
+            )
+            residents = {_NAMES[n]: _RESIDENTS[place][n] for n, place in enumerate(reading.locations)}
+        return Replica(
+            id=self._ids[worker],
+            base_model=MODEL,
+            engine_url="",
+            agent_url="",
+            dialect="vllm",
+            state="ready",
+            block_size=BLOCK,
+            max_loras=hardware.max_loras,
+            max_num_seqs=hardware.max_num_seqs,
+            max_model_len=1 << 20,
+            total_kv_blocks=hardware.blocks,
+            residents=MappingProxyType(residents),
+            report=report,
+        )
+
+    def _send(self, request: Request, decision: Decision, now: float) -> None:
+        flight = self._mind.begin(decision, now)
+        hold = self._index.hold(decision.replica.id, [BlockHash(key) for key in request.keys])
+        self._flights[request] = flight, hold
+        self._fleet.send(request, decision.position)
+
+    def _give_up(self, request: Request) -> None:
+        ticket = self._tickets.pop(request, None)
+        if ticket is not None:
+            self._mind.waiting.withdraw(ticket)
+            self._fleet.shed(request)
+
+    def _ready(self, now: float) -> None:
+        if not self._tickets or now - self._looked < self._pause_s() / 2:
+            return
+        self._looked = now
+        for ticket, decision in self._mind.ready(now):
+            request = ticket.payload
+            del self._tickets[request]
+            if isinstance(decision, NoReplica):
+                self._fleet.shed(request)
+            else:
+                self._send(request, decision, now)
+
+    def _poll_soon(self, now: float) -> None:
+        if not self._is_polling:
+            self._is_polling = True
+            self._fleet.at(now + self._pause_s(), self._poll)
+
+    def _pause_s(self) -> float:
+        return POLL_FEW_S if len(self._tickets) <= FEW else POLL_MANY_S
+
+    def _poll(self, now: float) -> None:
+        self._is_polling = False
+        self._ready(now)
+        if self._tickets:
+            self._poll_soon(now)

@@ -1,0 +1,107 @@
+"""The trace benchmark's engine does what the sim's batch does, step by step, and what it adds on purpose."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from benchmarks.trace.engine import NEVER, Engine, Hardware
+from benchmarks.trace.engine import Job as FastJob
+from workers.engines.sim.blocks import BlockPool, Chain, Root
+from workers.engines.sim.timing import Batch, Ended, Job, Pace
+
+BLOCK = 4
+PLAIN = Hardware(
+    blocks=40, block_size=BLOCK, max_num_seqs=5, max_num_batched_tokens=24, max_loras=2, max_cpu_loras=3,
+    prefill_s=0.01, attention_s=0.0, decode_s=0.1, decode_seq_s=0.0, decode_context_s=0.0,
+    to_device_s=0.0, load_s=1.0, load_sigma=0.0,
+)  # fmt: skip
+
+
+def draw(rng: Random, jobs: int) -> list[tuple[float, int, list[int], int]]:
+    """(arrival, adapter, prompt's tokens, answer's length) from a small forest of shared prefixes."""
+    stems = [[tree] * BLOCK * rng.randrange(1, 8) for tree in range(4)]
+    drawn = []
+    now = 0.0
+    for number in range(jobs):
+        now += rng.expovariate(rng.choice((0.3, 3.0)))
+        prompt = list(rng.choice(stems)) + [1000 + number] * rng.randrange(0, 9)
+        drawn.append((now, rng.randrange(4), prompt, rng.randrange(1, 30)))
+    return drawn
+
+
+def by_batch(drawn, hardware):
+    """What the sim's batch does, step by step."""
+    pace = Pace(
+        max_num_seqs=hardware.max_num_seqs, max_num_batched_tokens=hardware.max_num_batched_tokens,
+        max_loras=hardware.max_loras, max_cpu_loras=hardware.max_cpu_loras, load_s=hardware.load_s,
+        prefill_tokens_per_s=1 / hardware.prefill_s, decode_tokens_per_s=1 / hardware.decode_s,
+    )  # fmt: skip
+    batch = Batch(BlockPool(hardware.blocks + 1, BLOCK), pace)
+    jobs = []
+    for arrived, adapter, prompt, output in drawn:
+        name = str(adapter) if adapter else None
+        chain = Chain(list(prompt), Root(lora_name=name), BLOCK)
+        reply = [-1 - len(jobs)] * output  # nobody else's
+        job = Job(chain=chain, prompt_tokens=len(prompt), reply=reply, reply_ended=Ended.LENGTH, arrived=arrived)
+        job.adapter = adapter or None
+        jobs.append(job)
+    line, now, loads = list(jobs), 0.0, 0
+    while line or batch.has_work:
+        if not batch.has_work:
+            now = max(now, line[0].arrived)
+        while line and line[0].arrived <= now:
+            batch.add(line.pop(0))
+        step = batch.begin(now)
+        loads += len(step.reloads)
+        now += step.duration_s
+        batch.end(step, now)
+    return jobs, batch, loads
+
+
+def by_engine(drawn, hardware):
+    """What the fast engine does, in stretches."""
+    engine = Engine(hardware, Random(0))
+    jobs = []
+    names: dict[tuple[object, ...], int] = {}
+    for number, (_, adapter, prompt, output) in enumerate(drawn):
+        full = range(BLOCK, len(prompt) + 1, BLOCK)
+        keys = [names.setdefault((adapter, *prompt[:end]), len(names)) for end in full]
+        jobs.append(FastJob(number, keys, len(prompt), output, adapter or None))
+    held = set()
+    line = [(arrived, job) for (arrived, *_), job in zip(drawn, jobs, strict=True)]
+    while line or engine.due < NEVER:
+        if line and line[0][0] <= engine.due:
+            arrived, job = line.pop(0)
+            engine.add(job, arrived)
+        else:
+            engine.finish()
+        for key, is_new in engine.blocks.take_changes():
+            assert (key in held) is not is_new, "a change that changes nothing"
+            held ^= {key}
+    assert held == set(engine.blocks.first)
+    return jobs, engine
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("blocks", [17, 40])
+def test_the_fast_engine_does_what_the_sims_batch_does(seed, blocks):
+    hardware = replace(PLAIN, blocks=blocks)
+    drawn = draw(Random(seed), 40)
+    slow, batch, loads = by_batch(drawn, hardware)
+    fast, engine = by_engine(drawn, hardware)
+    for one, other in zip(slow, fast, strict=True):
+        assert other.scheduled == pytest.approx(one.scheduled)
+        assert other.first_token == pytest.approx(one.first_token)
+        assert other.last_token == pytest.approx(one.last_token)
+        assert (other.cached_tokens, other.preemptions) == (one.cached_tokens, one.preemptions)
+    assert engine.counters.loads == loads
+    assert len(engine.blocks.first) == len(batch.pool.copies)
+    assert engine.kv_usage == 0.0
+
+
+def test_the_random_workloads_preempt_share_blocks_and_evict_adapters():
+    counted = [by_engine(draw(Random(seed), 40), replace(PLAIN, blocks=17)) for seed in range(10)]
+    assert sum(engine.counters.preemptions for _, engine in counted) > 10
+    assert sum(engine.counters.loads for _, engine in counted) >= 30
+    assert sum(job.cached_tokens for jobs, _ in counted for job in jobs) > 100
