@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,28 +11,39 @@ from importlib.metadata import version
 from itertools import islice
 from random import Random
 from statistics import median
-from types import MappingProxyType
 
 import msgspec
 
+from benchmarks import streams
 from benchmarks.contenders import DynamoTree, FlatMap, GallopingMap, dynamo_version
 from benchmarks.report import Row, arguments, medians_us, quantiles_us, show
+from benchmarks.scenes import (
+    BASE,
+    BLOCK_SIZE,
+    EVENT_BLOCKS,
+    NOW,
+    PROMPT_BLOCKS,
+    PROMPT_TOKENS,
+    a_fleet,
+    decide,
+    digest,
+    engine_name,
+    lora_id,
+    some_tokens,
+    worker_id,
+)
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import Ledger, Tier
 from orchestrator.wire import Catalog, CatalogAdapter
-from router.core.decision import Ask, Decision
+from router.core.decision import Decision
 from router.core.dispatch import Match, Prompt
-from router.core.fleet import Adapter, Fleet, Replica, Report, Resident
+from router.core.fleet import Fleet
 from router.core.index import KvIndex, WorkerId
-from router.core.mind import Mind, first_blocks
+from router.core.mind import Mind
 from router.core.resolve import resolve
 from router.discovery import _named_by
 from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes
-
-BASE, PROMPT_TOKENS, BLOCK_SIZE, EVENT_BLOCKS = "m", 8192, 16, 16
-PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
-NOW = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,7 @@ def main() -> None:
         *growth(size),
         *memory(size),
         *adopting(size),
+        *streams.rows(seconds=1.0 if options.quick else 6.0, turns=1 if options.quick else 3),
     ]
     show("decision", rows, options.json)
 
@@ -165,44 +176,6 @@ def a_router(adapters: int, size: Size) -> list[Callable[[], Decision]]:
     for ask in islice(asks * 64, 64):
         mind.begin(ask(), NOW)
     return asks
-
-
-def decide(fleet: Fleet, mind: Mind, model: str, tokens: "array[int]") -> Decision:
-    """The router's stages from resolve to decide."""
-    target = resolve(fleet, model=model, lora_id=None, visible=lambda _: True, rng=mind.rng)
-    name = target.adapter.engine_name or "" if target.adapter else ""
-    root = root_hash(target.base_model, name)
-    chains = {BLOCK_SIZE: block_hashes(tokens, block_size=BLOCK_SIZE, root=root)}
-    ask = Ask(target.base_model, name, len(tokens), first_blocks=first_blocks(chains))
-    return mind.decide(Prompt(ask, chains), NOW)
-
-
-def a_fleet(replicas: int, adapters: int) -> Fleet:
-    """All adapters on all replicas: the most choices that a decision can have."""
-    residents = MappingProxyType(
-        {engine_name(n): Resident(lora_id(n), digest(n), engine_name(n)) for n in range(adapters)}
-    )
-    report = Report(running=2, waiting=1, kv_usage=0.3, prefill_tokens_per_s=9000.0, decode_tokens_per_s=40.0, at=NOW)
-    fleet = [
-        Replica(
-            id=worker_id(i),
-            base_model=BASE,
-            engine_url="",
-            agent_url="",
-            dialect="vllm",
-            state="ready",
-            block_size=BLOCK_SIZE,
-            max_loras=8,
-            max_num_seqs=64,
-            max_model_len=32768,
-            total_kv_blocks=50_000,
-            residents=residents,
-            report=report,
-        )
-        for i in range(replicas)
-    ]
-    known = {lora_id(n): Adapter(lora_id(n), BASE, digest(n), "file:///a") for n in range(adapters)}
-    return Fleet(1, MappingProxyType({replica.id: replica for replica in fleet}), MappingProxyType(known))
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -452,30 +425,6 @@ def adopting(size: Size) -> list[Row]:
     a_few = a_fleet(64, 8).replicas
     p50, _ = quantiles_us([adopt], rounds=size.rounds)
     return [Row("a catalog of 10,000 adapters, from its bytes to the first one resolved", p50 / 1e6, "s", 2.0)]
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
-def some_tokens(rng: Random, count: int) -> "array[int]":
-    """Token ids of a vocabulary of 65,536."""
-    return array("I", array("H", rng.randbytes(2 * count)))
-
-
-def worker_id(number: int) -> WorkerId:
-    return WorkerId(f"w{number}")
-
-
-def lora_id(number: int) -> str:
-    return f"adapter-{number}/v1"
-
-
-def digest(number: int) -> str:
-    return f"{number:064x}"[::-1]
-
-
-def engine_name(number: int) -> str:
-    return f"{lora_id(number)}@{digest(number)[:12]}"
 
 
 if __name__ == "__main__":
