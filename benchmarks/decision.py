@@ -73,7 +73,7 @@ def main() -> None:
         *growth(size),
         *memory(size),
         *adopting(size),
-        *streams.rows(seconds=1.0 if options.quick else 6.0, turns=1 if options.quick else 3),
+        *streams.rows(seconds=0.5 if options.quick else 5.0, turns=1 if options.quick else 5),
     ]
     show("decision", rows, options.json)
 

@@ -14,6 +14,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from socket import AF_INET, SOCK_DGRAM, socket
@@ -51,7 +52,7 @@ _RING = 1_024
 
 
 def rows(*, seconds: float, turns: int) -> list[Row]:
-    """Decision p99 while events stream, as a multiple of p99 while none do; both ways that events can come."""
+    """What requests see while events stream, as a multiple of while none do; both ways that events can come."""
     return asyncio.run(_rows(seconds, turns))
 
 
@@ -59,23 +60,39 @@ async def _rows(seconds: float, turns: int) -> list[Row]:
     found = []
     for kind, name in (("agents", "agents' changes"), ("engines", "engines' own events")):
         async with _process(kind) as feeding, _router(json.loads(await _line(feeding)), kind) as router:
-            quiet, busy, rates = [], [], []
+            quiet, busy = [], []
             for _ in range(turns):
-                quiet.append(_p99(await router.asked(seconds)))
+                quiet.append(await router.measured(seconds))
                 _tell(feeding, "on")
                 await router.filled()
-                before, began = router.changed_blocks(), time.monotonic()
-                busy.append(_p99(await router.asked(seconds)))
-                rates.append((router.changed_blocks() - before) / (time.monotonic() - began))
+                busy.append(await router.measured(seconds))
                 _tell(feeding, "off")
                 await router.drained()
-        while_streaming = f"while 64 replicas stream {_EVENTS_PER_S:,} one-block events/s ({name})"
-        ratio = median(b / q for b, q in zip(busy, quiet, strict=True))
+        pairs = list(zip(quiet, busy, strict=True))
+        share = median(b.core_share - q.core_share for q, b in pairs)
+        taken = median(b.blocks_per_s for b in busy)
+        where = f"while 64 replicas stream {_EVENTS_PER_S:,} one-block events/s ({name})"
+        for percent, reach in ((50, None), (99, 2.0)):
+            ratio = median(b.at(percent) / q.at(percent) for q, b in pairs)
+            at_rest = median(q.at(percent) for q in quiet)
+            found.append(Row(f"decision p{percent} {where}", ratio, "x of quiet", reach, "quiet, us", at_rest))
         found += [
-            Row(f"decision p99 {while_streaming}", ratio, "x of quiet", 2.0, "quiet, us", median(quiet)),
-            Row(f"blocks taken in {while_streaming}", median(rates), "blocks/s"),
+            Row(f"events taken in {where}", taken, "events/s"),
+            Row(f"share of a core that they take, {name}", 100 * max(share, 1e-4), "%"),
         ]
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Spell:
+    """Some seconds of requests: microseconds from sending each to its decision, CPU time, events that came."""
+
+    times_us: list[float]
+    core_share: float
+    blocks_per_s: float
+
+    def at(self, percent: int) -> float:
+        return self.times_us[len(self.times_us) * percent // 100]
 
 
 class _Router(asyncio.DatagramProtocol):
@@ -100,12 +117,16 @@ class _Router(asyncio.DatagramProtocol):
         decide(self._fleet, self._mind, lora_id(number), self._prompts[number])
         self._times_us.append((time.monotonic_ns() - int.from_bytes(data, "big")) / 1e3)
 
-    async def asked(self, seconds: float) -> list[float]:
-        """Microseconds from sending a request to its decision, of all that came in this time."""
+    async def measured(self, seconds: float) -> _Spell:
+        """What requests see for so long."""
         self._times_us = []
         async with _process("requests", str(self._port), str(seconds)) as asking:
+            await _line(asking)
+            began, cpu, changed = time.monotonic(), time.process_time(), self.changed_blocks()
             await asking.wait()
-        return self._times_us
+        wall = time.monotonic() - began
+        rate = (self.changed_blocks() - changed) / wall
+        return _Spell(sorted(self._times_us), (time.process_time() - cpu) / wall, rate)
 
     async def filled(self) -> None:
         """Wait until every feed has begun, which empties its replica; then give each a share of each prompt."""
@@ -171,10 +192,6 @@ def _tell(process: Process, word: str) -> None:
     process.stdin.write(word.encode() + b"\n")
 
 
-def _p99(times: list[float]) -> float:
-    return sorted(times)[len(times) * 99 // 100]
-
-
 # --- the other processes ----------------------------------------------------------------------------------------------
 
 
@@ -188,6 +205,7 @@ def main() -> None:
 
 def requests(port: int, seconds: float) -> None:
     """Poisson arrivals of datagrams that say when they were sent."""
+    print("ready", flush=True)
     rng, until = Random(), time.monotonic() + seconds
     with socket(AF_INET, SOCK_DGRAM) as sending:
         while time.monotonic() < until:
