@@ -1,276 +1,387 @@
+"""The index as it is fed: from agents' ledgers, from engines themselves, and from one after the other."""
+
 import asyncio
 import contextlib
-import uuid
+import time
 
+import aiohttp
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.index import KvIndex
-from router.kv_events import Feeds, Source, apply_event, cache_salt
+from router.core.trust import Trust
+from router.kv_events import Feeds, Found
+from router.kv_feed import Source, member
 from router.metrics import Metrics
+from tests.engines import free_port
+from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
 from tests.router.doubles import until
-
-# vLLM 0.32's own bytes for a store, a removal and a clearing.
-GOLDEN = bytes.fromhex(
-    "93cb3ff80000000000009388a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739101b1706172656e745f626c6f63"
-    "6b5f68617368c0a9746f6b656e5f6964739101aa626c6f636b5f73697a6520a76c6f72615f6964c0a66d656469756da3475055a96c6f7261"
-    "5f6e616d65c083a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739101a66d656469756da347505581a4747970"
-    "65b0416c6c426c6f636b73436c656172656400"
-)
-SOURCE = Source("w0", "m", 2, "", "", "kv")
+from workers.wire import LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
 
-def stored(hashes, tokens, parent=None, **more):
-    fields = {"block_size": 2, "lora_id": None, "medium": "GPU", "lora_name": None} | more
-    return {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "token_ids": tokens, **fields}
+def depth(feeds, tokens, *, worker="w0"):
+    return feeds.index("m", 2).match(ours(tokens)).get(worker, 0)
 
 
-def depth(index, tokens, *, name="", salt=""):
-    return index.match(block_hashes(tokens, block_size=2, root=root_hash("m", name, salt))).get("w0", 0)
+def value(metric, *labels):
+    return metric.labels(*labels)._value.get()
 
 
-def test_vllms_own_bytes_are_understood():
-    index = KvIndex(2)
-    _, events, _rank = msgspec.msgpack.decode(GOLDEN)
-    assert [e["type"] for e in events] == ["BlockStored", "BlockRemoved", "AllBlocksCleared"]
-    assert apply_event(index, SOURCE, events[0]) == ("BlockStored", "block_size")
-    assert apply_event(index, SOURCE, events[1]) == ("BlockRemoved", "unknown_block")
-    assert apply_event(index, SOURCE, events[2]) == ("AllBlocksCleared", None)
-
-
-@pytest.mark.parametrize("as_bytes", [False, True])
-@pytest.mark.parametrize("as_array", [False, True])
-def test_maps_and_arrays_with_int_and_bytes_hashes_mean_the_same(as_bytes, as_array):
-    def name(number):
-        return number.to_bytes(32, "big") if as_bytes else number
-
-    def encoded(event):
-        return list(event.values()) if as_array else event
-
-    index = KvIndex(2)
-    assert apply_event(index, SOURCE, encoded(stored([name(1), name(2)], [1, 2, 3, 4]))) == ("BlockStored", None)
-    assert apply_event(index, SOURCE, encoded(stored([name(3)], [5, 6], name(2)))) == ("BlockStored", None)
-    assert depth(index, [1, 2, 3, 4, 5, 6]) == 3
-    removed = {"type": "BlockRemoved", "block_hashes": [name(3)], "medium": "GPU"}
-    assert apply_event(index, SOURCE, encoded(removed)) == ("BlockRemoved", None)
-    assert depth(index, [1, 2, 3, 4, 5, 6]) == 2
-    assert apply_event(index, SOURCE, encoded({"type": "AllBlocksCleared"})) == ("AllBlocksCleared", None)
-    assert len(index) == 0
-
-
-def test_an_adapters_blocks_and_a_salts_blocks_are_their_own():
-    index = KvIndex(2)
-    sql = stored([1, 2], [1, 2, 3, 4], lora_name="sql@1", extra_keys=[["sql@1"], ["sql@1"]])
-    salted = stored([3, 4], [1, 2, 3, 4], lora_name="sql@1", extra_keys=[["sql@1", "pepper"], ["sql@1"]])
-    assert apply_event(index, SOURCE, sql) == apply_event(index, SOURCE, salted) == ("BlockStored", None)
-    found = {(n, s): depth(index, [1, 2, 3, 4], name=n, salt=s) for n in ("", "sql@1", "sql@2") for s in ("", "pepper")}
-    assert found == {
-        ("", ""): 0,
-        ("", "pepper"): 0,
-        ("sql@1", ""): 2,
-        ("sql@1", "pepper"): 2,
-        ("sql@2", ""): 0,
-        ("sql@2", "pepper"): 0,
-    }
-
-
-@pytest.mark.parametrize(
-    ("event", "reason"),
-    [
-        (stored([1, 2], [1, 2]), "shape"),
-        (stored([], []), "shape"),
-        (stored([1], [1, "x"]), "shape"),
-        (stored([1], [1, -1]), "shape"),
-        (stored([2], [1, 2], parent=77), "unknown_parent"),
-        (stored([1], [1, 2], block_size=4), "block_size"),
-        (stored([1], [1, 2], medium="CPU"), "medium"),
-        (stored([1], [1, 2], group_idx=1), "group"),
-        (stored([1], [1, 2], extra_keys=[[["image", 0]]]), "extra_keys"),
-        ({"type": "BlockMoved"}, "unknown_type"),
-        ({"type": "BlockStored", "block_size": 2}, "shape"),
-        ([], "unknown_type"),
-        (7, "unknown_type"),
-    ],
-)
-def test_what_is_not_exact_is_not_accepted_and_says_why(event, reason):
-    index = KvIndex(2)
-    assert apply_event(index, SOURCE, event)[1] == reason
-    assert len(index) == 0
-
-
-@pytest.mark.parametrize(
-    ("keys", "name", "expected"),
-    [
-        (None, "", ""),
-        ([None, None], "", ""),
-        ([["salt"], None], "", "salt"),
-        ([["sql@1", "salt"], ["sql@1"]], "sql@1", "salt"),
-        ([["salt"], ["salt"]], "", None),
-        ([["other@1", "salt"]], "sql@1", None),
-        ("salt", "", None),
-    ],
-)
-def test_a_salt_is_told_from_the_adapters_name_and_from_what_is_not_indexed(keys, name, expected):
-    assert cache_salt(keys, name) == expected
-
-
-class Engine:
-    """An engine's two sockets, which can be told to lose messages on the way."""
-
-    def __init__(self, topic="kv@boot"):
-        self.topic = topic.encode()
-        self.context = zmq.asyncio.Context()
-        self.pub = self.context.socket(zmq.PUB)
-        self.router = self.context.socket(zmq.ROUTER)
-        # Abstract (`@`): no file is left, and pytest's folders are too long for a socket's path.
-        self.events, self.replay = (f"ipc://@{uuid.uuid4().hex}" for _ in range(2))
-        self.pub.bind(self.events)
-        self.router.bind(self.replay)
-        self.batches: list[bytes] = []
-        self.kept_from = 0
-        self.skip: set[int] = set()
-        self.replays = 0
-
-    @property
-    def source(self):
-        return Source("w0", "m", 2, self.events, self.replay, self.topic.decode())
-
-    async def publish(self, *events, lost=False):
-        payload = msgspec.msgpack.encode([0.0, list(events), None])
-        self.batches.append(payload)
-        if not lost:
-            await self.pub.send_multipart([self.topic, (len(self.batches) - 1).to_bytes(8, "big"), payload])
-
-    async def answer(self):
-        while True:
-            client, _, start = await self.router.recv_multipart()
-            self.replays += 1
-            for seq in range(max(self.kept_from, int.from_bytes(start, "big")), len(self.batches)):
-                if seq not in self.skip:
-                    frames = [client, b"", self.topic, seq.to_bytes(8, "big"), self.batches[seq]]
-                    await self.router.send_multipart(frames)
-            self.skip.clear()
-            await self.router.send_multipart([client, b"", b"", b"\xff" * 8, b""])
+def source(*engines, agent_url="", ledger=0, boot="boot"):
+    return Source(
+        worker="w0",
+        base_model="m",
+        block_size=2,
+        events=tuple(engine.events for engine in engines),
+        replay=tuple(engine.replay for engine in engines),
+        topic=engines[0].topic.decode() if engines else "",
+        engine_boot_id=boot,
+        agent_url=agent_url,
+        ledger=ledger,
+    )
 
 
 @contextlib.asynccontextmanager
-async def feeding(engine, *, tail_poll_s=60.0):
-    feeds = Feeds(Metrics(), tail_poll_s)
-    answering = asyncio.create_task(engine.answer())
-    try:
-        feeds.follow(engine.source)
-        yield feeds, feeds.index("m", 2)
-    finally:
-        await feeds.close()
-        answering.cancel()
-        engine.context.destroy(linger=0)
+async def following(*engines, session=True, tail_poll_s=60.0, follow=True):
+    """(feeds, trust) that follow these engines' sockets, one a rank."""
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine.running())
+        trust = Trust()
+        feeds = Feeds(Metrics(), tail_poll_s, trust)
+        if session:
+            feeds.session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+        stack.push_async_callback(feeds.close)
+        if follow:
+            feeds.follow(source(*engines))
+            await until(lambda: trust.state("w0") != "estimate")
+        yield feeds, trust
 
 
-def chain(n, start=0):
-    """Events that store blocks `start` to `n` of one growing prompt, one a batch."""
-    return [stored([i + 1], [2 * i, 2 * i + 1], i or None) for i in range(start, n)]
+# --- the engine itself -----------------------------------------------------------------------------------------------
 
 
-async def test_what_was_cached_before_we_came_is_replayed():
-    engine = Engine()
+async def test_what_the_engine_still_knows_is_replayed_and_what_comes_follows():
+    engine = KvEngine()
     for event in chain(5):
-        await engine.publish(event)
-    async with feeding(engine) as (_, index):
-        await until(lambda: depth(index, range(10)) == 5)
-
-
-async def test_live_events_follow_and_a_hole_is_filled_from_the_replay_socket():
-    engine = Engine()
-    async with feeding(engine) as (feeds, index):
-        await until(lambda: engine.replays == 1)
-        events = chain(6)
-        await engine.publish(events[0])
-        await until(lambda: depth(index, range(12)) == 1)
-        await engine.publish(events[1], lost=True)
-        await engine.publish(events[2], lost=True)
-        await engine.publish(events[3])
-        await until(lambda: depth(index, range(12)) == 4)
-        assert feeds.metrics.kv_gaps.labels("w0", "replayed")._value.get() == 1
-        assert feeds.metrics.kv_degraded.labels("w0")._value.get() == 0
-
-
-async def test_a_replay_with_a_hole_in_it_is_asked_for_again():
-    engine = Engine()
-    for event in chain(6):
-        await engine.publish(event)
-    engine.skip = {3}
-    async with feeding(engine) as (feeds, index):
-        await until(lambda: depth(index, range(12)) == 6)
-        assert feeds.metrics.kv_degraded.labels("w0")._value.get() == 0
+        engine.batches.append(msgspec.msgpack.encode([0.0, [event], None]))
+    async with following(engine) as (feeds, trust):
+        assert depth(feeds, range(10)) == 5
+        assert trust.state("w0") == "exact"
+        while depth(feeds, range(12)) < 6:  # a subscription takes a moment, and there is no event for it
+            await engine.publish(*chain(6, 5))
+            await asyncio.sleep(0.02)
+        feeds.keep()
+        assert value(feeds.metrics.kv_events, "w0", "BlockStored") >= 6
+        assert value(feeds.metrics.kv_blocks, "w0") == 6
+        assert value(feeds.metrics.kv_feeds, "engine") == 1
+        assert value(feeds.metrics.kv_degraded, "w0") == 0
 
 
 async def test_a_hole_that_nothing_can_bridge_keeps_what_is_known_and_says_degraded():
-    engine = Engine()
-    events = chain(8)
-    async with feeding(engine) as (feeds, index):
-        await until(lambda: engine.replays == 1)
-        await engine.publish(events[0])
-        await until(lambda: depth(index, range(16)) == 1)
-        for event in events[1:4]:
+    engine = KvEngine()
+    engine.batches.append(msgspec.msgpack.encode([0.0, chain(1), None]))
+    async with following(engine, tail_poll_s=0.05) as (feeds, trust):
+        assert depth(feeds, range(16)) == 1
+        for event in chain(4, 1):
             await engine.publish(event, lost=True)
-        engine.kept_from = 4
-        await engine.publish(events[4])
-        await engine.publish(stored([101], [100, 101]))
-        await until(lambda: depth(index, [100, 101]) == 1)
-        assert depth(index, range(16)) == 1
-        assert feeds.metrics.kv_degraded.labels("w0")._value.get() == 1
-        assert feeds.metrics.kv_rejected.labels("w0", "unknown_parent")._value.get() == 1
+            engine.kept_from = len(engine.batches)
+        await engine.publish(chain(5, 4)[0], lost=True)
+        await engine.publish(stored([101], [100, 101]), lost=True)
+        await until(lambda: depth(feeds, [100, 101]) == 1)
+        assert depth(feeds, range(16)) == 1
+        assert trust.state("w0") == "degraded"
+        assert value(feeds.metrics.kv_degraded, "w0") == 1
+        assert value(feeds.metrics.kv_gaps, "w0", "lost") == 1
+        feeds.keep()
+        assert value(feeds.metrics.kv_rejected, "w0", "unknown_parent") == 1
+        assert feeds.may_repeat("w0")
 
 
-async def test_a_loss_at_the_tail_is_found_by_asking():
-    engine = Engine()
-    async with feeding(engine, tail_poll_s=0.05) as (_, index):
-        await until(lambda: engine.replays >= 1)
-        await engine.publish(chain(1)[0], lost=True)
-        await until(lambda: depth(index, range(2)) == 1)
+async def test_repetitions_are_no_copies_while_degraded_and_are_again_later():
+    engine = KvEngine()
+    engine.batches.append(msgspec.msgpack.encode([0.0, chain(1), None]))
+    async with following(engine, tail_poll_s=0.05) as (feeds, trust):
+        trust.lost("w0")
+        feeds.keep()
+        await engine.publish(*chain(2), lost=True)
+        await engine.publish(removed(1), lost=True)
+        await engine.publish(stored([9], [50, 51]), lost=True)
+        await until(lambda: depth(feeds, [50, 51]) == 1)
+        assert depth(feeds, range(4)) == 0
 
 
 async def test_an_engine_that_started_again_starts_its_worker_afresh():
-    old, new = Engine("kv@1"), Engine("kv@2")
-    await old.publish(*chain(3))
-    async with feeding(old) as (feeds, index):
-        await until(lambda: depth(index, range(6)) == 3)
-        answering = asyncio.create_task(new.answer())
-        await new.publish(stored([9], [50, 51]))
-        feeds.follow(new.source)
-        assert depth(index, range(6)) == 0
-        await until(lambda: depth(index, [50, 51]) == 1)
+    old, new = KvEngine("kv@1"), KvEngine("kv@2")
+    old.batches.append(msgspec.msgpack.encode([0.0, chain(3), None]))
+    async with following(old) as (feeds, trust), new.running():
+        assert depth(feeds, range(6)) == 3
+        new.batches.append(msgspec.msgpack.encode([0.0, [stored([9], [50, 51])], None]))
+        trust.lost("w0")
+        feeds.follow(source(new, boot="2"))
+        assert depth(feeds, range(6)) == 0
+        await until(lambda: depth(feeds, [50, 51]) == 1)
+        assert trust.state("w0") == "exact"
         feeds.forget("w0")
-        assert len(index) == 0
-        answering.cancel()
-        new.context.destroy(linger=0)
+        assert feeds.index("m", 2).workers() == {}
 
 
 async def test_undecodable_batches_are_counted_and_passed_over():
-    engine = Engine()
-    async with feeding(engine) as (feeds, index):
-        await until(lambda: engine.replays == 1)
-        engine.batches.append(b"\xc1")
-        await engine.pub.send_multipart([engine.topic, (0).to_bytes(8, "big"), b"\xc1"])
-        await engine.publish(*chain(2))
-        await until(lambda: depth(index, range(4)) == 2)
-        assert feeds.metrics.kv_rejected.labels("w0", "undecodable")._value.get() == 1
+    engine = KvEngine()
+    engine.batches += [b"\xc1", msgspec.msgpack.encode([0.0, chain(2), None])]
+    async with following(engine) as (feeds, _trust):
+        assert depth(feeds, range(4)) == 2
+        feeds.keep()
+        assert value(feeds.metrics.kv_rejected, "w0", "undecodable") == 1
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        stored([[1]], [1, 2]),
-        stored([1], [1, 2], lora_name=7),
-        stored([1], [1, 2], extra_keys=[7]),
-        stored([1], [1, 2], parent=[1]),
-        {"type": "BlockRemoved", "block_hashes": [[1]], "medium": "GPU"},
-    ],
-)
-def test_an_event_of_another_shape_is_rejected_by_name_and_breaks_nothing(odd):
-    index = KvIndex(2)
-    assert apply_event(index, SOURCE, odd)[1] in ("shape", "extra_keys")
-    assert len(index) == 0
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+async def test_the_best_rank_of_a_worker_counts_and_is_named_where_it_matters():
+    engines = KvEngine(), KvEngine()
+    for engine, events in zip(engines, ([*chain(1)], [*chain(3)]), strict=True):
+        engine.batches.append(msgspec.msgpack.encode([0.0, events, None]))
+    async with following(*engines) as (feeds, _trust):
+        await until(lambda: len(feeds.index("m", 2).workers()) == 2)
+        await until(lambda: feeds.match("m", 2, ours(range(6))) == Found({"w0": 3}, {}, {"w0": 1}))
+        assert feeds.match("m", 2, ours(range(2))) == Found({"w0": 1}, {}, {})  # both have it: the engine may choose
+        assert feeds.match("m", 2, ours([7, 7])) == Found({}, {}, {})
+        assert feeds.index("m", 2).match(ours(range(6))) == {member("w0", 0, 2): 1, member("w0", 1, 2): 3}
+        feeds.forget("w0")
+        assert feeds.index("m", 2).workers() == {}
+
+
+# --- agents' ledgers -------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def beside(engine, **more):
+    """(feeds, trust, agent) of a router that follows the agent beside this engine."""
+    async with following(engine, follow=False) as (feeds, trust), contextlib.AsyncExitStack() as stack:
+        agent = KvAgent(engine, **more)
+        agent.port = free_port()
+        agent.stop = contextlib.AsyncExitStack()
+        agent.url = await agent.stop.enter_async_context(agent.running(port=agent.port))
+        stack.push_async_callback(agent.stop.aclose)
+        feeds.follow(source(engine, agent_url=agent.url, ledger=1))
+        await until(lambda: trust.state("w0") == "exact")
+        stack.push_async_callback(feeds.close)
+        yield feeds, trust, agent
+
+
+async def filled(engine, agent, *events):
+    """Have the agent's ledger know these events."""
+    before = agent.ledgers.seq
+    await engine.publish(*events, lost=True)  # found by asking, so that nothing depends on when a subscription begins
+    agent.ledgers._hub._watching.cancel()
+    for follower in agent.ledgers._followers:
+        follower.heard_at = -1e9
+        follower.poll_tail(0.0)
+    await until(lambda: agent.ledgers.seq > before)
+
+
+async def test_a_router_that_starts_late_knows_everything_though_the_engine_has_forgotten_it():
+    engine = KvEngine()
+    async with beside(engine) as (feeds, trust, agent):
+        await filled(engine, agent, *chain(4), stored([77], [], block_size=0, medium="CPU"))
+        engine.kept_from = len(engine.batches)
+        late = Feeds(Metrics(), 60.0, Trust(), session=feeds.session)
+        try:
+            late.follow(source(engine, agent_url=agent.url, ledger=1))
+            await until(lambda: depth(late, range(8)) == 4)
+            assert late.trust.state("w0") == "exact"
+            assert not late.may_repeat("w0")
+            late.keep()
+            assert value(late.metrics.kv_feeds, "ledger") == 1
+        finally:
+            await late.close()
+        assert trust.state("w0") == "exact"
+
+
+async def test_changes_follow_the_snapshot():
+    engine = KvEngine()
+    async with beside(engine) as (feeds, _trust, agent):
+        await filled(engine, agent, *chain(3))
+        await until(lambda: depth(feeds, range(6)) == 3)
+        await filled(engine, agent, stored([1], [], block_size=0, medium="CPU"), removed(1))
+        await until(lambda: depth(feeds, range(6)) == 0)
+        assert feeds.match("m", 2, ours(range(2))).lower == {"w0": (1, 0)}
+        await filled(engine, agent, CLEARED, stored([9], [50, 51]))
+        await until(lambda: depth(feeds, [50, 51]) == 1)
+        assert len(feeds.index("m", 2).workers()) == 1
+        assert feeds.index("m", 2).workers()["w0"] == 1
+        feeds.keep()
+        assert value(feeds.metrics.kv_changed_blocks, "w0", "added") == 5
+        assert value(feeds.metrics.kv_snapshots, "w0") == 1
+
+
+async def test_an_agent_that_restarts_is_followed_again_and_meanwhile_what_is_known_stays():
+    engine = KvEngine()
+    async with beside(engine) as (feeds, trust, agent):
+        await filled(engine, agent, *chain(3))
+        await until(lambda: depth(feeds, range(6)) == 3)
+        first = agent.ledgers.epoch
+        await agent.stop.aclose()
+        assert depth(feeds, range(6)) == 3
+        async with agent.running(port=agent.port):
+            assert agent.ledgers.epoch != first
+            await until(lambda: value(feeds.metrics.kv_snapshots, "w0") == 2)
+            assert depth(feeds, range(6)) == 3
+            await filled(engine, agent, *chain(5, 3))
+            await until(lambda: depth(feeds, range(10)) == 5)
+            assert trust.state("w0") == "exact"
+            # Another boot of the engine, as the next metadata says it.
+            feeds.follow(source(engine, agent_url=agent.url, ledger=1, boot="later"))
+            assert depth(feeds, range(10)) == 0
+            await until(lambda: depth(feeds, range(10)) == 5)
+            await feeds.close()
+
+
+async def test_an_agent_that_stays_away_is_replaced_by_the_engine_itself_and_taken_back():
+    engine = KvEngine()
+    async with beside(engine) as (feeds, trust, agent):
+        feeds.fall_back_after_s = 0.2
+        await filled(engine, agent, *chain(2))
+        await until(lambda: depth(feeds, range(4)) == 2)
+        await agent.stop.aclose()
+        await engine.publish(*chain(4, 2), lost=True)
+        await until(lambda: depth(feeds, range(8)) == 4)
+        feeds.keep()
+        assert value(feeds.metrics.kv_feeds, "engine") == 1
+        assert trust.state("w0") == "degraded"
+        assert feeds.may_repeat("w0")
+        async with agent.running(port=agent.port):
+            await until(lambda: trust.state("w0") == "exact")
+            feeds.keep()
+            assert value(feeds.metrics.kv_feeds, "ledger") == 1
+            assert depth(feeds, range(8)) == 4
+            await feeds.close()
+
+
+async def test_a_loss_that_the_agent_tells_of_degrades_and_repetitions_may_be_asked_for():
+    engine = KvEngine()
+    async with beside(engine) as (feeds, trust, agent):
+        await filled(engine, agent, *chain(1))
+        await engine.publish(*chain(2, 1), lost=True)
+        engine.kept_from = len(engine.batches)
+        await filled(engine, agent, stored([9], [50, 51]))
+        await until(lambda: depth(feeds, [50, 51]) == 1)
+        await until(lambda: trust.state("w0") == "degraded")
+        assert depth(feeds, range(4)) == 1
+        assert feeds.may_repeat("w0")
+        await filled(engine, agent, *chain(2))
+        await until(lambda: depth(feeds, range(4)) == 2)
+
+
+async def test_a_router_that_was_too_slow_takes_a_snapshot_again():
+    engine = KvEngine()
+    async with beside(engine, ring_bytes=1) as (feeds, trust, agent):
+        await filled(engine, agent, *chain(1))
+        await until(lambda: depth(feeds, range(2)) == 1)
+        feed = feeds._running["w0"]
+        feed._seq -= 1  # as if the last frame had not come: the next one is not the one after
+        await filled(engine, agent, *chain(2, 1))
+        await until(lambda: depth(feeds, range(4)) == 2)
+        assert value(feeds.metrics.kv_snapshots, "w0") == 2
+        assert trust.state("w0") == "exact"
+
+
+async def test_a_whole_ledger_that_answers_contradict_is_taken_again():
+    engine = KvEngine()
+    async with beside(engine) as (feeds, trust, agent):
+        await filled(engine, agent, *chain(2))
+        await until(lambda: depth(feeds, range(4)) == 2)
+        feeds.index("m", 2).drop("w0", ours(range(4)))
+        trust.lost("w0")
+        feeds._running["w0"]._taken_at = -100.0
+        feeds.keep()
+        await until(lambda: trust.state("w0") == "exact")
+        assert depth(feeds, range(4)) == 2
+
+
+async def test_a_ledger_of_another_base_model_or_hashing_is_not_believed():
+    engine = KvEngine()
+    engine.batches.append(msgspec.msgpack.encode([0.0, chain(2), None]))
+    async with following(engine, follow=False) as (feeds, _trust), KvAgent(engine).running() as url:
+        feeds.fall_back_after_s = 0.0
+        feeds.follow(Source("w0", "other", 2, (engine.events,), (engine.replay,), "kv@boot", agent_url=url, ledger=1))
+        root = root_hash("other")
+        index = feeds.index("other", 2)
+        await until(lambda: index.match(block_hashes(range(4), block_size=2, root=root)) == {"w0": 2})
+        assert depth(feeds, range(4)) == 0
+
+
+async def test_a_snapshot_of_16000_blocks_is_in_the_index_in_well_under_a_second():
+    engine = KvEngine()
+    async with beside(engine) as (feeds, _trust, agent):
+        events = [stored([p << 20 | i for i in range(200)], [p, *range(399)]) for p in range(80)]
+        await filled(engine, agent, *events)
+        late = Feeds(Metrics(), 60.0, Trust(), session=feeds.session)
+        try:
+            began = time.perf_counter()
+            late.follow(source(engine, agent_url=agent.url, ledger=1))
+            await until(lambda: late.index("m", 2).workers().get("w0") == 16_000)
+            assert time.perf_counter() - began < 1
+        finally:
+            await late.close()
+
+
+# --- what the metadata says ------------------------------------------------------------------------------------------
+
+
+def metadata(transport, *, boot="boot", loaded=()):
+    shape = RuntimeConfig(block_size=2, total_kv_blocks=9, max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
+    return Metadata(
+        instance_id="w0",
+        model=ModelCard(name="m", base_model="m", runtime_config=shape),
+        transport=transport,
+        lora=LoraInfo(loaded_loras=tuple(loaded)),
+        agent_boot_id="a",
+        engine_boot_id=boot,
+    )
+
+
+async def test_an_engine_that_publishes_nothing_is_an_estimate_once_a_boot():
+    feeds = Feeds(Metrics(), 60.0)
+    feeds.hear("w0", "m", 2, metadata(Transport(engine_url="")))
+    assert feeds.trust.state("w0") == "estimate"
+    feeds.index("m", 2).add("w0", ours([1, 2]))
+    feeds.hear("w0", "m", 2, metadata(Transport(engine_url="")))
+    assert depth(feeds, [1, 2]) == 1
+    feeds.hear("w0", "m", 2, metadata(Transport(engine_url=""), boot="another"))
+    assert depth(feeds, [1, 2]) == 0
+    feeds.keep()
+    assert value(feeds.metrics.kv_feeds, "estimate") == 1
+
+
+async def test_a_worker_that_is_still_starting_is_not_followed():
+    feeds = Feeds(Metrics(), 60.0)
+    transport = Transport(engine_url="", kv_events=("ipc://@nobody",), kv_replay=("ipc://@nobody",))
+    feeds.hear("w0", "m", 0, metadata(transport))
+    feeds.hear("w0", "m", 2, metadata(transport, boot=""))
+    assert feeds._running == {}
+
+
+@pytest.mark.parametrize(("dialect", "left"), [("sglang", 0), ("vllm", 1)])
+async def test_an_adapter_that_was_loaded_afresh_has_no_blocks_where_loads_start_afresh(dialect, left):
+    engine = KvEngine()
+    event = stored([1], [1, 2], lora_name="sql@1")
+    engine.batches.append(msgspec.msgpack.encode([0.0, [event], None]))
+    async with following(engine, follow=False) as (feeds, _trust):
+        transport = Transport(
+            engine_url="", dialect=dialect, kv_events=(engine.events,), kv_replay=(engine.replay,), kv_topic="kv@boot"
+        )
+
+        def hear(loaded_at):
+            lora = LoadedLora(
+                lora_id="sql", digest="", engine_name="sql@1", state="ready", location="device", loaded_at=loaded_at
+            )
+            feeds.hear("w0", "m", 2, metadata(transport, loaded=[lora]))
+
+        hear("1")
+        await until(lambda: len(feeds.index("m", 2).match(ours([1, 2], name="sql@1"))) == 1)
+        hear("1")
+        assert len(feeds.index("m", 2).match(ours([1, 2], name="sql@1"))) == 1
+        hear("2")
+        assert len(feeds.index("m", 2).match(ours([1, 2], name="sql@1"))) == left
