@@ -1,0 +1,236 @@
+"""An agent's ledger of its engine's blocks, as routers read it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+
+import httpx
+import msgspec
+import pytest
+
+from lorafleet.kv.blocks import block_hashes, root_hash
+from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
+from tests.workers.running import code, post, until
+from workers.wire import KvFrame, KvSnapshot, Metadata, unpack_hashes
+
+SNAPSHOT = msgspec.msgpack.Decoder(KvSnapshot)
+
+
+@contextlib.asynccontextmanager
+async def serving_ledger(*engines, **more):
+    """(client of the agent, agent)"""
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine.running())
+        agent = KvAgent(*engines, **more)
+        url = await stack.enter_async_context(agent.running())
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
+        await until(lambda: agent.ledgers.is_open)
+        yield client, agent
+
+
+async def snapshot(client) -> KvSnapshot:
+    answer = await client.get("/v1/kv/snapshot")
+    assert answer.status_code == 200, answer.text
+    return SNAPSHOT.decode(answer.content)
+
+
+def device(taken, rank=0):
+    return set(unpack_hashes(taken.ranks[rank].device))
+
+
+async def frames(client, epoch, since):
+    """The stream's frames, one by one."""
+    waiting = b""
+    async with client.stream("GET", "/v1/kv/stream", params={"epoch": epoch, "since": since}) as answer:
+        assert answer.status_code == 200
+        async for data in answer.aiter_raw():
+            waiting += data
+            while len(waiting) >= 4 and len(waiting) >= 4 + int.from_bytes(waiting[:4], "big"):
+                size = int.from_bytes(waiting[:4], "big")
+                yield msgspec.msgpack.decode(waiting[4 : 4 + size], type=KvFrame)
+                waiting = waiting[4 + size :]
+
+
+async def test_a_snapshot_and_what_follows_it_are_all_that_the_engine_has():
+    engine = KvEngine()
+    for event in chain(3):
+        engine.batches.append(msgspec.msgpack.encode([0.0, [event], None]))
+    async with serving_ledger(engine) as (client, _agent):
+        taken = await snapshot(client)
+        assert (taken.base_model, taken.block_size, taken.hashing, taken.is_whole) == ("m", 2, 1, True)
+        assert taken.epoch.startswith("boot.")
+        assert device(taken) == set(ours(range(6)))
+        known = device(taken)
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
+            first = await anext(told)
+            assert (first.seq, first.changes) == (taken.seq, ())  # a sign of life at once
+            await engine.publish(*chain(5, 3), removed(1), ts=time.time())
+            while known != set(ours(range(10))[1:]):
+                frame = await anext(told)
+                for change in frame.changes:
+                    known -= set(unpack_hashes(change.dropped))
+                    known |= set(unpack_hashes(change.added))
+            assert time.time() - frame.at < 5
+            await engine.publish(CLEARED, stored([9], [50, 51]))
+            frame = await anext(told)
+            assert frame.cleared == (0,)
+            assert [unpack_hashes(change.added) for change in frame.changes] == [ours([50, 51])]
+        assert device(await snapshot(client)) == set(ours([50, 51]))
+
+
+async def test_what_comes_and_goes_within_one_frame_is_not_told():
+    engine = KvEngine()
+    async with serving_ledger(engine) as (client, _agent):
+        taken = await snapshot(client)
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
+            await anext(told)
+            await engine.publish(stored([1], [1, 2]), stored([2], [3, 4]), removed(1))
+            frame = await anext(told)
+            while not frame.changes:
+                frame = await anext(told)
+            assert [unpack_hashes(c.added) + unpack_hashes(c.dropped) for c in frame.changes] == [ours([3, 4])]
+
+
+async def test_signs_of_life_come_while_nothing_changes():
+    async with serving_ledger(KvEngine()) as (client, _agent):
+        taken = await snapshot(client)
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
+            assert [(await anext(told)).seq for _ in range(2)] == [taken.seq] * 2
+
+
+@pytest.mark.parametrize(("epoch", "since"), [("another", 0), (None, 99), (None, 0)])
+async def test_a_place_that_is_not_kept_any_more_is_gone(epoch, since):
+    engine = KvEngine()
+    async with serving_ledger(engine, ring_bytes=1) as (client, agent):
+        for number in range(3):
+            await engine.publish(stored([number], [number, 0]))
+            await until(lambda number=number: agent.ledgers.seq > number)
+        answer = await client.get("/v1/kv/stream", params={"epoch": epoch or agent.ledgers.epoch, "since": since})
+        assert (answer.status_code, code(answer)) == (410, "events_gone")
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off_and_nothing_is_kept_for_it():
+    engine = KvEngine()
+    async with serving_ledger(engine, ring_bytes=200_000) as (client, agent):
+        taken = await snapshot(client)
+        params = {"epoch": taken.epoch, "since": taken.seq}
+        async with client.stream("GET", "/v1/kv/stream", params=params) as answer:
+            received = answer.aiter_raw()
+            size = len(await anext(received))
+            for number in range(60):
+                # 20,000 blocks of a prompt of its own: 160 kB a frame, 10 MB in all; no socket buffers as much.
+                names = [number * 20_000 + i for i in range(20_000)]
+                seq = agent.ledgers.seq
+                await engine.publish(stored(names, [number] * 40_000))
+                await until(lambda seq=seq: agent.ledgers.seq > seq)
+                assert sum(map(len, agent.ledgers._ring)) <= 200_000
+            async for data in received:
+                size += len(data)
+            assert agent.metrics.kv_readers_dropped._value.get() == 1
+        assert size < 60 * 160_000
+        assert device(await snapshot(client)) == set(agent.ledgers.ranks[0].ledger.blocks("device"))
+
+
+async def test_a_loss_is_told_and_stays_told():
+    engine = KvEngine()
+    async with serving_ledger(engine) as (client, agent):
+        while not agent.ledgers.seq:
+            await engine.publish(stored([1], [1, 2]))
+            await asyncio.sleep(0.05)
+        taken = await snapshot(client)
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
+            await anext(told)
+            for _ in range(3):
+                await engine.publish(stored([2], [3, 4]), lost=True)
+            engine.kept_from = len(engine.batches)
+            await engine.publish(stored([3], [5, 6]))
+            frame = await anext(told)
+            while frame.is_whole:
+                frame = await anext(told)
+        later = await snapshot(client)
+        assert not later.is_whole
+        assert device(later) == {*ours([1, 2]), *ours([5, 6])}
+
+
+async def test_ranks_and_tiers_are_told_apart():
+    engines = KvEngine("kv"), KvEngine("kv")
+    batch = [stored([1], [1, 2]), stored([1], [], block_size=0, medium="CPU"), removed(1)]
+    engines[1].batches.append(msgspec.msgpack.encode([0.0, batch, 1]))
+    async with serving_ledger(*engines) as (client, _agent):
+        taken = await snapshot(client)
+        assert [rank.rank for rank in taken.ranks] == [0, 1]
+        assert [(rank.device, unpack_hashes(rank.host)) for rank in taken.ranks] == [(b"", []), (b"", ours([1, 2]))]
+
+
+async def test_a_snapshot_of_16000_blocks_is_there_in_well_under_a_second():
+    engine = KvEngine()
+    for start in range(0, 16_000, 100):
+        events = [stored([i], [i, i + 1]) for i in range(start, start + 100)]
+        engine.batches.append(msgspec.msgpack.encode([0.0, events, None]))
+    async with serving_ledger(engine) as (client, _agent):
+        began = time.perf_counter()
+        taken = await snapshot(client)
+        assert len(device(taken)) == 16_000
+        assert time.perf_counter() - began < 1
+
+
+# --- a real agent around a real (sim) engine -------------------------------------------------------------------------
+
+
+async def complete(told: Metadata, prompt: list[int], model="tiny-qwen"):
+    async with httpx.AsyncClient(timeout=30) as client:
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        answer = await client.post(f"{told.transport.engine_url}/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+
+
+async def told_by(client) -> Metadata:
+    return Metadata.model_validate((await client.get("/metadata")).json())
+
+
+async def has(client, expected, *, within_s=10.0):
+    async with asyncio.timeout(within_s):
+        while not expected <= device(await snapshot(client)):
+            await asyncio.sleep(0.02)
+
+
+async def test_an_agent_tells_the_blocks_of_prompts_and_adapters_and_a_new_epoch_after_a_restart(worker):
+    async with worker.running() as client:
+        told = await told_by(client)
+        assert told.transport.kv_ledger == 1
+        block_size = told.model.runtime_config.block_size
+        prompt = list(range(100, 100 + 4 * block_size))
+        loaded = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()["engine_name"]
+        expected = set()
+        for name in ("", loaded):
+            await complete(told, prompt, name or "tiny-qwen")
+            root = root_hash(told.model.base_model, name)
+            expected |= set(block_hashes(prompt, block_size=block_size, root=root))
+        await has(client, expected)
+        before = await snapshot(client)
+        assert before.epoch.startswith(told.engine_boot_id)
+        page = (await client.get("/metrics")).text
+        assert 'lorafleet_workers_kv_events_total{type="BlockStored"}' in page
+        assert "lorafleet_workers_kv_rejected_total{" not in page
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        await until(lambda: not (worker.state_dir / "engine.pid").exists())
+        await worker.ready(client)
+        after = await snapshot(client)
+        assert after.epoch.split(".")[0] not in {before.epoch.split(".")[0], ""}
+        assert device(after).isdisjoint(expected)
+        gone = await client.get("/v1/kv/stream", params={"epoch": before.epoch, "since": before.seq})
+        assert (gone.status_code, code(gone)) == (410, "events_gone")
+
+
+async def test_an_open_stream_does_not_hold_a_stopping_agent_up(worker):
+    async with worker.running() as client:
+        taken = await snapshot(client)
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
+            await anext(told)
+            began = time.monotonic()
+            worker.process.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(worker.process.wait(), 20)
+            assert time.monotonic() - began < 10
