@@ -21,9 +21,9 @@ NEVER = float("inf")
 class Hardware:
     """An engine's limits and speeds. Seconds unless named otherwise; 0 means for free.
 
-    By arithmetic for an 8B model (32 layers, width 4096, 128 KB of KV a token) on one 80 GB H100: 16 GFLOP a prompt token
-    at 500 TFLOP/s, attention's 4 x 4096 x 32 FLOP for each token of context beside it, and in a decode step 16 GB of
-    weights and the batch's KV read at 3 TB/s, with 3 ms of overhead.
+    By arithmetic for an 8B model (32 layers, width 4096, 128 KB of KV a token) on one 80 GB H100: 16 GFLOP a prompt
+    token at 500 TFLOP/s, attention's 4 x 4096 x 32 FLOP for each token of context beside it at the same, and in a
+    decode step 16 GB of weights and the batch's KV read at 3 TB/s, with 3 ms of overhead.
     """
 
     blocks: int = 750
@@ -150,7 +150,7 @@ class Waiting:
 
 @dataclass(slots=True)
 class Counters:
-    """What the engine's metrics say since its start. `ended_*` are sums over requests that have ended, as vLLM's are."""
+    """What the engine's metrics say since its start; `ended_*` are sums over requests that have ended."""
 
     computed_tokens: int = 0
     """Prompt tokens that were not cached, counted when their prefill ends."""
@@ -204,9 +204,13 @@ class Engine:
         self._slots: dict[int | None, int] = {}
 
     def add(self, job: Job, now: float) -> None:
-        """Queue `job`; ValueError when it can never fit. A stretch of decode steps under way is cut after the step that `now` falls into."""
-        if job.prompt_tokens + job.output_tokens > self.hardware.blocks * self.hardware.block_size:
-            raise ValueError(f"{job.prompt_tokens} + {job.output_tokens} tokens never fit into {self.hardware.blocks} blocks")
+        """Queue `job`; a stretch of decode steps under way is cut after the step that `now` falls into.
+
+        raises  ValueError when it can never fit
+        """
+        size = self.hardware.blocks * self.hardware.block_size
+        if job.tokens + job.output_tokens > size:
+            raise ValueError(f"{job.prompt_tokens} + {job.output_tokens} tokens never fit into a cache of {size}")
         self.waiting.append(job)
         if self.due == NEVER:
             self._begin(now)

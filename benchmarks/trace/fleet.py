@@ -58,13 +58,13 @@ class Router(Protocol):
     def offer(self, request: Request, now: float) -> None:
         """A request has come: `send` it now or later, or shed it."""
 
-    def first_token(self, request: Request, now: float) -> None:
+    def first_token(self, request: Request) -> None:
         """A request of its own has its first token."""
 
-    def ended(self, request: Request, now: float) -> None:
+    def ended(self, request: Request) -> None:
         """A request of its own has ended, or its client has left."""
 
-    def read(self, reading: Reading, now: float) -> None:
+    def read(self, reading: Reading) -> None:
         """A report has come."""
 
     def cached(self, worker: int, changes: Changes) -> None:
@@ -205,11 +205,11 @@ class Fleet:
                 request.first_token = now
                 request.cached_tokens = job.cached_tokens
                 request.load_s = job.load_s
-                router.first_token(request, now)
+                router.first_token(request)
             if job.is_over:
                 request.last_token = now
                 del self._flying[request], self._jobs[job.number]
-                router.ended(request, now)
+                router.ended(request)
 
     def _leave(self, request: Request) -> None:
         """The client's patience is over, or was never tried."""
@@ -221,13 +221,13 @@ class Fleet:
             engine.abort(job, self.now)
             self._due[request.worker] = engine.due
             del self._jobs[request.number]
-        self.routers[request.router].ended(request, self.now)
+        self.routers[request.router].ended(request)
 
     def _reports(self, worker: int) -> Callable[[float], None]:
         def report(now: float) -> None:
             reading = self.agents[worker].reading(worker, self.engines[worker], now)
             for router in self.routers:
-                router.read(reading, now)
+                router.read(reading)
             self.at(now + self.setting.report_s, report)
 
         return report

@@ -103,9 +103,8 @@ def _is_good(request: Request) -> bool:
         return False
     ttft_s = request.first_token - request.arrived
     rest_s = request.last_token - request.first_token
-    return (
-        ttft_s <= TTFT_BASE_S + TTFT_TOKEN_S * request.prompt_tokens
-        and rest_s <= INTER_TOKEN_S * (request.output_tokens - 1)
+    return ttft_s <= TTFT_BASE_S + TTFT_TOKEN_S * request.prompt_tokens and rest_s <= INTER_TOKEN_S * (
+        request.output_tokens - 1
     )
 
 

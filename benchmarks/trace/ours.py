@@ -20,9 +20,10 @@ from router.core.policies import POLICIES
 MODEL = "base"
 # What just has been sent counts as stored until its first token, and for as long after that.
 HOLD_S = 2.0
-# How often those who wait are looked at, few or many of them, and for how long they may wait. The router looks every
-# 20 ms and whenever something has ended; with a long queue that is most of this benchmark's time and changes little.
-FEW, POLL_FEW_S, POLL_MANY_S = 8, 0.02, 0.2
+# How often those who wait are looked at, the longer the queue the less often, and for how long they may wait. The
+# router looks every 20 ms and whenever something has ended; with a long queue that would be most of this benchmark's
+# time, and change nothing while the engines have a second of work each.
+LOOK_S, FEW, LOOK_MOST_S = 0.02, 8, 0.5
 MOST_WAIT_S = 60.0
 
 _NAMES = [f"adapter-{n}" for n in range(ADAPTERS)]
@@ -62,7 +63,11 @@ class Ours:
             # The block that all requests have in common, and the one that tells conversations apart.
             first_blocks=(request.keys or [0])[min(1, len(request.keys) - 1)],
         )
-        ticket = Ticket(prompt=Prompt(ask, {BLOCK: request.keys}), adapter=ask.engine_name, payload=request)
+        ticket = Ticket(
+            prompt=Prompt(ask, {BLOCK: [BlockHash(key) for key in request.keys]}),
+            adapter=ask.engine_name,
+            payload=request,
+        )
         decision = self._mind.offer(ticket, now)
         if decision is not None:
             self._send(request, decision, now)
@@ -71,15 +76,17 @@ class Ours:
         self._fleet.at(now + MOST_WAIT_S, lambda _: self._give_up(request))
         self._poll_soon(now)
 
-    def first_token(self, request: Request, now: float) -> None:
+    def first_token(self, request: Request) -> None:
         """Its prefill is over."""
+        now = self._fleet.now
         flight, hold = self._flights[request]
         self._mind.load.first_token(flight, now)
         self._fleet.at(now + HOLD_S, lambda _: self._index.release(hold))
         self._ready(now)
 
-    def ended(self, request: Request, now: float) -> None:
+    def ended(self, request: Request) -> None:
         """It is over, or its client has left."""
+        now = self._fleet.now
         ticket = self._tickets.pop(request, None)
         if ticket is not None:
             self._mind.waiting.withdraw(ticket)
@@ -90,13 +97,13 @@ class Ours:
                 self._index.release(flying[1])
         self._ready(now)
 
-    def read(self, reading: Reading, now: float) -> None:
+    def read(self, reading: Reading) -> None:
         """A new report is a new roster."""
         replicas = list(self._roster.replicas)
         replicas[reading.worker] = self._replica(reading.worker, reading)
         self._roster = Roster(tuple(replicas))
         self._mind.load.reported(replicas[reading.worker])
-        self._ready(now)
+        self._ready(self._fleet.now)
 
     def cached(self, worker: int, changes: Changes) -> None:
         """Into the index, runs of one kind in one call."""
@@ -173,7 +180,7 @@ class Ours:
             self._fleet.at(now + self._pause_s(), self._poll)
 
     def _pause_s(self) -> float:
-        return POLL_FEW_S if len(self._tickets) <= FEW else POLL_MANY_S
+        return min(LOOK_MOST_S, LOOK_S * max(1.0, len(self._tickets) / FEW))
 
     def _poll(self, now: float) -> None:
         self._is_polling = False

@@ -28,14 +28,15 @@ class Rule:
         self.workers = workers
         self.blocks = blocks
         self.rng = rng
+        self.now = 0.0
         self.in_flight = [0] * workers
         self.readings: list[Reading | None] = [None] * workers
 
-    def choose(self, request: Request, now: float) -> int:
+    def choose(self, request: Request) -> int:
         """The worker for this request."""
         raise NotImplementedError
 
-    def sent(self, request: Request, worker: int, now: float) -> None:
+    def sent(self, request: Request, worker: int) -> None:
         """It has been sent there."""
 
     def first_token(self, request: Request) -> None:
@@ -62,21 +63,22 @@ class Peer:
 
     def offer(self, request: Request, now: float) -> None:
         """Send it at once."""
-        worker = self._rule.choose(request, now)
+        self._rule.now = now
+        worker = self._rule.choose(request)
         self._rule.in_flight[worker] += 1
         self._fleet.send(request, worker)
-        self._rule.sent(request, worker, now)
+        self._rule.sent(request, worker)
 
-    def first_token(self, request: Request, now: float) -> None:
+    def first_token(self, request: Request) -> None:
         """Its prefill is over."""
         self._rule.first_token(request)
 
-    def ended(self, request: Request, now: float) -> None:
+    def ended(self, request: Request) -> None:
         """It is over, or its client has left."""
         self._rule.in_flight[request.worker] -= 1
         self._rule.ended(request)
 
-    def read(self, reading: Reading, now: float) -> None:
+    def read(self, reading: Reading) -> None:
         """The newest report."""
         self._rule.readings[reading.worker] = reading
 
@@ -86,7 +88,7 @@ class Peer:
             self._rule.cached(worker, changes)
 
 
-# --- vLLM production-stack, helm 0.1.12 (a6c01db), src/vllm_router/routers/routing_logic.py ------------------------------
+# --- vLLM production-stack, helm 0.1.12 (a6c01db), src/vllm_router/routers/routing_logic.py
 
 
 class StackRoundRobin(Rule):
@@ -94,7 +96,7 @@ class StackRoundRobin(Rule):
 
     _turn = -1
 
-    def choose(self, request: Request, now: float) -> int:
+    def choose(self, request: Request) -> int:  # noqa: ARG002 - any request
         """The next."""
         self._turn += 1
         return self._turn % self.workers
@@ -107,12 +109,14 @@ class StackSession(Rule):
 
     def __init__(self, workers: int, blocks: int, rng: Random) -> None:
         super().__init__(workers, blocks, rng)
-        ring = [(xxh3_64_intdigest(f"w{n}-{point}"), n) for n in range(workers) for point in range(self.points)]
+        ring = [
+            (xxh3_64_intdigest(f"w{n}-{point}".encode()), n) for n in range(workers) for point in range(self.points)
+        ]
         self._ring = sorted(ring)
 
-    def choose(self, request: Request, now: float) -> int:
+    def choose(self, request: Request) -> int:
         """Where the session's hash falls."""
-        place = bisect_right(self._ring, (xxh3_64_intdigest(str(request.session)), -1))
+        place = bisect_right(self._ring, (xxh3_64_intdigest(str(request.session).encode()), -1))
         return self._ring[place % len(self._ring)][1]
 
 
@@ -125,7 +129,7 @@ class StackPrefixAware(Rule):
         super().__init__(workers, blocks, rng)
         self._seen: dict[int, set[int]] = {}
 
-    def choose(self, request: Request, now: float) -> int:
+    def choose(self, request: Request) -> int:
         """One of the deepest matches."""
         matched = set(range(self.workers))
         for block in request.ids:
@@ -135,7 +139,7 @@ class StackPrefixAware(Rule):
             matched = deeper
         return self.rng.choice(sorted(matched))
 
-    def sent(self, request: Request, worker: int, now: float) -> None:
+    def sent(self, request: Request, worker: int) -> None:
         """Into the trie."""
         for block in request.ids:
             self._seen.setdefault(block, set()).add(worker)
@@ -153,7 +157,7 @@ class StackKvAware(StackSession):
         super().__init__(workers, blocks, rng)
         self._holders: dict[int, dict[int, None]] = {}
 
-    def choose(self, request: Request, now: float) -> int:
+    def choose(self, request: Request) -> int:
         """The first holder, or the session's."""
         matched: dict[int, int] = {}
         for depth, key in enumerate(request.keys, start=1):
@@ -165,7 +169,7 @@ class StackKvAware(StackSession):
             first, tokens = next(iter(matched.items()))
             if tokens >= request.prompt_tokens - self.threshold_tokens:
                 return first
-        return super().choose(request, now)
+        return super().choose(request)
 
     def cached(self, worker: int, changes: Changes) -> None:
         """Into the controller's pool."""
@@ -178,7 +182,7 @@ class StackKvAware(StackSession):
                     del self._holders[key]
 
 
-# --- vllm-project/router (16917f4; a fork of SGLang's router), src/policies/cache_aware.rs, tree.rs, defaults of main.rs --
+# --- vllm-project/router (16917f4, a fork of SGLang's), src/policies/cache_aware.rs, src/tree.rs, src/main.rs
 
 
 class CacheAware(Rule):
@@ -194,7 +198,7 @@ class CacheAware(Rule):
         super().__init__(workers, blocks, rng)
         self._last: dict[int, int] = {}
 
-    def choose(self, request: Request, now: float) -> int:
+    def choose(self, request: Request) -> int:
         """Balance first, then match."""
         most, least = max(self.in_flight), min(self.in_flight)
         if most - least > self.apart and most > least * self.apart_ratio:
@@ -209,13 +213,13 @@ class CacheAware(Rule):
             return worker
         return self.least_busy()
 
-    def sent(self, request: Request, worker: int, now: float) -> None:
+    def sent(self, request: Request, worker: int) -> None:
         """Into the tree, which at its default size (2^26 characters a worker) forgets nothing of this trace."""
         for block in request.ids:
             self._last[block] = worker
 
 
-# --- llm-d inference scheduler (520af47, 0.8), pkg/epp: scorers, their weights by config/charts/epplib -------------------
+# --- llm-d inference scheduler (520af47, 0.8), pkg/epp: scorers, their weights by config/charts/epplib
 
 
 class LlmD(Rule):
@@ -232,7 +236,7 @@ class LlmD(Rule):
         super().__init__(workers, blocks, rng)
         self._sent: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(workers)]
 
-    def choose(self, request: Request, now: float) -> int:
+    def choose(self, request: Request) -> int:
         """The highest sum."""
         queues = [reading.waiting if reading else 0 for reading in self.readings]
         least, most = min(queues), max(queues)
@@ -258,7 +262,7 @@ class LlmD(Rule):
             found[n] = depth
         return found
 
-    def sent(self, request: Request, worker: int, now: float) -> None:
+    def sent(self, request: Request, worker: int) -> None:
         """Into the worker's LRU."""
         held = self._sent[worker]
         for key in request.keys:
@@ -303,7 +307,7 @@ class LlmDPrecise(Exact, LlmD):
     queue, kv, prefix, lora = 1.0, 1.0, 2.0, 0.0
 
 
-# --- Dynamo (07a6c9c), lib/kv-router/src/scheduling/selector/default.rs --------------------------------------------------
+# --- Dynamo (07a6c9c), lib/kv-router/src/scheduling/selector/default.rs
 
 
 class Dynamo(Exact):
@@ -317,7 +321,7 @@ class Dynamo(Exact):
         self._mine: dict[Request, int] = {}
         self._in_use: list[dict[int, int]] = [{} for _ in range(workers)]
 
-    def choose(self, request: Request, now: float) -> int:
+    def choose(self, request: Request) -> int:
         """The least cost."""
         depths = self.depths(request)
         costs = []
@@ -331,7 +335,7 @@ class Dynamo(Exact):
         self._mine[request] = max(0, request.prompt_tokens - depths.get(worker, 0) * BLOCK)
         return worker
 
-    def sent(self, request: Request, worker: int, now: float) -> None:
+    def sent(self, request: Request, worker: int) -> None:
         """Into the account."""
         self._prefill_tokens[worker] += self._mine[request]
         in_use = self._in_use[worker]
@@ -353,7 +357,7 @@ class Dynamo(Exact):
                 in_use[key] -= 1
 
 
-# --- AIBrix (e3e10f9, 0.7), pkg/plugins/gateway/algorithms/prefix_cache.go -----------------------------------------------
+# --- AIBrix 0.7 (e3e10f9): pkg/plugins/gateway/algorithms/prefix_cache.go and its table in pkg/utils/prefixcacheindexer
 
 
 class AiBrix(Rule):
@@ -370,36 +374,37 @@ class AiBrix(Rule):
         super().__init__(workers, blocks, rng)
         self._sent = OrderedDict[int, tuple[float, dict[int, None]]]()
 
-    def choose(self, request: Request, now: float) -> int:
+    def choose(self, request: Request) -> int:
         """Balance, match, guard."""
         counts = self.in_flight
         open_to = set(range(self.workers))
         if max(counts) - min(counts) > self.apart:
             open_to = {n for n in open_to if counts[n] == min(counts)}
-        depths = self._depths(request, open_to, now)
+        depths = self._depths(request, open_to)
         limit = mean(counts) + pstdev(counts)
         order = list(depths)
         self.rng.shuffle(order)
         order.sort(key=lambda n: (-depths[n], counts[n]))
-        return next((n for n in order if counts[n] <= limit), None) or self.least_busy() if order else self.least_busy()
+        within = [n for n in order if counts[n] <= limit]
+        return within[0] if within else self.least_busy()
 
-    def _depths(self, request: Request, open_to: set[int], now: float) -> dict[int, int]:
+    def _depths(self, request: Request, open_to: set[int]) -> dict[int, int]:
         depths: dict[int, int] = {}
         matched = open_to
         for depth, key in enumerate(request.keys, start=1):
             at, holders = self._sent.get(key, (0.0, {}))
             matched = matched & holders.keys()
-            if not matched or now - at > self.kept_s:
+            if not matched or self.now - at > self.kept_s:
                 break
             depths |= dict.fromkeys(matched, depth)
         return depths
 
-    def sent(self, request: Request, worker: int, now: float) -> None:
+    def sent(self, request: Request, worker: int) -> None:
         """Into the table."""
         for key in request.keys:
             _, holders = self._sent.pop(key, (0.0, {}))
             holders[worker] = None
-            self._sent[key] = now, holders
+            self._sent[key] = self.now, holders
         while len(self._sent) > self.kept_blocks:
             self._sent.popitem(last=False)
 

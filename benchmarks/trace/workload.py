@@ -65,7 +65,9 @@ def read(file: Path) -> list[Line]:
         except (ValueError, KeyError, TypeError) as exc:
             raise ValueError(f"{file}, line {number}: {exc!r}; expected {WHERE_FROM}") from exc
         if len(ids) != -(-line.prompt_tokens // BLOCK):
-            raise ValueError(f"{file}, line {number}: {len(ids)} ids for {line.prompt_tokens} tokens in blocks of {BLOCK}")
+            raise ValueError(
+                f"{file}, line {number}: {len(ids)} ids for {line.prompt_tokens} tokens in blocks of {BLOCK}"
+            )
         lines.append(line)
     return lines
 

@@ -1,0 +1,165 @@
+"""The table: one row a policy and case, figures as means over seeds with their spread."""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isinf
+from pathlib import Path
+from statistics import mean, median
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import Row
+from benchmarks.trace.ideals import Ideals
+from benchmarks.trace.measure import Case, Figures
+
+OURS = "kv_lora"
+REACH_HIT_SHARE, REACH_BEST = 0.95, 1.02
+# Above this share of requests that were shed or failed, under the best policy, a load is beyond saturation.
+SATURATED = 0.01
+REQUESTS_NEEDED = "mean TTFT"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One policy in one case, over all seeds. `of_lru`: its hit ratio as a share of the central LRU's."""
+
+    case: Case
+    policy: str
+    bound: Ideals
+    figures: tuple[Figures, ...]
+
+    @property
+    def of_lru(self) -> float:
+        """Mean over seeds."""
+        return mean(figures.hit_share for figures in self.figures) / self.bound.lru if self.bound.lru else 0.0
+
+    def mean(self, name: str) -> float:
+        """Mean over seeds."""
+        return float(mean(getattr(figures, name) for figures in self.figures))
+
+
+def by_case(case: Case, bound: Ideals, figures: Mapping[str, Sequence[Figures]]) -> list[Line]:
+    """The lines of one case, the best mean TTFT first."""
+    lines = [Line(case, policy, bound, tuple(found)) for policy, found in figures.items()]
+    return sorted(lines, key=lambda line: line.mean("ttft_mean_s"))
+
+
+def show(lines: Sequence[Line], good: str, what: str, into: Path | None) -> None:
+    """Print the table and, with `into`, write its rows in the benchmarks' common format."""
+    table = Table(title="trace")
+    columns = (
+        "policy",
+        "hits of LRU",
+        "TTFT mean",
+        "p50",
+        "p99",
+        "good",
+        "gap p99",
+        "shed+failed",
+        "loads",
+        "cold TTFT",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for case in dict.fromkeys(line.case for line in lines):
+        of_case = [line for line in lines if line.case == case]
+        bound = of_case[0].bound
+        table.add_section()
+        table.add_row(
+            f"[b]C={case.capacity} load={case.load:g} routers={case.routers} reports {case.report_s:g} s[/b]",
+            f"LRU {bound.lru:.3f}, MIN {bound.belady:.3f}",
+        )
+        for line in of_case:
+            table.add_row(line.policy, *_cells(line))
+    console = Console(width=None if Console().is_terminal else 170)
+    console.print(table)
+    console.print(f"{what}.")
+    console.print(
+        "Hits: cached share of prompt tokens, as a share of one LRU over all engines' blocks (no bound; MIN is).\n"
+        f"Good: {good}.\n"
+        "Mean over seeds, +- half the range. Shed and failed requests count as 120 s in means, inf in percentiles."
+    )
+    console.print(
+        f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}; simulated time"
+    )
+    if into is not None:
+        into.write_text(json.dumps(_rows(lines), indent=1))
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    means = [figures.ttft_mean_s for figures in line.figures]
+    return (
+        f"{line.of_lru:.3f}",
+        f"{mean(means):.3f} +- {(max(means) - min(means)) / 2:.3f}",
+        _seconds(median(figures.ttft_p50_s for figures in line.figures)),
+        f"{_seconds(median(f.ttft_p99_s for f in line.figures))} +- {_spread([f.ttft_p99_s for f in line.figures])}",
+        f"{line.mean('good_share'):.3f}",
+        f"{line.mean('inter_token_p99_s'):.3f}",
+        f"{line.mean('shed'):.0f}+{line.mean('failed'):.0f}",
+        f"{line.mean('loads'):.0f}",
+        f"{line.mean('cold_ttft_mean_s'):.2f}",
+    )
+
+
+def _rows(lines: Sequence[Line]) -> list[dict[str, object]]:
+    """What is held to a reach is ours alone; the best other policy is the baseline."""
+    rows = []
+    for line in lines:
+        case = line.case
+        of_case = [other for other in lines if other.case == case]
+        best = min(of_case, key=lambda other: other.mean("ttft_mean_s"))
+        requests_lost = best.mean("shed") + best.mean("failed")
+        is_ours = line.policy == OURS
+        where = f"C={case.capacity} load={case.load:g} routers={case.routers} reports={case.report_s:g}s {line.policy}"
+        others = [other for other in of_case if other is not line]
+        rival = min(others, key=lambda other: other.mean("ttft_mean_s")) if others else None
+        saturated = requests_lost > 0
+        reach_s = REACH_BEST * rival.mean("ttft_mean_s") if is_ours and rival and not saturated else None
+        rows.append(
+            Row(
+                f"{where}: mean TTFT",
+                line.mean("ttft_mean_s"),
+                "s",
+                reach_s,
+                rival.policy if rival else None,
+                rival.mean("ttft_mean_s") if rival else None,
+            )
+        )
+    found = [_plain(row, row.ok) for row in rows]
+    for line in lines:
+        case = line.case
+        where = f"C={case.capacity} load={case.load:g} routers={case.routers} reports={case.report_s:g}s {line.policy}"
+        reach = REACH_HIT_SHARE if line.policy == OURS else None
+        # More is better here, so `Row.ok` does not apply.
+        row = Row(
+            f"{where}: hits of central LRU", line.of_lru, "share", reach, "MIN", line.bound.belady / line.bound.lru
+        )
+        found.append(_plain(row, None if reach is None else line.of_lru >= reach))
+        for name, unit in _OTHER:
+            value = line.mean(name)
+            found.append(_plain(Row(f"{where}: {name}", -1.0 if isinf(value) else value, unit), None))
+    return found
+
+
+_OTHER = (
+    ("ttft_p99_s", "s"), ("good_share", "share"), ("inter_token_p99_s", "s"), ("shed", "requests"),
+    ("failed", "requests"), ("loads", "loads"), ("cold_ttft_mean_s", "s"),
+)  # fmt: skip
+
+
+def _plain(row: Row, ok: bool | None) -> dict[str, object]:
+    return {
+        "what": row.what, "value": row.value, "unit": row.unit, "reach": row.reach, "ok": ok,
+        "baseline": row.baseline, "baseline_value": row.baseline_value,
+    }  # fmt: skip
+
+
+def _seconds(value: float) -> str:
+    return "inf" if isinf(value) else f"{value:.2f}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return "inf" if any(map(isinf, values)) else f"{(max(values) - min(values)) / 2:.2f}"
