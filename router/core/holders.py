@@ -1,7 +1,7 @@
 """Block hash -> bit mask of its holders, where neighbours with the same holders share one entry of work.
 
 The simplest shape, one dict from block to mask, costs a cache miss a block once it is larger than the
-processor's caches: 22 us for 512 blocks among a thousand, 90 us among a million (6 and 9 us here). Blocks come
+processor's caches: 22 us for 512 blocks among a thousand, 90 us among a million (5 and 7 us here). Blocks come
 in chains, and chains are held, stored and dropped in long pieces, so pieces with one mask are kept as *runs*:
 a prompt's walk looks up one block a run and compares the rest, which lie side by side. Only what is known to be
 a chain becomes a run; blocks that came one by one (decoding) or mixed (an agent's changes) are plain entries
@@ -19,9 +19,10 @@ from lorafleet.kv.blocks import BlockHash
 
 Blocks = tuple[BlockHash, ...]
 
-# A shorter run costs more memory than it saves time; a longer one more time whenever it is cut. With at most
-# 64 blocks a match among a million blocks took 1.5 times what it took among a thousand, with 256 1.4 times.
-_SHORTEST, _LONGEST = 4, 256
+# A shorter run costs more memory than it saves time; a longer one more time whenever it is cut. A match of 512 blocks
+# among a million took 1.47 times what it took among a thousand with at most 256 in a run, 1.33 times with 512, and
+# 1.37 times with 1,024 (medians of three).
+_SHORTEST, _LONGEST = 4, 512
 # What CPython 3.11 allocates for an integer of 60 to 90 bits, and for a run besides its blocks.
 _HASH_BYTES, _RUN_BYTES = 48, 200
 
