@@ -17,11 +17,12 @@ from lorafleet.kv.subscribe import Hub
 from lorafleet.loops import forever
 from router.core.index import KvIndex, WorkerId
 from router.core.trust import Trust
-from router.kv_feed import Feed, Source
+from router.kv_feed import Feed, Source, member
 from router.metrics import Metrics
 from workers.wire import Metadata
 
 _KEEP_S = 1.0
+_NO_RANK = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,11 @@ class Feeds:
         depths = index.match(hashes)
         lower = index.lower_tiers(hashes, depths)
         return self._by_worker(depths, lower) if self._rank_of else Found(depths, lower, {})
+
+    def member(self, worker: WorkerId, rank: int | None) -> WorkerId:
+        """The index's name for a rank of a worker, where blocks of a prompt just sent are held."""
+        feed = self._running.get(worker)
+        return member(worker, rank, len(feed.members)) if feed is not None and rank is not None else worker
 
     def hear(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
         """Follow a worker as its agent describes it; one that is still starting has nothing to follow yet."""
@@ -203,14 +209,19 @@ class Feeds:
     def _by_worker(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> Found:
         rows: dict[WorkerId, list[tuple[int, int, WorkerId]]] = {}
         for name in depths.keys() | lower.keys():
-            worker, rank = self._rank_of.get(name, (name, 0))
+            # What is held for a worker without saying for which rank: it counts, and names none.
+            worker, rank = self._rank_of.get(name, (name, _NO_RANK))
             blocks = depths.get(name, 0) + sum(lower.get(name, (0, 0)))
             rows.setdefault(worker, []).append((blocks, -rank, name))
         best = {worker: max(found) for worker, found in rows.items()}
         return Found(
             {worker: depths[name] for worker, (_, _, name) in best.items() if name in depths},
             {worker: lower[name] for worker, (_, _, name) in best.items() if name in lower},
-            {worker: -row[1] for worker, row in best.items() if self._is_better(worker, rows[worker])},
+            {
+                worker: -row[1]
+                for worker, row in best.items()
+                if row[1] != -_NO_RANK and self._is_better(worker, rows[worker])
+            },
         )
 
     def _is_better(self, worker: WorkerId, rows: Sequence[tuple[int, int, WorkerId]]) -> bool:

@@ -147,7 +147,13 @@ async def test_the_best_rank_of_a_worker_counts_and_is_named_where_it_matters():
         await until(lambda: feeds.match("m", 2, ours(range(6))) == Found({"w0": 3}, {}, {"w0": 1}))
         assert feeds.match("m", 2, ours(range(2))) == Found({"w0": 1}, {}, {})  # both have it: the engine may choose
         assert feeds.match("m", 2, ours([7, 7])) == Found({}, {}, {})
-        assert feeds.index("m", 2).match(ours(range(6))) == {member("w0", 0, 2): 1, member("w0", 1, 2): 3}
+        index = feeds.index("m", 2)
+        assert index.match(ours(range(6))) == {member("w0", 0, 2): 1, member("w0", 1, 2): 3}
+        index.hold(feeds.member("w0", 0), ours(range(8)))
+        assert feeds.match("m", 2, ours(range(8))) == Found({"w0": 4}, {}, {"w0": 0})
+        held = index.hold(feeds.member("w0", None), ours(range(10)))
+        assert feeds.match("m", 2, ours(range(10))) == Found({"w0": 5}, {}, {})  # some rank has it, nobody knows which
+        index.release(held)
         feeds.forget("w0")
         assert feeds.index("m", 2).workers() == {}
 
