@@ -100,12 +100,12 @@ class Ledger:
         return self._held[tier].keys()
 
     def size_bytes(self) -> int:
-        """About how much memory the ledger takes: tables, and the integers in them."""
+        """About how much memory the ledger takes: tables, and the integers in them. Costs microseconds."""
         names = sum(len(shelf.blocks) for shelf in self._shelves.values())
         tables = [shelf.blocks for shelf in self._shelves.values()] + [shelf.more for shelf in self._shelves.values()]
         sizes = sum(map(sys.getsizeof, tables)) + sum(map(sys.getsizeof, self._held.values()))
         sizes += sys.getsizeof(self._adapter_of)
-        return sizes + names * _NAME_BYTES + len(set().union(*self._held.values())) * _HASH_BYTES
+        return sizes + names * _NAME_BYTES + sum(map(len, self._held.values())) * _HASH_BYTES
 
     def expect_repeats(self, expected: bool) -> None:
         """Say whether a store of a known block may be a repetition instead of another copy.
