@@ -17,6 +17,9 @@ from workers.core.slots import Location, Slots
 
 Changes = list[tuple[int, bool]]
 
+SCRAPE_S = 1.0
+"""How often an agent reads its engine's counters."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -87,8 +90,8 @@ class Agent:
         """A router has sent a request for it."""
         self._slots = self._slots.used(self._names[adapter])
 
-    def reading(self, worker: int, engine: Engine, now: float) -> Reading:
-        """The report at `now`."""
+    def scrape(self, engine: Engine, now: float) -> None:
+        """Read the engine's counters and learn from them."""
         counters = engine.read(now)
         self._rates.add(
             RateReading(
@@ -105,6 +108,9 @@ class Agent:
                 gap_seconds=counters.gap_seconds,
             )
         )
+
+    def reading(self, worker: int, engine: Engine, now: float) -> Reading:
+        """The report at `now`."""
         held = [entry.name for entry in self._slots.held]
         where: dict[str, Location] = dict.fromkeys(held, "host")
         where |= dict.fromkeys(held[-self._slots.max_loras :], "device")
@@ -126,8 +132,10 @@ class Agent:
 class Fleet:
     """The clock. `routers` are made with `send`, `shed` and `at` of this."""
 
-    def __init__(self, setting: Setting, seed: int) -> None:
+    def __init__(self, setting: Setting, seed: int, *, learns_rates: bool = True) -> None:
+        """`learns_rates`: agents learn their engines' rates; most of a run's time where no policy asks for them."""
         self.setting = setting
+        self._learns_rates = learns_rates
         self.now = 0.0
         rng = Random(seed)
         self.engines = [Engine(setting.hardware.at_speed(speed), Random(rng.random())) for speed in setting.speeds]
@@ -169,6 +177,8 @@ class Fleet:
         """Everything that happens until the last request has ended; the requests are written into."""
         for worker, phase in enumerate(self._phases):
             self.at(phase * self.setting.report_s, self._reports(worker))
+            if self._learns_rates:
+                self.at(phase * SCRAPE_S, self._scrapes(worker))
         left = deque(requests)
         while left or self._flying or self._unanswered:
             due = min(self._due)
@@ -222,6 +232,13 @@ class Fleet:
             self._due[request.worker] = engine.due
             del self._jobs[request.number]
         self.routers[request.router].ended(request)
+
+    def _scrapes(self, worker: int) -> Callable[[float], None]:
+        def scrape(now: float) -> None:
+            self.agents[worker].scrape(self.engines[worker], now)
+            self.at(now + SCRAPE_S, scrape)
+
+        return scrape
 
     def _reports(self, worker: int) -> Callable[[float], None]:
         def report(now: float) -> None:

@@ -62,7 +62,7 @@ def run(
     """One policy, one seed. The same seed gives every policy the same requests and the same fleet."""
     setting = Setting(hardware=hardware, routers=case.routers, report_s=case.report_s)
     requests = requests_of(lines, seed=seed, load=case.load, routers=case.routers)
-    fleet = Fleet(setting, seed)
+    fleet = Fleet(setting, seed, learns_rates=policy in POLICIES)
     for number in range(case.routers):
         router: Router
         if policy in POLICIES:

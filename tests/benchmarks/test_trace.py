@@ -103,7 +103,7 @@ def test_a_prompt_that_is_all_cached_still_computes_its_last_block():
     assert ideals(requests, 10).lru == pytest.approx(BLOCK / (4 * BLOCK))
 
 
-# --- the engine's additions (the rest is in test_trace_engine.py) ------------------------------------------------------
+# --- the engine's additions (the rest is in test_trace_engine.py) -----------------------------------------------------
 
 
 def finish_all(engine: Engine) -> None:
