@@ -283,8 +283,11 @@ class Feed:
         async def step() -> None:
             try:
                 await self._follow_once()
-            except Exception:
+            except Exception as exc:
                 self._fall_back_if_silent()
+                if isinstance(exc, aiohttp.ClientError):
+                    # The loop knows it as somebody who is away, and logs no traceback.
+                    raise ConnectionError(f"{self.source.agent_url}: {exc!r}") from exc
                 raise
 
         await forever(

@@ -250,9 +250,11 @@ async def test_an_agent_that_stays_away_is_replaced_by_the_engine_itself_and_tak
         feeds.fall_back_after_s = 0.2
         await filled(engine, agent, *chain(2))
         await until(lambda: depth(feeds, range(4)) == 2)
+        feeds.index("m", 2).add("w0", ours([90, 91]))  # of which the engine says nothing
         await agent.stop.aclose()
         await engine.publish(*chain(4, 2), lost=True)
         await until(lambda: depth(feeds, range(8)) == 4)
+        assert depth(feeds, [90, 91]) == 0
         feeds.keep()
         assert value(feeds.metrics.kv_feeds, "engine") == 1
         assert trust.state("w0") == "degraded"
@@ -276,8 +278,11 @@ async def test_a_loss_that_the_agent_tells_of_degrades_and_repetitions_may_be_as
         await until(lambda: trust.state("w0") == "degraded")
         assert depth(feeds, range(4)) == 1
         assert feeds.may_repeat("w0")
-        await filled(engine, agent, *chain(2))
+        await filled(engine, agent, *chain(2), *chain(2))
         await until(lambda: depth(feeds, range(4)) == 2)
+        # Repetitions, not copies: with one removal the block is gone.
+        await filled(engine, agent, removed(2))
+        await until(lambda: depth(feeds, range(4)) == 1)
 
 
 async def test_a_router_that_was_too_slow_takes_a_snapshot_again():
