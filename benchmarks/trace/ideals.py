@@ -10,15 +10,19 @@ from benchmarks.trace.workload import BLOCK, Request
 
 @dataclass(frozen=True, slots=True)
 class Ideals:
-    """Cached share of the prompt tokens: of one LRU over all replicas' blocks, of MIN, and without a limit."""
+    """Cached share of the prompt tokens: of one LRU over all replicas' blocks, of MIN, and without a limit.
+
+    lru_answers  the LRU when answers take room in it too, as they do in an engine's cache
+    """
 
     lru: float
+    lru_answers: float
     belady: float
     unlimited: float
 
 
 def ideals(requests: Sequence[Request], blocks: int) -> Ideals:
-    """The bounds for a cache of `blocks` blocks in which answers take no room and nothing is ever in use.
+    """The bounds for a cache of `blocks` blocks in which nothing is ever in use.
 
     LRU is what one engine with all the memory would do, and no bound: MIN is. A prompt's last token is always computed
     (vLLM 0.32), so that a prompt of whole blocks saves one block less.
@@ -26,11 +30,18 @@ def ideals(requests: Sequence[Request], blocks: int) -> Ideals:
     tokens = sum(request.prompt_tokens for request in requests)
     chains = [request.keys for request in requests]
     most = [(request.prompt_tokens - 1) // BLOCK for request in requests]
-    found = [
-        sum(hits) * BLOCK / tokens
-        for hits in (_lru(chains, most, blocks), _belady(chains, most, blocks), _lru(chains, most, 1 << 60))
-    ]
-    return Ideals(*found)
+    return Ideals(
+        lru=sum(_lru(chains, most, blocks)) * BLOCK / tokens,
+        lru_answers=sum(_lru([_with_answer(request) for request in requests], most, blocks)) * BLOCK / tokens,
+        belady=sum(_belady(chains, most, blocks)) * BLOCK / tokens,
+        unlimited=sum(_lru(chains, most, 1 << 60)) * BLOCK / tokens,
+    )
+
+
+def _with_answer(request: Request) -> list[int]:
+    """Its blocks and those that its answer fills or begins; nobody else's, and so below zero."""
+    blocks = -(-(request.prompt_tokens + request.output_tokens) // BLOCK)
+    return request.keys + [-(request.number << 12) - i - 1 for i in range(blocks - len(request.keys))]
 
 
 def _lru(chains: Sequence[Sequence[int]], most: Sequence[int], blocks: int) -> list[int]:

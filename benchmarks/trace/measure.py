@@ -36,6 +36,7 @@ class Case:
 class Figures:
     """What one run gave. Requests that were shed or failed are `inf` in percentiles, and the timeout in the mean."""
 
+    requests: int
     hit_share: float
     """Prompt tokens that were cached, of all."""
     ttft_mean_s: float
@@ -84,6 +85,7 @@ def figures(requests: Sequence[Request], fleet: Fleet) -> Figures:
             gaps[gap] = gaps.get(gap, 0) + times
     cold = [_or(r.first_token - r.arrived if r.first_token >= 0 else inf, timeout_s) for r in requests if r.load_s]
     return Figures(
+        requests=len(requests),
         hit_share=sum(r.cached_tokens for r in requests) / sum(r.prompt_tokens for r in requests),
         ttft_mean_s=mean(_or(ttft, timeout_s) for ttft in ttfts),
         ttft_p50_s=_percentile(ttfts, 0.5),
