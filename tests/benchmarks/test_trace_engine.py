@@ -26,7 +26,7 @@ def draw(rng: Random, jobs: int) -> list[tuple[float, int, list[int], int]]:
     for number in range(jobs):
         now += rng.expovariate(rng.choice((0.3, 3.0)))
         prompt = list(rng.choice(stems)) + [1000 + number] * rng.randrange(0, 9)
-        drawn.append((now, rng.randrange(4), prompt, rng.randrange(1, 30)))
+        drawn.append((now, rng.randrange(6), prompt, rng.randrange(1, 30)))
     return drawn
 
 
