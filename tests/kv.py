@@ -52,6 +52,7 @@ class KvEngine:
         self.kept_from = 0
         self.skip: set[int] = set()
         self.replays = 0
+        self.has_topic_in_replay = True
 
     @contextlib.asynccontextmanager
     async def running(self):
@@ -81,10 +82,13 @@ class KvEngine:
             self.replays += 1
             for seq in range(max(self.kept_from, int.from_bytes(start, "big")), len(self.batches)):
                 if seq not in self.skip:
-                    frames = [client, b"", self.topic, seq.to_bytes(8, "big"), self.batches[seq]]
-                    await self.router.send_multipart(frames)
+                    await self._replayed(client, self.topic, seq.to_bytes(8, "big"), self.batches[seq])
             self.skip.clear()
-            await self.router.send_multipart([client, b"", b"", b"\xff" * 8, b""])
+            await self._replayed(client, b"", b"\xff" * 8, b"")
+
+    async def _replayed(self, client, topic, seq, payload):
+        head = [client, b"", topic] if self.has_topic_in_replay else [client, b""]
+        await self.router.send_multipart([*head, seq, payload])
 
 
 class KvAgent:

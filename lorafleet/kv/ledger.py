@@ -16,7 +16,8 @@ from lorafleet.kv.events import Batch, Cleared, EngineHash, ExtraKeys, Removed, 
 Tier = Literal["device", "host", "storage"]
 TIERS: tuple[Tier, ...] = ("device", "host", "storage")
 
-# vLLM 0.32 says GPU (on the CPU too), CPU and STORAGE, its Mooncake store "cpu"; SGLang 0.5.23 GPU, CPU_PINNED, DISK.
+# vLLM 0.32 says GPU (on the CPU too), CPU and STORAGE, its Mooncake store "cpu". The other two are thought to be
+# SGLang's, not seen running; any other is counted as `medium`.
 _TIER_OF: Mapping[str, Tier] = {
     "GPU": "device",
     "CPU": "host",

@@ -205,17 +205,18 @@ class Follower:
             told = 0
             while await _readable(dealer, _REPLAY_SILENCE_S):
                 frames = dealer.recv_multipart(zmq.NOBLOCK)
-                if len(frames) != 4 or frames[2] == _END:
+                # Without the topic in older engines (SGLang of 2025 disaggregation/kv_events.py _service_replay).
+                if len(frames) not in (3, 4) or frames[-2] == _END:
                     return True
-                if frames[1] != self._topic:
+                if len(frames) == 4 and frames[1] != self._topic:
                     continue
-                seq = int.from_bytes(frames[2], "big")
+                seq = int.from_bytes(frames[-2], "big")
                 if seq > self.last + 1:
                     if self.last + 1 > start:
                         return False  # a hole in the middle: ask again from there
                     self._skip_to(seq)
                 if seq == self.last + 1:
-                    self._tell(seq, frames[3])
+                    self._tell(seq, frames[-1])
                 told += 1
                 if not told % _TURN:
                     await asyncio.sleep(0)

@@ -91,8 +91,10 @@ async def test_a_hole_is_filled_from_the_replay_socket():
         assert told.holes_filled >= 1
 
 
-async def test_a_replay_with_a_hole_in_it_is_asked_for_again():
+@pytest.mark.parametrize("has_topic", [True, False])
+async def test_a_replay_with_a_hole_in_it_is_asked_for_again(has_topic):
     engine = KvEngine()
+    engine.has_topic_in_replay = has_topic
     for number in range(6):
         engine.batches.append(msgspec.msgpack.encode([0.0, [number], None]))
     engine.skip = {3}
