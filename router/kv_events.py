@@ -6,6 +6,7 @@ its buffer and what comes from then on. Both end in the index; how far it can be
 """
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.ledger import TRAITS
 from lorafleet.kv.subscribe import Hub
 from lorafleet.loops import forever
+from router.core.estimate import Estimate, Guess
 from router.core.index import KvIndex, WorkerId
 from router.core.trust import Trust
 from router.kv_feed import Feed, Source, member
@@ -23,6 +25,7 @@ from workers.wire import Metadata
 
 _KEEP_S = 1.0
 _NO_RANK = 1 << 30
+_UNKNOWN_BLOCKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,15 @@ class Found:
     depths: Mapping[WorkerId, int]
     lower: Mapping[WorkerId, tuple[int, int]]
     ranks: Mapping[WorkerId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimated:
+    """A worker whose engine publishes no events."""
+
+    engine_boot_id: str
+    by: Estimate
+    most_blocks: int
 
 
 @dataclass(slots=True)
@@ -54,7 +66,8 @@ class Feeds:
     fall_back_after_s: float = 3.0
     indexes: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
     _running: dict[WorkerId, Feed] = field(default_factory=dict)
-    _estimated: dict[WorkerId, str] = field(default_factory=dict)
+    _estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
+    _estimated: dict[WorkerId, _Estimated] = field(default_factory=dict)
     _loaded_at: dict[WorkerId, Mapping[str, str | None]] = field(default_factory=dict)
     _rank_of: dict[WorkerId, tuple[WorkerId, int]] = field(default_factory=dict)
     _hub: Hub | None = None
@@ -83,7 +96,7 @@ class Feeds:
         if not block_size or not metadata.engine_boot_id:
             return
         if not transport.kv_events and not transport.kv_ledger:
-            self._estimate(worker, metadata.engine_boot_id)
+            self._estimate(worker, base_model, block_size, metadata)
             return
         self.follow(
             Source(
@@ -111,10 +124,22 @@ class Feeds:
         self.metrics.kv_degraded.labels(source.worker).set(0)
         feed = Feed(self, source, self.index(source.base_model, source.block_size))
         self._running[source.worker] = feed
-        if self._keeping is None:
-            self._keeping = asyncio.create_task(self._keep())
+        self._start_keeping()
         feed.start()
         self.ranks_changed()
+
+    def served(self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float) -> Guess | None:
+        """Note a prompt's first token: where no events tell, its blocks are taken for cached from now on."""
+        estimated = self._estimated.get(worker)
+        if estimated is None or not hashes:
+            return None
+        return estimated.by.served(worker, hashes, began_at=began_at, now=now, most_blocks=estimated.most_blocks)
+
+    def answered(self, guess: Guess, cached_blocks: int) -> None:
+        """Correct what is taken for cached by the engine's own word on that prompt."""
+        estimated = self._estimated.get(guess.worker)
+        if estimated is not None:
+            estimated.by.compared(guess, cached_blocks)
 
     def may_repeat(self, worker: WorkerId) -> bool:
         """Whether requests there may carry `kv_cache_report_mode: full`: whoever counts copies knows of it.
@@ -133,7 +158,9 @@ class Feeds:
         for index in self.indexes.values():
             for name in names:
                 index.forget(name)
-        self._estimated.pop(worker, None)
+        estimated = self._estimated.pop(worker, None)
+        if estimated is not None:
+            estimated.by.forget(worker)
         self._loaded_at.pop(worker, None)
         if feed is not None:
             ending = feed.stop()
@@ -175,6 +202,8 @@ class Feeds:
         """Bring the figures up to date, and let each feed see to itself."""
         for feed in self._running.values():
             feed.keep()
+        for estimate in self._estimates.values():
+            estimate.expire(time.monotonic())
         kinds = [feed.kind for feed in self._running.values()] + ["estimate"] * len(self._estimated)
         for kind in ("ledger", "engine", "estimate", "none"):
             self.metrics.kv_feeds.labels(kind).set(kinds.count(kind))
@@ -191,12 +220,21 @@ class Feeds:
             step, name="kv_feeds", every_s=_KEEP_S, on_failure=self.metrics.loop_failures.labels("kv_feeds").inc
         )
 
-    def _estimate(self, worker: WorkerId, engine_boot_id: str) -> None:
-        if self._estimated.get(worker) == engine_boot_id:
+    def _estimate(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
+        known = self._estimated.get(worker)
+        if known is not None and known.engine_boot_id == metadata.engine_boot_id:
             return
         self.forget(worker)
-        self._estimated[worker] = engine_boot_id
+        by = self._estimates.setdefault((base_model, block_size), Estimate(self.index(base_model, block_size)))
+        # An engine that does not tell its size is taken for a large one.
+        most_blocks = metadata.model.runtime_config.total_kv_blocks or _UNKNOWN_BLOCKS
+        self._estimated[worker] = _Estimated(metadata.engine_boot_id, by, most_blocks)
         self.trust.opened(worker, "estimate")
+        self._start_keeping()
+
+    def _start_keeping(self) -> None:
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep())
 
     def _forget_reloaded(self, worker: WorkerId, metadata: Metadata) -> None:
         now = {lora.engine_name: lora.loaded_at for lora in metadata.lora.loaded_loras}

@@ -21,6 +21,7 @@ from router.core.credit import Credit
 from router.core.decision import Ask, Decision
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import BadBody, BodyTooLarge, CatalogUnavailable
+from router.core.estimate import Guess
 from router.core.fleet import Excluded
 from router.core.load import InFlight
 from router.core.mind import Mind, first_blocks
@@ -275,6 +276,7 @@ class Flight:
     record: Record
     load: InFlight
     release: Callable[[], None]
+    guess: Guess | None = None
     released: bool = False
 
     @classmethod
@@ -286,7 +288,7 @@ class Flight:
         record = Record(routed.request_id, routed.at, routed.tokens_from, decision, trust, waited_s)
         parts.decisions.append(record)
         index = parts.feeds.index(replica.base_model, replica.block_size)
-        held = index.hold(replica.id, routed.hashes)
+        held = index.hold(parts.feeds.member(replica.id, decision.rank), routed.hashes)
         flight = parts.mind.begin(decision, now)
         prompt_tokens = decision.ask.prompt_tokens if routed.prompt.chains else 0
         parts.usage.dispatched(replica.id, routed.engine_model, prompt_tokens, now)
@@ -302,6 +304,8 @@ class Flight:
         now = self.parts.clock()
         self.record.first_data_s = now - self.load.began_at
         self.parts.mind.load.first_token(self.load, now)
+        worker, hashes = self.routed.decision.replica.id, self.routed.hashes
+        self.guess = self.parts.feeds.served(worker, hashes, began_at=self.load.began_at, now=now)
         self.parts.waiting.poke()
         self._release_later()
 
@@ -313,6 +317,8 @@ class Flight:
         self.record.cached_tokens = usage.cached_tokens
         worker, predicted = decision.replica.id, decision.score.cached_tokens
         parts.trust.compared(worker, predicted, usage.cached_tokens, usage.prompt_tokens, parts.clock())
+        if self.guess is not None:
+            parts.feeds.answered(self.guess, usage.cached_tokens // decision.replica.block_size)
         parts.metrics.cached_tokens.inc(usage.cached_tokens)
         parts.metrics.kv_error.labels(worker).set(parts.trust.error_share(worker))
 

@@ -571,3 +571,28 @@ async def test_the_connection_is_kept_and_answers_do_not_mix_under_concurrency()
         assert await asyncio.gather(*(ask(n) for n in range(200))) == [str(n) for n in range(200)]
         assert list(parts.mind.load.in_flight()) == []
         assert isinstance(client, httpx.AsyncClient)
+
+
+async def test_an_engine_without_events_is_asked_again_where_its_prompt_went_and_its_own_word_corrects_the_guess():
+    async def with_usage(engine, body):
+        usage = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": engine.cached}}
+        return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
+
+    engines = [Engine(f"w{i}", with_usage) for i in range(4)]
+    for engine in engines:
+        engine.cached = 0
+    body = {"model": BASE, "prompt": list(range(1, 65))}
+    async with fleet(*engines) as (client, _, parts):
+        first = await client.post("/v1/completions", json=body)
+        home = first.headers["x-lorafleet-worker"]
+        assert parts.trust.state(home) == "estimate"
+        parts.feeds.index(BASE, 16).sweep(1000)
+        await until(lambda: not list(parts.mind.load.in_flight()))
+        by_name = {engine.name: engine for engine in engines}
+        by_name[home].cached = 48
+        for _ in range(5):
+            again = await client.post("/v1/completions", json=body)
+            assert again.headers["x-lorafleet-worker"] == home
+            assert again.headers["x-lorafleet-cached-tokens"] == "48"
+        last, *_ = (await client.get("/v1/decisions")).json()["data"]
+        assert (last["cached_tokens"], last["engine_cached_tokens"], last["trust"]) == (48, 48, "estimate")
