@@ -131,10 +131,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trace",
         description="Simulated vLLM engines and real routing policies on a recorded trace. "
-        f"The trace is not part of this repository: {WHERE_FROM}.",
+        f"The trace is not part of this repository: {WHERE_FROM}. One run of all of it takes 3 to 15 s.",
     )
     parser.add_argument("--trace", metavar="FILE", help=f"the trace; else the variable {VARIABLE}")
     parser.add_argument("--quick", action="store_true", help="end within a minute; without a trace a made-up one")
+    parser.add_argument("--full", action="store_true", help="1 and 4 routers, reports up to 1 and 5 s old: hours")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
     parser.add_argument("--policies", type=_names, help="comma-separated; all: " + ", ".join(names()))
     parser.add_argument("--capacity", type=_ints, help="blocks of 512 tokens an engine holds")
@@ -154,8 +155,8 @@ def _options() -> argparse.Namespace:
     options.policies = options.policies or names()
     options.capacity = options.capacity or ((150,) if quick else CAPACITIES)
     options.loads = options.loads or ((1.5,) if quick else LOADS)
-    options.routers = options.routers or ((1,) if quick else ROUTERS)
-    options.report_age = options.report_age or ((1.0,) if quick else REPORTS_S)
+    options.routers = options.routers or (ROUTERS if options.full else (1,))
+    options.report_age = options.report_age or (REPORTS_S if options.full else (1.0,))
     options.seeds = options.seeds or (1 if quick else SEEDS)
     return options
 

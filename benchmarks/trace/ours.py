@@ -23,7 +23,7 @@ HOLD_S = 2.0
 # How often those who wait are looked at, the longer the queue the less often, and for how long they may wait. The
 # router looks every 20 ms and whenever something has ended; with a long queue that would be most of this benchmark's
 # time, and change nothing while the engines have a second of work each.
-LOOK_S, FEW, LOOK_MOST_S = 0.02, 8, 0.5
+LOOK_S, FEW, LOOK_MOST_S = 0.02, 8, 1.0
 MOST_WAIT_S = 60.0
 
 _NAMES = [f"adapter-{n}" for n in range(ADAPTERS)]
