@@ -4,6 +4,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -338,28 +339,128 @@ def policy_set(
 @app.command()
 def explain(
     context: typer.Context,
-    prompt: Annotated[str, typer.Argument(help="a user's message")],
+    prompt: Annotated[str | None, typer.Argument(help="a user's message", show_default=False)] = None,
     model: Annotated[
         str, typer.Option(help="base model, adapter, alias, or base:adapter; default: the base model")
     ] = "",
     lora_id: Annotated[str | None, typer.Option(help="adapter, as a request's lora_id names it")] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="make recorded decisions again: a file of `decisions --json`, or - for standard input"),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="with --replay: by this policy instead of the recorded one")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the router's whole answer, with the record")] = False,
 ) -> None:
-    """Where the router would send this prompt now, and every replica's scores in seconds. Sends nothing.
+    """Where the router would send this prompt now, and every replica's terms in seconds. Sends nothing.
 
-    Example: lorafleet explain "Which customers paid late?" --model sql-expert/v1
+    The winner has an arrow: the least cost, or one within a few percent of it. The cost is kappa * (prefill +
+    adapter), and the other terms as they are. `trust` says how far the cached blocks are to be believed: exact,
+    degraded, or an estimate.
+
+    With --replay, decisions of the past are made again from their records; several become one line each, and the
+    status is 1 when one comes out differently by its own policy.
+
+    Examples:
+
+      lorafleet explain "Which customers paid late?" --model sql-expert/v1
+
+      lorafleet decisions --limit 1 --json | lorafleet explain --replay -
+
+      lorafleet decisions --limit 1000 --json | lorafleet explain --replay - --policy least_loaded
+    """
+    if (prompt is None) == (replay is None):
+        raise Failure('name one: a prompt (lorafleet explain "...") or --replay FILE', status=2)
+    if policy and replay is None:
+        raise Failure("--policy goes with --replay; a live request is decided by the router's own policy", status=2)
+    with context.obj.router() as api:
+        if replay is not None:
+            _replay(api, replay, policy, as_json=as_json)
+            return
+        body = {"model": model or _base_model(api), "messages": [{"role": "user", "content": prompt}]}
+        answer = api.call("POST", "/v1/route", body | ({"lora_id": lora_id} if lora_id else {}))
+    _explain(answer, as_json=as_json)
+
+
+@app.command()
+def decisions(
+    context: typer.Context,
+    request: Annotated[
+        str | None, typer.Argument(help="one in full: a request's id (the answer's x-request-id)", show_default=False)
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="a lora_id, lora_id@digest, or base")] = None,
+    worker: Annotated[str | None, typer.Option(help="where it went")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="how many at most; the router keeps 1,000")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="everything, each with the record to make it again")] = False,
+) -> None:
+    """The last decisions, newest first: predicted and the engine's own cached tokens, waits, first data.
+
+    Times: waited s in the router for room at an engine, first data s from there to the first token (or the whole
+    answer, when it is not streamed).
+
+    Examples:
+
+      lorafleet decisions --adapter sql-expert/v1 --limit 5
+
+      lorafleet decisions 5f1c0e3b9f8e4b6f8d3c1a2b4c5d6e7f
+
+      lorafleet decisions --worker w1 --json > w1.json
     """
     from lorafleet import tables
 
     with context.obj.router() as api:
-        body = {"model": model or _base_model(api), "messages": [{"role": "user", "content": prompt}]}
-        answer = api.call("POST", "/v1/route", body | ({"lora_id": lora_id} if lora_id else {}))
-    typer.echo(
-        f"{answer['adapter']} on {answer['worker_id'] or 'no worker'}: {answer['cached_tokens']} of"
-        f" {answer['prompt_tokens']} prompt tokens cached (kappa {answer['kappa']:.2f}, rho {answer['rho']:.3f})"
-    )
+        query = {"adapter": adapter, "worker": worker, "request": request, "limit": limit}
+        answer = api.call("GET", "/v1/decisions", **query)
+    if as_json:
+        _json(answer)
+    elif request is None:
+        tables.show(tables.decisions(answer["data"]))
+    elif not answer["data"]:
+        raise Failure(f"{request}: not among the last 1,000 decisions of this router; another one may have made it")
+    else:
+        # The newest first: one that was tried again elsewhere has several.
+        for item in answer["data"]:
+            _explain(item)
+
+
+def _explain(answer: Mapping[str, Any], *, as_json: bool = False) -> None:
+    from lorafleet import tables
+
+    if as_json:
+        _json(answer)
+        return
+    typer.echo(tables.headline(answer))
     tables.show(tables.decision(answer))
     if answer.get("note"):
         typer.echo(answer["note"])
+
+
+def _replay(api: "Api", file: Path, policy: str | None, *, as_json: bool) -> None:
+    from lorafleet import tables
+    from lorafleet.decisions import again, recorded
+
+    first = recorded(file)
+    made = again(api, first, policy)
+    # A bare record does not say how it was decided.
+    differ = sum(
+        then.get("worker_id", now["worker_id"]) != now["worker_id"] for then, now in zip(first, made, strict=True)
+    )
+    if as_json:
+        _json({"data": made})
+    elif len(made) == 1:
+        _explain(made[0])
+    else:
+        tables.show(tables.replays(first, made))
+        typer.echo(f"{len(made) - differ} of {len(made)} as before")
+    if differ and policy is None:
+        raise Failure(f"{differ} of {len(made)} decided otherwise than recorded: this router's cost model is another")
+
+
+def _json(what: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(what, indent=2))
 
 
 def _base_model(api: "Api") -> str:

@@ -1,6 +1,7 @@
 """What the CLI prints: lists as tables, single things as `name: value` lines."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -95,13 +96,99 @@ def fields(item: Mapping[str, Any]) -> Table:
 
 def decision(answer: Mapping[str, Any]) -> Table:
     """Every replica's terms of `POST /v1/route`, the winner first, then those that were filtered out and why."""
-    names = ["cached_tokens", "prefill_s", "adapter_s", "queue_s", "harm_s", "cost_s"]
-    scored = sorted(answer["scores"], key=lambda score: (not score["winner"], score["cost_s"]))
+    scored = sorted(answer["scores"], key=lambda score: (not score["winner"], score["passed_over"], score["cost_s"]))
+    # Whatever terms this router's cost model has, in its order.
+    terms = [name for name in scored[0] if name.endswith("_s")] if scored else []
+    figures = ["depth_blocks", "cached_tokens", *terms]
     rows: list[list[object]] = [
-        ["->" if score["winner"] else "", score["worker_id"], *(score[name] for name in names), ""] for score in scored
+        [
+            "->" if score["winner"] else "",
+            score["worker_id"],
+            score["trust"],
+            *(score[name] for name in figures),
+            "passed over: its adapter slots are all in use" if score["passed_over"] else "",
+        ]
+        for score in scored
     ]
-    rows += [["", item["worker_id"], *[None] * len(names), item["reason"]] for item in answer["rejected"]]
-    return table(["", "worker", *(name.replace("_", " ") for name in names), "not considered because"], rows)
+    rows += [["", item["worker_id"], *[None] * (len(figures) + 1), item["reason"]] for item in answer["rejected"]]
+    names = ["cached blocks", "cached tokens", *(name.removesuffix("_s") + " s" for name in terms)]
+    return table(["", "worker", "trust", *names, "not considered because"], rows)
+
+
+def headline(answer: Mapping[str, Any]) -> str:
+    """A decision in a sentence or two: what went where by which rule, and what came of it where that is known."""
+    said = (
+        f"{answer['adapter']} on {answer['worker_id'] or 'no worker'} by {answer['policy'] or 'no policy'}:"
+        f" {answer['cached_tokens']} of {answer['prompt_tokens']} prompt tokens cached"
+        f" ({answer['trust'] or 'trust unknown'}; tokens from {answer['tokens_from']};"
+        f" kappa {answer['kappa']:.2f}, rho {answer['rho']:.3f})"
+    )
+    if answer.get("first_data_s") is not None:
+        cached = answer["engine_cached_tokens"]
+        said += (
+            f"\nwaited {_text(answer['waited_s'])} s here, first data {_text(answer['first_data_s'])} s after that;"
+            f" the engine {'did not say what it had cached' if cached is None else f'had {cached} tokens cached'}"
+        )
+    return said
+
+
+def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
+    """Decisions and what came of them, a line each."""
+    return table(
+        [
+            "time (UTC)",
+            "adapter",
+            "worker",
+            "prompt",
+            "predicted",
+            "engine's",
+            "trust",
+            "waited s",
+            "first data s",
+            "request",
+        ],
+        [
+            (
+                _time(item["at"]),
+                item["adapter"],
+                item["worker_id"],
+                item["prompt_tokens"],
+                item["cached_tokens"],
+                item["engine_cached_tokens"],
+                item["trust"],
+                item["waited_s"],
+                item["first_data_s"],
+                item["request_id"],
+            )
+            for item in items
+        ],
+    )
+
+
+def replays(first: Iterable[Mapping[str, Any]], again: Iterable[Mapping[str, Any]]) -> Table:
+    """Recorded decisions beside the same ones made again; costs by the same cost model."""
+
+    def cost_s(item: Mapping[str, Any], worker: object) -> object:
+        return next((score["cost_s"] for score in item["scores"] if score["worker_id"] == worker), None)
+
+    return table(
+        ["request", "adapter", "decided", "again", "cost s", "again cost s"],
+        [
+            (
+                now["request_id"],
+                now["adapter"],
+                then.get("worker_id"),
+                now["worker_id"],
+                cost_s(now, then.get("worker_id")),
+                cost_s(now, now["worker_id"]),
+            )
+            for then, now in zip(first, again, strict=True)
+        ],
+    )
+
+
+def _time(at: str) -> str:
+    return datetime.fromisoformat(at).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")
 
 
 def _text(cell: object) -> str:

@@ -14,9 +14,9 @@ from lorafleet.http import HttpError
 from router.core.errors import CatalogUnavailable, ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet, ReplicaState
 from router.core.resolve import visible_adapters
-from router.explain import explained, undecided
+from router.explain import again, explained, undecided
 from router.stages import Parts, Record, asked, read, request_id, resolve_target, tokenize
-from router.wire import DecisionList, RouteAnswer
+from router.wire import DecisionList, ReplayBody, RouteAnswer
 
 
 def control_routes(parts: Parts) -> APIRouter:
@@ -68,11 +68,19 @@ def control_routes(parts: Parts) -> APIRouter:
 
     @api.get("/v1/decisions", dependencies=admin, response_model=DecisionList)
     async def decisions(
-        adapter: str | None = None, worker: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+        adapter: str | None = None,
+        worker: str | None = None,
+        request: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> Any:
-        """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`."""
-        found = (d for d in reversed(parts.decisions) if _is_about(d, adapter, worker))
+        """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`; `request` a request's id."""
+        found = (d for d in reversed(parts.decisions) if _is_about(d, adapter, worker, request))
         return DecisionList(data=tuple(explained(d, parts.trust.state) for d in itertools.islice(found, limit)))
+
+    @api.post("/v1/decisions/replay", dependencies=admin, response_model=RouteAnswer)
+    async def replay(body: ReplayBody) -> Any:
+        """A recorded decision, made again; with `policy`, as that one would have made it. Sends nothing."""
+        return again(body)
 
     return api
 
@@ -115,9 +123,13 @@ def _fleet(parts: Parts) -> Fleet:
     return parts.discovery.fleet
 
 
-def _is_about(record: Record, adapter: str | None, worker: str | None) -> bool:
+def _is_about(record: Record, adapter: str | None, worker: str | None, request: str | None) -> bool:
     name = record.decision.ask.engine_name or "base"
-    return worker in (None, record.decision.replica.id) and adapter in (None, name, name.rpartition("@")[0])
+    return (
+        worker in (None, record.decision.replica.id)
+        and adapter in (None, name, name.rpartition("@")[0])
+        and request in (None, record.request_id)
+    )
 
 
 def _cards(fleet: Fleet, caller: Caller) -> dict[str, dict[str, Any]]:

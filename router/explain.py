@@ -1,20 +1,24 @@
-"""Why this replica: decisions in words, for `/v1/route` and `/v1/decisions`."""
+"""Why this replica: decisions in words, for `/v1/route` and `/v1/decisions`, and made again."""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from router.core.decision import Ask, Decision
+from router.core.errors import BadBody, NoReplica
 from router.core.fleet import Replica, rejection
 from router.core.index import WorkerId
+from router.core.policies import POLICIES
 from router.core.policies.kv_lora import KvLora, within_slots
-from router.core.record import record_of
-from router.core.trust import TrustState
+from router.core.record import record_of, replayed
 from router.stages import Record
 from router.tokens import Source
-from router.wire import RejectedItem, RouteAnswer, ScoreItem
+from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
+
+# What a record that is none makes of the core: it is data there, and was never meant to be checked twice.
+_NO_RECORD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
 
 
-def explained(record: Record, trust: Callable[[WorkerId], TrustState], *, note: str | None = None) -> RouteAnswer:
+def explained(record: Record, trust: Callable[[WorkerId], str], *, note: str | None = None) -> RouteAnswer:
     """A decision with every replica's terms, every filter that one failed, and what came of it.
 
     trust   how far each worker's predictions are to be believed now; the record has the winner's as it was
@@ -80,6 +84,39 @@ def undecided(
         rejected=tuple(RejectedItem(worker_id=r.id, reason=rejection(r, ask.engine_name) or "able") for r in replicas),
         note=note,
     )
+
+
+def again(body: ReplayBody) -> RouteAnswer:
+    """A recorded decision, made again with every term; raises BadBody for a record that is none."""
+    record = body.record if body.policy is None else body.record | {"policy": body.policy}
+    policy = str(record.get("policy"))
+    if policy not in POLICIES:
+        raise BadBody(
+            f"{policy[:100]!r} is no policy of this router; there are {', '.join(sorted(POLICIES))}", param="policy"
+        )
+    # How far predictions were to be believed is no part of the decision, so none of its record.
+    trust = {WorkerId(score.worker_id): score.trust for score in body.scores}
+    try:
+        decision = replayed(record)
+        made = Record(
+            request_id=body.request_id,
+            at=body.at.timestamp() if body.at else 0.0,
+            tokens_from=body.tokens_from,
+            decision=decision,
+            trust="estimate",
+        )
+        answer = explained(
+            made, lambda worker: trust.get(worker, "unknown"), note="made again from its record; nothing was sent"
+        )
+        return answer.model_copy(update={"trust": trust.get(decision.replica.id)})
+    except NoReplica as exc:
+        raise BadBody(f"nothing can be chosen from this record: {exc}", param="record") from exc
+    except _NO_RECORD as exc:
+        raise BadBody(
+            f"this is no whole record of a decision ({type(exc).__name__}: {exc}); send the `record` of an item of"
+            " GET /v1/decisions, as it is",
+            param="record",
+        ) from exc
 
 
 def _guarded(decision: Decision) -> frozenset[WorkerId]:

@@ -1,6 +1,7 @@
 """What the router serves beyond OpenAI's own shapes."""
 
-from typing import Any
+from datetime import datetime
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,6 +28,7 @@ class ScoreItem(_Wire):
     slot_s: float = 0.0
     queue_s: float
     harm_s: float
+    crowd_s: float = 0.0
     cost_s: float
 
 
@@ -64,6 +66,27 @@ class RouteAnswer(_Wire):
     record: dict[str, Any] | None = None
     note: str | None = None
     wire: int = WIRE
+
+
+class RecordedTrust(_Wire):
+    """Of an item's scores: how far a worker's predictions were to be believed."""
+
+    worker_id: str
+    trust: str
+
+
+class ReplayBody(_Wire):
+    """`POST /v1/decisions/replay`: an item of `GET /v1/decisions` as it is, or no more of it than its record.
+
+    policy  another rule than the recorded one: what it would have chosen
+    """
+
+    record: dict[str, Any]
+    request_id: str = ""
+    at: datetime | None = None
+    tokens_from: Literal["given", "local", "remote", "none"] = "none"
+    scores: tuple[RecordedTrust, ...] = ()
+    policy: str | None = None
 
 
 class DecisionList(_Wire):

@@ -1,5 +1,8 @@
-"""The CLI against a real orchestrator without workers; what needs a fleet is in tests/e2e."""
+"""The CLI against a real orchestrator without workers, and what decisions need against a fleet of two sim engines."""
 
+import io
+import json
+import os
 import subprocess
 import sys
 import time
@@ -7,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
@@ -137,7 +141,7 @@ def test_an_unknown_worker_is_one_line(run: Run, orchestrator: str) -> None:
     assert len(said.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("args", [["adapters", "list"], ["explain", "hello"], ["top"]])
+@pytest.mark.parametrize("args", [["adapters", "list"], ["explain", "hello"], ["decisions"], ["top"]])
 def test_a_server_that_is_away_is_one_line_that_names_the_flag(run: Run, args: list[str]) -> None:
     away = "http://127.0.0.1:9"
     said = run("--orchestrator-url", away, "--router-url", away, *args)
@@ -152,7 +156,15 @@ def test_the_address_comes_from_the_environment(run: Run, orchestrator: str, mon
 
 
 @pytest.mark.parametrize(
-    "args", [["aliases", "set", "a", "b=heavy"], ["policy", "set", "loading"], ["up", "--engine", "tgi"], ["nonsense"]]
+    "args",
+    [
+        ["aliases", "set", "a", "b=heavy"],
+        ["policy", "set", "loading"],
+        ["up", "--engine", "tgi"],
+        ["explain"],
+        ["explain", "hello", "--policy", "kv_lora"],
+        ["nonsense"],
+    ],
 )
 def test_a_wrong_word_has_status_2(run: Run, args: list[str]) -> None:
     assert run(*args).status == 2
@@ -182,6 +194,165 @@ def test_a_file_that_is_no_key_file_is_left_alone(run: Run, tmp_path: Path) -> N
     assert not (tmp_path / "k").exists()
 
 
+QUESTION = "Which customers paid late? " * 40
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A router that has decided four requests: base, base again, an adapter, and the base once more."""
+    folder = tmp_path_factory.mktemp("fleet")
+    words = ["up", "--engine", "sim", "--workers", "2", "--router-port", "0", "--orchestrator-port", "0", "--state-dir"]
+    command = [sys.executable, "-m", "lorafleet.cli", *words, str(folder)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=clean)
+    assert process.stdout is not None
+    try:
+        url = process.stdout.readline().split()[1].removeprefix("router=")
+        for number, model in enumerate(("tiny-qwen", "tiny-qwen", "sql-expert/v1", "tiny-qwen")):
+            answer = httpx.post(
+                f"{url}/v1/chat/completions",
+                headers={"x-request-id": f"request-{number}"},
+                json={"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2},
+                timeout=60,
+                trust_env=False,
+            )
+            assert answer.status_code == 200, answer.text
+        yield url
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.fixture
+def routed(run: Run, router: str) -> Run:
+    """`lorafleet ARGS` to that router; must succeed."""
+
+    def ask_it(*args: str) -> Said:
+        said = run("--router-url", router, *args)
+        assert said.status == 0, said.err
+        return said
+
+    return ask_it
+
+
+def row_of(said: Said, word: str) -> list[str]:
+    return next(line for line in said.out.splitlines() if word in line).split()
+
+
+def test_the_last_decisions_are_listed_newest_first_with_the_engines_own_count(routed: Run) -> None:
+    said = routed("decisions")
+    assert [line.split()[-1] for line in said.out.splitlines()[1:]] == [f"request-{n}" for n in (3, 2, 1, 0)]
+    *_, predicted, engines, trust, _, _, _ = row_of(said, "request-1")
+    assert predicted == engines != "0"
+    assert trust == "exact"
+
+
+def test_decisions_are_found_by_adapter_and_by_number(routed: Run) -> None:
+    assert len(routed("decisions", "--adapter", "sql-expert/v1").out.splitlines()) == 2
+    assert len(routed("decisions", "--adapter", "base", "--limit", "2").out.splitlines()) == 3
+    assert len(routed("decisions", "--worker", "w9").out.splitlines()) == 1
+
+
+def test_one_decision_is_shown_in_full_by_its_request(routed: Run, run: Run, router: str) -> None:
+    said = routed("decisions", "request-2")
+    assert said.out.startswith("sql-expert/v1@")
+    assert "by kv_lora" in said.out
+    assert "the engine had 0 tokens cached" in said.out
+    assert "adapter not resident" in said.out
+    missing = run("--router-url", router, "decisions", "request-9")
+    assert missing.status == 1
+    assert "request-9" in missing.err
+
+
+def test_explain_shows_every_term_the_trust_and_the_cached_blocks_of_every_worker(routed: Run) -> None:
+    said = routed("explain", QUESTION)
+    assert "by kv_lora" in said.out.splitlines()[0]
+    for heading in ("trust", "cached blocks", "prefill s", "adapter s", "slot s", "queue s", "harm s", "cost s"):
+        assert heading in said.out.splitlines()[1]
+    winner = row_of(said, "->")
+    assert winner[2] == "exact"
+    assert int(winner[3]) * 32 == int(winner[4]) > 0
+    assert {"w0", "w1"} <= set(said.out.split())
+
+
+def test_explain_says_what_a_request_for_a_cold_adapter_would_do(routed: Run) -> None:
+    said = routed("explain", "hello", "--model", "legal/v2")
+    assert "no worker" in said.out
+    assert said.out.count("adapter not resident") >= 2
+    assert "would wait for a load" in said.out
+
+
+def test_recorded_decisions_come_out_the_same_again(
+    routed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = routed("decisions", "--json").out
+    file = tmp_path / "decisions.json"
+    file.write_text(kept)
+    assert "4 of 4 as before" in routed("explain", "--replay", str(file)).out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(kept))
+    assert "4 of 4 as before" in routed("explain", "--replay", "-").out
+    one = json.loads(kept)["data"][0]
+    file.write_text(json.dumps(one))
+    again = json.loads(routed("explain", "--replay", str(file), "--json").out)["data"][0]
+    assert again | {"note": None} == one | {"engine_cached_tokens": None, "waited_s": 0.0, "first_data_s": None}
+
+
+def test_a_bare_record_is_made_again_and_a_changed_one_comes_out_differently(
+    routed: Run, run: Run, router: str, tmp_path: Path
+) -> None:
+    one = json.loads(routed("decisions", "request-3", "--json").out)["data"][0]
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps(one["record"]))
+    assert f"base on {one['worker_id']} by kv_lora" in routed("explain", "--replay", str(file)).out
+    for replica in one["record"]["replicas"]:
+        replica["state"] = "draining" if replica["id"] == one["worker_id"] else "ready"
+    file.write_text(json.dumps(one))
+    said = run("--router-url", router, "explain", "--replay", str(file))
+    assert said.status == 1
+    assert "1 of 1 decided otherwise" in said.err
+    assert "draining" in said.out
+
+
+def test_another_policy_can_be_asked_what_it_would_have_done(
+    routed: Run, run: Run, router: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "one.json"
+    file.write_text(routed("decisions", "--limit", "1", "--json").out)
+    assert "by least_loaded" in routed("explain", "--replay", str(file), "--policy", "least_loaded").out
+    said = run("--router-url", router, "explain", "--replay", str(file), "--policy", "luck")
+    assert said.status == 1
+    assert "kv_lora, least_loaded, prefix_hash, round_robin, session" in said.err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1", "[]x", "{}", "[7]", '{"record": 3}', '{"record": {"policy": []}}', '{"record": {"policy": "kv_lora"}}'],
+)
+def test_what_is_no_record_is_one_line(run: Run, router: str, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "no.json"
+    file.write_text(text)
+    said = run("--router-url", router, "explain", "--replay", str(file))
+    assert said.status == 1
+    assert len(said.err.splitlines()) == 1
+
+
+def test_every_part_that_a_record_lacks_is_a_400_that_says_what_is_expected(routed: Run, router: str) -> None:
+    one = json.loads(routed("decisions", "request-3", "--json").out)["data"][0]["record"]
+    broken = [
+        {name: value for name, value in one.items() if name != gone} for gone in ("policy", "ask", "replicas", "loads")
+    ]
+    broken += [one | {name: value} for name in one for value in (None, 7, "x", [1], {"x": 1}, [{"id": 7}])]
+    with httpx.Client(base_url=router, trust_env=False) as client:
+        statuses = set()
+        for record in broken:
+            answer = client.post("/v1/decisions/replay", json={"record": record})
+            statuses.add(answer.status_code)
+            if answer.status_code == 400:
+                assert answer.json()["error"]["code"] in ("invalid_request_body", "invalid_request")
+    assert statuses <= {200, 400}
+    assert 400 in statuses
+
+
 def test_help_imports_nothing_heavy() -> None:
     heavy = "httpx fastapi numpy uvicorn aiohttp tokenizers rich.table"
     code = f"import sys, lorafleet.cli; print([m for m in '{heavy}'.split() if m in sys.modules])"
@@ -191,8 +362,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_every_command_explains_itself(run: Run) -> None:
     for words in (
-        "up", "explain", "top", "placements", "adapters add", "adapters show", "aliases set", "workers drain",
-        "policy set", "keys new",
+        "up", "explain", "decisions", "top", "placements", "adapters add", "adapters show", "aliases set",
+        "workers drain", "policy set", "keys new",
     ):  # fmt: skip
         said = run(*words.split(), "--help")
         assert said.status == 0
