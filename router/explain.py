@@ -55,6 +55,7 @@ def explained(record: Record, trust: Callable[[WorkerId], str], *, note: str | N
                 slot_s=score.slot_s,
                 queue_s=score.queue_s,
                 harm_s=score.harm_s,
+                crowd_s=score.crowd_s,
                 cost_s=score.cost_s,
             )
             for score in decision.scores

@@ -26,10 +26,19 @@ class Costs:
     # An adapter that the engine must read again, until one load has been measured.
     load_s: float = 1.0
     # What one second of prefill takes from each decode that runs beside it.
-    decode_harm: float = 0.02
+    decode_harm: float = 0.05
+    # What a second of work costs later, for each e-fold by which its replica is more crowded than the least crowded: it
+    # displaces blocks, and an adapter draws its traffic there. This and the next five: `benchmarks.trace`, loads 1 and
+    # 2, 750 and 2,000 blocks; about 60 settings, flat around these.
+    crowding: float = 1.2
+    # What opening the last free adapter slot costs whoever needs one next, and how steeply that falls with more free.
+    slot_s: float = 2.0
+    slot_power: float = 4.0
+    # Below that a fleet at rest spreads every prefix to save a tenth of a second, and misses later what it displaced.
+    kappa_min: float = 4.0
     kappa_max: float = 16.0
     # Within this share of the best (or this many seconds) the choice is random, so that routers do not herd.
-    tie_share: float = 0.05
+    tie_share: float = 0.03
     tie_s: float = 0.0005
     # Above 0: every replica gets a chance, weighted by exp(-cost / temperature).
     temperature_s: float = 0.0
@@ -49,12 +58,13 @@ class Score:
     slot_s: float
     queue_s: float
     harm_s: float
+    crowd_s: float
     cost_s: float
 
 
-def kappa(rho: float, *, most: float) -> float:
+def kappa(rho: float, costs: Costs) -> float:
     """How much dearer work is than waiting: work delays everyone behind it, more so the busier the fleet."""
-    return most if rho >= 1 - 1 / most else max(1.0, 1 / (1 - rho))
+    return costs.kappa_max if rho >= 1 - 1 / costs.kappa_max else max(costs.kappa_min, 1 / (1 - rho))
 
 
 def prefill_rate(replica: Replica, middle: Report, costs: Costs) -> float:
@@ -80,6 +90,7 @@ def score(
     backlog_s: float,
     middle: Report,
     context_tokens: float,
+    least_crowding: float,
     price: float,
     costs: Costs,
     now: float,
@@ -98,8 +109,11 @@ def score(
     short_tokens = max(0.0, prompt_tokens - own.kv_free_tokens)
     queue_s = own.queue_s(now) + own.full_s + short_tokens * own.kv_token_s + backlog_s
     harm_s = costs.decode_harm * prefill_s * (own.in_flight + own.others_in_flight)
-    cost_s = price * (prefill_s + adapter_s) + slot_s + queue_s + harm_s
-    return Score(replica.id, depth_blocks, cached, prefill_s, adapter_s, slot_s, queue_s, harm_s, cost_s)
+    crowd_s = costs.crowding * (prefill_s + adapter_s) * (own.crowding(now) - least_crowding)
+    if engine_name and engine_name not in own.engine_names and replica.max_loras:
+        crowd_s += costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
+    cost_s = price * (prefill_s + adapter_s) + slot_s + queue_s + harm_s + crowd_s
+    return Score(replica.id, depth_blocks, cached, prefill_s, adapter_s, slot_s, queue_s, harm_s, crowd_s, cost_s)
 
 
 def _move_s(replica: Replica, engine_name: str, middle: Report, costs: Costs) -> float:

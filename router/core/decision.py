@@ -88,15 +88,21 @@ class Scene:
             backlog_s=self.backlog.get(replica.id, 0.0),
             middle=self.roster.middle,
             context_tokens=self.context_tokens,
+            least_crowding=self.least_crowding,
             price=self.kappa,
             costs=self.costs,
             now=self.now,
         )
 
     @property
+    def least_crowding(self) -> float:
+        """Of all replicas, able or not: what it is measured from does not change with the adapter."""
+        return min((own.crowding(self.now) for own in self.loads), default=0.0)
+
+    @property
     def kappa(self) -> float:
         """How much dearer work is than waiting now."""
-        return kappa(self.rho, most=self.costs.kappa_max)
+        return kappa(self.rho, self.costs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """What this router has in flight, and the waits and the utilisation that follow from it."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import exp, inf
+from math import exp, inf, log
 
 from router.core.fleet import Replica
 from router.core.index import WorkerId
@@ -14,7 +14,14 @@ _HORIZON_S = 30.0
 _FIRST_REQUEST_S = 2.0
 _FIRST_PREFILL_S = 0.2
 _FIRST_CONTEXT_TOKENS = 1000.0
+# No fleet is expected to have more routers than that.
+_LEAST_SHARE = 1 / 16
 _SMOOTHING = 0.1
+# Over how many seconds prompts count as placed: about how long a busy engine keeps a block. A guess; 60 to 600 do alike
+# in `benchmarks.trace`.
+PLACED_S = 120.0
+# The KV cache of an engine that does not tell its size: a guess that all such engines share.
+_KV_TOKENS = 200_000
 # Changes remembered per worker, so that a report read some seconds ago is held against what we had there then.
 _REMEMBERED = 512
 
@@ -41,10 +48,13 @@ class Own:
                    nearly over
     others_until   when the prefills that others had waiting there, at the last report, will be over
     in_prefill, in_decode, others_in_flight   requests: ours before and after their first token, and not ours
-    engine_names   what our requests there run; `fresh` of them were sent after the last report
+    engine_names   what our requests there run, the base model as ""; `slots_used` of them are adapters
+    fresh          adapters that were sent there after the last report
     slot_at        when an adapter slot comes free for one more adapter; -inf: one is free
     full_s         wait for one of `max_num_seqs`
     kv_free_tokens, kv_token_s   room for KV, and how long one token more than that has to wait
+    placed   log of the uncached tokens sent there of late, as a share of its KV cache, on a scale on which fading is a
+             subtraction: `placed - now / 120` is the log now; see `crowding`
     """
 
     busy_until: float = -inf
@@ -54,11 +64,13 @@ class Own:
     in_decode: int = 0
     others_in_flight: int = 0
     engine_names: frozenset[str] = frozenset()
+    slots_used: int = 0
     fresh: frozenset[str] = frozenset()
     slot_at: float = -inf
     full_s: float = 0.0
     kv_free_tokens: float = inf
     kv_token_s: float = 0.0
+    placed: float = -inf
 
     @property
     def in_flight(self) -> int:
@@ -73,7 +85,16 @@ class Own:
         """
         return max(self.busy_until - now, self.behind_s) + max(0.0, self.others_until - now)
 
+    def crowding(self, now: float) -> float:
+        """Log of how fast what is cached there is displaced; less than a twentieth of its KV cache is no crowding.
 
+        Differences between replicas are what counts. An engine keeps a block for as long as its cache lasts at the
+        rate at which new ones come, and hits grow with the log of that time.
+        """
+        return max(_UNCROWDED, self.placed - now / PLACED_S)
+
+
+_UNCROWDED = log(0.05)
 _IDLE = Own()
 
 
@@ -85,6 +106,8 @@ class _Book:
     in_prefill: dict[InFlight, None] = field(default_factory=dict)
     busy_until: float = -inf
     kv_tokens: int = 0
+    placed_tokens: float = 0.0
+    placed_at: float = 0.0
     ended: int = 0
     mean_request_s: float = 0.0
     dispatched_at: dict[str, float] = field(default_factory=dict)
@@ -131,7 +154,14 @@ class LoadBook:
         self._prefill_each_s = _FIRST_PREFILL_S
 
     def begin(
-        self, worker: WorkerId, engine_name: str, prefill_s: float, now: float, *, prompt_tokens: int = 0
+        self,
+        worker: WorkerId,
+        engine_name: str,
+        prefill_s: float,
+        now: float,
+        *,
+        prompt_tokens: int = 0,
+        cached_tokens: int = 0,
     ) -> InFlight:
         """Note a request that is about to be sent; until its first token it is `prefill_s` seconds of work."""
         flight = InFlight(worker, engine_name, prefill_s, prompt_tokens, now)
@@ -140,6 +170,9 @@ class LoadBook:
         book.in_prefill[flight] = None
         book.busy_until = max(book.busy_until, now) + prefill_s
         book.kv_tokens += prompt_tokens
+        fading = exp((book.placed_at - now) / PLACED_S)
+        book.placed_tokens = book.placed_tokens * fading + prompt_tokens - cached_tokens
+        book.placed_at = now
         book.dispatched_at[engine_name] = now
         book.changed(now)
         self._prefill_each_s += _SMOOTHING * (prefill_s - self._prefill_each_s)
@@ -224,12 +257,19 @@ class LoadBook:
         if context_tokens is not None:
             work.context_tokens += _SMOOTHING * (context_tokens - work.context_tokens)
 
-    def utilisation(self, base_model: str, replicas: int, now: float) -> float:
-        """rho: admitted seconds per replica-second, exponentially weighted over 30 s, fleet-wide."""
+    def utilisation(self, base_model: str, loads: Sequence[Own], now: float) -> float:
+        """rho: admitted seconds per replica-second, exponentially weighted over 30 s, fleet-wide.
+
+        loads  of every replica. What other routers admit is not known, but how much of what the engines have in
+               flight is ours: they admit the rest.
+        """
         work = self._work.get(base_model)
         if work is None:
             return 0.0
-        return work.seconds * exp((work.at - now) / _HORIZON_S) / (_HORIZON_S * max(1, replicas))
+        ours = sum([own.in_flight for own in loads])
+        others = sum([own.others_in_flight for own in loads])
+        share = max(_LEAST_SHARE, (ours + 1) / (ours + others + 1))
+        return work.seconds * exp((work.at - now) / _HORIZON_S) / (_HORIZON_S * max(1, len(loads)) * share)
 
     def context_tokens(self, base_model: str) -> float:
         """The usual context of this base model's prefills; see cost.context."""
@@ -263,6 +303,11 @@ def _frozen(book: _Book) -> Own:
             kv_free_tokens = total - in_use
             # Running requests give back all of theirs in the time that one takes.
             kv_token_s = book.request_s / max(in_use, 1.0)
+    placed = -inf
+    if book.placed_tokens > 0:
+        kv_tokens = replica.total_kv_blocks * replica.block_size if replica is not None else 0
+        placed = log(book.placed_tokens / (kv_tokens or _KV_TOKENS)) + book.placed_at / PLACED_S
+    names = frozenset([flight.engine_name for flight in book.flights])
     return Own(
         busy_until=book.busy_until,
         behind_s=sum(waits) - max(waits, default=0.0),
@@ -270,12 +315,14 @@ def _frozen(book: _Book) -> Own:
         in_prefill=in_prefill,
         in_decode=in_decode,
         others_in_flight=book.others_in_flight,
-        engine_names=frozenset([flight.engine_name for flight in book.flights]),
+        engine_names=names,
+        slots_used=len(names - {""}),
         fresh=frozenset([name for name, at in book.dispatched_at.items() if at > report_at]),
         slot_at=slot_at,
         full_s=full_s,
         kv_free_tokens=kv_free_tokens,
         kv_token_s=kv_token_s,
+        placed=placed,
     )
 
 

@@ -79,7 +79,12 @@ class Mind:
             context_tokens=context(ask.prompt_tokens, score.cached_tokens),
         )
         return self.load.begin(
-            decision.replica.id, ask.engine_name, score.prefill_s, now, prompt_tokens=ask.prompt_tokens
+            decision.replica.id,
+            ask.engine_name,
+            score.prefill_s,
+            now,
+            prompt_tokens=ask.prompt_tokens,
+            cached_tokens=score.cached_tokens,
         )
 
     def _decide_ticket(self, ticket: Ticket, backlog: Mapping[WorkerId, float], now: float) -> Decision:
@@ -90,16 +95,17 @@ class Mind:
     def _decided(self, prompt: Prompt, matched: Match, backlog: Mapping[WorkerId, float], now: float) -> Decision:
         ask = prompt.ask
         roster = self.roster(ask.base_model)
+        loads = self.load.owns(roster.replicas)
         self._turn += 1
         scene = Scene(
             roster=roster,
-            loads=self.load.owns(roster.replicas),
+            loads=loads,
             depths=matched.depths,
             lower=matched.lower,
             ranks=matched.ranks,
             # A copy: the scene is kept, and what waits goes on changing.
             backlog=dict(backlog) if backlog else {},
-            rho=self.load.utilisation(ask.base_model, len(roster.replicas), now),
+            rho=self.load.utilisation(ask.base_model, loads, now),
             context_tokens=self.load.context_tokens(ask.base_model),
             now=now,
             seed=self.rng.getrandbits(32),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.core.cost import Costs
 from router.core.decision import Ask, Decision
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import NoReplica
@@ -174,9 +175,9 @@ def test_a_newcomer_does_not_overtake_those_who_wait_for_the_same_replica():
 
 
 def test_those_far_back_in_the_line_for_a_warm_replica_go_to_another_that_comes_free():
-    fleet = Fleet(replicas=2)
-    fleet.depths = {"w1": 10_000}
-    fleet.ask(seconds=30.0, adapter="")
+    fleet = Fleet(replicas=2, costs=Costs(kappa_min=1.0, kappa_max=1.0, crowding=0.0))
+    fleet.depths = {"w1": 100}
+    fleet.ask(seconds=30.0)
     fleet.depths = {"w0": 100}
     for _ in range(20):
         fleet.ask(seconds=0.3)

@@ -1,9 +1,11 @@
+from math import log
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.fleet import Report
-from router.core.load import LoadBook
+from router.core.load import LoadBook, Own
 from tests.router.test_policy import OTHERS, SQL, a_replica
 
 
@@ -107,6 +109,27 @@ def test_the_load_is_one_object_until_something_changes():
 def test_utilisation_fades_and_is_shared_by_the_fleet():
     book = LoadBook()
     book.admit("m", 30.0, now=0.0)
-    assert book.utilisation("m", 1, now=0.0) == pytest.approx(1.0)
-    assert book.utilisation("m", 4, now=0.0) == pytest.approx(0.25)
-    assert book.utilisation("m", 1, now=300.0) < 0.001
+    assert book.utilisation("m", [Own()], now=0.0) == pytest.approx(1.0)
+    assert book.utilisation("m", [Own()] * 4, now=0.0) == pytest.approx(0.25)
+    assert book.utilisation("m", [Own()], now=300.0) < 0.001
+
+
+def test_what_other_routers_admit_counts_by_their_share_of_what_is_in_flight():
+    book = LoadBook()
+    book.admit("m", 6.0, now=0.0)
+    alone = book.utilisation("m", [Own(in_decode=9)], now=0.0)
+    assert book.utilisation("m", [Own(in_decode=9, others_in_flight=30)], now=0.0) == pytest.approx(4 * alone)
+
+
+def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():
+    book = LoadBook()
+    for name, blocks in (("small", 1000), ("large", 4000)):
+        book.reported(a_replica(name, total_kv_blocks=blocks))
+        book.begin(name, "", 0.1, 0.0, prompt_tokens=9000, cached_tokens=1000)
+    small, large = book.own("small"), book.own("large")
+    assert small.crowding(0.0) == pytest.approx(log(8000 / 16000))
+    assert small.crowding(0.0) - large.crowding(0.0) == pytest.approx(log(4))
+    assert small.crowding(120.0) == pytest.approx(log(8000 / 16000) - 1)
+    assert small.crowding(9999.0) == large.crowding(9999.0) == log(0.05)
+    book.begin("small", "", 0.1, 120.0, prompt_tokens=8000)
+    assert book.own("small").crowding(120.0) == pytest.approx(log((8000 / 2.718281828 + 8000) / 16000))

@@ -71,7 +71,7 @@ def test_equal_replicas_share_at_random():
 def test_with_a_temperature_costlier_replicas_get_their_share_and_the_cheapest_the_most():
     fleet = [a_replica("hot"), a_replica("cold")]
     won = [
-        choose(Ask("m", "", 8000), fleet, {"hot": 400}, seed=s, costs=Costs(temperature_s=0.5)).replica.id
+        choose(Ask("m", "", 8000), fleet, {"hot": 400}, seed=s, costs=Costs(temperature_s=3.0)).replica.id
         for s in range(200)
     ]
     assert 0 < won.count("cold") < won.count("hot")
@@ -162,6 +162,24 @@ def test_blocks_on_slower_media_are_worth_less_than_on_the_device_and_more_than_
     assert len(set(times)) == 4
 
 
+def test_work_goes_where_it_displaces_least_and_a_hot_prefix_outweighs_that():
+    fleet = [a_replica("crowded", residents=[SQL]), a_replica("quiet", residents=[SQL])]
+    own = {"crowded": Own(placed=1.0), "quiet": Own(placed=-1.0)}
+    assert {choose(Ask("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)} == {"quiet"}
+    assert choose(Ask("m", SQL, 2000), fleet, {"crowded": 100}, own=own).replica.id == "crowded"
+    # A twentieth of a KV cache is not crowded: what begins empty shares at random.
+    own = {"crowded": Own(placed=-4.0), "quiet": Own(placed=-9.0)}
+    assert len({choose(Ask("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)}) == 2
+
+
+def test_the_last_free_adapter_slots_are_left_to_who_needs_them():
+    fleet = [a_replica("tight", residents=[SQL], max_loras=4), a_replica("roomy", residents=[SQL], max_loras=4)]
+    own = {"tight": Own(in_decode=3, slots_used=3), "roomy": Own(in_decode=3, slots_used=1)}
+    assert {choose(Ask("m", SQL, 200), fleet, own=own, seed=s).replica.id for s in range(20)} == {"roomy"}
+    own["tight"] = replace(own["tight"], engine_names=frozenset({SQL}))
+    assert choose(Ask("m", SQL, 200), fleet, own=own).replica.id == "tight"
+
+
 def test_kv_that_does_not_fit_and_full_sequences_are_waited_for():
     fleet = [a_replica("w0")]
     free = choose(Ask("m", "", 1000), fleet, own={"w0": Own(in_decode=3)}).score
@@ -172,9 +190,10 @@ def test_kv_that_does_not_fit_and_full_sequences_are_waited_for():
 
 
 @given(st.floats(0, 5), st.floats(0, 5))
-def test_kappa_grows_with_utilisation_between_one_and_its_cap(low, high):
+def test_kappa_grows_with_utilisation_between_its_floor_and_its_cap(low, high):
     low, high = sorted((low, high))
-    assert 1.0 <= kappa(low, most=16.0) <= kappa(high, most=16.0) <= 16.0
+    costs = Costs()
+    assert costs.kappa_min <= kappa(low, costs) <= kappa(high, costs) <= costs.kappa_max
 
 
 LOCATIONS = st.sampled_from(["device", "host", "disk"])
@@ -193,6 +212,8 @@ OWNS = st.builds(
     full_s=SECONDS,
     kv_free_tokens=st.just(inf) | st.floats(-500, 3000),
     kv_token_s=st.floats(0, 0.01),
+    slots_used=st.integers(0, 4),
+    placed=st.just(-inf) | st.floats(-5, 3),
 )
 REPORTS = st.builds(Report, prefill_tokens_per_s=st.just(0.0) | st.floats(100, 50_000), load_s=st.floats(0, 9))
 

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from router.core.cost import prefill_rate
 from router.core.decision import Ask, Scene
-from router.core.fleet import Roster
+from router.core.fleet import Replica, Roster
+from router.core.load import PLACED_S, Own
 
 
 class KvLora:
@@ -33,6 +34,7 @@ class KvLora:
         replicas, loads, lower, backlog = scene.roster.replicas, scene.loads, scene.lower, scene.backlog
         token_s = self._seconds_per_token(scene)
         attention_tokens, harm = costs.attention_tokens, costs.decode_harm
+        faded, least = now / PLACED_S, scene.least_crowding
         per_context = 1 / (attention_tokens + scene.context_tokens)
         last = max(0, prompt - 1)
         found = []
@@ -58,14 +60,13 @@ class KvLora:
                 wait_s += (prompt - own.kv_free_tokens) * own.kv_token_s
             if backlog:
                 wait_s += backlog.get(replica.id, 0.0)
-            if name and name not in own.fresh:
-                location = replica.residents[name].location
-                if location == "host":
-                    work_s += costs.host_to_device_s
-                elif location != "device":
-                    work_s += replica.report.load_s or scene.roster.middle.load_s or costs.load_s
-            if name and own.slot_at > now and name not in own.engine_names:
-                wait_s += own.slot_at - now
+            if name:
+                move_s, slot_wait_s = _adapter(name, replica, own, scene)
+                work_s += move_s
+                wait_s += slot_wait_s
+            crowded = own.placed - faded
+            if crowded > least:
+                wait_s += costs.crowding * work_s * (crowded - least)
             found.append(price * work_s + wait_s)
         return found
 
@@ -76,6 +77,24 @@ class KvLora:
             token_s = [1 / prefill_rate(replica, middle, scene.costs) for replica in roster.replicas]
             self._token_s = roster, token_s
         return token_s
+
+
+def _adapter(name: str, replica: Replica, own: Own, scene: Scene) -> tuple[float, float]:
+    """Seconds to bring an adapter to the device, and for a slot there with what taking it costs others."""
+    costs = scene.costs
+    move_s = wait_s = 0.0
+    if name not in own.fresh:
+        location = replica.residents[name].location
+        if location == "host":
+            move_s = costs.host_to_device_s
+        elif location != "device":
+            move_s = replica.report.load_s or scene.roster.middle.load_s or costs.load_s
+    if name not in own.engine_names:
+        if own.slot_at > scene.now:
+            wait_s = own.slot_at - scene.now
+        if own.slots_used and replica.max_loras:
+            wait_s += costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
+    return move_s, wait_s
 
 
 def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ...]:
