@@ -1,0 +1,56 @@
+"""Late binding with a long line for one replica: who waits for another one is not held up by it."""
+
+from router.core.dispatch import _LOOKED_AT
+from router.core.fleet import Roster
+from tests.router.test_dispatch import Fleet
+from tests.router.test_policy import a_replica
+
+# More than are looked at in one go.
+MANY = _LOOKED_AT + 8
+
+
+def a_fleet():
+    """Adapter `a` is on w0 alone, which has no room for long and for which many wait; adapter `b` is on w1."""
+    fleet = Fleet(late_binding_s=2.0)
+    fleet.roster = Roster((a_replica("w0", residents=["a@0"]), a_replica("w1", residents=["b@0"])))
+    for number in range(MANY + 4):
+        fleet.ask(f"t{number:02}", "a@0", seconds=1.5)
+    assert len(fleet.mind.waiting) >= MANY
+    return fleet
+
+
+def finish_at(fleet, worker):
+    """Everything that runs there ends at once; then whatever has room goes."""
+    for ticket, flight in list(fleet.running):
+        if flight.worker == worker:
+            fleet.running.remove((ticket, flight))
+            fleet.mind.load.first_token(flight, fleet.now)
+            fleet.mind.load.end(flight, fleet.now)
+    fleet.look()
+
+
+def test_a_replica_does_not_idle_behind_a_long_line_for_another_one():
+    fleet = a_fleet()
+    before = len(fleet.mind.waiting)
+    tickets = [fleet.ask("z", "b@0", seconds=0.9) for _ in range(8)]
+    waiting = [ticket for ticket in tickets if ticket.is_waiting]
+    assert waiting  # behind all the others in fair order
+    finish_at(fleet, "w1")
+    assert [ticket for ticket in waiting if not ticket.is_waiting]
+    while any(flight.worker == "w1" for _, flight in fleet.running):
+        finish_at(fleet, "w1")
+    assert not any(ticket.is_waiting for ticket in waiting)
+    assert len(fleet.mind.waiting) == before
+
+
+def test_those_beyond_the_first_go_in_fair_order_too():
+    fleet = a_fleet()
+    greedy = [fleet.ask("y", "b@0", seconds=0.9) for _ in range(20)]
+    modest = fleet.ask("z", "b@0", seconds=0.9)
+    assert modest.is_waiting
+    rounds = 0
+    while modest.is_waiting:
+        finish_at(fleet, "w1")
+        rounds += 1
+        assert rounds < 10
+    assert sum(ticket.is_waiting for ticket in greedy) > 10
