@@ -176,7 +176,7 @@ def test_a_newcomer_does_not_overtake_those_who_wait_for_the_same_replica():
 
 def test_those_far_back_in_the_line_for_a_warm_replica_go_to_another_that_comes_free():
     fleet = Fleet(replicas=2, costs=Costs(kappa_min=1.0, kappa_max=1.0, crowding=0.0))
-    fleet.depths = {"w1": 100}
+    fleet.depths = {"w1": 10_000}
     fleet.ask(seconds=30.0)
     fleet.depths = {"w0": 100}
     for _ in range(20):
