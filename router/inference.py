@@ -12,6 +12,7 @@ from lorafleet.auth import Caller
 from lorafleet.http import HttpError, envelope, error_headers
 from router.core.errors import NoReplica, ReplicaUnreachable, RouterError, StreamBroken
 from router.core.fleet import Excluded, Replica
+from router.core.resolve import Target
 from router.dress import dress_vllm
 from router.proxy import Call, Echo, Limits, Opened, error_event, open_answer, relay
 from router.stages import (
@@ -27,6 +28,8 @@ from router.stages import (
     tokenize,
     warm,
 )
+from router.tokens import Tokens
+from router.waiting import Displaced
 
 log = structlog.get_logger()
 
@@ -84,8 +87,9 @@ class Inference:
         for attempt in itertools.count(1):
             if not is_refused:
                 target = await warm(parts, target, excluded)
-            flight = await decided(parts, caller, target, question, tokens, excluded)
+            flight = await self._begun(caller, target, question, tokens, excluded)
             routed = flight.routed
+            target = routed.target
             try:
                 opened = await self._open(routed, question, headers)
             except ReplicaUnreachable as exc:
@@ -107,6 +111,19 @@ class Inference:
                 opened.close()
                 flight.end()
             return
+
+    async def _begun(
+        self, caller: Caller, target: Target, question: Question, tokens: Tokens, excluded: Excluded
+    ) -> Flight:
+        """decide; again when what a request waited for went and its adapter, or its engine, is back."""
+        tries = self._parts.config.max_tries
+        for _ in range(tries):
+            try:
+                return await decided(self._parts, caller, target, question, tokens, excluded)
+            except Displaced as exc:
+                log.info("displaced while waiting", request_id=question.request_id, why=str(exc))
+                target = await warm(self._parts, target, excluded, is_displaced=True)
+        raise NoReplica(f"every replica went while this waited, {tries} times", retry_after_s=1.0)
 
     async def _open(self, routed: Routed, question: Question, headers: Mapping[str, str]) -> Opened:
         parts, config, replica = self._parts, self._parts.config, routed.decision.replica

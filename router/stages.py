@@ -173,10 +173,13 @@ async def tokenize(parts: Parts, target: Target, question: Question) -> Tokens:
     return tokens
 
 
-async def warm(parts: Parts, target: Target, excluded: Excluded) -> Target:
-    """The target with an adapter that some replica holds; waits for a cold one, and for one whose holders died."""
+async def warm(parts: Parts, target: Target, excluded: Excluded, *, is_displaced: bool = False) -> Target:
+    """The target with an adapter that some replica holds; waits for a cold one, and for one whose holders died.
+
+    is_displaced  every replica went while it waited for room: the base model's is waited for, too
+    """
     if target.adapter is None:
-        if excluded:
+        if excluded or is_displaced:
             await _until_back(parts, target.base_model, excluded)
         return target
     adapter = await parts.cold.until_resident(target.adapter.lora_id, excluded)
@@ -221,7 +224,10 @@ def match(feeds: Feeds, prompt: Prompt) -> Match:
 async def decided(
     parts: Parts, caller: Caller, target: Target, question: Question, tokens: Tokens, excluded: Excluded
 ) -> "Flight":
-    """match and decide, when there is room: the request is then on its way. Raises NoReplica and Saturated."""
+    """match and decide, when there is room: the request is then on its way.
+
+    raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
+    """
     began_at = parts.clock()
     prompt = asked(parts, target, question, tokens, excluded)
 

@@ -15,6 +15,10 @@ from router.metrics import Metrics
 _LOOK_EVERY_S = 0.02
 
 
+class Displaced(Exception):
+    """Every replica that could have served a request went while it waited; others may come, or these come back."""
+
+
 class Sent(Protocol):
     """A request on its way, which counts as load until `end`."""
 
@@ -35,7 +39,9 @@ class _Wait(Generic[S]):
         if self.sent.done():
             return
         if isinstance(outcome, NoReplica):
-            self.sent.set_exception(outcome)
+            displaced = Displaced(str(outcome))
+            displaced.__cause__ = outcome
+            self.sent.set_exception(displaced)
             return
         try:
             self.sent.set_result(self.begin(outcome))
@@ -65,7 +71,7 @@ class WaitingRoom:
     async def admitted(self, ticket: Ticket, begin: Callable[[Decision], S]) -> S:
         """What `begin` made of the decision, as soon as there is room for this request.
 
-        raises  NoReplica; Saturated when too many wait already, or it has waited for too long
+        raises  NoReplica at once, Displaced later; Saturated when too many wait already, or it has waited for too long
         """
         waiting = self._mind.waiting
         began_at = self._clock()

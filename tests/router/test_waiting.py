@@ -4,8 +4,9 @@ import asyncio
 import itertools
 
 import pytest
+from starlette.responses import JSONResponse
 
-from tests.router.doubles import BASE, Engine, error_of, fleet, until
+from tests.router.doubles import BASE, DIGEST, Control, Engine, error_of, fleet, until, with_sql
 
 NUMBERS = itertools.count()
 
@@ -82,6 +83,56 @@ async def test_who_cannot_wait_gets_429_with_a_time_to_come_back(limit, says):
         assert {answer.status_code for answer in await asyncio.gather(*asking)} <= {200, 429}
         assert not len(parts.mind.waiting)
     assert done
+
+
+async def test_who_waits_for_room_is_held_when_its_adapter_goes_and_served_where_it_is_loaded_again():
+    async def load_elsewhere(control, lora_id):
+        control.residents["w1"] = [lora_id]
+        control.tell()
+        told = {"lora_id": lora_id, "digest": DIGEST, "state": "ready", "ready": ["w1"], "loading": []}
+        return JSONResponse({**told, "expected_s": None})
+
+    engines, control = (Slow("w0"), Engine("w1")), with_sql("w0")
+    control.ensure = load_elsewhere
+    async with fleet(*engines, control=control, late_binding_s=0.05) as (client, _, parts):
+        asking = [ask(client, model="sql/v1") for _ in range(5)]
+        await until(lambda: len(parts.mind.waiting) == 3)
+        control.residents["w0"] = []
+        control.tell()
+        await until(lambda: len(engines[1].bodies) == 3)
+        assert control.ensured == ["sql/v1"]
+        engines[0].first.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 5
+        assert not len(parts.mind.waiting)
+        assert not list(parts.mind.load.in_flight())
+
+
+async def test_who_waits_for_room_is_held_until_the_last_engine_of_its_base_model_is_back():
+    engine, control = Slow("w0"), Control()
+    async with fleet(engine, control=control, late_binding_s=0.05) as (client, _, parts):
+        asking = [ask(client) for _ in range(5)]
+        await until(lambda: len(parts.mind.waiting) == 3)
+        control.starting = frozenset({"w0"})
+        control.tell()
+        await until(lambda: not len(parts.mind.waiting))
+        assert error_of(await ask(client)) == (503, "no_replica")  # who comes now is told at once
+        control.starting = frozenset()
+        control.tell()
+        engine.first.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 5
+
+
+async def test_who_waited_is_told_when_no_engine_comes_back():
+    engine, control = Slow("w0"), Control()
+    async with fleet(engine, control=control, late_binding_s=0.05, failover_wait_s=0.1) as (client, _, parts):
+        asking = [ask(client) for _ in range(3)]
+        await until(lambda: len(parts.mind.waiting) == 1)
+        control.starting = frozenset({"w0"})
+        control.tell()
+        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+        assert [error_of(await task) for task in done] == [(503, "no_replica")]
+        engine.first.set()
+        await asyncio.gather(*asking)
 
 
 async def test_a_request_tells_how_long_it_waited_and_what_became_of_it():
