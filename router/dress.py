@@ -31,6 +31,7 @@ REFUSED_EXTRA_ARGS: Mapping[str, str] = {
 }
 
 _FULL = msgspec.Raw(b'"full"')
+_TRUE = msgspec.Raw(b"true")
 
 
 def refuse_steering(body: Mapping[str, Any], extra_args: object) -> None:
@@ -45,10 +46,11 @@ def refuse_steering(body: Mapping[str, Any], extra_args: object) -> None:
                 raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
 
 
-def dress_vllm(body: Body, model: str, *, report_full: bool = False) -> bytes:
+def dress_vllm(body: Body, model: str, *, report_full: bool = False, ask_usage: bool = False) -> bytes:
     """The same body with vLLM's name for the model and without our own field; all else byte for byte.
 
     model        the base model's served name, or `lora_id@digest12`
+    ask_usage    of a stream whose client did not; its last event must then not reach the client
     report_full  ask for events about reused blocks, too; a client's own other `vllm_xargs` stay. vLLM 0.32 (recorded
                  in tests/recordings) then sends one more BlockStored for each request that finds something cached, in
                  front of its step's events: all reused blocks from block 0 on, parent nil, in the shape of a real
@@ -59,14 +61,25 @@ def dress_vllm(body: Body, model: str, *, report_full: bool = False) -> bytes:
     dressed = {name: value for name, value in body.items() if name != "lora_id"}
     dressed["model"] = msgspec.Raw(msgspec.json.encode(model))
     if report_full:
-        dressed["vllm_xargs"] = _reporting_full(body.get("vllm_xargs"))
+        dressed["vllm_xargs"] = _with(body.get("vllm_xargs"), "kv_cache_report_mode", _FULL)
+    if ask_usage:
+        dressed["stream_options"] = _with(body.get("stream_options"), "include_usage", _TRUE)
     return msgspec.json.encode(dressed)
 
 
-def _reporting_full(given: msgspec.Raw | None) -> msgspec.Raw:
+def _with(given: msgspec.Raw | None, name: str, value: msgspec.Raw) -> msgspec.Raw:
+    """A nested object with one field more, or in the place of its own."""
     try:
-        extra_args = msgspec.json.decode(given, type=dict[str, msgspec.Raw] | None) if given is not None else None
+        fields = msgspec.json.decode(given, type=dict[str, msgspec.Raw] | None) if given is not None else None
     except msgspec.ValidationError:
         assert given is not None
         return given  # no object: the engine's to refuse
-    return msgspec.Raw(msgspec.json.encode({**(extra_args or {}), "kv_cache_report_mode": _FULL}))
+    return msgspec.Raw(msgspec.json.encode({**(fields or {}), name: value}))
+
+
+def asks_for_usage(stream_options: object) -> bool:
+    """Whether a client's decoded `stream_options` ask for the usage event, in whatever form an engine may take."""
+    if not isinstance(stream_options, dict):
+        return stream_options is not None
+    # With the one set, the other puts usage into every chunk (vLLM 0.32).
+    return bool(stream_options.get("include_usage") or stream_options.get("continuous_usage_stats"))

@@ -137,6 +137,7 @@ class Inference:
             body=dress_vllm(
                 question.fields,
                 routed.engine_model,
+                ask_usage=question.hides_usage,
                 report_full=parts.trust.state(replica.id) == "degraded" and parts.feeds.may_repeat(replica.id),
             ),
             headers=sent,
@@ -162,7 +163,7 @@ class Inference:
             return
         await answer.begin(opened.status, about)
         try:
-            await relay(opened, echo, answer.send)
+            await relay(opened, echo, answer.send, hide_usage=question.hides_usage)
         except StreamBroken as exc:
             log.warning("stream broken", request_id=question.request_id, error=str(exc))
             answer.code = exc.code

@@ -1,6 +1,7 @@
 """open -> relay: one attempt at one replica, and its bytes to the client."""
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ _DEAD = b"EngineCore encountered an issue"
 # The event with an answer's usage is the last but `[DONE]`, and each may come in a chunk of its own; a third for what
 # an engine sends without a closing blank line.
 _TAIL_CHUNKS = 3
+
+
+# The quotes would be escaped in an answer's text.
+_NO_CHOICES = b'"choices":[]'
+_EVENT = re.compile(rb".+?(?:\r?\n\r?\n|$)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +106,7 @@ class Opened:
     def usage(self) -> EngineUsage | None:
         """The engine's usage, once all of the answer has been relayed; None where it has told none.
 
-        Parses at each call. A stream carries it only where the client asked (`stream_options.include_usage`) or the
-        engine was told to (vLLM's `--enable-force-include-usage`).
+        Parses at each call. A stream carries it only where it was asked for: `stream_options.include_usage`.
         """
         return _last_event_usage(b"".join(self._tail)) if self.streamed else _usage(self.first)
 
@@ -214,18 +219,30 @@ class Echo:
         return self.whole(left)
 
 
-async def relay(opened: Opened, echo: Echo, send: Send) -> None:
-    """Send a stream's bytes on as they come; raises StreamBroken when the engine leaves."""
-    if first := echo.chunk(opened.first):
-        opened.note(first)
-        await send(first)
-    async for chunk in opened.rest():
-        if ready := echo.chunk(chunk):
+async def relay(opened: Opened, echo: Echo, send: Send, *, hide_usage: bool = False) -> None:
+    """Send a stream's bytes on as they come; raises StreamBroken when the engine leaves.
+
+    hide_usage  the event with the usage is ours: we asked for it, the client did not
+    """
+
+    async def pass_on(ready: bytes) -> None:
+        if ready:
             opened.note(ready)
-            await send(ready)
-    if left := echo.end():
-        opened.note(left)
-        await send(left)
+            if hide_usage and _NO_CHOICES in ready:
+                ready = without_usage(ready)
+            if ready:
+                await send(ready)
+
+    await pass_on(echo.chunk(opened.first))
+    async for chunk in opened.rest():
+        await pass_on(echo.chunk(chunk))
+    await pass_on(echo.end())
+
+
+def without_usage(events: bytes) -> bytes:
+    """Whole events without the one that has nothing but the usage: no choices (vLLM 0.32 serving.py, seen running)."""
+    kept = [event for event in _EVENT.findall(events) if not (_NO_CHOICES in event and b'"usage":{' in event)]
+    return b"".join(kept)
 
 
 def error_event(body: Mapping[str, Any]) -> bytes:

@@ -28,7 +28,7 @@ from router.core.mind import Mind, first_blocks
 from router.core.resolve import Target, resolve
 from router.core.trust import Trust, TrustState
 from router.discovery import Discovery
-from router.dress import Body, refuse_steering
+from router.dress import Body, asks_for_usage, refuse_steering
 from router.kv_events import Feeds
 from router.metrics import Metrics
 from router.proxy import EngineUsage
@@ -41,7 +41,16 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SPECULATE_S = 2.0
 _KEPT_DECISIONS = 1000
 # What a decision reads of a body; the rest is sent on without being parsed.
-_DECODED_FIELDS = FIELDS | {"model", "lora_id", "stream", "cache_salt", "vllm_xargs", "user", "priority"}
+_DECODED_FIELDS = FIELDS | {
+    "model",
+    "lora_id",
+    "stream",
+    "cache_salt",
+    "vllm_xargs",
+    "stream_options",
+    "user",
+    "priority",
+}
 # Each step of an adapter's priority doubles its share of its tenant's time, up to so many.
 _MOST_PRIORITY = 3
 
@@ -51,12 +60,16 @@ _decode_any = msgspec.json.Decoder().decode
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request as read: the raw fields to send on, and those that were decoded to decide on."""
+    """A request as read: the raw fields to send on, and those that were decoded to decide on.
+
+    hides_usage  we ask the engine for the usage of a stream; the client did not, and does not see it
+    """
 
     request_id: str
     fields: Body
     decoded: Mapping[str, Any]
     streamed: bool
+    hides_usage: bool
     read_at: float
     session: str = ""
     priority: float = 0.0
@@ -137,12 +150,15 @@ async def read(parts: Parts, request_id: str, headers: Mapping[str, str], receiv
     except RecursionError as exc:
         raise BadBody("the body is nested too deeply; a request needs a dozen levels") from exc
     refuse_steering(fields, decoded.get("vllm_xargs"))
+    streamed = decoded.get("stream") is True
     user, priority = decoded.get("user"), decoded.get("priority")
     return Question(
         request_id,
         fields,
         decoded,
-        decoded.get("stream") is True,
+        streamed,
+        # Predictions are held against the engine's own word, and a stream has that only where somebody asks.
+        streamed and not asks_for_usage(decoded.get("stream_options")),
         read_at,
         session=headers.get(parts.config.session_header.lower()) or (user if isinstance(user, str) else ""),
         priority=priority if isinstance(priority, int | float) else 0.0,

@@ -596,3 +596,28 @@ async def test_an_engine_without_events_is_asked_again_where_its_prompt_went_and
             assert again.headers["x-lorafleet-cached-tokens"] == "48"
         last, *_ = (await client.get("/v1/decisions")).json()["data"]
         assert (last["cached_tokens"], last["engine_cached_tokens"], last["trust"]) == (48, 48, "estimate")
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen"),
+    [({}, False), ({"stream_options": {"include_usage": True}}, True), ({"stream_options": {"x": 1}}, False)],
+)
+async def test_a_stream_tells_the_router_what_was_cached_and_the_client_only_what_it_asked_for(asked, seen):
+    async def stream(engine, body):
+        assert body["stream_options"]["include_usage"] is True
+        usage = {"prompt_tokens": 64, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}
+        last = {"id": "1", "model": body["model"], "choices": [], "usage": usage}
+        text = json.dumps(last, separators=(",", ":")).encode()
+        pieces = [
+            chunk(body["model"], 'no "choices":[] here') + chunk(body["model"], "b"),
+            b"data: " + text + b"\n\ndata: [DONE]\n\n",
+        ]
+        return StreamingResponse(iter(pieces), media_type="text/event-stream")
+
+    async with fleet(Engine("w0", stream)) as (client, _, parts):
+        body = {"model": BASE, "prompt": list(range(64)), "stream": True, **asked}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.text.count("data: ") == 3 + seen
+        assert ('"usage"' in answer.text) is seen
+        assert answer.text.endswith("data: [DONE]\n\n")
+        await until(lambda: parts.decisions[0].cached_tokens == 32)
