@@ -77,6 +77,7 @@ class _Joined:
         self._load.forget(worker)
         self._trust.forget(worker)
         self._usage.forget(worker)
+        self._metrics.forget_worker(worker)
 
     async def _learn(self, replica: Replica) -> None:
         try:

@@ -154,7 +154,9 @@ class Inference:
         self, opened: Opened, routed: Routed, caller: Caller, question: Question, flight: "Flight", answer: "_Answer"
     ) -> None:
         parts = self._parts
-        flight.first_token()
+        if opened.status < 400:
+            # What the engine refuses was never prefilled, and is not in its cache.
+            flight.first_token()
         about = _about(opened, routed, shown_cached_tokens(parts, caller, routed))
         parts.metrics.first_data.labels(routed.target.base_model).observe(parts.clock() - question.read_at)
         echo = Echo(routed.engine_model, routed.target.asked)

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from starlette.types import Message, Receive
+from xxhash import xxh3_128_hexdigest
 
 from lorafleet.auth import Caller, Keys
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
@@ -51,6 +52,8 @@ _DECODED_FIELDS = FIELDS | {
     "user",
     "priority",
 }
+# A longer name of a session is kept by its hash: a thousand decisions remember theirs.
+_LONGEST_SESSION = 200
 # Each step of an adapter's priority doubles its share of its tenant's time, up to so many.
 _MOST_PRIORITY = 3
 
@@ -160,7 +163,7 @@ async def read(parts: Parts, request_id: str, headers: Mapping[str, str], receiv
         # Predictions are held against the engine's own word, and a stream has that only where somebody asks.
         streamed and not asks_for_usage(decoded.get("stream_options")),
         read_at,
-        session=headers.get(parts.config.session_header.lower()) or (user if isinstance(user, str) else ""),
+        session=_session(headers.get(parts.config.session_header.lower()) or (user if isinstance(user, str) else "")),
         priority=priority if isinstance(priority, int | float) else 0.0,
     )
 
@@ -265,6 +268,10 @@ async def decided(
     return await parts.waiting.admitted(ticket, begin)
 
 
+def _session(named: str) -> str:
+    return named if len(named) <= _LONGEST_SESSION else xxh3_128_hexdigest(named.encode())
+
+
 def _prompt_tokens(question: Question, tokens: Tokens) -> int:
     if tokens.ids is not None:
         return len(tokens.ids)
@@ -308,10 +315,11 @@ class Flight:
         now = parts.clock()
         trust = parts.trust.state(replica.id)
         record = Record(routed.request_id, routed.at, routed.tokens_from, decision, trust, waited_s)
+        # First: it runs the shadow policies, and one that fails must leave nothing held.
+        flight = parts.mind.begin(decision, now)
         parts.decisions.append(record)
         index = parts.feeds.index(replica.base_model, replica.block_size)
         held = index.hold(parts.feeds.member(replica.id, decision.rank), routed.hashes)
-        flight = parts.mind.begin(decision, now)
         prompt_tokens = decision.ask.prompt_tokens if routed.prompt.chains else 0
         parts.usage.dispatched(replica.id, routed.engine_model, prompt_tokens, now)
         parts.metrics.in_flight.inc()
@@ -342,7 +350,8 @@ class Flight:
         if self.guess is not None:
             parts.feeds.answered(self.guess, usage.cached_tokens // decision.replica.block_size)
         parts.metrics.cached_tokens.inc(usage.cached_tokens)
-        parts.metrics.kv_error.labels(worker).set(parts.trust.error_share(worker))
+        if worker in parts.discovery.fleet.replicas:
+            parts.metrics.kv_error.labels(worker).set(parts.trust.error_share(worker))
 
     def end(self) -> None:
         """Over, however it ended; repeats change nothing."""

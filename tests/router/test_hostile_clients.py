@@ -48,6 +48,65 @@ async def test_decisions_kept_for_explaining_hold_no_prompts():
         assert (told["prompt_tokens"], told["tokens_from"]) == (1000, "given")
 
 
+async def test_a_sessions_name_takes_little_memory_however_long_it_is_and_is_still_its_own():
+    async with fleet(Engine("w0")) as (client, _, parts):
+        for user in ("a" * 100_000 + "1", "a" * 100_000 + "2", "short", "é" * 150):
+            assert (await client.post("/v1/chat/completions", json={**CHAT, "user": user})).status_code == 200
+        names = [kept.decision.ask.session for kept in parts.decisions]
+    assert len(set(names)) == 4
+    assert max(map(len, names)) <= 200
+    assert names[2:] == ["short", "é" * 150]
+
+
+@pytest.mark.parametrize("priority", [True, 1e308, -(10**300), "high", None, [1]])
+async def test_any_priority_is_taken_or_ignored_and_nobody_waits_for_ever(priority):
+    async with fleet(Engine("w0"), late_binding_s=0.0) as (client, _, parts):
+        asks = [{"model": BASE, "prompt": [1] * 64, "priority": p} for p in (priority, 0, priority, 3)]
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in asks))
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert not len(parts.mind.waiting)
+
+
+async def test_a_prompt_that_the_engine_refused_is_not_taken_for_cached_there():
+    async def refuse(engine, body):
+        return JSONResponse({"error": {"message": "too long"}}, 400)
+
+    async with fleet(Engine("w0", refuse), Engine("w1", refuse)) as (client, _, parts):
+        body = {"model": BASE, "prompt": list(range(160))}
+        for _ in range(3):
+            assert (await client.post("/v1/completions", json=body)).status_code == 400
+        assert [kept.decision.score.cached_tokens for kept in parts.decisions] == [0, 0, 0]
+
+
+async def test_a_shadow_policy_that_fails_leaves_nothing_in_flight_and_nothing_held():
+    class Broken:
+        name = "broken"
+
+        def choose(self, ask, scene):
+            raise RuntimeError("broken")
+
+    async with fleet(Engine("w0")) as (client, _, parts):
+        parts.mind.shadows = [Broken()]
+        await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(160))})
+        assert not list(parts.mind.load.in_flight())
+        parts.mind.shadows = []
+        answer = await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(160))})
+        assert answer.headers["x-lorafleet-cached-tokens"] == "0"
+
+
+async def test_a_worker_that_left_leaves_no_series_of_its_own_in_the_metrics():
+    engine = Engine("w0")
+    engine.go_on.clear()
+    async with fleet(engine) as (client, _, parts):
+        body = {"model": BASE, "prompt": list(range(160)), "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            parts.discovery._unfollow("w0")
+            parts.discovery._rebuild()
+            engine.go_on.set()
+            await answer.aread()
+        assert 'worker="w0"' not in (await client.get("/metrics")).text
+
+
 async def test_a_route_that_the_engine_does_not_serve_is_a_404_at_once_and_no_missing_adapter():
     async def no_route(engine, body):
         return JSONResponse({"detail": "Not Found"}, 404)
