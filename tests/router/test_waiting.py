@@ -43,7 +43,7 @@ async def test_what_an_engine_need_not_have_yet_waits_in_the_router_and_goes_whe
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(6)]
         await until(lambda: len(parts.mind.waiting) == 4)
-        assert len(engine.bodies) == 2  # one runs, one is there for when it ends
+        await until(lambda: len(engine.bodies) == 2)  # one runs, one is there for when it ends
         assert await value(client, "lorafleet_router_waiting_requests") == 4
         engine.first.set()
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 6
