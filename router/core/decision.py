@@ -8,7 +8,7 @@ from router.core.cost import Costs, Score, kappa, score
 from router.core.errors import NoReplica
 from router.core.fleet import Excluded, Replica, Roster, rejection
 from router.core.index import WorkerId
-from router.core.load import Own
+from router.core.load import Own, least_crowding
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Scene:
     @property
     def least_crowding(self) -> float:
         """Of all replicas, able or not: what it is measured from does not change with the adapter."""
-        return min((own.crowding(self.now) for own in self.loads), default=0.0)
+        return least_crowding(self.loads, self.now)
 
     @property
     def kappa(self) -> float:
