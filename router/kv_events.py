@@ -144,7 +144,7 @@ class Feeds:
     def may_repeat(self, worker: WorkerId) -> bool:
         """Whether requests there may carry `kv_cache_report_mode: full`: whoever counts copies knows of it.
 
-        An agent's ledger that is whole would take the repetitions for copies. It needs none: where predictions and
+        An agent's ledger that is whole needs none, and would take those of one block for copies: where predictions and
         answers differ, its snapshot is taken again.
         """
         feed = self._running.get(worker)

@@ -202,11 +202,22 @@ class Ledger:
             self._sink.add("device", ours)
         elif any(shelf.blocks.get(name, block) != block for name, block in zip(names, ours, strict=True)):
             return "conflict"
-        else:
+        elif not self._is_report(event, names):
             self._put(shelf, names, ours)
         if self._traits.forgets_on_load and event.lora_name:
             self._adapter_of.update(dict.fromkeys(names, event.lora_name))
         return None
+
+    def _is_report(self, event: Stored, names: Sequence[int]) -> bool:
+        """Whether a store is what report mode `full` says of reused blocks, instead of copies of them.
+
+        Nothing tells the two apart for certain, but such a report begins with the prompt's first block and says nothing
+        new, and of a prompt that is cached an engine computes no more than the last block again. Whole prompts that
+        skip the cache (`prompt_logprobs`) are taken for reports: then a block is dropped while a copy is left.
+
+        source  vLLM 0.32 v1/core/kv_cache_manager.py get_computed_blocks; tests/recordings
+        """
+        return event.parent_block_hash is None and len(names) > 1 and all(map(self._device.blocks.__contains__, names))
 
     def _misshapen(self, event: Stored, blocks: int, distinct: int) -> str | None:
         """Why a store's blocks cannot be told one by one; None when they can."""

@@ -82,7 +82,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.rejected["shape"] += 1
         elif parent is not None and not self.knows(parent):
             self.rejected["unknown_parent"] += 1
-        else:
+        elif parent is not None or len(names) == 1 or not all(self.copies["GPU"][each] for each in names):
             self.put("GPU", names)
 
     @rule(variant=variants, prompt=prompts, depth=st.integers(1, 3), medium=st.sampled_from(["CPU", "cpu", "STORAGE"]))
@@ -283,6 +283,20 @@ def test_two_engine_hashes_of_one_block_of_ours_are_counted():
     assert heard.tiers["device"] == set(chain([1, 2]))
     apply(book, Removed([3], "GPU"))
     assert not heard.tiers["device"]
+
+
+def test_a_whole_prompt_told_again_is_a_report_of_what_is_there_and_no_copy_though_nobody_said_so():
+    book, heard = ledger()
+    apply(book, stored([1, 2], [1, 2, 3, 4], block_size=2))
+    for _ in range(3):
+        apply(book, stored([1, 2], [1, 2, 3, 4], block_size=2))
+    # An engine computes the last block of a prompt again, and the first where there is no other: those are copies.
+    apply(book, stored([2], [3, 4], 1, block_size=2), stored([1], [1, 2], block_size=2))
+    apply(book, Removed([2], "GPU"), Removed([1], "GPU"))
+    assert heard.tiers["device"] == set(chain([1, 2, 3, 4]))
+    apply(book, Removed([2], "GPU"), Removed([1], "GPU"))
+    assert not heard.tiers["device"]
+    assert not book.rejected
 
 
 def test_repetitions_that_are_expected_add_no_copy_and_bring_back_what_was_lost():

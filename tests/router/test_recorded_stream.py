@@ -153,6 +153,16 @@ def test_reports_of_reused_blocks_disturb_no_prediction_then_or_later():
     assert wrong == []
 
 
+def test_reports_that_nobody_said_were_asked_for_disturb_no_prediction_either():
+    mind = Mind()
+    for entry in RECORDING.entries:
+        if isinstance(entry, Heard):
+            mind.hear(entry.payload)
+            assert len(mind.ledger) <= RECORDING.total_blocks
+        else:
+            assert mind.predicted_tokens(entry) == entry.cached_tokens
+
+
 # --- gaps ------------------------------------------------------------------------------------------------------------
 
 INCREMENTAL = [entry.seq for entry in RECORDING.part("incremental") if isinstance(entry, Heard)]
