@@ -164,9 +164,9 @@ class Dispatcher:
                 continue
             try:
                 decision = self.decide(ticket, ahead, now)
-            except NoReplica as exc:
+            except Exception as exc:  # noqa: BLE001  (whatever it is: it must not stop all who wait behind this one)
                 self.withdraw(ticket)
-                yield ticket, exc
+                yield ticket, exc if isinstance(exc, NoReplica) else NoReplica(f"it could not be decided: {exc!r}")
                 continue
             if decision.replica.id in ahead or not self.has_room(decision):
                 self._unbind(ticket)

@@ -1,7 +1,10 @@
 """Late binding with a long line for one replica: who waits for another one is not held up by it."""
 
-from router.core.dispatch import _LOOKED_AT
+from router.core.decision import Ask, Decision
+from router.core.dispatch import _LOOKED_AT, Prompt, Ticket
+from router.core.errors import NoReplica
 from router.core.fleet import Roster
+from router.core.policies.kv_lora import KvLora
 from tests.router.test_dispatch import Fleet
 from tests.router.test_policy import a_replica
 
@@ -54,3 +57,25 @@ def test_those_beyond_the_first_go_in_fair_order_too():
         rounds += 1
         assert rounds < 10
     assert sum(ticket.is_waiting for ticket in greedy) > 10
+
+
+def test_a_request_that_cannot_be_decided_stops_nobody_behind_it():
+    class Picky(KvLora):
+        def choose(self, ask, scene):
+            if ask.session == "odd" and scene.now > 0:
+                raise ZeroDivisionError
+            return super().choose(ask, scene)
+
+    fleet = Fleet(policy=Picky())
+    tickets = [fleet.ask() for _ in range(4)]
+    fleet.mind.waiting.withdraw(tickets[-1])
+    odd = Ticket(prompt=Prompt(Ask("m", "", 5000, session="odd")))
+    assert fleet.mind.offer(odd, fleet.now) is None
+    behind = fleet.ask()
+    assert behind.is_waiting
+    for _, flight in fleet.running:
+        fleet.mind.load.end(flight, 1.0)
+    told = dict(fleet.mind.ready(1.0))
+    assert isinstance(told[odd], NoReplica)
+    assert isinstance(told[behind], Decision)
+    assert not len(fleet.mind.waiting)
