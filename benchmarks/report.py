@@ -73,9 +73,14 @@ def show(title: str, rows: Sequence[Row], into: Path | None) -> None:
         reach = "" if row.reach is None else f"{row.reach:g} {'yes' if row.ok else 'NO'}"
         baseline = "" if row.baseline is None else f"{row.baseline}: {row.baseline_value:.4g}"
         table.add_row(row.what, f"{row.value:.4g} {row.unit}", reach, baseline)
-    Console().print(table)
-    Console().print(
+    console().print(table)
+    console().print(
         f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}, one process"
     )
     if into is not None:
         into.write_text(json.dumps([asdict(row) | {"ok": row.ok} for row in rows], indent=1))
+
+
+def console() -> Console:
+    """The terminal, or enough columns for whole rows where there is none."""
+    return Console(width=None if Console().is_terminal else 170)

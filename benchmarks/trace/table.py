@@ -8,10 +8,9 @@ from math import isinf
 from pathlib import Path
 from statistics import mean, median
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import Row
+from benchmarks.report import Row, console
 from benchmarks.trace.ideals import Ideals
 from benchmarks.trace.measure import Case, Figures
 
@@ -81,18 +80,16 @@ def show(lines: Sequence[Line], good: str, what: str, into: Path | None) -> None
         )
         for line in of_case:
             table.add_row(line.policy, *_cells(line))
-    console = Console(width=None if Console().is_terminal else 170)
-    console.print(table)
-    console.print(f"{what}.")
-    console.print(
+    out = console()
+    out.print(table)
+    out.print(f"{what}.")
+    out.print(
         "Hits: cached share of prompt tokens, as a share of one LRU over all engines' blocks, told the prompts alone,\n"
         "and of one in which answers take room too, as in every engine here. Neither is a bound; MIN is, for prompts.\n"
         f"Good: {good}.\n"
         "Mean over seeds, +- half the range. Shed and failed requests count as 120 s in means, inf in percentiles."
     )
-    console.print(
-        f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}; simulated time"
-    )
+    out.print(f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}; simulated time")
     if into is not None:
         into.write_text(json.dumps(_rows(lines), indent=1))
 
