@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-_WIDE = 200
+_WIDE = 4000
 
 
 def console() -> Console:
@@ -117,8 +117,10 @@ def decision(answer: Mapping[str, Any]) -> Table:
 
 def headline(answer: Mapping[str, Any]) -> str:
     """A decision in a sentence or two: what went where by which rule, and what came of it where that is known."""
+    if answer["worker_id"] is None:
+        return f"{answer['adapter']}: no worker can take it now ({answer['prompt_tokens']} prompt tokens)"
     said = (
-        f"{answer['adapter']} on {answer['worker_id'] or 'no worker'} by {answer['policy'] or 'no policy'}:"
+        f"{answer['adapter']} on {answer['worker_id']} by {answer['policy']}:"
         f" {answer['cached_tokens']} of {answer['prompt_tokens']} prompt tokens cached"
         f" ({answer['trust'] or 'trust unknown'}; tokens from {answer['tokens_from']};"
         f" kappa {answer['kappa']:.2f}, rho {answer['rho']:.3f})"

@@ -4,17 +4,23 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from docs.generate import document
+from lorafleet.cli import app as command_line
 from orchestrator.core import errors as orchestrator_errors
 from orchestrator.metrics import Metrics as OrchestratorMetrics
+from router.app import build
+from router.config import RouterSettings
 from router.core.errors import RouterError
 from router.metrics import Metrics as RouterMetrics
+from router.wire import RouteAnswer, ScoreItem
 from workers.core.errors import WorkerError
 from workers.metrics import Metrics as WorkersMetrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 PROTOCOL = (DOCS / "protocol.md").read_text()
+FRAMEWORK = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 
 
 def subclasses(cls):
@@ -37,6 +43,27 @@ def test_every_metric_is_in_the_operations_guide(metrics):
     text = (DOCS / "metrics.md").read_text()
     names = {family.name for family in metrics().registry.collect()}
     assert sorted(name for name in names if name not in text) == []
+
+
+async def test_every_route_of_the_router_is_in_the_protocol():
+    app, parts = build(RouterSettings())
+    parts.tokenizers.close()
+    paths = {route.path.replace("{model:path}", "{id}") for route in app.routes} - set(FRAMEWORK)
+    assert sorted(path for path in paths if path.removeprefix("/v1") not in PROTOCOL) == []
+
+
+def test_every_field_of_a_decision_is_in_the_protocol():
+    fields = {*RouteAnswer.model_fields, *ScoreItem.model_fields} - {"wire"}
+    assert sorted(name for name in fields if f"`{name}`" not in PROTOCOL) == []
+
+
+def test_every_command_and_its_flags_are_in_the_page_about_the_command_line():
+    text = (DOCS / "cli.md").read_text()
+    commands = typer.main.get_command(command_line).commands
+    assert sorted(name for name in commands if f"`{name} " not in text and f"`{name}`" not in text) == []
+    for name in ("up", "explain", "decisions"):
+        flags = {flag for option in commands[name].params for flag in option.opts if flag.startswith("--")}
+        assert sorted(flag for flag in flags if flag not in text) == []
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
