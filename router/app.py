@@ -129,7 +129,7 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
         policy=POLICIES[config.policy](),
         shadows=[POLICIES[name]() for name in config.shadow_policies],
         shadowed=lambda shadow: _count_shadow(metrics, shadow),
-        costs=Costs(temperature_s=config.temperature_s),
+        costs=Costs(**config.costs),
         late_binding_s=config.late_binding_s,
         load=load,
     )

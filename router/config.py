@@ -1,12 +1,14 @@
 """The router's settings."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
-from pydantic import DirectoryPath, Field
+from pydantic import DirectoryPath, Field, NonNegativeFloat, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.settings import HouseSettings
+from router.core.cost import Costs
 
 PolicyName = Literal["kv_lora", "round_robin", "least_loaded", "session", "prefix_hash"]
 
@@ -66,8 +68,9 @@ class RouterSettings(HouseSettings):
     shadow_policies: tuple[PolicyName, ...] = Field(
         default=(), description="policies to run beside it on live traffic; they decide nothing, metrics compare them"
     )
-    temperature_s: float = Field(
-        default=0.0, ge=0, description="kv_lora: above 0, costlier replicas get a share by exp(-cost / temperature)"
+    costs: dict[str, NonNegativeFloat] = Field(
+        default={},
+        description="other numbers in the cost model, by name: temperature_s, kappa_min, ... (router/core/cost.py)",
     )
     late_binding_s: float = Field(
         default=1.0,
@@ -80,3 +83,12 @@ class RouterSettings(HouseSettings):
         default="x-session-id", description="names a client's session, for policy session; without it: the body's user"
     )
     grace_s: float = Field(default=30.0, ge=0, description="on SIGTERM, how long requests in flight may still take")
+
+    @field_validator("costs")
+    @classmethod
+    def _known(cls, costs: dict[str, float]) -> dict[str, float]:
+        known = [field.name for field in fields(Costs)]
+        if unknown := sorted(costs.keys() - set(known)):
+            raise ValueError(f"unknown {unknown}; known: {', '.join(known)}")
+        Costs(**costs)
+        return costs

@@ -45,6 +45,16 @@ class Costs:
     # How much of a replica's own measured rate counts; the rest is the fleet's median.
     own_rate_share: float = 0.8
 
+    def __post_init__(self) -> None:
+        for name in ("prefill_tokens_per_s", "attention_tokens"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, found {getattr(self, name):g}")
+        if not 1 <= self.kappa_min <= self.kappa_max:
+            raise ValueError(f"1 <= kappa_min <= kappa_max must hold, found {self.kappa_min:g} and {self.kappa_max:g}")
+        for name in ("host_credit", "storage_credit", "own_rate_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, found {getattr(self, name):g}")
+
 
 @dataclass(frozen=True, slots=True)
 class Score:

@@ -100,6 +100,8 @@ _UNCROWDED = log(0.05)
 def least_crowding(loads: Sequence[Own], now: float) -> float:
     """The least `crowding` of all; without a call for each."""
     return max(_UNCROWDED, min([own.placed for own in loads], default=-inf) - now / PLACED_S)
+
+
 _IDLE = Own()
 
 

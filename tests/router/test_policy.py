@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.placement import rendezvous
+from router.config import RouterSettings
 from router.core.cost import Costs, kappa
 from router.core.decision import Ask, Scene, decide
 from router.core.errors import NoReplica
@@ -328,3 +329,13 @@ def test_router_and_orchestrator_mean_the_same_home():
     fleet = [a_replica(f"w{i}") for i in range(5)]
     for name in (f"adapter-{i}/v1" for i in range(50)):
         assert rendezvous_home(name, fleet).id == max((r.id for r in fleet), key=lambda w: rendezvous(name, w))
+
+
+@pytest.mark.parametrize(
+    ("costs", "why"),
+    [({"kappa_min": 20.0}, "kappa_min"), ({"host_credit": 1.5}, "between 0 and 1"), ({"kapa": 1.0}, "unknown.*kapa")],
+)
+def test_numbers_that_make_no_cost_model_are_refused_by_name(costs, why):
+    with pytest.raises(ValueError, match=why):
+        RouterSettings(costs=costs)
+    assert RouterSettings(costs={"temperature_s": 0.5}).costs == {"temperature_s": 0.5}
