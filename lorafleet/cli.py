@@ -431,7 +431,10 @@ def _explain(answer: Mapping[str, Any], *, as_json: bool = False) -> None:
         _json(answer)
         return
     typer.echo(tables.headline(answer))
-    tables.show(tables.decision(answer))
+    if answer["scores"]:
+        tables.show(tables.decision(answer))
+    for line in tables.left_out(answer):
+        typer.echo(line)
     if answer.get("note"):
         typer.echo(answer["note"])
 

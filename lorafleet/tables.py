@@ -19,16 +19,19 @@ def console() -> Console:
 
 
 def show(what: RenderableType) -> None:
-    console().print(what)
+    # Where a terminal is too narrow for the numbers it wraps the line itself: none is cut off.
+    console().print(what, crop=False)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
-    """A table; numbers stand right."""
+    """A table; numbers stand right, and are never broken across lines."""
     body = [[_text(cell) for cell in row] for row in rows]
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         is_number = bool(body) and all(_is_number(row[index]) for row in body)
-        made.add_column(name, justify="right" if is_number else "left", overflow="fold")
+        # Headings break between words, at any width of terminal.
+        least = max(len(text) for text in [*(row[index] for row in body), *name.split()]) if is_number else None
+        made.add_column(name, justify="right" if is_number else "left", overflow="fold", min_width=least)
     for row in body:
         made.add_row(*row)
     return made
@@ -95,24 +98,29 @@ def fields(item: Mapping[str, Any]) -> Table:
 
 
 def decision(answer: Mapping[str, Any]) -> Table:
-    """Every replica's terms of `POST /v1/route`, the winner first, then those that were filtered out and why."""
+    """Every replica's terms of `POST /v1/route`, the winner first."""
     scored = sorted(answer["scores"], key=lambda score: (not score["winner"], score["passed_over"], score["cost_s"]))
     # Whatever terms this router's cost model has, in its order.
     terms = [name for name in scored[0] if name.endswith("_s")] if scored else []
     figures = ["depth_blocks", "cached_tokens", *terms]
-    rows: list[list[object]] = [
-        [
-            "->" if score["winner"] else "",
-            score["worker_id"],
-            score["trust"],
-            *(score[name] for name in figures),
-            "passed over: its adapter slots are all in use" if score["passed_over"] else "",
-        ]
-        for score in scored
-    ]
-    rows += [["", item["worker_id"], *[None] * (len(figures) + 1), item["reason"]] for item in answer["rejected"]]
+    rows = [[_mark(score), score["worker_id"], score["trust"], *(score[name] for name in figures)] for score in scored]
     names = ["cached blocks", "cached tokens", *(name.removesuffix("_s") + " s" for name in terms)]
-    return table(["", "worker", "trust", *names, "not considered because"], rows)
+    return table(["", "worker", "trust", *names], rows)
+
+
+def _mark(score: Mapping[str, Any]) -> str:
+    return "->" if score["winner"] else "x" if score["passed_over"] else ""
+
+
+def left_out(answer: Mapping[str, Any]) -> list[str]:
+    """A line for each reason why replicas were not considered, with their names."""
+    reasons: dict[str, list[str]] = {}
+    for score in answer["scores"]:
+        if score["passed_over"]:
+            reasons.setdefault("passed over (x), its adapter slots are all in use", []).append(score["worker_id"])
+    for item in answer["rejected"]:
+        reasons.setdefault(item["reason"], []).append(item["worker_id"])
+    return [f"not considered: {reason}: {', '.join(sorted(workers))}" for reason, workers in reasons.items()]
 
 
 def headline(answer: Mapping[str, Any]) -> str:

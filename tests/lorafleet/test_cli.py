@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from rich.console import Console
 
-from lorafleet import cli
+from lorafleet import cli, tables
 from lorafleet.auth import Keys, hash_key
 
 
@@ -273,6 +274,26 @@ def test_explain_shows_every_term_the_trust_and_the_cached_blocks_of_every_worke
     assert winner[2] == "exact"
     assert int(winner[3]) * 32 == int(winner[4]) > 0
     assert {"w0", "w1"} <= set(said.out.split())
+
+
+def test_no_number_of_a_decision_is_broken_on_a_narrow_terminal_and_who_was_left_out_is_named() -> None:
+    score = {"trust": "exact", "depth_blocks": 3, "cached_tokens": 48, "queue_s": 1.2345, "cost_s": 123.4567}
+    answer = {
+        "scores": [
+            {"worker_id": "w0", "winner": False, "passed_over": True, **score},
+            {"worker_id": "w1", "winner": True, "passed_over": False, **score},
+        ],
+        "rejected": [{"worker_id": f"w{n}", "reason": "draining"} for n in (3, 2)],
+    }
+    narrow = Console(width=20, force_terminal=True, color_system=None, file=io.StringIO())
+    narrow.print(tables.decision(answer), crop=False)
+    text = narrow.file.getvalue()
+    assert text.count("123.4567") == text.count("1.2345") == 2
+    assert text.index("->") < text.index("x ")
+    assert tables.left_out(answer) == [
+        "not considered: passed over (x), its adapter slots are all in use: w0",
+        "not considered: draining: w2, w3",
+    ]
 
 
 def test_explain_says_what_a_request_for_a_cold_adapter_would_do(routed: Run) -> None:
