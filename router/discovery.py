@@ -298,6 +298,7 @@ def _replica_from(follow: _Follow, metadata: Metadata, *, state: ReplicaState, d
             kv_usage=load.kv_usage,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_tokens_per_s=load.decode_tokens_per_s,
+            output_tokens=load.mean_output_tokens,
             request_s=load.mean_request_s,
             load_s=load.load_seconds,
             at=follow.heard_at - load.read_age_s,

@@ -56,6 +56,7 @@ def explained(record: Record, trust: Callable[[WorkerId], str], *, note: str | N
                 queue_s=score.queue_s,
                 harm_s=score.harm_s,
                 crowd_s=score.crowd_s,
+                decode_s=score.decode_s,
                 cost_s=score.cost_s,
             )
             for score in decision.scores

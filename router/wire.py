@@ -29,6 +29,7 @@ class ScoreItem(_Wire):
     queue_s: float
     harm_s: float
     crowd_s: float = 0.0
+    decode_s: float = 0.0
     cost_s: float
 
 

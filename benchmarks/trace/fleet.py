@@ -49,6 +49,7 @@ class Reading:
     kv_usage: float
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+    output_tokens: float
     load_s: float
     locations: tuple[Location, ...]
     running_adapters: frozenset[int]
@@ -122,6 +123,7 @@ class Agent:
             kv_usage=engine.kv_usage,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
             decode_tokens_per_s=self._rates.decode_tokens_per_s,
+            output_tokens=self._rates.mean_output_tokens,
             load_s=self._load_s,
             locations=tuple([where.get(name, "disk") for name in self._names]),
             running_adapters=frozenset(job.adapter for job in engine.running if job.adapter is not None),

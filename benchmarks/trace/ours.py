@@ -130,6 +130,7 @@ class Ours:
                 kv_usage=reading.kv_usage,
                 prefill_tokens_per_s=reading.prefill_tokens_per_s,
                 decode_tokens_per_s=reading.decode_tokens_per_s,
+                output_tokens=reading.output_tokens,
                 load_s=reading.load_s,
                 at=reading.at,
             )

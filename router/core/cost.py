@@ -27,6 +27,8 @@ class Costs:
     load_s: float = 1.0
     # What one second of prefill takes from each decode that runs beside it.
     decode_harm: float = 0.05
+    # How much a second counts that an answer takes longer, against one that its first token comes later.
+    decode_share: float = 0.05
     # What a second of work costs later, for each e-fold by which its replica is more crowded than the least crowded: it
     # displaces blocks, and an adapter draws its traffic there. This and the next five: `benchmarks.trace`, loads 1 and
     # 2, 750 and 2,000 blocks; about 60 settings, flat around these.
@@ -69,6 +71,7 @@ class Score:
     queue_s: float
     harm_s: float
     crowd_s: float
+    decode_s: float
     cost_s: float
 
 
@@ -82,6 +85,12 @@ def prefill_rate(replica: Replica, middle: Report, costs: Costs) -> float:
     fleet = middle.prefill_tokens_per_s or costs.prefill_tokens_per_s
     own = replica.report.prefill_tokens_per_s or fleet
     return costs.own_rate_share * own + (1 - costs.own_rate_share) * fleet
+
+
+def decode_s(replica: Replica, middle: Report, costs: Costs) -> float:
+    """What an answer of usual length takes on a replica, by its learned decode rate, weighted; 0.0 before any."""
+    rate = replica.report.decode_tokens_per_s or middle.decode_tokens_per_s
+    return costs.decode_share * middle.output_tokens / rate if rate else 0.0
 
 
 def context(prompt_tokens: int, cached_tokens: int) -> float:
@@ -122,8 +131,20 @@ def score(
     crowd_s = costs.crowding * (prefill_s + adapter_s) * (own.crowding(now) - least_crowding)
     if engine_name and engine_name not in own.engine_names and replica.max_loras:
         crowd_s += costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
-    cost_s = price * (prefill_s + adapter_s) + slot_s + queue_s + harm_s + crowd_s
-    return Score(replica.id, depth_blocks, cached, prefill_s, adapter_s, slot_s, queue_s, harm_s, crowd_s, cost_s)
+    answer_s = decode_s(replica, middle, costs)
+    return Score(
+        replica=replica.id,
+        depth_blocks=depth_blocks,
+        cached_tokens=cached,
+        prefill_s=prefill_s,
+        adapter_s=adapter_s,
+        slot_s=slot_s,
+        queue_s=queue_s,
+        harm_s=harm_s,
+        crowd_s=crowd_s,
+        decode_s=answer_s,
+        cost_s=price * (prefill_s + adapter_s) + slot_s + queue_s + harm_s + crowd_s + answer_s,
+    )
 
 
 def _move_s(replica: Replica, engine_name: str, middle: Report, costs: Costs) -> float:

@@ -32,6 +32,7 @@ class Report:
 
     prefill_tokens_per_s  of a prefill that has the engine for itself
     decode_tokens_per_s   of one request, with no prefill beside it
+    output_tokens         of a request, the mean over those that ended lately
     request_s             from a request's start there to its last token
     load_s                an adapter that must be read again, from disk to ready
     """
@@ -41,6 +42,7 @@ class Report:
     kv_usage: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    output_tokens: float = 0.0
     request_s: float = 0.0
     load_s: float = 0.0
     at: float = 0.0
@@ -125,6 +127,7 @@ class Roster:
         return Report(
             prefill_tokens_per_s=of(report.prefill_tokens_per_s for report in reports),
             decode_tokens_per_s=of(report.decode_tokens_per_s for report in reports),
+            output_tokens=of(report.output_tokens for report in reports),
             load_s=of(report.load_s for report in reports),
         )
 

@@ -173,6 +173,13 @@ def test_work_goes_where_it_displaces_least_and_a_hot_prefix_outweighs_that():
     assert len({choose(Ask("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)}) == 2
 
 
+def test_between_equal_replicas_the_one_that_decodes_faster_wins():
+    fast, slow = (
+        a_replica(n, report=Report(decode_tokens_per_s=r, output_tokens=300)) for n, r in (("f", 90), ("s", 30))
+    )
+    assert {choose(Ask("m", "", 500), [slow, fast], seed=s).replica.id for s in range(20)} == {"f"}
+
+
 def test_the_last_free_adapter_slots_are_left_to_who_needs_them():
     fleet = [a_replica("tight", residents=[SQL], max_loras=4), a_replica("roomy", residents=[SQL], max_loras=4)]
     own = {"tight": Own(in_decode=3, slots_used=3), "roomy": Own(in_decode=3, slots_used=1)}
@@ -216,7 +223,13 @@ OWNS = st.builds(
     slots_used=st.integers(0, 4),
     placed=st.just(-inf) | st.floats(-5, 3),
 )
-REPORTS = st.builds(Report, prefill_tokens_per_s=st.just(0.0) | st.floats(100, 50_000), load_s=st.floats(0, 9))
+REPORTS = st.builds(
+    Report,
+    prefill_tokens_per_s=st.just(0.0) | st.floats(100, 50_000),
+    decode_tokens_per_s=st.just(0.0) | st.floats(1, 500),
+    output_tokens=st.just(0.0) | st.floats(1, 2000),
+    load_s=st.floats(0, 9),
+)
 
 
 @st.composite

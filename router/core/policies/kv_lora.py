@@ -4,7 +4,7 @@ from math import exp, inf
 from random import Random
 from typing import ClassVar
 
-from router.core.cost import prefill_rate
+from router.core.cost import decode_s, prefill_rate
 from router.core.decision import Ask, Scene
 from router.core.fleet import Replica, Roster
 from router.core.load import PLACED_S, Own
@@ -16,8 +16,8 @@ class KvLora:
     name: ClassVar[str] = "kv_lora"
 
     def __init__(self) -> None:
-        # The last roster's seconds per token: a snapshot lives for many decisions.
-        self._token_s: tuple[Roster, list[float]] = (Roster(), [])
+        # The last roster's seconds per prompt token and per answer: a snapshot lives for many decisions.
+        self._known: tuple[Roster, list[float], list[float]] = (Roster(), [], [])
 
     def choose(self, ask: Ask, scene: Scene) -> int:
         able = within_slots(ask, scene, scene.able(ask))
@@ -32,7 +32,7 @@ class KvLora:
         costs, now, price = scene.costs, scene.now, scene.kappa
         name, prompt, depth_of = ask.engine_name, ask.prompt_tokens, scene.depths.get
         replicas, loads, lower, backlog = scene.roster.replicas, scene.loads, scene.lower, scene.backlog
-        token_s = self._seconds_per_token(scene)
+        token_s, answer_s = self._of_roster(scene)
         attention_tokens, harm = costs.attention_tokens, costs.decode_harm
         faded, least = now / PLACED_S, scene.least_crowding
         per_context = 1 / (attention_tokens + scene.context_tokens)
@@ -67,16 +67,17 @@ class KvLora:
             crowded = own.placed - faded
             if crowded > least:
                 wait_s += costs.crowding * work_s * (crowded - least)
-            found.append(price * work_s + wait_s)
+            found.append(price * work_s + wait_s + answer_s[i])
         return found
 
-    def _seconds_per_token(self, scene: Scene) -> list[float]:
-        roster, token_s = self._token_s
+    def _of_roster(self, scene: Scene) -> tuple[list[float], list[float]]:
+        roster, token_s, answer_s = self._known
         if roster is not scene.roster:
-            roster, middle = scene.roster, scene.roster.middle
-            token_s = [1 / prefill_rate(replica, middle, scene.costs) for replica in roster.replicas]
-            self._token_s = roster, token_s
-        return token_s
+            roster, middle, costs = scene.roster, scene.roster.middle, scene.costs
+            token_s = [1 / prefill_rate(replica, middle, costs) for replica in roster.replicas]
+            answer_s = [decode_s(replica, middle, costs) for replica in roster.replicas]
+            self._known = roster, token_s, answer_s
+        return token_s, answer_s
 
 
 def _adapter(name: str, replica: Replica, own: Own, scene: Scene) -> tuple[float, float]:
