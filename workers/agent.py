@@ -161,6 +161,7 @@ class Agent:
                 block_size=block_size,
                 engine_boot_id=self.engine_boot_id,
                 metrics=self.metrics,
+                total_blocks=card.runtime_config.total_kv_blocks,
             )
         except (ZMQError, ValueError) as exc:
             # The engine serves well without; routers find the sockets in the metadata and may do better.

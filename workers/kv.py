@@ -45,6 +45,7 @@ class KvLedgers:
         block_size: int,
         engine_boot_id: str,
         metrics: Metrics,
+        total_blocks: int = 0,
         ring_bytes: int = _RING_BYTES,
         tail_poll_s: float = 5.0,
         clock: Callable[[], float] = time.time,
@@ -52,6 +53,7 @@ class KvLedgers:
         self.epoch = f"{engine_boot_id}.{uuid.uuid4().hex[:8]}"
         self.base_model = base_model
         self.block_size = block_size
+        self.total_blocks = total_blocks
         self.is_whole = True
         self.seq = 0
         self.is_open = False
@@ -200,7 +202,8 @@ class _Rank:
         self.is_open = False
         self._ledgers = ledgers
         self._decode = Decoder().decode
-        self.ledger = Ledger(ledgers.base_model, ledgers.block_size, self, TRAITS.get(dialect, TRAITS["vllm"]))
+        traits = TRAITS.get(dialect, TRAITS["vllm"])
+        self.ledger = Ledger(ledgers.base_model, ledgers.block_size, self, traits, most_blocks=ledgers.total_blocks)
         # Came (True) or went since the last frame; what did both is in neither.
         self._pending: dict[Tier, dict[BlockHash, bool]] = {tier: {} for tier in TIERS}
         self._is_cleared = False

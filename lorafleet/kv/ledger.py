@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
@@ -76,13 +77,23 @@ class _Shelf:
 class Ledger:
     """The blocks of one engine rank."""
 
-    def __init__(self, base_model: str, block_size: int, sink: Sink, traits: Traits = TRAITS["vllm"]) -> None:
+    def __init__(
+        self,
+        base_model: str,
+        block_size: int,
+        sink: Sink,
+        traits: Traits = TRAITS["vllm"],
+        *,
+        most_blocks: int = 0,
+    ) -> None:
+        """most_blocks  the engine's device blocks: what is more than those was removed unheard; 0: not known."""
         self.base_model = base_model
         self.block_size = block_size
         self.accepted: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self._sink = sink
         self._traits = traits
+        self._most_blocks = most_blocks
         self._shelves = {medium: _Shelf(tier) for medium, tier in _TIER_OF.items()}
         self._device = self._shelves["GPU"]
         # Our hash -> how many engine hashes stand for it: two, where the engine salts with what its events do not say.
@@ -202,8 +213,10 @@ class Ledger:
             self._sink.add("device", ours)
         elif any(shelf.blocks.get(name, block) != block for name, block in zip(names, ours, strict=True)):
             return "conflict"
-        elif not self._is_report(event, names):
+        elif self._repeats or not self._is_report(event, names):
             self._put(shelf, names, ours)
+        if self._most_blocks and len(shelf.blocks) > self._most_blocks:
+            self._overflow(shelf)
         if self._traits.forgets_on_load and event.lora_name:
             self._adapter_of.update(dict.fromkeys(names, event.lora_name))
         return None
@@ -279,8 +292,25 @@ class Ledger:
                     added.append(block)
             elif not self._repeats:
                 shelf.more[name] = shelf.more.get(name, 0) + 1
+            elif self._most_blocks:
+                # Heard of last, so the last to go when there are too many; see _overflow.
+                shelf.blocks[name] = shelf.blocks.pop(name)
         if added:
             self._sink.add(shelf.tier, added)
+
+    def _overflow(self, shelf: _Shelf) -> None:
+        """Drop those heard of longest ago: more blocks than an engine has are there after removals that we missed.
+
+        Some more at once than must go, because a dict's front is slow to find where much has been taken from it.
+        """
+        too_many = len(shelf.blocks) - self._most_blocks + self._most_blocks // 64
+        gone: list[BlockHash] = []
+        for name in list(islice(shelf.blocks, too_many)):
+            shelf.more.pop(name, None)
+            self._take(shelf, name, gone)
+        if gone:
+            self._sink.drop(shelf.tier, gone)
+        self.rejected["overflow"] += 1
 
     # --- removals ------------------------------------------------------------------------------------------------
 

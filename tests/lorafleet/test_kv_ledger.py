@@ -310,6 +310,21 @@ def test_repetitions_that_are_expected_add_no_copy_and_bring_back_what_was_lost(
     assert not book.rejected
 
 
+def test_more_blocks_than_the_engine_has_are_not_believed_in():
+    book, heard = ledger(most_blocks=4)
+    for each in range(4):
+        apply(book, stored([each], [each, each], block_size=2))
+    assert len(book) == 4
+    apply(book, stored([4], [4, 4], block_size=2))
+    assert heard.tiers["device"] == {chain([each, each])[0] for each in (1, 2, 3, 4)}
+    assert book.rejected == {"overflow": 1}
+    # What the engine reports it has; those of which nothing is heard are the ones whose removal was missed.
+    book.expect_repeats(True)
+    apply(book, stored([1], [1, 1], block_size=2), stored([5], [5, 5], block_size=2))
+    assert heard.tiers["device"] == {chain([each, each])[0] for each in (1, 3, 4, 5)}
+    assert set(book.blocks("device")) == heard.tiers["device"]
+
+
 def test_a_block_that_left_the_device_is_still_a_parent_while_the_host_has_it():
     book, heard = ledger()
     apply(
