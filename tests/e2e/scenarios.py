@@ -160,7 +160,7 @@ class FleetSuite:
         asked = fleet.ask(prompt=prompt)
         until(lambda: "0 of" not in explain(fleet, prompt).splitlines()[0], within_s=10, what="the blocks are known")
         said = explain(fleet, prompt)
-        assert f"base on {asked.headers['x-lorafleet-worker']}:" in said.splitlines()[0]
+        assert f"base on {asked.headers['x-lorafleet-worker']} by kv_lora:" in said.splitlines()[0]
         assert "->" in said
         assert all(worker in said for worker in fleet.workers())
 
