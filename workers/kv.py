@@ -30,6 +30,9 @@ _COALESCE_S = 0.02
 _HEARTBEAT_S = 1.0
 # What a router may be behind before it has to take a snapshot: about half a million changed blocks.
 _RING_BYTES = 4 << 20
+# How many blocks a ledger keeps, in those that the engine has. More than once as many are there after a hole, and which
+# of them are gone nobody knows: to drop the oldest at once would drop the prefixes that everybody shares.
+_MOST_BLOCKS = 2
 # Frames sent in one piece; a reader that takes none for long finds its place gone, and nothing was kept for it.
 _MOST_SENT_BYTES = 1 << 20
 
@@ -203,7 +206,9 @@ class _Rank:
         self._ledgers = ledgers
         self._decode = Decoder().decode
         traits = TRAITS.get(dialect, TRAITS["vllm"])
-        self.ledger = Ledger(ledgers.base_model, ledgers.block_size, self, traits, most_blocks=ledgers.total_blocks)
+        self.ledger = Ledger(
+            ledgers.base_model, ledgers.block_size, self, traits, most_blocks=_MOST_BLOCKS * ledgers.total_blocks
+        )
         # Came (True) or went since the last frame; what did both is in neither.
         self._pending: dict[Tier, dict[BlockHash, bool]] = {tier: {} for tier in TIERS}
         self._is_cleared = False

@@ -86,7 +86,7 @@ class Ledger:
         *,
         most_blocks: int = 0,
     ) -> None:
-        """most_blocks  the engine's device blocks: what is more than those was removed unheard; 0: not known."""
+        """most_blocks  how many may be kept of the device's at most, whatever removals are missed; 0: any number."""
         self.base_model = base_model
         self.block_size = block_size
         self.accepted: Counter[str] = Counter()
@@ -299,7 +299,7 @@ class Ledger:
             self._sink.add(shelf.tier, added)
 
     def _overflow(self, shelf: _Shelf) -> None:
-        """Drop those heard of longest ago: more blocks than an engine has are there after removals that we missed.
+        """Drop those heard of longest ago: so many are there only after removals that we missed.
 
         Some more at once than must go, because a dict's front is slow to find where much has been taken from it.
         """

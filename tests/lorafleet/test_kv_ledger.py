@@ -310,7 +310,7 @@ def test_repetitions_that_are_expected_add_no_copy_and_bring_back_what_was_lost(
     assert not book.rejected
 
 
-def test_more_blocks_than_the_engine_has_are_not_believed_in():
+def test_a_ledger_that_missed_removals_keeps_what_it_heard_of_last_and_no_more_than_it_may():
     book, heard = ledger(most_blocks=4)
     for each in range(4):
         apply(book, stored([each], [each, each], block_size=2))

@@ -45,7 +45,7 @@ class Mind:
 
     def __post_init__(self):
         self.decoder = Decoder()
-        self.ledger = Ledger("m", BLOCK_SIZE, self, most_blocks=RECORDING.total_blocks)
+        self.ledger = Ledger("m", BLOCK_SIZE, self, most_blocks=2 * RECORDING.total_blocks)
 
     def add(self, tier, hashes):
         assert self.index.add(W, hashes, tier) == len(hashes)
