@@ -41,6 +41,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.
 _SPECULATE_S = 2.0
 _KEPT_DECISIONS = 1000
+# A request that had no more than this queued before it began as the index was when it was decided.
+_PROMPT_START_S = 0.1
 # What a decision reads of a body; the rest is sent on without being parsed.
 _DECODED_FIELDS = FIELDS | {
     "model",
@@ -346,7 +348,9 @@ class Flight:
         parts, decision = self.parts, self.routed.decision
         self.record.cached_tokens = usage.cached_tokens
         worker, predicted = decision.replica.id, decision.score.cached_tokens
-        parts.trust.compared(worker, predicted, usage.cached_tokens, usage.prompt_tokens, parts.clock())
+        # Behind a queue a full cache has lost the prefix before its turn comes: that says nothing about the index.
+        if predicted <= usage.cached_tokens or decision.score.queue_s <= _PROMPT_START_S:
+            parts.trust.compared(worker, predicted, usage.cached_tokens, usage.prompt_tokens, parts.clock())
         if self.guess is not None:
             parts.feeds.answered(self.guess, usage.cached_tokens // decision.replica.block_size)
         parts.metrics.cached_tokens.inc(usage.cached_tokens)

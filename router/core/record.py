@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +34,8 @@ def record_of(decision: Decision) -> dict[str, Any]:
         "now": scene.now,
         "seed": scene.seed,
         "turn": scene.turn,
-        "costs": _plain(scene.costs),
+        # In full: another version may have other defaults.
+        "costs": asdict(scene.costs),
     }
 
 

@@ -161,3 +161,27 @@ async def test_a_shadow_policy_is_counted_and_decides_nothing():
         assert await value(client, counted % ("no", "round_robin")) == 2
         assert await value(client, "lorafleet_router_shadow_cost_seconds_total") > 0
     assert sorted(len(engine.bodies) for engine in engines) == [0, 4]
+
+
+async def test_a_prefix_that_a_full_cache_loses_behind_a_queue_is_not_held_against_the_index():
+    async def empty(engine, body):
+        await engine.go_on.wait()
+        usage = {"prompt_tokens": 2000, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+        return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
+
+    engine = Engine("w0", empty)
+    async with fleet(engine, late_binding_s=1e9) as (client, _, parts):
+        body = {**a_prompt(), "stream": False}
+        engine.go_on.clear()
+        first = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: len(engine.bodies) == 1)
+        behind = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: len(engine.bodies) == 2)
+        engine.go_on.set()
+        await asyncio.gather(first, behind)
+        record = parts.decisions[-1]
+        await until(lambda: record.cached_tokens == 0)
+        assert record.decision.score.cached_tokens > 0
+        assert parts.trust.error_share("w0") == 0.0
+        await client.post("/v1/completions", json=body)
+        await until(lambda: parts.trust.error_share("w0") > 0.0)
