@@ -3,12 +3,10 @@
 from collections import OrderedDict
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from workers.core.rates import Rate
 from workers.core.restarts import Restarts
 from workers.core.slots import Slots
 
@@ -94,22 +92,6 @@ class SlotsAgainstVllm(RuleBasedStateMachine):
 
 
 TestSlotsAgainstVllm = SlotsAgainstVllm.TestCase
-
-
-def test_a_rate_is_the_median_of_windows_that_hold_enough_tokens():
-    rate = Rate(100)
-    assert rate.add(0, 0) == 0.0
-    assert rate.add(50, 1) == 0.0
-    assert rate.add(100, 1) == 100.0
-    rate.add(200, 1.01)
-    assert rate.add(300, 2.01) == pytest.approx(100.0)
-
-
-def test_counters_that_start_over_do_not_spoil_a_rate():
-    rate = Rate(100)
-    for tokens, seconds in ((0, 0), (100, 1), (5, 0.1), (205, 1.1)):
-        found = rate.add(tokens, seconds)
-    assert found == pytest.approx((100 + 200) / 2)
 
 
 @given(st.lists(st.floats(0, 500), max_size=40), st.integers(0, 9))
