@@ -15,7 +15,8 @@ from router.core.errors import CatalogUnavailable, ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet, ReplicaState
 from router.core.resolve import visible_adapters
 from router.explain import again, explained, undecided
-from router.stages import Parts, Record, asked, read, request_id, resolve_target, tokenize
+from router.parts import Parts, Record
+from router.stages import asked, read, request_id, resolve_target, tokenize
 from router.wire import DecisionList, ReplayBody, RouteAnswer
 
 

@@ -34,7 +34,8 @@ from router.discovery import Discovery
 from router.inference import PATHS, Inference
 from router.kv_events import Feeds
 from router.metrics import Metrics
-from router.stages import Parts, match
+from router.parts import Parts
+from router.stages import match
 from router.tokens import Tokenizers
 from router.usage import Usage, send_usage
 from router.waiting import WaitingRoom

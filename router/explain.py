@@ -10,7 +10,7 @@ from router.core.index import WorkerId
 from router.core.policies import POLICIES
 from router.core.policies.kv_lora import KvLora, within_slots
 from router.core.record import record_of, replayed
-from router.stages import Record
+from router.parts import Record
 from router.tokens import Source
 from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
 

@@ -14,12 +14,11 @@ from router.core.errors import NoReplica, ReplicaUnreachable, RouterError, Strea
 from router.core.fleet import Excluded, Replica
 from router.core.resolve import Target
 from router.dress import dress_vllm
+from router.flight import Flight
+from router.parts import Parts, Routed
 from router.proxy import Call, Echo, Limits, Opened, error_event, open_answer, relay
 from router.stages import (
-    Flight,
-    Parts,
     Question,
-    Routed,
     decided,
     read,
     request_id,

@@ -1,48 +1,31 @@
 """read -> resolve -> tokenize -> hash -> match -> decide, one function a stage, and what they hand on."""
 
-import asyncio
 import re
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import msgspec
 from starlette.types import Message, Receive
 from xxhash import xxh3_128_hexdigest
 
-from lorafleet.auth import Caller, Keys
+from lorafleet.auth import Caller
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
-from router.cold import ColdStarts
-from router.config import RouterSettings
-from router.core.credit import Credit
 from router.core.decision import Ask, Decision
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import BadBody, BodyTooLarge, CatalogUnavailable
-from router.core.estimate import Guess
 from router.core.fleet import Excluded
-from router.core.load import InFlight
-from router.core.mind import Mind, first_blocks
+from router.core.mind import first_blocks
 from router.core.resolve import Target, resolve
-from router.core.trust import Trust, TrustState
-from router.discovery import Discovery
 from router.dress import Body, asks_for_usage, refuse_steering
+from router.flight import Flight
 from router.kv_events import Feeds
-from router.metrics import Metrics
-from router.proxy import EngineUsage
-from router.tokens import FIELDS, NO_TOKENS, Source, Tokenizers, Tokens
-from router.usage import Usage
-from router.waiting import WaitingRoom
+from router.parts import Parts, Routed
+from router.tokens import FIELDS, NO_TOKENS, Tokens
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.
-_SPECULATE_S = 2.0
-_KEPT_DECISIONS = 1000
-# A request that had no more than this queued before it began as the index was when it was decided.
-_PROMPT_START_S = 0.1
 # What a decision reads of a body; the rest is sent on without being parsed.
 _DECODED_FIELDS = FIELDS | {
     "model",
@@ -78,69 +61,6 @@ class Question:
     read_at: float
     session: str = ""
     priority: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """A decision with what it was made for, and when (wall clock)."""
-
-    request_id: str
-    at: float
-    target: Target
-    prompt: Prompt
-    tokens_from: Source
-    decision: Decision
-
-    @property
-    def engine_model(self) -> str:
-        """What the engine calls the thing to run."""
-        return self.prompt.ask.engine_name or self.target.base_model
-
-    @property
-    def hashes(self) -> Sequence[BlockHash]:
-        """The prompt's block hashes at the chosen replica's block size."""
-        return self.prompt.chains.get(self.decision.replica.block_size, ())
-
-
-@dataclass(slots=True)
-class Record:
-    """What is kept of a decision, and what came of it. Without the prompt's hashes: a thousand long ones add up.
-
-    waited_s       in the router, for room
-    first_data_s   from dispatch to first token or whole answer; None while there is none
-    cached_tokens  the engine's own word; None where it has told none
-    """
-
-    request_id: str
-    at: float
-    tokens_from: Source
-    decision: Decision
-    trust: TrustState
-    waited_s: float = 0.0
-    first_data_s: float | None = None
-    cached_tokens: int | None = None
-
-
-@dataclass(slots=True)
-class Parts:
-    """What the stages work with; built once by app.py."""
-
-    config: RouterSettings
-    keys: Keys
-    discovery: Discovery
-    tokenizers: Tokenizers
-    feeds: Feeds
-    mind: Mind
-    waiting: WaitingRoom
-    trust: Trust
-    cold: ColdStarts
-    usage: Usage
-    metrics: Metrics
-    session: aiohttp.ClientSession
-    credit: Credit = field(default_factory=Credit)
-    clock: Callable[[], float] = time.monotonic
-    decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))
-    stopping: bool = False
 
 
 async def read(parts: Parts, request_id: str, headers: Mapping[str, str], receive: Receive) -> Question:
@@ -244,7 +164,7 @@ def match(feeds: Feeds, prompt: Prompt) -> Match:
 
 async def decided(
     parts: Parts, caller: Caller, target: Target, question: Question, tokens: Tokens, excluded: Excluded
-) -> "Flight":
+) -> Flight:
     """match and decide, when there is room: the request is then on its way.
 
     raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
@@ -296,82 +216,6 @@ async def _whole_body(receive: Receive, headers: Mapping[str, str], most_bytes: 
             raise too_large
         if not message.get("more_body"):
             return bytes(body)
-
-
-@dataclass(slots=True)
-class Flight:
-    """A request at a replica: its load, its speculative blocks and its use, each given back exactly once."""
-
-    parts: Parts
-    routed: Routed
-    record: Record
-    load: InFlight
-    release: Callable[[], None]
-    guess: Guess | None = None
-    released: bool = False
-
-    @classmethod
-    def begin(cls, parts: Parts, routed: Routed, *, waited_s: float = 0.0) -> "Flight":
-        decision = routed.decision
-        replica, score = decision.replica, decision.score
-        now = parts.clock()
-        trust = parts.trust.state(replica.id)
-        record = Record(routed.request_id, routed.at, routed.tokens_from, decision, trust, waited_s)
-        # First: it runs the shadow policies, and one that fails must leave nothing held.
-        flight = parts.mind.begin(decision, now)
-        parts.decisions.append(record)
-        index = parts.feeds.index(replica.base_model, replica.block_size)
-        held = index.hold(parts.feeds.member(replica.id, decision.rank), routed.hashes)
-        prompt_tokens = decision.ask.prompt_tokens if routed.prompt.chains else 0
-        parts.usage.dispatched(replica.id, routed.engine_model, prompt_tokens, now)
-        parts.metrics.in_flight.inc()
-        parts.metrics.waited.observe(waited_s)
-        parts.metrics.live_cost.inc(score.cost_s)
-        parts.metrics.predicted_tokens.inc(score.cached_tokens)
-        parts.metrics.prompt_tokens.inc(prompt_tokens)
-        return cls(parts, routed, record, flight, lambda: index.release(held))
-
-    def first_token(self) -> None:
-        """Prefill is over; the engine's own events take over from our guess in a moment."""
-        now = self.parts.clock()
-        self.record.first_data_s = now - self.load.began_at
-        self.parts.mind.load.first_token(self.load, now)
-        worker, hashes = self.routed.decision.replica.id, self.routed.hashes
-        self.guess = self.parts.feeds.served(worker, hashes, began_at=self.load.began_at, now=now)
-        self.parts.waiting.poke()
-        self._release_later()
-
-    def compare(self, usage: EngineUsage | None) -> None:
-        """Hold the predicted hit against the engine's own word, where it gave one."""
-        if usage is None or usage.cached_tokens is None or not self.routed.prompt.chains:
-            return
-        parts, decision = self.parts, self.routed.decision
-        self.record.cached_tokens = usage.cached_tokens
-        worker, predicted = decision.replica.id, decision.score.cached_tokens
-        # Behind a queue a full cache has lost the prefix before its turn comes: that says nothing about the index.
-        if predicted <= usage.cached_tokens or decision.score.queue_s <= _PROMPT_START_S:
-            parts.trust.compared(worker, predicted, usage.cached_tokens, usage.prompt_tokens, parts.clock())
-        if self.guess is not None:
-            parts.feeds.answered(self.guess, usage.cached_tokens // decision.replica.block_size)
-        parts.metrics.cached_tokens.inc(usage.cached_tokens)
-        if worker in parts.discovery.fleet.replicas:
-            parts.metrics.kv_error.labels(worker).set(parts.trust.error_share(worker))
-
-    def end(self) -> None:
-        """Over, however it ended; repeats change nothing."""
-        if self.load.ended:
-            return
-        self.parts.mind.load.end(self.load, self.parts.clock())
-        self.parts.metrics.in_flight.dec()
-        self.parts.waiting.poke()
-        if not self.released:
-            self.released = True
-            self.release()
-
-    def _release_later(self) -> None:
-        if not self.released:
-            self.released = True
-            asyncio.get_running_loop().call_later(_SPECULATE_S, self.release)
 
 
 def shown_cached_tokens(parts: Parts, caller: Caller, routed: Routed) -> int:

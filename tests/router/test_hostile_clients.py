@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorafleet.auth import hash_key
 from router.core.dispatch import Prompt
+from router.parts import Routed
 from router.proxy import Opened
-from router.stages import Routed
 from router.tokens import Tokenizers
 from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, until, with_sql
 

@@ -1,0 +1,90 @@
+"""What a request is served with and what is kept of it; built once by app.py, shared by every stage."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from lorafleet.auth import Keys
+from lorafleet.kv.blocks import BlockHash
+from router.cold import ColdStarts
+from router.config import RouterSettings
+from router.core.credit import Credit
+from router.core.decision import Decision
+from router.core.dispatch import Prompt
+from router.core.mind import Mind
+from router.core.resolve import Target
+from router.core.trust import Trust, TrustState
+from router.discovery import Discovery
+from router.kv_events import Feeds
+from router.metrics import Metrics
+from router.tokens import Source, Tokenizers
+from router.usage import Usage
+from router.waiting import WaitingRoom
+
+_KEPT_DECISIONS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A decision with what it was made for, and when (wall clock)."""
+
+    request_id: str
+    at: float
+    target: Target
+    prompt: Prompt
+    tokens_from: Source
+    decision: Decision
+
+    @property
+    def engine_model(self) -> str:
+        """What the engine calls the thing to run."""
+        return self.prompt.ask.engine_name or self.target.base_model
+
+    @property
+    def hashes(self) -> Sequence[BlockHash]:
+        """The prompt's block hashes at the chosen replica's block size."""
+        return self.prompt.chains.get(self.decision.replica.block_size, ())
+
+
+@dataclass(slots=True)
+class Record:
+    """What is kept of a decision, and what came of it. Without the prompt's hashes: a thousand long ones add up.
+
+    waited_s       in the router, for room
+    first_data_s   from dispatch to first token or whole answer; None while there is none
+    cached_tokens  the engine's own word; None where it has told none
+    """
+
+    request_id: str
+    at: float
+    tokens_from: Source
+    decision: Decision
+    trust: TrustState
+    waited_s: float = 0.0
+    first_data_s: float | None = None
+    cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the stages work with; built once by app.py."""
+
+    config: RouterSettings
+    keys: Keys
+    discovery: Discovery
+    tokenizers: Tokenizers
+    feeds: Feeds
+    mind: Mind
+    waiting: WaitingRoom
+    trust: Trust
+    cold: ColdStarts
+    usage: Usage
+    metrics: Metrics
+    session: aiohttp.ClientSession
+    credit: Credit = field(default_factory=Credit)
+    clock: Callable[[], float] = time.monotonic
+    decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))
+    stopping: bool = False
