@@ -112,6 +112,7 @@ class Control:
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
     max_loras: int = 2
+    block_sizes: dict[str, int] = field(default_factory=dict)
     revision: int = 1
     url: str = ""
     _told: asyncio.Event = field(default_factory=asyncio.Event)
@@ -140,7 +141,7 @@ class Control:
         )
         is_up = worker not in self.starting
         shape = RuntimeConfig(
-            block_size=16 if is_up else 0,
+            block_size=self.block_sizes.get(worker, 16) if is_up else 0,
             total_kv_blocks=10_000,
             max_num_seqs=8,
             max_num_batched_tokens=2048,

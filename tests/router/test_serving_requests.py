@@ -8,6 +8,7 @@ import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorafleet.auth import hash_key
+from lorafleet.kv.blocks import block_hashes, root_hash
 from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, echo, error_of, fleet, until, with_sql
@@ -621,3 +622,19 @@ async def test_a_stream_tells_the_router_what_was_cached_and_the_client_only_wha
         assert ('"usage"' in answer.text) is seen
         assert answer.text.endswith("data: [DONE]\n\n")
         await until(lambda: parts.decisions[0].cached_tokens == 32)
+
+
+async def test_in_a_fleet_of_mixed_block_sizes_each_replica_is_matched_at_its_own():
+    ids = list(range(1, 101))
+    control = Control(block_sizes={"w1": 32})
+    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, parts):
+        for worker, block_size, blocks in (("w0", 16, 2), ("w1", 32, 2)):
+            chain = block_hashes(ids, block_size=block_size, root=root_hash(BASE))
+            parts.feeds.index(BASE, block_size).add(worker, chain[:blocks])
+        told = (await client.post("/v1/route", json={"model": BASE, "prompt": ids})).json()
+        found = {score["worker_id"]: (score["depth_blocks"], score["cached_tokens"]) for score in told["scores"]}
+        assert found == {"w0": (2, 32), "w1": (2, 64)}
+        assert told["worker_id"] == "w1"
+        # The same blocks under an adapter are nobody's.
+        other = block_hashes(ids, block_size=16, root=root_hash(BASE, "sql/v1@abababababab"))
+        assert parts.feeds.index(BASE, 16).match(other) == {}
