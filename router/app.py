@@ -130,6 +130,7 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
         policy=POLICIES[config.policy](),
         shadows=[POLICIES[name]() for name in config.shadow_policies],
         shadowed=lambda shadow: _count_shadow(metrics, shadow),
+        shadow_failed=lambda name, exc: _count_shadow_failure(metrics, name, exc),
         costs=Costs(**config.costs),
         late_binding_s=config.late_binding_s,
         load=load,
@@ -204,6 +205,11 @@ async def _sweep(feeds: Feeds, metrics: Metrics) -> None:
             index.sweep(_SWEEP_BLOCKS)
 
     await forever(step, name="sweep", every_s=_SWEEP_EVERY_S, on_failure=metrics.loop_failures.labels("sweep").inc)
+
+
+def _count_shadow_failure(metrics: Metrics, name: str, exc: Exception) -> None:
+    metrics.shadow_decisions.labels(name, "failed").inc()
+    log.warning("shadow policy failed", policy=name, error=repr(exc))
 
 
 async def _report_usage(

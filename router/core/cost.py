@@ -125,8 +125,7 @@ def score(
     if engine_name:
         adapter_s = 0.0 if engine_name in own.fresh else _move_s(replica, engine_name, middle, costs)
         slot_s = 0.0 if engine_name in own.engine_names or own.slot_at == -inf else max(0.0, own.slot_at - now)
-    short_tokens = max(0.0, prompt_tokens - own.kv_free_tokens)
-    queue_s = own.queue_s(now) + own.full_s + short_tokens * own.kv_token_s + backlog_s
+    queue_s = own.queue_s(now) + own.full_s + own.room_s(prompt_tokens) + backlog_s
     harm_s = costs.decode_harm * prefill_s * (own.in_flight + own.others_in_flight)
     crowd_s = costs.crowding * (prefill_s + adapter_s) * (own.crowding(now) - least_crowding)
     if engine_name and engine_name not in own.engine_names and replica.max_loras:

@@ -33,7 +33,7 @@ class InFlight:
     worker: WorkerId
     engine_name: str
     prefill_s: float
-    prompt_tokens: int
+    uncached_tokens: int
     began_at: float
     in_prefill: bool = True
     ended: bool = False
@@ -52,7 +52,8 @@ class Own:
     fresh          adapters that were sent there after the last report
     slot_at        when an adapter slot comes free for one more adapter; -inf: one is free
     full_s         wait for one of `max_num_seqs`
-    kv_free_tokens, kv_token_s   room for KV, and how long one token more than that has to wait
+    request_s      how long a request takes there
+    kv_tokens, kv_free_tokens, kv_token_s   the KV cache, its room, and how long one token more than that has to wait
     placed   log of the uncached tokens sent there of late, as a share of its KV cache, on a scale on which fading is a
              subtraction: `placed - now / 120` is the log now; see `crowding`
     """
@@ -68,6 +69,8 @@ class Own:
     fresh: frozenset[str] = frozenset()
     slot_at: float = -inf
     full_s: float = 0.0
+    request_s: float = _FIRST_REQUEST_S
+    kv_tokens: float = inf
     kv_free_tokens: float = inf
     kv_token_s: float = 0.0
     placed: float = -inf
@@ -84,6 +87,12 @@ class Own:
         the time since. Adding the whole report would count our own twice.
         """
         return max(self.busy_until - now, self.behind_s) + max(0.0, self.others_until - now)
+
+    def room_s(self, prompt_tokens: int) -> float:
+        """Seconds until there is KV room for a prompt; one that never fits is the engine's to refuse, at once."""
+        if not self.kv_free_tokens < prompt_tokens <= self.kv_tokens:
+            return 0.0
+        return min(self.request_s, (prompt_tokens - self.kv_free_tokens) * self.kv_token_s)
 
     def crowding(self, now: float) -> float:
         """Log of how fast what is cached there is displaced; less than a twentieth of its KV cache is no crowding.
@@ -107,26 +116,25 @@ _IDLE = Own()
 
 @dataclass(slots=True)
 class _Book:
-    """Of one worker. `history`: (when, in prefill, in flight, tokens in KV) after every change."""
+    """Of one worker. `history`: (when, in prefill, in flight) after every change."""
 
     flights: set[InFlight] = field(default_factory=set)
     in_prefill: dict[InFlight, None] = field(default_factory=dict)
     busy_until: float = -inf
-    kv_tokens: int = 0
+    freed_tokens: int = 0
     placed_tokens: float = 0.0
     placed_at: float = 0.0
     ended: int = 0
     mean_request_s: float = 0.0
     dispatched_at: dict[str, float] = field(default_factory=dict)
-    history: deque[tuple[float, int, int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     replica: Replica | None = None
     others_until: float = -inf
     others_in_flight: int = 0
-    others_kv_tokens: float = 0.0
     own: Own | None = None
 
     def changed(self, now: float) -> None:
-        self.history.append((now, len(self.in_prefill), len(self.flights), self.kv_tokens))
+        self.history.append((now, len(self.in_prefill), len(self.flights)))
         self.own = None
 
     @property
@@ -135,12 +143,12 @@ class _Book:
         reported_s = self.replica.report.request_s if self.replica is not None else 0.0
         return self.mean_request_s or reported_s or _FIRST_REQUEST_S
 
-    def had(self, at: float) -> tuple[int, int, int]:
-        """In prefill, in flight and KV tokens at that time."""
-        for when, in_prefill, in_flight, kv_tokens in reversed(self.history):
+    def had(self, at: float) -> tuple[int, int]:
+        """In prefill and in flight at that time; as far back as is remembered."""
+        for when, in_prefill, in_flight in reversed(self.history):
             if when <= at:
-                return in_prefill, in_flight, kv_tokens
-        return (0, 0, 0)
+                return in_prefill, in_flight
+        return self.history[0][1:] if len(self.history) == _REMEMBERED else (0, 0)
 
 
 @dataclass(slots=True)
@@ -171,14 +179,13 @@ class LoadBook:
         cached_tokens: int = 0,
     ) -> InFlight:
         """Note a request that is about to be sent; until its first token it is `prefill_s` seconds of work."""
-        flight = InFlight(worker, engine_name, prefill_s, prompt_tokens, now)
+        flight = InFlight(worker, engine_name, prefill_s, prompt_tokens - cached_tokens, now)
         book = self._books.setdefault(worker, _Book())
         book.flights.add(flight)
         book.in_prefill[flight] = None
         book.busy_until = max(book.busy_until, now) + prefill_s
-        book.kv_tokens += prompt_tokens
         fading = exp((book.placed_at - now) / PLACED_S)
-        book.placed_tokens = book.placed_tokens * fading + prompt_tokens - cached_tokens
+        book.placed_tokens = book.placed_tokens * fading + flight.uncached_tokens
         book.placed_at = now
         book.dispatched_at[engine_name] = now
         book.changed(now)
@@ -204,12 +211,15 @@ class LoadBook:
             return
         if flight.in_prefill:
             self._leave_prefill(book, flight, now)
+        else:
+            # Only of those that were answered: a refusal takes no time, and says nothing of one. The plain mean at
+            # first, so that one odd request does not count for ten.
+            book.ended += 1
+            share = max(_SMOOTHING, 1 / book.ended)
+            book.mean_request_s += share * (now - flight.began_at - book.mean_request_s)
         book.flights.discard(flight)
-        book.kv_tokens -= flight.prompt_tokens
-        book.ended += 1
-        # The plain mean at first, so that one odd request does not count for ten.
-        share = max(_SMOOTHING, 1 / book.ended)
-        book.mean_request_s += share * (now - flight.began_at - book.mean_request_s)
+        if book.replica is not None and flight.began_at <= book.replica.report.at:
+            book.freed_tokens += flight.uncached_tokens
         book.changed(now)
 
     def forget(self, worker: WorkerId) -> None:
@@ -224,13 +234,12 @@ class LoadBook:
         book.replica, book.own = replica, None
         if not is_new:
             return
-        in_prefill, in_flight, kv_tokens = book.had(report.at)
+        book.freed_tokens = 0
+        in_prefill, in_flight = book.had(report.at)
         # Of ours in prefill the engine counts one as running already: it works on the first while the others wait.
         others_waiting = max(0, report.waiting - max(0, in_prefill - 1))
         book.others_until = report.at + others_waiting * self._prefill_each_s
         book.others_in_flight = max(0, report.running + report.waiting - in_flight)
-        in_use = report.kv_usage * replica.total_kv_blocks * replica.block_size
-        book.others_kv_tokens = max(0.0, in_use - kv_tokens)
         running = {flight.engine_name for flight in book.flights}
         book.dispatched_at = {n: at for n, at in book.dispatched_at.items() if n in running or at > report.at}
 
@@ -296,7 +305,7 @@ def _frozen(book: _Book) -> Own:
     waits = [flight.prefill_s for flight in book.in_prefill]
     in_flight = len(book.flights) + book.others_in_flight
     full_s = kv_token_s = 0.0
-    kv_free_tokens = inf
+    kv_tokens = kv_free_tokens = inf
     slot_at = -inf
     report_at = -inf
     if replica is not None:
@@ -306,8 +315,11 @@ def _frozen(book: _Book) -> Own:
         slot_at = _slot_at(book.flights, replica.max_loras, book.request_s)
         total = replica.total_kv_blocks * replica.block_size
         if total:
-            in_use = book.kv_tokens + book.others_kv_tokens
-            kv_free_tokens = total - in_use
+            # What the engine says, less what has ended since and with what was sent since; a prefix that several
+            # requests share is in use once.
+            sent = sum([flight.uncached_tokens for flight in book.flights if flight.began_at > report_at])
+            in_use = max(0.0, replica.report.kv_usage * total + sent - book.freed_tokens)
+            kv_tokens, kv_free_tokens = total, total - in_use
             # Running requests give back all of theirs in the time that one takes.
             kv_token_s = book.request_s / max(in_use, 1.0)
     placed = -inf
@@ -327,6 +339,8 @@ def _frozen(book: _Book) -> Own:
         fresh=frozenset([name for name, at in book.dispatched_at.items() if at > report_at]),
         slot_at=slot_at,
         full_s=full_s,
+        request_s=book.request_s,
+        kv_tokens=kv_tokens,
         kv_free_tokens=kv_free_tokens,
         kv_token_s=kv_token_s,
         placed=placed,

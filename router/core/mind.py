@@ -33,7 +33,7 @@ class Mind:
 
     roster    the replicas of a base model, now
     match     what they have cached of a prompt
-    shadowed  told what each shadow policy would have done; shadows decide nothing
+    shadowed  told what each shadow policy would have done; shadows decide nothing. `shadow_failed`: one raised
     late_binding_s   how much work is queued at an engine at most; infinite: everything is sent at once
     """
 
@@ -42,6 +42,7 @@ class Mind:
     policy: Policy = field(default_factory=KvLora)
     shadows: Sequence[Policy] = ()
     shadowed: Callable[[Shadowed], None] = lambda _: None
+    shadow_failed: Callable[[str, Exception], None] = lambda _name, _exc: None
     costs: Costs = field(default_factory=Costs)
     late_binding_s: float = 1.0
     rng: Random = field(default_factory=Random)
@@ -68,10 +69,13 @@ class Mind:
         """Note that a request is about to be sent as decided."""
         ask, score = decision.ask, decision.score
         for policy in self.shadows:
-            shadow = decide(policy, ask, decision.scene)
-            self.shadowed(
-                Shadowed(policy.name, shadow.position == decision.position, shadow.score.cost_s, decision.score.cost_s)
-            )
+            try:
+                shadow = decide(policy, ask, decision.scene)
+            except Exception as exc:  # noqa: BLE001  (a shadow decides nothing, so it fails nothing)
+                self.shadow_failed(policy.name, exc)
+                continue
+            is_same = shadow.position == decision.position
+            self.shadowed(Shadowed(policy.name, is_same, shadow.score.cost_s, score.cost_s))
         self.load.admit(
             ask.base_model,
             score.prefill_s + score.adapter_s,

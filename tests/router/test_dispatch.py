@@ -265,6 +265,20 @@ def test_a_shadow_policy_decides_nothing_and_its_choice_is_priced_by_the_same_mo
     assert all(s.cost_s >= s.live_cost_s - 1e-9 for s in by["round_robin"])
 
 
+def test_a_shadow_policy_that_fails_fails_nothing():
+    class Broken:
+        name = "broken"
+
+        def choose(self, ask, scene):
+            raise ZeroDivisionError
+
+    failed = []
+    fleet = Fleet(shadows=[Broken()], shadow_failed=lambda name, exc: failed.append((name, type(exc))))
+    fleet.ask()
+    assert len(fleet.sent) == 1
+    assert failed == [("broken", ZeroDivisionError)]
+
+
 def test_prompts_that_begin_alike_have_the_same_first_blocks():
     assert first_blocks({}) == 0
     assert first_blocks({16: []}) == 0

@@ -79,13 +79,54 @@ def test_a_slot_comes_free_when_the_last_request_of_some_adapter_is_over():
     book.end(ended, 5.1)
 
 
-def test_kv_in_use_is_ours_and_what_the_engine_reports_beyond_it():
+def test_kv_in_use_is_what_the_engine_reports_and_what_was_sent_since():
     book = LoadBook()
-    book.begin("w0", "", 0.1, 0.0, prompt_tokens=400)
+    old = book.begin("w0", "", 0.1, 0.0, prompt_tokens=400)
     book.reported(a_replica("w0", total_kv_blocks=100, report=Report(kv_usage=0.5, at=1.0)))  # 800 of 1,600 tokens
     assert book.own("w0").kv_free_tokens == pytest.approx(800)
     book.begin("w0", "", 0.1, 2.0, prompt_tokens=300)
     assert book.own("w0").kv_free_tokens == pytest.approx(500)
+    book.end(old, 3.0)
+    assert book.own("w0").kv_free_tokens == pytest.approx(900)
+
+
+def test_a_prefix_that_many_requests_share_takes_room_once():
+    book = LoadBook()
+    book.reported(a_replica("w0", total_kv_blocks=1000, report=Report(kv_usage=0.1, at=1.0)))
+    for _ in range(60):
+        book.begin("w0", "", 0.01, 2.0, prompt_tokens=8100, cached_tokens=8000)
+    assert book.own("w0").kv_free_tokens == pytest.approx(16_000 * 0.9 - 60 * 100)
+
+
+def test_a_prompt_waits_for_room_at_most_as_long_as_a_request_takes_and_not_at_all_where_it_never_fits():
+    book = LoadBook()
+    book.reported(a_replica("w0", total_kv_blocks=100, report=Report(kv_usage=0.9, request_s=3.0, at=1.0)))
+    own = book.own("w0")
+    assert own.room_s(100) == 0.0
+    assert 0.0 < own.room_s(300) < own.room_s(1600) <= 3.0
+    assert own.room_s(1601) == 0.0
+
+
+def test_only_answered_requests_teach_how_long_one_takes():
+    book = LoadBook()
+    book.reported(a_replica("w0", report=Report(request_s=20.0, at=0.0)))
+    for _ in range(10):
+        book.end(book.begin("w0", "", 0.01, 1.0), 1.001)
+    assert book.own("w0").request_s == 20.0
+    flight = book.begin("w0", "", 0.01, 2.0)
+    book.first_token(flight, 3.0)
+    book.end(flight, 7.0)
+    assert book.own("w0").request_s == pytest.approx(5.0)
+
+
+def test_a_report_older_than_what_is_remembered_does_not_make_our_own_requests_others():
+    book = LoadBook()
+    for number in range(200):
+        book.first_token(book.begin("w0", "", 0.01, number / 100), number / 100)
+    for number in range(300):
+        book.end(book.begin("w0", "", 0.01, 3.0 + number / 100), 3.0 + number / 100)
+    book.reported(a_replica("w0", report=Report(running=200, at=2.5)))
+    assert book.own("w0").others_in_flight == 0
 
 
 def test_an_adapter_counts_as_fresh_from_its_dispatch_until_the_next_report_speaks_of_it():

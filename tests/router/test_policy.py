@@ -192,7 +192,9 @@ def test_kv_that_does_not_fit_and_full_sequences_are_waited_for():
     fleet = [a_replica("w0")]
     free = choose(Ask("m", "", 1000), fleet, own={"w0": Own(in_decode=3)}).score
     tight = choose(
-        Ask("m", "", 1000), fleet, own={"w0": Own(in_decode=3, full_s=0.5, kv_free_tokens=400, kv_token_s=0.001)}
+        Ask("m", "", 1000),
+        fleet,
+        own={"w0": Own(in_decode=3, full_s=0.5, kv_tokens=9e3, kv_free_tokens=400, kv_token_s=0.001)},
     ).score
     assert tight.queue_s == pytest.approx(free.queue_s + 0.5 + 0.6)
 
@@ -218,7 +220,9 @@ OWNS = st.builds(
     fresh=st.sets(st.sampled_from([SQL, *OTHERS])).map(frozenset),
     slot_at=st.just(-inf) | SECONDS,
     full_s=SECONDS,
+    kv_tokens=st.just(inf) | st.floats(500, 5000),
     kv_free_tokens=st.just(inf) | st.floats(-500, 3000),
+    request_s=st.floats(0.1, 9),
     kv_token_s=st.floats(0, 0.01),
     slots_used=st.integers(0, 4),
     placed=st.just(-inf) | st.floats(-5, 3),

@@ -57,7 +57,7 @@ class KvLora:
                 wait_s += others_s
             wait_s += own.full_s + harm * work_s * (own.in_prefill + own.in_decode + own.others_in_flight)
             if prompt > own.kv_free_tokens:
-                wait_s += (prompt - own.kv_free_tokens) * own.kv_token_s
+                wait_s += own.room_s(prompt)
             if backlog:
                 wait_s += backlog.get(replica.id, 0.0)
             if name:
