@@ -315,9 +315,9 @@ def _frozen(book: _Book) -> Own:
         slot_at = _slot_at(book.flights, replica.max_loras, book.request_s)
         total = replica.total_kv_blocks * replica.block_size
         if total:
-            # What the engine says, less what has ended since and with what was sent since; a prefix that several
+            # What the engine says, less what has ended since, and with what it has not begun; a prefix that several
             # requests share is in use once.
-            sent = sum([flight.uncached_tokens for flight in book.flights if flight.began_at > report_at])
+            sent = sum([f.uncached_tokens for f in book.flights if f.in_prefill or f.began_at > report_at])
             in_use = max(0.0, replica.report.kv_usage * total + sent - book.freed_tokens)
             kv_tokens, kv_free_tokens = total, total - in_use
             # Running requests give back all of theirs in the time that one takes.

@@ -82,6 +82,7 @@ def test_a_slot_comes_free_when_the_last_request_of_some_adapter_is_over():
 def test_kv_in_use_is_what_the_engine_reports_and_what_was_sent_since():
     book = LoadBook()
     old = book.begin("w0", "", 0.1, 0.0, prompt_tokens=400)
+    book.first_token(old, 0.5)
     book.reported(a_replica("w0", total_kv_blocks=100, report=Report(kv_usage=0.5, at=1.0)))  # 800 of 1,600 tokens
     assert book.own("w0").kv_free_tokens == pytest.approx(800)
     book.begin("w0", "", 0.1, 2.0, prompt_tokens=300)
