@@ -75,7 +75,9 @@ def _locked(state_dir: Path) -> Iterator[None]:
         state_dir.mkdir(parents=True, exist_ok=True)
         handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as exc:
-        raise Failure(f"--state-dir {state_dir}: {exc.strerror}", status=2) from exc
+        raise Failure(
+            f"--state-dir {state_dir}: {exc.strerror}; name a folder that can be made and written", status=2
+        ) from exc
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
