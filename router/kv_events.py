@@ -110,6 +110,7 @@ class Feeds:
                 engine_boot_id=metadata.engine_boot_id,
                 agent_url=metadata.agent_url.rstrip("/"),
                 ledger=transport.kv_ledger,
+                total_blocks=metadata.model.runtime_config.total_kv_blocks,
             )
         )
         if TRAITS.get(transport.dialect, TRAITS["vllm"]).forgets_on_load:

@@ -32,6 +32,8 @@ _TURN_BLOCKS = 2000
 # A request that asked for repetitions may be on its way for this long after predictions agree again.
 _REPEATS_LINGER_S = 60.0
 _RETAKE_S = 10.0
+# Times the engine's own number that a ledger may believe in after missed removals, as in workers/kv.py.
+_MOST_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Source:
 
     events, replay  one ZMQ endpoint a data-parallel rank
     ledger          hashing version of the agent's ledger; 0: it has none
+    total_blocks    that the engine's KV cache has, each rank's; 0: not known
     """
 
     worker: WorkerId
@@ -52,6 +55,7 @@ class Source:
     engine_boot_id: str = ""
     agent_url: str = ""
     ledger: int = 0
+    total_blocks: int = 0
 
 
 class Shared(Protocol):
@@ -107,7 +111,8 @@ class _EngineRank:
         self._decode = Decoder().decode
         self._at = 0.0
         traits = TRAITS.get(source.dialect, TRAITS["vllm"])
-        self.ledger = Ledger(source.base_model, source.block_size, self._into, traits)
+        most_blocks = _MOST_BLOCKS * source.total_blocks
+        self.ledger = Ledger(source.base_model, source.block_size, self._into, traits, most_blocks=most_blocks)
         self._counted: dict[str, int] = {}
 
     def batch(self, payload: bytes) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 
 import aiohttp
 import msgspec
@@ -96,6 +97,19 @@ async def test_a_hole_that_nothing_can_bridge_keeps_what_is_known_and_says_degra
         feeds.keep()
         assert value(feeds.metrics.kv_rejected, "w0", "unknown_parent") == 1
         assert feeds.may_repeat("w0")
+
+
+async def test_an_engine_whose_removals_are_missed_is_never_believed_to_hold_many_times_what_it_can():
+    engine = KvEngine()
+    for event in chain(100):
+        engine.batches.append(msgspec.msgpack.encode([0.0, [event], None]))
+    async with following(engine, follow=False) as (feeds, trust):
+        feeds.follow(replace(source(engine), total_blocks=20))
+        await until(lambda: trust.state("w0") != "estimate")
+        await until(lambda: feeds.index("m", 2).blocks("w0", "device") > 0)
+        feeds.keep()
+        assert feeds.index("m", 2).blocks("w0", "device") <= 40
+        assert value(feeds.metrics.kv_rejected, "w0", "overflow") > 0
 
 
 async def test_repetitions_are_no_copies_while_degraded_and_are_again_later():
