@@ -16,6 +16,7 @@ from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.ledger import TRAITS
 from lorafleet.kv.subscribe import Hub
 from lorafleet.loops import forever
+from router.core.dispatch import Match
 from router.core.estimate import Estimate, Guess
 from router.core.index import KvIndex, WorkerId
 from router.core.trust import Trust
@@ -26,18 +27,6 @@ from workers.wire import Metadata
 _KEEP_S = 1.0
 _NO_RANK = 1 << 30
 _UNKNOWN_BLOCKS = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a prompt's blocks match, per worker: `depths` and `lower` as the index has them.
-
-    ranks   the best data-parallel rank of workers that have several and where one is better than another
-    """
-
-    depths: Mapping[WorkerId, int]
-    lower: Mapping[WorkerId, tuple[int, int]]
-    ranks: Mapping[WorkerId, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +67,12 @@ class Feeds:
         """The index of this base model at this block size; empty when nothing is known."""
         return self.indexes.setdefault((base_model, block_size), KvIndex(block_size))
 
-    def match(self, base_model: str, block_size: int, hashes: Sequence[BlockHash]) -> Found:
+    def match(self, base_model: str, block_size: int, hashes: Sequence[BlockHash]) -> Match:
         """What these blocks match, with several ranks of one worker taken together: its best one counts."""
         index = self.index(base_model, block_size)
         depths = index.match(hashes)
         lower = index.lower_tiers(hashes, depths)
-        return self._by_worker(depths, lower) if self._rank_of else Found(depths, lower, {})
+        return self._by_worker(depths, lower) if self._rank_of else Match(depths, lower, {})
 
     def member(self, worker: WorkerId, rank: int | None) -> WorkerId:
         """The index's name for a rank of a worker, where blocks of a prompt just sent are held."""
@@ -245,7 +234,7 @@ class Feeds:
             if name in before and before[name] != loaded_at:
                 self._running[worker].forget_adapter(name)
 
-    def _by_worker(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> Found:
+    def _by_worker(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> Match:
         rows: dict[WorkerId, list[tuple[int, int, WorkerId]]] = {}
         for name in depths.keys() | lower.keys():
             # What is held for a worker without saying for which rank: it counts, and names none.
@@ -253,7 +242,7 @@ class Feeds:
             blocks = depths.get(name, 0) + sum(lower.get(name, (0, 0)))
             rows.setdefault(worker, []).append((blocks, -rank, name))
         best = {worker: max(found) for worker, found in rows.items()}
-        return Found(
+        return Match(
             {worker: depths[name] for worker, (_, _, name) in best.items() if name in depths},
             {worker: lower[name] for worker, (_, _, name) in best.items() if name in lower},
             {

@@ -13,7 +13,7 @@ import zmq
 
 from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.events import Decoder, UndecodableBatch
-from lorafleet.kv.ledger import TIERS, TRAITS, Ledger, Tier
+from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, Ledger, Tier
 from lorafleet.kv.subscribe import Endpoint, Follower, Hub
 from lorafleet.loops import forever
 from router.core.index import KvIndex, WorkerId
@@ -32,8 +32,6 @@ _TURN_BLOCKS = 2000
 # A request that asked for repetitions may be on its way for this long after predictions agree again.
 _REPEATS_LINGER_S = 60.0
 _RETAKE_S = 10.0
-# Times the engine's own number that a ledger may believe in after missed removals, as in workers/kv.py.
-_MOST_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +109,8 @@ class _EngineRank:
         self._decode = Decoder().decode
         self._at = 0.0
         traits = TRAITS.get(source.dialect, TRAITS["vllm"])
-        most_blocks = _MOST_BLOCKS * source.total_blocks
+        most_blocks = KEPT_TIMES * source.total_blocks
         self.ledger = Ledger(source.base_model, source.block_size, self._into, traits, most_blocks=most_blocks)
-        self._counted: dict[str, int] = {}
 
     def batch(self, payload: bytes) -> None:
         if not self.is_open:
@@ -149,13 +146,9 @@ class _EngineRank:
     def count(self) -> None:
         """Add to the counters what the ledger counted since the last call."""
         worker, metrics = self._feed.source.worker, self._feed.metrics
-        for kind, labels, counts in (
-            ("+", metrics.kv_events, self.ledger.accepted),
-            ("-", metrics.kv_rejected, self.ledger.rejected),
-        ):
+        for labels, counts in zip((metrics.kv_events, metrics.kv_rejected), self.ledger.take_counts(), strict=True):
             for name, count in counts.items():
-                labels.labels(worker, name).inc(count - self._counted.get(kind + name, 0))
-                self._counted[kind + name] = count
+                labels.labels(worker, name).inc(count)
 
 
 class Feed:

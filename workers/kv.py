@@ -16,7 +16,7 @@ import structlog
 
 from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.events import Decoder, UndecodableBatch
-from lorafleet.kv.ledger import TIERS, TRAITS, Ledger, Tier
+from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, Ledger, Tier
 from lorafleet.kv.subscribe import Endpoint, Follower, Hub
 from lorafleet.loops import Changes
 from workers.core.errors import EngineError, RequestError
@@ -30,9 +30,6 @@ _COALESCE_S = 0.02
 _HEARTBEAT_S = 1.0
 # What a router may be behind before it has to take a snapshot: about half a million changed blocks.
 _RING_BYTES = 4 << 20
-# How many blocks a ledger keeps, in those that the engine has. More than once as many are there after a hole, and which
-# of them are gone nobody knows: to drop the oldest at once would drop the prefixes that everybody shares.
-_MOST_BLOCKS = 2
 # Frames sent in one piece; a reader that takes none for long finds its place gone, and nothing was kept for it.
 _MOST_SENT_BYTES = 1 << 20
 
@@ -207,12 +204,11 @@ class _Rank:
         self._decode = Decoder().decode
         traits = TRAITS.get(dialect, TRAITS["vllm"])
         self.ledger = Ledger(
-            ledgers.base_model, ledgers.block_size, self, traits, most_blocks=_MOST_BLOCKS * ledgers.total_blocks
+            ledgers.base_model, ledgers.block_size, self, traits, most_blocks=KEPT_TIMES * ledgers.total_blocks
         )
         # Came (True) or went since the last frame; what did both is in neither.
         self._pending: dict[Tier, dict[BlockHash, bool]] = {tier: {} for tier in TIERS}
         self._is_cleared = False
-        self._counted: dict[str, int] = {}
 
     # --- what the engine says ------------------------------------------------------------------------------------
 
@@ -272,13 +268,9 @@ class _Rank:
 
     def count(self, metrics: Metrics) -> None:
         """Add to the counters what the ledger counted since the last call."""
-        for kind, labels, counts in (
-            ("+", metrics.kv_events, self.ledger.accepted),
-            ("-", metrics.kv_rejected, self.ledger.rejected),
-        ):
+        for labels, counts in zip((metrics.kv_events, metrics.kv_rejected), self.ledger.take_counts(), strict=True):
             for name, count in counts.items():
-                labels.labels(name).inc(count - self._counted.get(kind + name, 0))
-                self._counted[kind + name] = count
+                labels.labels(name).inc(count)
 
     def _note(self, tier: Tier, hashes: Sequence[BlockHash], *, came: bool) -> None:
         pending = self._pending[tier]

@@ -30,6 +30,9 @@ _DEVICE = ("GPU", None)
 # Groups whose blocks are all needed and kept from the first to the last token (vLLM 0.32 v1/kv_cache_interface.py
 # KVCacheSpecKind). Sliding windows, Mamba and chunks keep a tail only: a prefix match there means something else.
 _WHOLE_PREFIX = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+# How many blocks are kept after missed removals, in those that the engine has. More than once as many are there then,
+# and which of them are gone nobody knows: to drop the oldest at once would drop the prefixes that everybody shares.
+KEPT_TIMES = 2
 # Engine hashes are kept as integers of 60 bits: 16 bytes less for each than 64 bits take in CPython. By chance two of
 # a million blocks are then one with a probability of 4e-7.
 _NAME_BITS = (1 << 60) - 1
@@ -91,6 +94,7 @@ class Ledger:
         self.block_size = block_size
         self.accepted: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
+        self._told: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._sink = sink
         self._traits = traits
         self._most_blocks = most_blocks
@@ -118,6 +122,11 @@ class Ledger:
         sizes = sum(map(sys.getsizeof, tables)) + sum(map(sys.getsizeof, self._held.values()))
         sizes += sys.getsizeof(self._adapter_of)
         return sizes + names * _NAME_BYTES + sum(map(len, self._held.values())) * _HASH_BYTES
+
+    def take_counts(self) -> tuple[Counter[str], Counter[str]]:
+        """What was `accepted` and `rejected` since the last call, for metrics that only grow."""
+        before, self._told = self._told, (self.accepted.copy(), self.rejected.copy())
+        return self.accepted - before[0], self.rejected - before[1]
 
     def expect_repeats(self, expected: bool) -> None:
         """Say whether a store of a known block may be a repetition instead of another copy.

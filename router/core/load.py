@@ -306,8 +306,8 @@ def _frozen(book: _Book) -> Own:
     in_flight = len(book.flights) + book.others_in_flight
     full_s = kv_token_s = 0.0
     kv_tokens = kv_free_tokens = inf
-    slot_at = -inf
-    report_at = -inf
+    slot_at = report_at = placed = -inf
+    total = 0
     if replica is not None:
         report_at = replica.report.at
         beyond = in_flight + 1 - replica.max_num_seqs
@@ -322,10 +322,8 @@ def _frozen(book: _Book) -> Own:
             kv_tokens, kv_free_tokens = total, total - in_use
             # Running requests give back all of theirs in the time that one takes.
             kv_token_s = book.request_s / max(in_use, 1.0)
-    placed = -inf
     if book.placed_tokens > 0:
-        kv_tokens = replica.total_kv_blocks * replica.block_size if replica is not None else 0
-        placed = log(book.placed_tokens / (kv_tokens or _KV_TOKENS)) + book.placed_at / PLACED_S
+        placed = log(book.placed_tokens / (total or _KV_TOKENS)) + book.placed_at / PLACED_S
     names = frozenset([flight.engine_name for flight in book.flights])
     return Own(
         busy_until=book.busy_until,

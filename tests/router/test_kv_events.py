@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from lorafleet.kv.blocks import block_hashes, root_hash
+from router.core.dispatch import Match
 from router.core.trust import Trust
-from router.kv_events import Feeds, Found
+from router.kv_events import Feeds
 from router.kv_feed import Source, member
 from router.metrics import Metrics
 from tests.engines import free_port
@@ -158,15 +159,15 @@ async def test_the_best_rank_of_a_worker_counts_and_is_named_where_it_matters():
         engine.batches.append(msgspec.msgpack.encode([0.0, events, None]))
     async with following(*engines) as (feeds, _trust):
         await until(lambda: len(feeds.index("m", 2).workers()) == 2)
-        await until(lambda: feeds.match("m", 2, ours(range(6))) == Found({"w0": 3}, {}, {"w0": 1}))
-        assert feeds.match("m", 2, ours(range(2))) == Found({"w0": 1}, {}, {})  # both have it: the engine may choose
-        assert feeds.match("m", 2, ours([7, 7])) == Found({}, {}, {})
+        await until(lambda: feeds.match("m", 2, ours(range(6))) == Match({"w0": 3}, {}, {"w0": 1}))
+        assert feeds.match("m", 2, ours(range(2))) == Match({"w0": 1}, {}, {})  # both have it: the engine may choose
+        assert feeds.match("m", 2, ours([7, 7])) == Match({}, {}, {})
         index = feeds.index("m", 2)
         assert index.match(ours(range(6))) == {member("w0", 0, 2): 1, member("w0", 1, 2): 3}
         index.hold(feeds.member("w0", 0), ours(range(8)))
-        assert feeds.match("m", 2, ours(range(8))) == Found({"w0": 4}, {}, {"w0": 0})
+        assert feeds.match("m", 2, ours(range(8))) == Match({"w0": 4}, {}, {"w0": 0})
         held = index.hold(feeds.member("w0", None), ours(range(10)))
-        assert feeds.match("m", 2, ours(range(10))) == Found({"w0": 5}, {}, {})  # some rank has it, nobody knows which
+        assert feeds.match("m", 2, ours(range(10))) == Match({"w0": 5}, {}, {})  # some rank has it, nobody knows which
         index.release(held)
         feeds.forget("w0")
         assert feeds.index("m", 2).workers() == {}
@@ -308,7 +309,7 @@ async def test_a_router_that_was_too_slow_takes_a_snapshot_again():
         feed._seq -= 1  # as if the last frame had not come: the next one is not the one after
         await filled(engine, agent, *chain(2, 1))
         await until(lambda: depth(feeds, range(4)) == 2)
-        assert value(feeds.metrics.kv_snapshots, "w0") == 2
+        await until(lambda: value(feeds.metrics.kv_snapshots, "w0") == 2)  # counted once all of it is in
         assert trust.state("w0") == "exact"
 
 
