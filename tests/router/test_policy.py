@@ -173,11 +173,13 @@ def test_work_goes_where_it_displaces_least_and_a_hot_prefix_outweighs_that():
     assert len({choose(Ask("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)}) == 2
 
 
-def test_between_equal_replicas_the_one_that_decodes_faster_wins():
+def test_between_equal_replicas_the_one_that_decodes_faster_wins_where_that_counts():
     fast, slow = (
         a_replica(n, report=Report(decode_tokens_per_s=r, output_tokens=300)) for n, r in (("f", 90), ("s", 30))
     )
-    assert {choose(Ask("m", "", 500), [slow, fast], seed=s).replica.id for s in range(20)} == {"f"}
+    costs, ask = Costs(decode_share=0.05), Ask("m", "", 500)
+    assert {choose(ask, [slow, fast], seed=s, costs=costs).replica.id for s in range(20)} == {"f"}
+    assert {choose(ask, [slow, fast], seed=s).replica.id for s in range(20)} == {"f", "s"}
 
 
 def test_the_last_free_adapter_slots_are_left_to_who_needs_them():
@@ -256,7 +258,7 @@ def moments(draw):
         now=draw(SECONDS),
         seed=draw(st.integers(0, 2**32 - 1)),
         turn=draw(st.integers(0, 99)),
-        costs=Costs(temperature_s=draw(st.sampled_from([0.0, 0.5]))),
+        costs=Costs(temperature_s=draw(st.sampled_from([0.0, 0.5])), decode_share=draw(st.sampled_from([0.0, 0.05]))),
     )
     ask = Ask(
         "m",
