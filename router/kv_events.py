@@ -65,7 +65,10 @@ class Feeds:
 
     def index(self, base_model: str, block_size: int) -> KvIndex:
         """The index of this base model at this block size; empty when nothing is known."""
-        return self.indexes.setdefault((base_model, block_size), KvIndex(block_size))
+        found = self.indexes.get((base_model, block_size))
+        if found is None:
+            found = self.indexes[base_model, block_size] = KvIndex(block_size)
+        return found
 
     def match(self, base_model: str, block_size: int, hashes: Sequence[BlockHash]) -> Match:
         """What these blocks match, with several ranks of one worker taken together: its best one counts."""
