@@ -8,6 +8,7 @@ Source: vLLM 0.32 renderers/hf.py, renderers/chat_utils.py, entrypoints/openai/c
 Transformers 5.19 utils/chat_template_utils.py.
 """
 
+import functools
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,10 +154,38 @@ class ChatTokenizer:
         """The text of a chat or completion request, and whether special tokens go around it. Raises Untokenizable."""
         if "messages" in body:
             return self.render(body), bool(body.get("add_special_tokens", False))
+        if body.get("truncate_prompt_tokens") is not None:
+            raise Untokenizable("truncate_prompt_tokens is for the engine to apply")
         prompt = body.get("prompt")
         if not isinstance(prompt, str):
             raise Untokenizable(f"prompt is {type(prompt).__name__}, not one text")
         return prompt, body.get("add_special_tokens", True) is not False
+
+    @functools.cached_property
+    def wants_system_first(self) -> bool:
+        """Whether vLLM, asked for Anthropic's messages, moves system messages to the front for this template.
+
+        It tries the bare template, without what Transformers puts around it (vLLM 0.32 entrypoints/anthropic/serving.py
+        _detect_merge_inline_system), so one that calls a function of Transformers fails, too.
+        """
+        return not self._templates or any(template.refuses_late_system() for template in self._templates.values())
+
+    @functools.cached_property
+    def disabled_effort(self) -> str:
+        """What vLLM, asked for Anthropic's messages, makes of `thinking: disabled`: the effort "none" if this template
+        takes it and shows it, else "low" (vLLM 0.32 entrypoints/anthropic/serving.py _probe_disabled_thinking_effort).
+        """
+        without = self._rendered_with_effort("none")
+        efforts = ("low", "medium", "high", "xhigh", "max")
+        if without is None or any(self._rendered_with_effort(effort) == without for effort in efforts):
+            return "low"
+        return "none"
+
+    def _rendered_with_effort(self, effort: str) -> str | None:
+        try:
+            return self.render({"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort})
+        except Untokenizable:
+            return None
 
     def pieces(self, text: str, *, add_special_tokens: bool) -> list[str]:
         """`text` cut where the pieces can be encoded apart; the last is the remainder, and may be all or nothing."""
@@ -472,6 +501,7 @@ class _Template:
             self._compiled = environment.from_string(source)
         except jinja2.TemplateError as exc:
             raise Untokenizable(f"the chat template does not compile: {exc}") from exc
+        self._source = source
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.takes_parts = _goes_through_parts(parsed)
         self._knows_content = "content" in source
@@ -499,6 +529,16 @@ class _Template:
         except Exception as exc:  # a template may fail on a client's input in any way Python can
             raise Untokenizable(f"the chat template refused the request: {exc}") from exc
         return _cut_at_tag(text, messages[-1]["content"]) if continuing else text
+
+    def refuses_late_system(self) -> bool:
+        """Whether a system message after a user's is an error; rendered as vLLM tries it, without our additions."""
+        bare = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+        turns = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+        try:
+            bare.from_string(self._source).render(messages=turns, add_generation_prompt=False)
+        except jinja2.TemplateError:
+            return True
+        return False
 
     def _open_ended(self, messages: list[Message]) -> list[Message]:
         """With a mark behind the last message's text, to cut the rendered prompt there."""

@@ -16,6 +16,8 @@ from jinja2 import TemplateError
 from lorafleet.chat import ChatTokenizer, Untokenizable, read_files
 from router.metrics import Metrics
 from router.pieces import PieceCache
+from router.surface.prompts import prompt_body
+from router.surface.routes import PromptKind
 from workers.wire import ModelFiles
 
 log = structlog.get_logger()
@@ -182,17 +184,26 @@ class Tokenizers:
         finally:
             self._learning.discard(base_model)
 
-    async def ids(self, body: Mapping[str, Any], *, base_model: str, engine_url: str) -> Tokens:
-        """The ids that the engine will compute for this chat or completion body.
+    async def ids(
+        self, body: Mapping[str, Any], *, base_model: str, engine_url: str, kind: PromptKind | None = None
+    ) -> Tokens:
+        """The ids that the engine will compute for this body's prompt.
 
-        body  decoded JSON; `messages` makes it a chat, `prompt` (text or one list of ids) a completion
+        body  decoded JSON
+        kind  of body, as its route has it; None: `messages` make it a chat, `prompt` (text or one list of ids) a
+              completion
         """
-        given = body.get("prompt")
+        given = body.get("prompt") if kind in {None, "completion"} else None
         if isinstance(given, list):
             return _given(given)
         if self._mode == "off":
             return NO_TOKENS
         local = self._local.get(base_model) if self._mode == "auto" else None
+        if kind is not None:
+            prompt = prompt_body(kind, body, local)
+            if prompt is None:
+                return NO_TOKENS
+            body = prompt
         try:
             if local is not None:
                 return Tokens(await self._encode(local, body, base_model), "local")

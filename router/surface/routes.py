@@ -1,0 +1,208 @@
+"""The inference routes: one row says all that the handler must know of one.
+
+Source: vLLM 0.32 entrypoints (`*/api_router.py`), each row seen on a running engine, with and without an adapter
+(tests/contract/test_surface.py); pooling rows on one started with `--runner pooling`.
+
+Not offered, on purpose:
+- `/v1/audio/*`, `/v1/realtime`: not text; multipart bodies and websockets.
+- `/inference/v1/generate`, `/v1/*/render`, `/v1/*/derender`: the inside of a disaggregated fleet. They take raw
+  sampling parameters, whose `extra_args` steer engine and index.
+- `/invocations`, `/adapters`: SageMaker's second door to everything, past every check here.
+- `/cohere/v2/chat`: off unless an engine is told otherwise, and `/v1/chat/completions` does the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+PromptKind = Literal["chat", "completion", "responses", "messages", "none"]
+"""How a body holds its one prompt: what its token ids, and so its KV blocks, are made from."""
+
+UsageKind = Literal["openai", "responses", "messages", "none"]
+"""How an answer tells what it took, see `router.surface.usage`."""
+
+AdapterUse = Literal["runs", "names"]
+"""`runs`: the engine must hold the adapter. `names`: it is only a name there (tokens are the base model's), so any
+replica of the base model answers and nothing is loaded."""
+
+StateUse = Literal["none", "makes", "needs"]
+"""`makes`: an answer may be asked for again by its id, at the same engine. `needs`: asks for such an answer."""
+
+ErrorShape = Literal["openai", "anthropic"]
+
+_COMMON = frozenset({"model", "lora_id", "stream", "cache_salt", "vllm_xargs", "stream_options", "user", "priority"})
+_CHAT_PROMPT = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "add_special_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "reasoning_effort",
+        "truncate_prompt_tokens",
+        "echo",
+        "return_prompt_text",
+    }
+)
+_PROMPT_FIELDS: Mapping[PromptKind, frozenset[str]] = {
+    "chat": _CHAT_PROMPT,
+    "completion": frozenset({"prompt", "add_special_tokens", "truncate_prompt_tokens", "suffix", "echo"}),
+    "responses": frozenset(
+        {
+            "input",
+            "instructions",
+            "tools",
+            "reasoning",
+            "chat_template_kwargs",
+            "mm_processor_kwargs",
+            "media_io_kwargs",
+            "previous_input_messages",
+            "truncation",
+        }
+    ),
+    "messages": frozenset({"system", "messages", "tools", "thinking", "output_config", "chat_template_kwargs"}),
+    "none": frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One call of the surface.
+
+    method, path  what a client calls; `{id}` stands for one part of a path. The engine has it under the same path
+    generates     decodes tokens, so its load lasts; False: one prefill (or none), and its answer is its end
+    streams       `stream: true` is taken
+    hides_usage   a stream may be asked for its usage with `stream_options`, which the client then does not see
+    begun         event types of a stream that come before the engine has done anything: they decide nothing, so they
+                  wait for what follows
+    """
+
+    method: Literal["GET", "POST"] = "POST"
+    path: str
+    summary: str
+    prompt: PromptKind = "none"
+    generates: bool = False
+    streams: bool = False
+    usage: UsageKind = "openai"
+    hides_usage: bool = False
+    echoes_model: bool = True
+    adapter: AdapterUse = "runs"
+    state: StateUse = "none"
+    errors: ErrorShape = "openai"
+    begun: frozenset[bytes] = frozenset()
+
+    @property
+    def has_body(self) -> bool:
+        """Whether a JSON object must come with it."""
+        return self.state != "needs"
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Fields of the body to decode; the rest is sent on without being looked at."""
+        more = frozenset({"previous_response_id", "request_id"}) if self.state == "makes" else frozenset()
+        return _COMMON | _PROMPT_FIELDS[self.prompt] | more
+
+
+_BEGUN = frozenset({b"response.queued", b"response.created", b"response.in_progress"})
+
+_ROWS = (
+    Route(
+        path="/v1/chat/completions",
+        summary="A chat completion",
+        prompt="chat",
+        generates=True,
+        streams=True,
+        hides_usage=True,
+    ),
+    Route(path="/v1/chat/completions/batch", summary="Several chats, one answer each", generates=True),
+    Route(
+        path="/v1/completions",
+        summary="A text completion",
+        prompt="completion",
+        generates=True,
+        streams=True,
+        hides_usage=True,
+    ),
+    Route(
+        path="/v1/responses",
+        summary="A response, in OpenAI's newer form",
+        prompt="responses",
+        generates=True,
+        streams=True,
+        usage="responses",
+        state="makes",
+        begun=_BEGUN,
+    ),
+    Route(method="GET", path="/v1/responses/{id}", summary="A stored response", usage="none", state="needs"),
+    Route(path="/v1/responses/{id}/cancel", summary="Cancel a response in the background", usage="none", state="needs"),
+    Route(
+        path="/v1/messages",
+        summary="A message, in Anthropic's form",
+        prompt="messages",
+        generates=True,
+        streams=True,
+        usage="messages",
+        errors="anthropic",
+    ),
+    Route(
+        path="/v1/messages/count_tokens",
+        summary="How many tokens a message would take",
+        usage="none",
+        echoes_model=False,
+        adapter="names",
+        errors="anthropic",
+    ),
+    Route(path="/v1/embeddings", summary="Embeddings"),
+    Route(path="/v2/embed", summary="Embeddings, in Cohere's form", usage="none", echoes_model=False),
+    Route(path="/pooling", summary="What the model's pooler gives"),
+    Route(path="/classify", summary="Classes of a text"),
+    Route(path="/score", summary="Similarity of texts"),
+    Route(path="/v1/score", summary="Similarity of texts"),
+    Route(path="/rerank", summary="Documents by relevance to a query"),
+    Route(path="/v1/rerank", summary="Documents by relevance to a query"),
+    Route(path="/v2/rerank", summary="Documents by relevance to a query"),
+    Route(path="/generative_scoring", summary="Probability of labels as the next token"),
+    Route(path="/v1/systemone", summary="Answers to several questions about one state", usage="none"),
+    Route(path="/tokenize", summary="Token ids of a prompt", usage="none", echoes_model=False, adapter="names"),
+    Route(path="/detokenize", summary="Text of token ids", usage="none", echoes_model=False, adapter="names"),
+)
+
+ROUTES: Mapping[tuple[str, str], Route] = {(route.method, route.path): route for route in _ROWS}
+"""By method and path. `/generate` is ours alone and in `router.surface.generate`: its items are completions."""
+
+_RESPONSES = "/v1/responses/"
+
+
+def find(method: str, path: str) -> Route | None:
+    """The route of a call, or None: not an inference route."""
+    route = ROUTES.get((method, path))
+    if route is not None or not path.startswith(_RESPONSES):
+        return route
+    rest = path[len(_RESPONSES) :]
+    if method == "POST" and rest.endswith("/cancel"):
+        rest, template = rest[: -len("/cancel")], "/v1/responses/{id}/cancel"
+    else:
+        template = "/v1/responses/{id}"
+    return ROUTES.get((method, template)) if rest and "/" not in rest else None
+
+
+def response_id_of(path: str) -> str:
+    """The `{id}` in the path of a route that needs state, as it stands there."""
+    return path[len(_RESPONSES) :].removesuffix("/cancel")
+
+
+def is_begun_only(route: Route, events: bytes) -> bool:
+    """Whether whole events of a stream tell no more than that a request was taken: there is still time to go elsewhere.
+
+    vLLM 0.32 sends `response.created` and `response.in_progress` before the engine has seen the request
+    (openai/responses/serving.py responses_stream_generator). Chat and messages have nothing of the kind.
+    """
+    if not route.begun:
+        return False
+    types = [line[len(b"event:") :].strip() for line in events.split(b"\n") if line.startswith(b"event:")]
+    return bool(types) and all(kind in route.begun for kind in types)

@@ -1,0 +1,122 @@
+"""What an engine says an answer took, wherever each kind of answer has it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from router.surface.routes import UsageKind
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """None is what the engine did not say, which is not 0.
+
+    prompt_tokens  of all prompts of the request; `cached_tokens` is of one of them alone (vLLM 0.32 serving.py of
+                   chat_completion and completion), so the two belong together only where there is one prompt
+    """
+
+    prompt_tokens: int
+    completion_tokens: int | None
+    cached_tokens: int | None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _OpenAI(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Responses(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+
+
+class _Messages(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+
+
+class _WithOpenAI(msgspec.Struct):
+    usage: _OpenAI | None = None
+
+
+class _OneResponse(msgspec.Struct):
+    usage: _Responses | None = None
+
+
+class _WithResponse(msgspec.Struct):
+    """The whole answer has it on top, a stream's last event one level down."""
+
+    usage: _Responses | None = None
+    response: _OneResponse | None = None
+
+
+class _WithMessages(msgspec.Struct):
+    usage: _Messages | None = None
+
+
+_openai = msgspec.json.Decoder(_WithOpenAI).decode
+_responses = msgspec.json.Decoder(_WithResponse).decode
+_messages = msgspec.json.Decoder(_WithMessages).decode
+
+
+def usage_of(kind: UsageKind, body: bytes) -> EngineUsage | None:
+    """The usage in a whole answer, or in the data of one event; None where there is none, or in another shape."""
+    if kind == "none" or b'"usage"' not in body:
+        return None
+    try:
+        return _READERS[kind](body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None  # an engine with other shapes tells nothing
+
+
+def usage_of_events(kind: UsageKind, events: bytes) -> EngineUsage | None:
+    """The usage in the last of these whole events that has one; vLLM may send one with each, but only the last says
+    what was cached.
+
+    The quotes of a "usage" in a JSON string would be escaped, and so would a line's end.
+    """
+    at = events.rfind(b'"usage"')
+    line = events[events.rfind(b"\n", 0, max(at, 0)) + 1 :].split(b"\n", 1)[0]
+    return usage_of(kind, line.removeprefix(b"data:")) if line.startswith(b"data:") else None
+
+
+def _read_openai(body: bytes) -> EngineUsage | None:
+    usage = _openai(body).usage
+    if usage is None:
+        return None
+    details = usage.prompt_tokens_details
+    return EngineUsage(usage.prompt_tokens, usage.completion_tokens, details.cached_tokens if details else None)
+
+
+def _read_responses(body: bytes) -> EngineUsage | None:
+    answer = _responses(body)
+    usage = answer.usage or (answer.response.usage if answer.response else None)
+    if usage is None:
+        return None
+    details = usage.input_tokens_details
+    return EngineUsage(usage.input_tokens, usage.output_tokens, details.cached_tokens if details else None)
+
+
+def _read_messages(body: bytes) -> EngineUsage | None:
+    """Anthropic's input is what was neither read from a cache nor written to one; the prompt is all three."""
+    usage = _messages(body).usage
+    if usage is None:
+        return None
+    prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    return EngineUsage(prompt, usage.output_tokens, usage.cache_read_input_tokens)
+
+
+_READERS: Mapping[UsageKind, Callable[[bytes], EngineUsage | None]] = {
+    "openai": _read_openai,
+    "responses": _read_responses,
+    "messages": _read_messages,
+}

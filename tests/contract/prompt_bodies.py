@@ -1,0 +1,143 @@
+"""Bodies of `/v1/responses` and `/v1/messages` whose prompt the router works out for itself."""
+
+from typing import Any
+
+from tests.bodies import WEATHER
+
+WEATHER_FUNCTION = {"type": "function", **WEATHER["function"]}
+WEATHER_TOOL = {
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "input_schema": {"properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+USER = {"role": "user", "content": "Rain in Bern?"}
+SAID = {"type": "output_text", "text": "Hello! How can I help?"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Zürich"}'}
+REASONING = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "It may rain."}]}
+
+# (name, body of a response without its model)
+RESPONSES_BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("a text", {"input": "Which customers ordered twice?"}),
+    ("instructions", {"input": "Count orders.", "instructions": "Answer in SQL."}),
+    ("messages", {"input": [{"role": "system", "content": "Be brief."}, USER]}),
+    ("typed messages", {"input": [{"type": "message", **USER}]}),
+    ("developer", {"input": [{"role": "developer", "content": "Be terse."}, USER]}),
+    (
+        "parts",
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": t} for t in ("one", "two")]}]},
+    ),
+    (
+        "several turns",
+        {
+            "input": [
+                USER,
+                {"type": "message", "role": "assistant", "content": [SAID]},
+                {"role": "user", "content": "So?"},
+            ]
+        },
+    ),
+    ("turns in plain text", {"input": [USER, {"role": "assistant", "content": "Yes."}, USER]}),
+    (
+        "two answers in a row",
+        {"input": [USER, {"role": "assistant", "content": "Yes."}, {"role": "assistant", "content": "No."}]},
+    ),
+    (
+        "a call and its result",
+        {
+            "input": [USER, CALL, {"type": "function_call_output", "call_id": "c1", "output": "dry"}, USER],
+            "tools": [WEATHER_FUNCTION],
+        },
+    ),
+    ("an answer, a call and a call", {"input": [USER, {"role": "assistant", "content": "Let me see."}, CALL, CALL]}),
+    (
+        "reasoning before a call",
+        {"input": [USER, REASONING, CALL, {"type": "function_call_output", "call_id": "c1", "output": "dry"}]},
+    ),
+    (
+        "reasoning before an answer",
+        {"input": [USER, REASONING, {"type": "message", "role": "assistant", "content": [SAID]}, USER]},
+    ),
+    ("tools", {"input": "Rain?", "tools": [WEATHER_FUNCTION], "instructions": "Be kind."}),
+    ("an effort", {"input": "Rain?", "reasoning": {"effort": "low"}}),
+    ("template arguments", {"input": "Rain?", "chat_template_kwargs": {"enable_thinking": False}}),
+    (
+        "an answer to be continued",
+        {"input": [USER, {"type": "message", "role": "assistant", "status": "incomplete", "content": [SAID]}]},
+    ),
+    (
+        "a schema",
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}},
+    ),
+    ("unicode", {"input": "Zürich — naïve café 😀👍🏽 日本語 e\u0301"}),
+]
+# Only the engine knows the prompt of these, or it refuses them.
+UNKNOWN_RESPONSES: list[dict[str, Any]] = [
+    {"input": "x", "previous_response_id": "resp_1"},
+    {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+    {"input": "x", "tools": [{"type": "web_search"}]},
+    {"input": [{"type": "item_reference", "id": "x"}]},
+    {"input": "x", "truncation": "auto"},
+    {"input": 3},
+    {"input": [3]},
+    {},
+]
+
+THINKING = {"type": "thinking", "thinking": "It may rain.", "signature": "s"}
+TOOL_USE = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Zürich"}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "dry"}
+TEXTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "cache_control": {"type": "ephemeral"}}]
+BILLING = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+
+# (name, body of a message without its model and limit)
+MESSAGES_BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("a text", {"messages": [USER]}),
+    ("a system prompt", {"messages": [USER], "system": "Answer in SQL."}),
+    ("a system prompt in blocks", {"messages": [USER], "system": [BILLING, *TEXTS]}),
+    ("a header in a system prompt", {"messages": [USER], "system": "x-anthropic-billing-header: a;\nBe kind."}),
+    ("blocks", {"messages": [{"role": "user", "content": TEXTS}]}),
+    ("one block", {"messages": [{"role": "user", "content": TEXTS[:1]}]}),
+    ("several turns", {"messages": [USER, {"role": "assistant", "content": "Yes."}, USER]}),
+    (
+        "a system message in the middle",
+        {"messages": [USER, {"role": "system", "content": "Hurry."}, USER], "system": "Hi."},
+    ),
+    ("a header in the middle", {"messages": [USER, {"role": "system", "content": [BILLING, *TEXTS]}, USER]}),
+    (
+        "a call and its result",
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [THINKING, {"type": "text", "text": "I look."}, TOOL_USE]},
+                {"role": "user", "content": [RESULT, {"type": "text", "text": "And now?"}]},
+            ],
+            "tools": [WEATHER_TOOL],
+        },
+    ),
+    (
+        "a result in blocks",
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [TOOL_USE]},
+                {"role": "user", "content": [{**RESULT, "content": TEXTS}]},
+            ]
+        },
+    ),
+    ("tools", {"messages": [USER], "tools": [WEATHER_TOOL, {"name": "now", "input_schema": {"type": "object"}}]}),
+    ("no tools", {"messages": [USER], "tools": []}),
+    ("thinking", {"messages": [USER], "thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    ("no thinking", {"messages": [USER], "thinking": {"type": "disabled"}}),
+    ("an effort", {"messages": [USER], "output_config": {"effort": "high"}}),
+    (
+        "hidden thinking",
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, USER]},
+    ),
+    ("an empty turn", {"messages": [USER, {"role": "user", "content": []}, USER]}),
+]
+UNKNOWN_MESSAGES: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
+    {"messages": [{"role": "assistant", "content": [RESULT]}]},
+    {"messages": [{"role": "tool", "content": "x"}]},
+    {"messages": "x"},
+    {},
+]
