@@ -13,6 +13,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = structlog.get_logger()
 
+# Called with uvicorn's config, server_state, app_state and _loop, by name.
+ProtocolFactory = Callable[..., asyncio.Protocol]
+
+Protocols = Callable[..., asyncio.Protocol]
+
 # Request line and headers together; nginx and Apache take about as much.
 _MOST_HEAD_BYTES = 64 * 2**10
 
@@ -32,12 +37,13 @@ async def serve(
     app: ASGIApp,
     sock: socket.socket,
     *,
+    http: Protocols | None = None,
     port_file: Path | None = None,
     grace_s: float = 30.0,
     on_stop: Callable[[], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; then `on_stop`, finish what is in flight for up to `grace_s`, and return."""
-    server = _Server(configured(app, grace_s=grace_s), on_stop)
+    server = _Server(configured(app, grace_s=grace_s, http=http), on_stop)
     if port_file is not None:
         partial = port_file.with_suffix(".partial")
         partial.write_text(str(sock.getsockname()[1]))
@@ -45,11 +51,11 @@ async def serve(
     await server.serve(sockets=[sock])
 
 
-def configured(app: ASGIApp, *, grace_s: float) -> uvicorn.Config:
-    """How every house serves."""
+def configured(app: ASGIApp, *, grace_s: float, http: Protocols | None = None) -> uvicorn.Config:
+    """How every house serves; `http` makes its protocols, where it has some of its own."""
     return uvicorn.Config(
         app,
-        http=_BoundedHead,
+        http=http or _BoundedHead,  # type: ignore[arg-type]  # anything that makes protocols will do
         ws="none",
         lifespan="on",
         log_config=None,

@@ -42,8 +42,9 @@ def control_routes(parts: Parts) -> APIRouter:
     @api.post("/v1/route", dependencies=admin, response_model=RouteAnswer)
     async def explain(request: Request) -> Any:
         """Where this completion would go and why; sends nothing and loads nothing."""
-        headers = dict(request.headers)
-        question = await read(parts, request_id(headers), headers, request.receive)
+        headers = request.headers
+        session = headers.get(parts.config.session_header)
+        question = read(parts, request_id(headers.get("x-request-id")), await request.body(), session=session)
         target = resolve_target(parts, parts.keys.caller(headers.get("authorization")), question)
         tokens = await tokenize(parts, target, question)
         prompt = asked(parts, target, question, tokens)

@@ -12,7 +12,6 @@ import aiohttp
 import httpx
 import structlog
 from fastapi import FastAPI
-from starlette.routing import Route
 
 from lorafleet import logs, serve
 from lorafleet.auth import KeyFileError, Keys, refuse_open_server
@@ -31,10 +30,12 @@ from router.core.mind import Mind, Shadowed
 from router.core.policies import POLICIES
 from router.core.trust import Trust
 from router.discovery import Discovery
-from router.inference import PATHS, Inference
+from router.inference import Inference
 from router.kv_events import Feeds
 from router.metrics import Metrics
 from router.parts import Parts
+from router.relay.front import FrontLimits, front
+from router.relay.upstream import Pool
 from router.stages import match
 from router.tokens import Tokenizers
 from router.usage import Usage, send_usage
@@ -148,14 +149,8 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        # Shorter than vLLM's own 5 s (0.32 envs.py VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request on a connection that the
-        # engine is just closing looks like an engine that died with it.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, ttl_dns_cache=10)
-        async with (
-            control,
-            aiohttp.ClientSession(connector=connector, auto_decompress=False, trust_env=False) as session,
-        ):
-            parts.session = feeds.session = session
+        async with control, aiohttp.ClientSession(auto_decompress=False, trust_env=False) as session:
+            feeds.session = session
             running = [
                 asyncio.create_task(discovery.run()),
                 asyncio.create_task(waiting.run()),
@@ -169,6 +164,7 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
                 await feeds.close()
+                await parts.pool.close()
                 tokenizers.close()
 
     app = FastAPI(title="lorafleet router", lifespan=lifespan)
@@ -184,13 +180,12 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
         cold=cold,
         usage=usage,
         metrics=metrics,
-        session=None,  # type: ignore[arg-type]  # opened with the loop, in lifespan
+        pool=Pool(connect_s=config.connect_timeout_s),
     )
     app.include_router(control_routes(parts))
     app.include_router(health_routes(parts))
-    for path in PATHS:
-        app.router.routes.append(Route(path, Inference(parts, path), methods=["POST"]))
     install_error_handlers(app, RouterError)
+    app.state.http = front(Inference(parts).route, FrontLimits(body_bytes=config.max_body_bytes))
     return app, parts
 
 
@@ -235,4 +230,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         parts.stopping = True
 
     log.info("serving", host=config.host, port=sock.getsockname()[1], orchestrator=config.orchestrator_url)
-    serve.run(lambda: serve.serve(app, sock, port_file=config.port_file, grace_s=config.grace_s, on_stop=stopping))
+    serve.run(
+        lambda: serve.serve(
+            app,
+            sock,
+            http=app.state.http,
+            port_file=config.port_file,
+            grace_s=config.grace_s,
+            on_stop=stopping,
+        )
+    )

@@ -1,12 +1,10 @@
-"""One inference route as an ASGI app: the stages in order, retries before the first byte, and the answer."""
+"""The inference routes: the stages in order, retries before the first byte, and the answer."""
 
-import asyncio
 import itertools
-from collections.abc import Mapping
+from functools import lru_cache, partial
 
 import msgspec
 import structlog
-from starlette.types import Receive, Scope, Send
 
 from lorafleet.auth import Caller
 from lorafleet.http import HttpError, envelope, error_headers
@@ -16,7 +14,10 @@ from router.core.resolve import Target
 from router.dress import dress_vllm
 from router.flight import Flight
 from router.parts import Parts, Routed
-from router.proxy import Call, Echo, Limits, Opened, error_event, open_answer, relay
+from router.relay.attempt import Attempt, Call, Limits, open_attempt
+from router.relay.events import Echo, error_event
+from router.relay.front import Exchange, Handler
+from router.relay.upstream import Origin
 from router.stages import (
     Question,
     decided,
@@ -36,78 +37,78 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 # Reasons that may mean that the engine died with the request in it.
 _DEATHS = frozenset({"no_answer", "engine_dead", "first_event_error"})
 _MAX_DEATHS = 2
-_FORWARDED_HEADERS = ("traceparent", "tracestate")
+# Another replica would do no better.
+_HOPELESS = frozenset({"no_answer_in_time", "answer_too_large"})
+_FORWARDED_HEADERS = (b"traceparent", b"tracestate")
 
 
 class Inference:
-    """One OpenAI route as an ASGI app: read -> authenticate -> resolve -> authorise -> tokenize -> hash -> match ->
-    decide -> open -> relay -> record."""
+    """The OpenAI routes: read -> authenticate -> resolve -> authorise -> tokenize -> hash -> match -> decide -> open
+    -> relay -> record."""
 
-    def __init__(self, parts: Parts, path: str) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._path = path
+        config = parts.config
+        self._limits = Limits(config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes)
+        self._session_header = config.session_header.lower().encode()
+        self._handlers: dict[str, Handler] = {path: partial(self._handle, path) for path in PATHS}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        answer = _Answer(send, request_id(headers))
-        work: asyncio.Task[None] | None = None
-        gone: asyncio.Task[None] | None = None
+    def route(self, method: str, path: str) -> Handler | None:
+        """What answers this, or None: it is not an inference route."""
+        handler = self._handlers.get(path)
+        return handler if handler is None or method == "POST" else self._wrong_method
+
+    async def _wrong_method(self, exchange: Exchange) -> None:
+        message = f"{exchange.path} takes POST, found {exchange.method}"
+        _Answer(exchange, request_id(None)).fail(HttpError(405, "method_not_allowed", message))
+
+    async def _handle(self, path: str, exchange: Exchange) -> None:
+        answer = _Answer(exchange, request_id(_text(exchange.header(b"x-request-id"))))
         try:
-            caller = self._parts.keys.caller(headers.get("authorization"))
-            question = await read(self._parts, answer.request_id, headers, receive)
-            work = asyncio.create_task(self._serve(caller, question, headers, answer))
-            # The client's leaving is watched throughout: a stopped read would lose its FIN, and the engine would
-            # go on computing for nobody.
-            gone = asyncio.create_task(_disconnected(receive))
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                await work
+            caller = self._parts.keys.caller(_text(exchange.header(b"authorization")))
+            question = read(
+                self._parts, answer.request_id, exchange.body, session=_text(exchange.header(self._session_header))
+            )
+            await self._serve(caller, question, path, answer)
         except (RouterError, HttpError) as exc:
-            await answer.fail(exc)
+            answer.fail(exc)
         except Exception as exc:
-            log.exception("unexpected error", path=self._path, request_id=answer.request_id)
-            await answer.fail(
+            log.exception("unexpected error", path=path, request_id=answer.request_id)
+            answer.fail(
                 HttpError(500, "internal_error", f"internal error ({type(exc).__name__}); see the router's log")
             )
         finally:
-            for task in (work, gone):
-                if task is not None and not task.done():
-                    task.cancel()
-            await asyncio.gather(*(task for task in (work, gone) if task is not None), return_exceptions=True)
-            self._parts.metrics.requests.labels(self._path, answer.status or 499, answer.code).inc()
+            self._parts.metrics.count_answer(path, exchange.status or 499, answer.code)
 
-    async def _serve(self, caller: Caller, question: Question, headers: Mapping[str, str], answer: "_Answer") -> None:
+    async def _serve(self, caller: Caller, question: Question, path: str, answer: "_Answer") -> None:
         parts = self._parts
         target = resolve_target(parts, caller, question)
         tokens = await tokenize(parts, target, question)
         excluded: Excluded = frozenset()
         is_refused = False
         deaths = 0
-        for attempt in itertools.count(1):
+        for number in itertools.count(1):
             if not is_refused:
                 target = await warm(parts, target, excluded)
             flight = await self._begun(caller, target, question, tokens, excluded)
-            routed = flight.routed
-            target = routed.target
             try:
-                opened = await self._open(routed, question, headers)
+                attempt = await self._open(flight.routed, question, path, answer)
             except ReplicaUnreachable as exc:
                 flight.end()
-                replica = routed.decision.replica
+                replica = flight.routed.decision.replica
                 excluded |= {replica.incarnation}
                 # An engine that is up and says no will not be another one soon; one that died may be.
                 is_refused = exc.reason == "engine_unavailable"
                 deaths += exc.reason in _DEATHS
-                self._note_failure(exc, replica, attempt, deaths)
+                self._note_failure(exc, replica, number, deaths)
                 continue
             except BaseException:
                 flight.end()
                 raise
             try:
-                await self._relay(opened, routed, caller, question, flight, answer)
-                flight.compare(opened.usage)
+                await self._relay(attempt, caller, question, flight, answer)
             finally:
-                opened.close()
+                attempt.close()
                 flight.end()
             return
 
@@ -124,52 +125,55 @@ class Inference:
                 target = await warm(self._parts, target, excluded, is_displaced=True)
         raise NoReplica(f"every replica went while this waited, {tries} times", retry_after_s=1.0)
 
-    async def _open(self, routed: Routed, question: Question, headers: Mapping[str, str]) -> Opened:
-        parts, config, replica = self._parts, self._parts.config, routed.decision.replica
-        sent = {"content-type": "application/json", "accept-encoding": "identity", "x-request-id": question.request_id}
-        sent |= {name: headers[name] for name in _FORWARDED_HEADERS if name in headers}
+    async def _open(self, routed: Routed, question: Question, path: str, answer: "_Answer") -> Attempt:
+        parts, replica = self._parts, routed.decision.replica
+        body = dress_vllm(
+            question.fields,
+            routed.engine_model,
+            ask_usage=question.hides_usage,
+            report_full=parts.trust.state(replica.id) == "degraded" and parts.feeds.may_repeat(replica.id),
+        )
+        origin, head = _request_head(replica.engine_url, path)
+        more = b"x-request-id: %b\r\ncontent-length: %d\r\n" % (question.request_id.encode(), len(body))
         rank = routed.decision.rank
         if rank is not None:
-            sent["x-data-parallel-rank"] = str(rank)
+            more += b"x-data-parallel-rank: %d\r\n" % rank
+        for name in _FORWARDED_HEADERS:
+            value = answer.exchange.header(name)
+            if value is not None:
+                more += name + b": " + value + b"\r\n"
         call = Call(
-            url=replica.engine_url + self._path,
-            body=dress_vllm(
-                question.fields,
-                routed.engine_model,
-                ask_usage=question.hides_usage,
-                report_full=parts.trust.state(replica.id) == "degraded" and parts.feeds.may_repeat(replica.id),
-            ),
-            headers=sent,
+            origin=origin,
+            request=head + more + b"\r\n" + body,
             engine_model=routed.engine_model,
             has_adapter=routed.target.adapter is not None,
             replica=replica.id,
+            streamed=question.streamed,
         )
-        limits = Limits(
-            config.connect_timeout_s, config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes
-        )
-        return await open_answer(self._parts.session, call, limits, streamed=question.streamed)
+        return await open_attempt(parts.pool, call, self._limits)
 
     async def _relay(
-        self, opened: Opened, routed: Routed, caller: Caller, question: Question, flight: "Flight", answer: "_Answer"
+        self, attempt: Attempt, caller: Caller, question: Question, flight: Flight, answer: "_Answer"
     ) -> None:
-        parts = self._parts
-        if opened.status < 400:
+        parts, routed = self._parts, flight.routed
+        if attempt.status < 400:
             # What the engine refuses was never prefilled, and is not in its cache.
             flight.first_token()
-        about = _about(opened, routed, shown_cached_tokens(parts, caller, routed))
+        about = _about(attempt, routed, shown_cached_tokens(parts, caller, routed))
         parts.metrics.first_data.labels(routed.target.base_model).observe(parts.clock() - question.read_at)
         echo = Echo(routed.engine_model, routed.target.asked)
-        if not opened.streamed:
-            await answer.whole(opened.status, about, echo.whole(opened.first))
-            return
-        await answer.begin(opened.status, about)
-        try:
-            await relay(opened, echo, answer.send, hide_usage=question.hides_usage)
-        except StreamBroken as exc:
-            log.warning("stream broken", request_id=question.request_id, error=str(exc))
-            answer.code = exc.code
-            await answer.send(error_event(envelope(exc.status, exc.code, str(exc))))
-        await answer.finish()
+        if not attempt.streamed:
+            answer.whole(attempt.status, about, echo.whole(attempt.first))
+        else:
+            answer.begin(attempt.status, about)
+            try:
+                await attempt.relay(answer.exchange, echo, hide_usage=question.hides_usage)
+            except StreamBroken as exc:
+                log.warning("stream broken", request_id=question.request_id, error=str(exc), cause=repr(exc.__cause__))
+                answer.code = exc.code
+                answer.exchange.send(error_event(envelope(exc.status, exc.code, str(exc))))
+            answer.exchange.finish()
+        flight.compare(attempt.usage())
 
     def _note_failure(self, exc: ReplicaUnreachable, replica: Replica, attempt: int, deaths: int) -> None:
         parts = self._parts
@@ -177,7 +181,7 @@ class Inference:
         parts.metrics.retries.labels(exc.reason).inc()
         parts.discovery.look_now(replica.id)
         # A second engine that dies of it, or one too slow for it, says more about the request than about the engine.
-        is_hopeless = deaths >= _MAX_DEATHS or exc.reason == "no_answer_in_time"
+        is_hopeless = deaths >= _MAX_DEATHS or exc.reason in _HOPELESS
         if is_hopeless or attempt >= parts.config.max_tries:
             raise NoReplica(f"{attempt} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
 
@@ -185,62 +189,54 @@ class Inference:
 class _Answer:
     """The client's side of one request: a head, pieces, an end; or one error, if nothing has been sent."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send = send
+    __slots__ = ("code", "exchange", "request_id")
+
+    def __init__(self, exchange: Exchange, request_id: str) -> None:
+        self.exchange = exchange
         self.request_id = request_id
-        self.status: int | None = None
         self.code = ""
 
-    async def whole(self, status: int, about: Mapping[str, str], body: bytes) -> None:
+    def whole(self, status: int, about: str, body: bytes) -> None:
         """An answer that is complete."""
-        await self._head(status, {**about, "content-length": str(len(body))})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self.exchange.respond(status, self._headers(about), body)
 
-    async def begin(self, status: int, about: Mapping[str, str]) -> None:
-        """The head of a stream; `send` and `finish` follow."""
-        await self._head(status, {**about, "cache-control": "no-cache"})
+    def begin(self, status: int, about: str) -> None:
+        """The head of a stream; the exchange's `send` and `finish` follow."""
+        self.exchange.begin(status, self._headers(about + "cache-control: no-cache\r\n"))
 
-    async def send(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def finish(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def fail(self, exc: RouterError | HttpError) -> None:
+    def fail(self, exc: RouterError | HttpError) -> None:
         """One error answer; silent when a head is out already."""
-        if self.status is not None:
+        if self.exchange.status is not None:
             return
         self.code = exc.code
-        body = msgspec.json.encode(envelope(exc.status, exc.code, str(exc), exc.param))
-        await self._head(
-            exc.status,
-            {"content-type": "application/json", "content-length": str(len(body))}
-            | error_headers(exc.status, exc.retry_after_s),
-        )
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        headers = {"content-type": "application/json"} | error_headers(exc.status, exc.retry_after_s)
+        about = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.whole(exc.status, about, msgspec.json.encode(envelope(exc.status, exc.code, str(exc), exc.param)))
 
-    async def _head(self, status: int, headers: Mapping[str, str]) -> None:
-        self.status = status
-        named = {"x-request-id": self.request_id, **headers}
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [(name.encode(), value.encode("latin-1")) for name, value in named.items()],
-            }
-        )
+    def _headers(self, about: str) -> bytes:
+        return f"x-request-id: {self.request_id}\r\n{about}".encode("latin-1")
 
 
-def _about(opened: Opened, routed: Routed, cached_tokens: int) -> dict[str, str]:
+def _about(attempt: Attempt, routed: Routed, cached_tokens: int) -> str:
     adapter = routed.target.adapter
-    return {
-        "content-type": opened.content_type,
-        "x-lorafleet-worker": routed.decision.replica.id,
-        "x-lorafleet-adapter": (adapter.engine_name or adapter.lora_id) if adapter else "base",
-        "x-lorafleet-cached-tokens": str(cached_tokens),
-    }
+    about = (
+        f"content-type: {attempt.content_type.decode('latin-1')}\r\n"
+        f"x-lorafleet-worker: {routed.decision.replica.id}\r\n"
+        f"x-lorafleet-adapter: {(adapter.engine_name or adapter.lora_id) if adapter else 'base'}\r\n"
+        f"x-lorafleet-cached-tokens: {cached_tokens}\r\n"
+    )
+    if attempt.retry_after is not None:
+        about += f"retry-after: {attempt.retry_after.decode('latin-1')}\r\n"
+    return about
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+@lru_cache(maxsize=4096)
+def _request_head(engine_url: str, path: str) -> tuple[Origin, bytes]:
+    """What all requests of a route to one engine have in common."""
+    origin = Origin.parse(engine_url)
+    head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\n" % (origin.prefix, path.encode(), origin.host_header)
+    return origin, head + b"content-type: application/json\r\naccept-encoding: identity\r\n"
+
+
+def _text(header: bytes | None) -> str | None:
+    return None if header is None else header.decode("latin-1")

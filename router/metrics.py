@@ -64,6 +64,16 @@ class Metrics:
         self.catalog_age = Gauge("catalog_age_seconds", "Since the orchestrator last confirmed the catalog.", **on)
         self.catalog_revision = Gauge("catalog_revision", "Revision of the catalog in force.", **on)
         self.loop_failures = Counter("loop_failures", "Rounds of a background loop that failed.", ("loop",), **on)
+        # Looking up a metric's labels costs more than counting.
+        self._answers: dict[tuple[str, int, str], Counter] = {}
+
+    def count_answer(self, route: str, status: int, code: str) -> None:
+        """One request has ended; `code` of its error, empty without one."""
+        key = route, status, code
+        counter = self._answers.get(key)
+        if counter is None:
+            counter = self._answers[key] = self.requests.labels(route, status, code)
+        counter.inc()
 
     def forget_worker(self, worker: str) -> None:
         """Drop a gone worker's series, so that names which never come back do not pile up."""

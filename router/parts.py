@@ -5,8 +5,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import aiohttp
-
 from lorafleet.auth import Keys
 from lorafleet.kv.blocks import BlockHash
 from router.cold import ColdStarts
@@ -20,6 +18,7 @@ from router.core.trust import Trust, TrustState
 from router.discovery import Discovery
 from router.kv_events import Feeds
 from router.metrics import Metrics
+from router.relay.upstream import Pool
 from router.tokens import Source, Tokenizers
 from router.usage import Usage
 from router.waiting import WaitingRoom
@@ -83,7 +82,7 @@ class Parts:
     cold: ColdStarts
     usage: Usage
     metrics: Metrics
-    session: aiohttp.ClientSession
+    pool: Pool
     credit: Credit = field(default_factory=Credit)
     clock: Callable[[], float] = time.monotonic
     decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from starlette.types import Message, Receive
 from xxhash import xxh3_128_hexdigest
 
 from lorafleet.auth import Caller
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
 from router.core.decision import Ask, Decision
 from router.core.dispatch import Match, Prompt, Ticket
-from router.core.errors import BadBody, BodyTooLarge, CatalogUnavailable
+from router.core.errors import BadBody, CatalogUnavailable
 from router.core.fleet import Excluded
 from router.core.mind import first_blocks
 from router.core.resolve import Target, resolve
@@ -63,13 +62,16 @@ class Question:
     priority: float = 0.0
 
 
-async def read(parts: Parts, request_id: str, headers: Mapping[str, str], receive: Receive) -> Question:
-    """The request's body, bounded and parsed no deeper than a decision needs."""
-    raw = await _whole_body(receive, headers, parts.config.max_body_bytes)
+def read(parts: Parts, request_id: str, raw: bytes, *, session: str | None = None) -> Question:
+    """The request, its body parsed no deeper than a decision needs.
+
+    session  whose it is, by a header; without one the body's `user`
+    raises   BadBody
+    """
     read_at = parts.clock()
     try:
         fields = _decode_body(raw)
-        decoded = {name: _decode_any(value) for name, value in fields.items() if name in _DECODED_FIELDS}
+        decoded = {name: _decode_any(fields[name]) for name in fields.keys() & _DECODED_FIELDS}
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise BadBody(f"the body is not a JSON object: {exc}") from exc
     except RecursionError as exc:
@@ -85,7 +87,7 @@ async def read(parts: Parts, request_id: str, headers: Mapping[str, str], receiv
         # Predictions are held against the engine's own word, and a stream has that only where somebody asks.
         streamed and not asks_for_usage(decoded.get("stream_options")),
         read_at,
-        session=_session(headers.get(parts.config.session_header.lower()) or (user if isinstance(user, str) else "")),
+        session=_session(session or (user if isinstance(user, str) else "")),
         priority=priority if isinstance(priority, int | float) else 0.0,
     )
 
@@ -201,23 +203,6 @@ def _prompt_tokens(question: Question, tokens: Tokens) -> int:
     return sum(len(question.fields[name]) for name in ("messages", "prompt", "input") if name in question.fields) // 4
 
 
-async def _whole_body(receive: Receive, headers: Mapping[str, str], most_bytes: int) -> bytes:
-    too_large = BodyTooLarge(f"the body is larger than {most_bytes} bytes; send less, or raise max_body_bytes")
-    length = headers.get("content-length", "0")
-    if length.isdigit() and int(length) > most_bytes:
-        raise too_large
-    body = bytearray()
-    while True:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
-            raise BadBody("the client left before its body was complete")
-        body += message.get("body", b"")
-        if len(body) > most_bytes:
-            raise too_large
-        if not message.get("more_body"):
-            return bytes(body)
-
-
 def shown_cached_tokens(parts: Parts, caller: Caller, routed: Routed) -> int:
     """The predicted hit as far as this caller's tenant has earned it: a hit on a neighbour's prompt would betray it."""
     cached_tokens = routed.decision.score.cached_tokens
@@ -228,6 +213,6 @@ def shown_cached_tokens(parts: Parts, caller: Caller, routed: Routed) -> int:
     return min(cached_tokens, own_blocks * routed.decision.replica.block_size)
 
 
-def request_id(headers: Mapping[str, str]) -> str:
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+def request_id(given: str | None) -> str:
+    """The client's own where it is a plain one, else a new one."""
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -9,11 +9,11 @@ from lorafleet.serve import bind
 
 
 @contextlib.asynccontextmanager
-async def serving(app, *, port: int = 0) -> AsyncIterator[str]:
+async def serving(app, *, http=None, port: int = 0) -> AsyncIterator[str]:
     """The app's URL while it serves; it stops without waiting for open streams."""
     sock = bind("127.0.0.1", port)
     config = uvicorn.Config(
-        app, http="httptools", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
+        app, http=http or "httptools", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
     # Not `serve()`: that looks for its end ten times a second, and a test starts and stops several servers.

@@ -251,7 +251,7 @@ async def fleet(*engines: Engine, control: Control | None = None, **settings) ->
             }
         )
         app, parts = build(config)
-        url = await stack.enter_async_context(serving(app))
+        url = await stack.enter_async_context(serving(app, http=app.state.http))
         if not control.down:
             arrived = await parts.discovery.changes.until(
                 lambda: len(parts.discovery.fleet.replicas) == len(engines), timeout_s=5

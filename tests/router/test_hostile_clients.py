@@ -12,12 +12,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from lorafleet.auth import hash_key
 from router.core.dispatch import Prompt
 from router.parts import Routed
-from router.proxy import Opened
 from router.tokens import Tokenizers
 from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, until, with_sql
 
 
-@pytest.mark.parametrize("depth", [950, 100_000])
+@pytest.mark.parametrize("depth", [850, 100_000])
 @pytest.mark.parametrize("name", ["unknown", "messages", "tools"])
 async def test_a_body_nested_without_end_is_never_a_500(name, depth):
     nested = b"[" * depth + b"]" * depth
@@ -266,41 +265,6 @@ async def test_a_load_that_fails_after_its_last_client_left_complains_to_nobody(
         del task
         gc.collect()
     assert complaints == []
-
-
-@pytest.mark.parametrize("turns", range(4))
-async def test_a_client_that_leaves_just_as_a_chunk_arrives_still_ends_the_relay(turns):
-    class Response:
-        status = 200
-
-        def __init__(self):
-            self.headers = {}
-            self.arrived = asyncio.Event()
-
-        @property
-        def content(self):
-            return self
-
-        async def readany(self):
-            await self.arrived.wait()
-            self.arrived.clear()
-            return b"x"
-
-    response = Response()
-    opened = Opened(response, b"", streamed=True, replica="w0", idle_s=60)
-
-    async def relayed():
-        async for _ in opened.rest():
-            pass
-
-    relaying = asyncio.create_task(relayed())
-    await asyncio.sleep(0.01)
-    response.arrived.set()
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    relaying.cancel()
-    await asyncio.wait({relaying}, timeout=1)
-    assert relaying.cancelled()
 
 
 async def test_a_tenant_is_told_of_cached_tokens_that_it_sent_itself_and_of_no_neighbours(tmp_path):

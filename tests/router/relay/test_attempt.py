@@ -1,13 +1,14 @@
-import aiohttp
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from router.proxy import Call, Echo, EngineUsage, Limits, open_answer, relay
+from router.relay.attempt import Call, Limits, open_attempt
+from router.relay.events import Echo, EngineUsage
+from router.relay.upstream import Origin, Pool
 from tests.serving import serving
 
-LIMITS = Limits(connect_s=2, first_data_s=5, idle_s=5, answer_bytes=2**20)
+LIMITS = Limits(first_data_s=5, idle_s=5, answer_bytes=2**20)
 TOKEN = b'data: {"id":"1","choices":[{"delta":{"content":"a \\"usage\\": {} data: x"}}],"usage":null}\n\n'
 DONE = b"data: [DONE]\n\n"
 ZERO = b'{"prompt_tokens":40,"total_tokens":42,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":0}}'
@@ -32,6 +33,18 @@ def event(usage: bytes) -> bytes:
     return b'data: {"id":"1","choices":[],"usage":%s,"system_fingerprint":"x"}\n\n' % usage
 
 
+class Client:
+    """What an answer is relayed to: keeps what it is sent."""
+
+    on_pause = on_resume = None
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, data):
+        self.sent.append(data)
+
+
 async def usage_of(answer, *, streamed):
     """(what an engine's answer was relayed as, the usage that it left behind)."""
 
@@ -45,21 +58,20 @@ async def usage_of(answer, *, streamed):
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    sent = []
-
-    async def send(data):
-        sent.append(data)
-
+    exchange = Client()
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
-        call = Call(f"{url}/v1/x", b"{}", {}, engine_model="m", has_adapter=False, replica="w0")
-        async with aiohttp.ClientSession() as session:
-            opened = await open_answer(session, call, LIMITS, streamed=streamed)
-            if streamed:
-                await relay(opened, Echo("m", "m"), send)
-            else:
-                sent.append(opened.first)
-            opened.close()
-    return b"".join(sent), opened.usage
+        origin = Origin.parse(url)
+        request = b"POST /v1/x HTTP/1.1\r\nhost: %b\r\ncontent-length: 2\r\n\r\n{}" % origin.host_header
+        call = Call(origin, request, engine_model="m", has_adapter=False, replica="w0", streamed=streamed)
+        pool = Pool(connect_s=2)
+        attempt = await open_attempt(pool, call, LIMITS)
+        if streamed:
+            await attempt.relay(exchange, Echo("m", "m"), hide_usage=False)
+        else:
+            exchange.send(attempt.first)
+        attempt.close()
+        await pool.close()
+    return b"".join(exchange.sent), attempt.usage()
 
 
 @pytest.mark.parametrize(("usage", "said"), SAID)

@@ -1,0 +1,285 @@
+"""open -> relay: one attempt at one replica, and its bytes to the client."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.core.errors import ReplicaUnreachable, StreamBroken
+from router.relay.events import (
+    MAX_EVENT_BYTES,
+    Echo,
+    EngineUsage,
+    Tail,
+    event_error,
+    has_first_event,
+    usage_of,
+    without_usage,
+)
+from router.relay.front import Exchange
+from router.relay.upstream import Connection, EngineLost, Origin, Pool
+
+# vLLM 0.32 answers so, with 500, while SIGTERM waits for requests in flight (seen running).
+_SHUTTING_DOWN = b"cannot schedule new futures after shutdown"
+# vLLM 0.32 v1/engine/exceptions.py EngineDeadError.
+_DEAD = b"EngineCore encountered an issue"
+_EVENT_STREAM = b"text/event-stream"
+_LOST = {
+    "connection": "no connection",
+    "no_answer": "it broke off before its answer began",
+    "no_answer_in_time": "no answer in time",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds and bytes that bound one attempt."""
+
+    first_data_s: float
+    idle_s: float
+    answer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is sent. `engine_model` is the name in it; `has_adapter`: that name is an adapter's."""
+
+    origin: Origin
+    request: bytes
+    engine_model: str
+    has_adapter: bool
+    replica: str
+    streamed: bool
+
+
+class Attempt:
+    """An answer as it comes. Nothing has gone to the client until `relay` or until `first` has been taken.
+
+    status, content_type, retry_after, first   of the answer: its first events, or all of it
+    streamed        whether more follows `first`: the engine has the last word on that
+    in_band_error   a stream whose first event was an error: `status` and `first` are that error's
+    """
+
+    __slots__ = (
+        "_call",
+        "_connection",
+        "_decided",
+        "_echo",
+        "_ended",
+        "_exchange",
+        "_got",
+        "_hide_usage",
+        "_limits",
+        "_loop",
+        "_lost",
+        "_size",
+        "_tail",
+        "content_type",
+        "first",
+        "in_band_error",
+        "retry_after",
+        "status",
+        "streamed",
+    )
+
+    def __init__(self, connection: Connection, call: Call, limits: Limits) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._connection: Connection | None = connection
+        self._call = call
+        self._limits = limits
+        self._decided: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] | None = None
+        self._exchange: Exchange | None = None
+        self._echo: Echo | None = None
+        self._hide_usage = False
+        self._got: list[bytes] = []
+        self._size = 0
+        self._lost: Exception | None = None
+        self._tail: Tail | None = None
+        self.status = 0
+        self.content_type = b"application/json"
+        self.retry_after: bytes | None = None
+        self.first = b""
+        self.streamed = call.streamed
+        self.in_band_error = False
+
+    async def decided(self) -> None:
+        """The first `data:` event is there, or the whole body. Raises EngineLost."""
+        now = self._loop.time()
+        assert self._connection is not None
+        self._connection.deadline = now + self._limits.first_data_s
+        self._connection.send(self._call.request, self)
+        await self._decided
+
+    async def relay(self, exchange: Exchange, echo: Echo, *, hide_usage: bool) -> None:
+        """Send a stream's bytes on as they come, until it ends; raises StreamBroken when the engine leaves.
+
+        hide_usage  the event with the usage is ours: we asked for it, the client did not
+        """
+        self._echo, self._hide_usage = echo, hide_usage
+        self._tail = Tail()
+        self._exchange = exchange
+        exchange.on_pause, exchange.on_resume = self._pause, self._resume
+        try:
+            self._pass_on(b"".join(self._got))
+            self._got = []
+            if self._connection is not None:
+                self._connection.deadline = self._loop.time() + self._limits.idle_s
+                self._ended = self._loop.create_future()
+                await self._ended
+            if self._lost is not None:
+                raise self._lost
+            self._send(echo.end())
+        finally:
+            exchange.on_pause = exchange.on_resume = None
+
+    def usage(self) -> EngineUsage | None:
+        """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""
+        return usage_of(self.first) if self._tail is None else self._tail.usage()
+
+    def close(self) -> None:
+        """Free the connection; one whose answer was not read to its end is closed, and the engine aborts."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    # What the connection calls.
+
+    def head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        for name, value in headers:
+            if name == b"content-type":
+                self.content_type = value
+            elif name == b"retry-after":
+                self.retry_after = value
+        # The engine has the last word on whether it streams: it takes `"stream": "true"` and 1 for true as well.
+        self.streamed = status == 200 and (self.streamed or self.content_type.startswith(_EVENT_STREAM))
+
+    def data(self, data: bytes) -> None:
+        if self._ended is not None:
+            assert self._connection is not None
+            self._connection.deadline = self._loop.time() + self._limits.idle_s
+            self._pass_on(data)
+            return
+        self._got.append(data)
+        self._size += len(data)
+        if self._decided.done():
+            return  # `relay` is about to begin
+        if not self.streamed:
+            if self._size > self._limits.answer_bytes:
+                self._fail("answer_too_large", f"an answer of over {self._limits.answer_bytes} bytes")
+            return
+        got = data if len(self._got) == 1 else b"".join(self._got)
+        if has_first_event(got):
+            self._got = [got]
+            self._begin_stream(got)
+        elif self._size > MAX_EVENT_BYTES:
+            self._fail("answer_too_large", f"no event within {MAX_EVENT_BYTES} bytes")
+
+    def end(self) -> None:
+        self._connection = None
+        if self._ended is not None:
+            if not self._ended.done():
+                self._ended.set_result(None)
+        elif not self._decided.done():
+            if self.streamed:
+                self.lost(EngineLost("no_answer", "the stream ended before its first event"))
+                return
+            self.first = b"".join(self._got)
+            self._decided.set_result(None)
+
+    def lost(self, exc: EngineLost) -> None:
+        self._connection = None
+        if not self._decided.done():
+            self._decided.set_exception(exc)
+            return
+        self._break(StreamBroken(f"replica {self._call.replica} broke off in the middle of its answer"), exc)
+
+    def _begin_stream(self, got: bytes) -> None:
+        failure = event_error(got)
+        if failure is not None:
+            self.status, self.first = failure
+            self.content_type = b"application/json"
+            self.in_band_error, self.streamed = True, False
+        self._decided.set_result(None)
+
+    def _pass_on(self, data: bytes) -> None:
+        assert self._echo is not None
+        try:
+            self._send(self._echo.chunk(data))
+        except StreamBroken as exc:
+            self.close()
+            self._break(exc)
+
+    def _send(self, ready: bytes) -> None:
+        if not ready:
+            return
+        assert self._tail is not None
+        assert self._exchange is not None
+        self._tail.note(ready)
+        if self._hide_usage:
+            ready = without_usage(ready)
+        if ready:
+            self._exchange.send(ready)
+
+    def _fail(self, reason: str, what: str) -> None:
+        self.close()
+        self._decided.set_exception(ReplicaUnreachable(f"replica {self._call.replica}: {what}", reason=reason))
+
+    def _break(self, broken: StreamBroken, cause: Exception | None = None) -> None:
+        broken.__cause__ = cause
+        self._lost = broken
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _pause(self) -> None:
+        if self._connection is not None:
+            self._connection.pause()
+
+    def _resume(self) -> None:
+        if self._connection is not None:
+            self._connection.resume()
+
+
+async def open_attempt(pool: Pool, call: Call, limits: Limits) -> Attempt:
+    """Send one request and wait for its first `data:` event, or its whole body.
+
+    vLLM sends a streamed 200 head long before its first token, so the head decides nothing.
+
+    raises  ReplicaUnreachable when another replica may do better: no connection, 502, 503, an adapter that the
+            replica had reported but no longer knows, an engine shutting down, an error in place of the first event
+    """
+    attempt: Attempt | None = None
+    try:
+        connection = pool.idle(call.origin) or await pool.connect(call.origin)
+        attempt = Attempt(connection, call, limits)
+        await attempt.decided()
+    except EngineLost as exc:
+        # Its message names addresses, which are the log's to tell.
+        raise ReplicaUnreachable(f"replica {call.replica}: {_LOST[exc.reason]}", reason=exc.reason) from exc
+    except BaseException:
+        if attempt is not None:
+            attempt.close()
+        raise
+    if attempt.status != 200:
+        reason = _retry_reason(attempt, call)
+        if reason is not None:
+            attempt.close()
+            raise ReplicaUnreachable(f"replica {call.replica}: {attempt.status} {attempt.first[:200]!r}", reason=reason)
+    return attempt
+
+
+def _retry_reason(attempt: Attempt, call: Call) -> str | None:
+    """Why another replica may do better, or None: the answer is the client's, error or not."""
+    status, first = attempt.status, attempt.first
+    if status in (502, 503):
+        return "engine_unavailable"
+    # An engine names the model that it does not know; any other 404 (a route that it does not serve) is the client's.
+    if status == 404 and call.has_adapter and call.engine_model.encode() in first:
+        return "adapter_missing"
+    if status == 500 and _SHUTTING_DOWN in first:
+        return "engine_draining"
+    if status == 500 and _DEAD in first:
+        return "engine_dead"
+    if attempt.in_band_error and status >= 500:
+        return "first_event_error"
+    return None

@@ -1,0 +1,673 @@
+"""The client's side: HTTP/1.1 where the hot routes are answered without an ASGI scope, and FastAPI has every other.
+
+A subclass of uvicorn's own protocol, so that one server has all connections: its keep-alive, its count of them and its
+graceful end. httptools parses; what it lets through that two parsers might read differently is refused here, for every
+route. Source of what the base does: uvicorn 0.54 protocols/http/httptools_impl.py.
+
+Reading from a client is never paused on a hot route: its FIN would not be seen, and engines would work for nobody. So
+what a client may send ahead is bounded, and one that sends more is answered so far and then closed.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httptools
+import msgspec
+import structlog
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from lorafleet.http import envelope, error_headers
+from router.relay.framing import Head, Headers, Refused, check_head
+
+if TYPE_CHECKING:
+    from uvicorn import Config
+    from uvicorn.server import ServerState
+
+log = structlog.get_logger()
+
+_NEVER = float("inf")
+# What is still read from a client after its last answer, so that a reset does not take that answer from it, and how
+# long: the tail of a body that fits in socket buffers comes at once, and nobody may hold us up with more.
+_LINGER_BYTES = 16 * 2**20
+_LINGER_S = 2.0
+_CLOSE = b"connection: close\r\n"
+_JSON = b"content-type: application/json\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+# What is being read of a client: nothing yet of the next message, its head, its body.
+_IDLE, _HEAD, _BODY = range(3)
+
+Handler = Callable[["Exchange"], Coroutine[Any, Any, None]]
+Route = Callable[[str, str], Handler | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontLimits:
+    """What one client may take.
+
+    head_bytes     request line and headers, and trailers
+    body_bytes     one request's body; more: 413
+    held_bytes     all bodies of all connections that are not answered yet; more: 429 `saturated`
+    head_s         to send a whole head, from its first byte (or from connecting); more: 408
+    body_s         to send a whole body; more: 408
+    send_stall_s   how long a client may read nothing of what waits for it
+    idle_s         between two requests
+    pipelined      requests that may wait behind the one being answered
+    """
+
+    head_bytes: int = 64 * 2**10
+    body_bytes: int = 32 * 2**20
+    held_bytes: int = 2**30
+    head_s: float = 15.0
+    body_s: float = 60.0
+    send_stall_s: float = 60.0
+    idle_s: float = 75.0
+    pipelined: int = 16
+
+
+def front(route: Route, limits: FrontLimits) -> "Front":
+    """What makes the protocols, for `uvicorn.Config(http=...)`.
+
+    route  (method, path) -> who answers it, or None: the ASGI app does. The path is as sent, without its query.
+    """
+    return Front(route, limits)
+
+
+class Front:
+    """All clients' connections, and what they hold together.
+
+    refused  how many requests got which code before any handler saw them
+    """
+
+    def __init__(self, route: Route, limits: FrontLimits) -> None:
+        self.route = route
+        self.limits = limits
+        self.connections: set[_Connection] = set()
+        self.held_bytes = 0
+        self.refused: Counter[str] = Counter()
+        shortest = min(limits.head_s, limits.body_s, limits.send_stall_s, limits.idle_s)
+        self._sweep_every_s = min(1.0, max(0.02, shortest / 4))
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __call__(
+        self,
+        config: "Config",
+        server_state: "ServerState",
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> asyncio.Protocol:
+        """A new connection's protocol; the names are uvicorn's."""
+        return _Connection(self, config, server_state, app_state, _loop)
+
+    def add(self, connection: "_Connection") -> None:
+        self.connections.add(connection)
+        if self._timer is None:
+            self._timer = connection.loop.call_later(self._sweep_every_s, self._sweep, connection.loop)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One timer looks at all deadlines: none is made per request or chunk."""
+        now = loop.time()
+        for connection in list(self.connections):
+            connection.check(now)
+        again = bool(self.connections)
+        self._timer = loop.call_later(self._sweep_every_s, self._sweep, loop) if again else None
+
+
+class Exchange:
+    """One request, complete, and its answer. `status` is the answer's, once its head is on its way.
+
+    `on_pause` and `on_resume` are called when the client reads too slowly, and again; set them before `begin`.
+    After the client has gone everything here does nothing.
+    """
+
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_fields",
+        "_handler",
+        "_head",
+        "_keep",
+        "_task",
+        "body",
+        "headers",
+        "method",
+        "on_pause",
+        "on_resume",
+        "path",
+        "query",
+        "received_at",
+        "status",
+    )
+
+    def __init__(
+        self, connection: "_Connection", handler: Handler, head: Head, headers: Headers, fields: dict[bytes, bytes]
+    ) -> None:
+        self.method, self.path, self.query, self._chunked, _, _ = head
+        self.headers = headers
+        self.body = b""
+        self.received_at = 0.0
+        self.status: int | None = None
+        self.on_pause: Callable[[], None] | None = None
+        self.on_resume: Callable[[], None] | None = None
+        self._connection: _Connection | None = connection
+        self._handler = handler
+        self._fields = fields
+        self._keep = True
+        self._head = b""
+        self._task: asyncio.Task[None] | None = None
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value under this (lower-case) name."""
+        return self._fields.get(name)
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        """The whole answer. `headers` is a block of `name: value\\r\\n` lines, without what frames the message."""
+        connection = self._connection
+        if connection is None:
+            return
+        self.status = status
+        length = b"" if status in (204, 304) else b"content-length: %d\r\n" % len(body)
+        if self.method == "HEAD":
+            body = b""
+        if self._keep and connection.stays_open():
+            connection.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], headers, length, body))
+        else:
+            self._keep = False
+            connection.transport.write(b"%b%b%b%b\r\n%b" % (STATUS_LINE[status], headers, length, _CLOSE, body))
+        connection.answered(self)
+
+    def begin(self, status: int, headers: bytes) -> None:
+        """The head of an answer that comes in pieces; it goes out with the first of them."""
+        connection = self._connection
+        if connection is None:
+            return
+        self.status = status
+        self._keep = self._keep and connection.stays_open()
+        self._head = b"%b%b%b%b\r\n" % (
+            STATUS_LINE[status],
+            headers,
+            b"transfer-encoding: chunked\r\n" if self._chunked else b"",
+            b"" if self._keep else _CLOSE,
+        )
+        if connection.is_write_paused and self.on_pause is not None:
+            self.on_pause()
+
+    def send(self, data: bytes) -> None:
+        """One piece."""
+        connection = self._connection
+        if connection is None or not data:
+            return
+        if self._chunked:
+            data = b"%b%x\r\n%b\r\n" % (self._head, len(data), data)
+        elif self._head:
+            data = self._head + data
+        self._head = b""
+        connection.transport.write(data)
+
+    def finish(self, last: bytes = b"") -> None:
+        """The end of an answer that came in pieces, in one write with its last piece."""
+        connection = self._connection
+        if connection is None:
+            return
+        if self._chunked:
+            last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n"
+        connection.transport.write(self._head + last)
+        self._head = b""
+        connection.answered(self)
+
+    def abort(self) -> None:
+        """Close the client's connection in the middle, so that it cannot take what it has for a whole answer."""
+        connection = self._connection
+        if connection is not None:
+            connection.let_go(self)
+            connection.hang_up()
+
+
+class _Connection(HttpToolsProtocol):
+    """One client. A hot message is `_current`, or waits in `_queue`; any other is uvicorn's `cycle`."""
+
+    def __init__(
+        self,
+        shared: Front,
+        config: "Config",
+        server_state: "ServerState",
+        app_state: dict[str, Any],
+        loop: asyncio.AbstractEventLoop | None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, loop)
+        # The base lets a message follow one that said `Connection: close`; nothing may.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=False)
+        self._front = shared
+        self._limits = shared.limits
+        self.is_write_paused = False
+        self._current: Exchange | None = None
+        self._queue: deque[Exchange] = deque()
+        self._stopping = False
+        self._deaf = False  # what comes now is thrown away: the last answer is decided
+        self._drained_bytes = 0
+        self._last_words = b""  # an error that waits behind answers still to come
+        self._refusal: Refused | None = None
+        # The message being read
+        self._phase = _IDLE
+        self._timed = _IDLE
+        self._read_by = _NEVER
+        self._read_bytes = 0  # of this read
+        self._unread_bytes = 0  # of this read, 0 once there was body in it
+        self._bare_bytes = 0  # of the reads since the message's begin, or its last body byte
+        self._incoming: Exchange | None = None  # None: a message for the app
+        self._body: bytes | bytearray = b""
+        self._body_bytes = 0
+        self._expects = False
+        # What is being written
+        self._write_by = _NEVER
+        self._unsent_bytes = 0
+
+    # The transport's calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._read_by = self.loop.time() + self._limits.head_s
+        self._front.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._front.connections.discard(self)
+        self._leave()
+        self._forget_message()
+        super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        # As uvicorn does it: a client that says no more has left. Without the abort, an answer that nobody reads would
+        # keep the connection, and what works for it, for as long as it takes to send.
+        if self._current is not None or self._is_cold_busy():
+            self.hang_up()
+        else:
+            self._watch_sending()
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            self._drained_bytes += len(data)
+            if self._drained_bytes > _LINGER_BYTES:
+                self.hang_up()
+            return
+        self._read_bytes = self._unread_bytes = len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as exc:
+            self._stop_reading(exc)
+            return
+        if self._phase:
+            self._count_unfinished()
+
+    def pause_writing(self) -> None:
+        self.is_write_paused = True
+        self._watch_sending()
+        super().pause_writing()
+        if self._current is not None and self._current.on_pause is not None:
+            self._current.on_pause()
+
+    def resume_writing(self) -> None:
+        self.is_write_paused = False
+        if not self._deaf:
+            self._write_by = _NEVER
+        super().resume_writing()
+        if self._current is not None:
+            if self._current.on_resume is not None:
+                self._current.on_resume()
+        elif self._queue:
+            self._start(self._queue.popleft())
+
+    # The parser's calls
+
+    def on_message_begin(self) -> None:
+        if self._deaf or self._is_cold_busy() or len(self._queue) >= self._limits.pipelined:
+            raise _EnoughError
+        self._phase = _HEAD
+        self.url = b""
+        self.headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase == _HEAD:
+            self.headers.append((name.lower(), value))
+        # Trailers mean nothing to anybody here; how much of them is read is bounded with the head.
+
+    def on_headers_complete(self) -> None:
+        parser = self.parser
+        headers = self.headers
+        fields = dict(headers)
+        head = check_head(parser, self.url, headers, fields)
+        if self._bare_bytes + self._read_bytes > self._limits.head_bytes:
+            self._check_head_size()
+        if head.content_length > self._limits.body_bytes:
+            raise self._body_too_large()
+        handler = self._front.route(head.method, head.path)
+        self._phase = _BODY
+        if handler is None:
+            self._incoming = None
+            self._begin_cold(head.expects)
+            return
+        self._incoming = exchange = Exchange(self, handler, head, headers, fields)
+        exchange._keep = head.is_1_1 and parser.should_keep_alive()
+        if head.expects:
+            self._expects = True
+            self._say_continue()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = self._bare_bytes = 0
+        self._body_bytes += len(body)
+        if self._incoming is not None:
+            self._front.held_bytes += len(body)
+            if self._front.held_bytes > self._limits.held_bytes:
+                raise _full()
+        if self._body_bytes > self._limits.body_bytes:
+            raise self._body_too_large()
+        if self._incoming is None:
+            super().on_body(body)
+        elif not self._body:
+            self._body = body
+        else:
+            if isinstance(self._body, bytes):
+                # Two copies however many pieces come; a list of tiny ones would take 30 times their bytes.
+                self._body = bytearray(self._body)
+            self._body += body
+
+    def on_message_complete(self) -> None:
+        self._phase = self._timed = _IDLE
+        self._unread_bytes = self._bare_bytes = self._body_bytes = 0
+        exchange = self._incoming
+        if exchange is None:
+            self._read_by = self.loop.time() + self._limits.idle_s if self.cycle.response_complete else _NEVER
+            super().on_message_complete()
+            return
+        self._read_by = _NEVER
+        self._expects = False
+        body, self._body = self._body, b""
+        exchange.body = body if isinstance(body, bytes) else bytes(body)
+        exchange.received_at = self.loop.time()
+        if not exchange._keep:
+            self._deaf = True
+        if self._current is None and not self.is_write_paused:
+            self._start(exchange)
+        else:
+            self._queue.append(exchange)
+
+    # Answers
+
+    def _start(self, exchange: Exchange) -> None:
+        self._current = exchange
+        exchange._task = task = self.loop.create_task(self._answer(exchange))
+        self.tasks.add(task)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            await exchange._handler(exchange)
+            if exchange._connection is not None:
+                log.error("a handler ended without an answer", path=exchange.path, status=exchange.status)
+                _fail(exchange, 500, "internal_error", "internal error: the request was not answered")
+        except asyncio.CancelledError:
+            if exchange._connection is not None:  # not by the client: the time to finish is over
+                _fail(exchange, 503, "stopping", "the router stopped before this request was done; send it again")
+            raise
+        except Exception as exc:
+            log.exception("unexpected error", path=exchange.path)
+            message = f"{exchange.path}: internal error ({type(exc).__name__}); the log has the traceback"
+            _fail(exchange, 500, "internal_error", message)
+        finally:
+            assert exchange._task is not None
+            self.tasks.discard(exchange._task)
+
+    def stays_open(self) -> bool:
+        """Whether another request may follow the one being answered."""
+        return not (self._stopping or self._deaf) or bool(self._queue)
+
+    def let_go(self, exchange: Exchange) -> None:
+        """This exchange writes no more, and its body is no longer held."""
+        exchange._connection = None
+        self._front.held_bytes -= len(exchange.body)
+        self._current = None
+
+    def answered(self, exchange: Exchange) -> None:
+        """The answer is written; the next one is begun, or waited for."""
+        self.let_go(exchange)
+        self.server_state.total_requests += 1
+        if self._queue:
+            if not self.is_write_paused:
+                self._start(self._queue.popleft())
+        elif self._deaf or self._stopping or not exchange._keep:
+            self._end()
+        elif self._phase:
+            if self._expects:
+                self._say_continue()
+        else:
+            self._read_by = self.loop.time() + self._limits.idle_s
+
+    def _end(self) -> None:
+        """All is answered: say the last words, if any, and close."""
+        if self._last_words:
+            self._linger(self._last_words)
+        elif self._drained_bytes or self._refusal is not None:
+            self._linger(b"")
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        if self.transport.is_closing():
+            return
+        self._deaf = True
+        self._read_by = _NEVER
+        self._watch_sending()
+        self.transport.close()
+
+    def _linger(self, words: bytes) -> None:
+        """Say them and no more, but read on for a moment: closed with bytes unread, they would be lost to a reset."""
+        if self.transport.is_closing():
+            return
+        self._deaf = True
+        self._last_words = b""
+        if words:
+            self.transport.write(words)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._watch_sending()
+            self._read_by = self.loop.time() + _LINGER_S
+        else:
+            self._close()
+
+    def hang_up(self) -> None:
+        """Close without sending what is left; whoever works for this client is told."""
+        self._leave()
+        self.transport.abort()
+
+    def _leave(self) -> None:
+        """The client has gone, in whatever phase: its work is cancelled."""
+        self._deaf = True
+        exchange = self._current
+        if exchange is not None:
+            self.let_go(exchange)
+            task = exchange._task
+            assert task is not None
+            # Cancelled before its first step it never comes to its own `finally`.
+            task.add_done_callback(self.tasks.discard)
+            task.cancel()
+        while self._queue:
+            self.let_go(self._queue.popleft())
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    # Every other route
+
+    def _begin_cold(self, expects: bool) -> None:
+        if self._current is not None or self._queue:
+            raise _EnoughError  # in order, after answers that are not done: it may come on a connection of its own
+        url, headers = self.url, self.headers
+        super().on_message_begin()
+        self.url = url
+        self.headers += headers  # the list that is in the scope
+        self.expect_100_continue = expects
+        super().on_headers_complete()
+        if self._stopping:
+            self.cycle.keep_alive = False
+
+    def _is_cold_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        """The app's answer is complete."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            self._watch_sending()
+            return
+        self.flow.resume_reading()
+        if self._deaf:
+            self._end()
+        elif not self._phase:
+            self._read_by = self.loop.time() + self._limits.idle_s
+
+    # Refusals and limits
+
+    def _stop_reading(self, exc: httptools.HttpParserError) -> None:
+        """Nothing more is read of this client: it sent what is refused, or more than may wait."""
+        cause = exc.__context__
+        if isinstance(cause, Refused):
+            self.refuse(cause)
+        elif isinstance(cause, _EnoughError) or self._deaf:
+            self._deaf = True
+            self._drained_bytes += self._read_bytes
+            self._forget_message()
+            if self._is_cold_busy():
+                self.cycle.keep_alive = False
+        elif isinstance(exc, httptools.HttpParserCallbackError) and cause is not None:
+            log.error("unexpected error", exc_info=cause)
+            self.refuse(Refused(500, "internal_error", "internal error; the log has the traceback"))
+        else:
+            self.refuse(Refused(400, "invalid_http", f"not a valid HTTP/1.1 request: {exc}"))
+
+    def refuse(self, refusal: Refused) -> None:
+        """Answer the message being read with an error, after all that came before it, and close."""
+        self._front.refused[refusal.code] += 1
+        self._refusal = refusal
+        in_cold = self._phase == _BODY and self._incoming is None
+        self._deaf = True
+        self._forget_message()
+        words = _error_answer(refusal)
+        if in_cold:
+            self._refuse_cold(words)
+        elif self._is_cold_busy():
+            self.cycle.keep_alive = False
+        elif self._current is not None or self._queue:
+            self._last_words = words
+        else:
+            self._linger(words)
+
+    def _refuse_cold(self, words: bytes) -> None:
+        """The app has the message already, perhaps has begun to answer it: then there is no room for another."""
+        is_unanswered, is_done = not self.cycle.response_started, self.cycle.response_complete
+        self._leave()
+        if is_unanswered or is_done:
+            self._linger(words if is_unanswered else b"")
+        else:
+            self.hang_up()
+
+    def _forget_message(self) -> None:
+        """Drop what was read of an unfinished message."""
+        if self._incoming is not None and self._phase == _BODY:
+            self._front.held_bytes -= self._body_bytes
+        self._phase = _IDLE
+        self._read_by = _NEVER
+        self._body = b""
+        self._body_bytes = 0
+        self._expects = False
+
+    def _count_unfinished(self) -> None:
+        """After a read that ended inside a message: its deadline, and its bytes that are not body."""
+        if self._timed != self._phase:
+            self._timed = self._phase
+            limit_s = self._limits.head_s if self._phase == _HEAD else self._limits.body_s
+            self._read_by = self.loop.time() + limit_s
+        if self._unread_bytes:
+            self._bare_bytes += self._unread_bytes
+            if self._bare_bytes > self._limits.head_bytes:
+                self.refuse(self._head_too_large())
+
+    def _check_head_size(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.head_bytes:
+            raise self._head_too_large()
+
+    def _head_too_large(self) -> Refused:
+        most = self._limits.head_bytes
+        return Refused(431, "head_too_large", f"the request's head is larger than {most} bytes")
+
+    def _body_too_large(self) -> Refused:
+        most = self._limits.body_bytes
+        return Refused(413, "body_too_large", f"the request's body is larger than {most} bytes")
+
+    def _say_continue(self) -> None:
+        """Ask for the body, once the answers before it are out."""
+        if self._current is None and not self._queue and not self._body_bytes:
+            self._expects = False
+            self.transport.write(_CONTINUE)
+
+    def _watch_sending(self) -> None:
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._write_by = self.loop.time() + self._limits.send_stall_s
+
+    def check(self, now: float) -> None:
+        """Whether one of the deadlines has passed; called about once a second."""
+        if now > self._write_by:
+            if self.transport.get_write_buffer_size() >= self._unsent_bytes:
+                self.hang_up()
+                return
+            self._watch_sending()
+        if now > self._read_by:
+            self._is_late()
+
+    def _is_late(self) -> None:
+        if self._phase == _HEAD:
+            self.refuse(Refused(408, "request_timeout", f"no whole head within {self._limits.head_s:g} s"))
+        elif self._phase == _BODY:
+            self.refuse(Refused(408, "request_timeout", f"no whole body within {self._limits.body_s:g} s"))
+        elif self.transport.get_write_buffer_size():
+            # Idle, but still reading its last answer: the watch over that decides.
+            if self._write_by == _NEVER:
+                self._watch_sending()
+            self._read_by = self._write_by
+        elif self._deaf:
+            self.hang_up()
+        else:
+            self._close()
+
+    def shutdown(self) -> None:
+        """The server is stopping: what has begun to come or is being answered is finished, then closed."""
+        self._stopping = True
+        if self._is_cold_busy():
+            self.cycle.keep_alive = False
+        elif self._current is None and not self._queue and not self._phase:
+            self._close()
+
+
+class _EnoughError(Exception):
+    """Stops the parser: nothing more is read of this client, and nothing is wrong with what came before."""
+
+
+def _fail(exchange: Exchange, status: int, code: str, message: str) -> None:
+    """An error for an answer, or a broken connection if one has begun."""
+    if exchange.status is not None:
+        exchange.abort()
+        return
+    exchange.respond(status, _JSON, msgspec.json.encode(envelope(status, code, message)))
+
+
+def _full() -> Refused:
+    return Refused(429, "saturated", "the router holds as many bytes of requests as it may", retry_after_s=1.0)
+
+
+def _error_answer(refusal: Refused) -> bytes:
+    body = msgspec.json.encode(envelope(refusal.status, refusal.code, str(refusal)))
+    extra = error_headers(refusal.status, refusal.retry_after_s)
+    lines = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in extra.items())
+    head = STATUS_LINE[refusal.status] + _JSON + lines + b"content-length: %d\r\n" % len(body) + _CLOSE
+    return head + b"\r\n" + body
