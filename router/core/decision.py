@@ -37,6 +37,7 @@ class Scene:
                     and in storage
     ranks           of workers with several data-parallel ranks: the one that has the most, where that matters
     backlog         seconds of work per replica that wait in the router and would go there first
+    shut            replicas whose circuit is open, see breaker.py
     rho             utilisation of the base model's fleet
     context_tokens  the usual context of its prefills; see cost.context
     seed, turn      this decision's chance, and its number
@@ -48,6 +49,7 @@ class Scene:
     lower: Mapping[WorkerId, tuple[int, int]] = field(default_factory=dict)
     ranks: Mapping[WorkerId, int] = field(default_factory=dict)
     backlog: Mapping[WorkerId, float] = field(default_factory=dict)
+    shut: Excluded = frozenset()
     rho: float = 0.0
     context_tokens: float = 1000.0
     now: float = 0.0
@@ -56,7 +58,11 @@ class Scene:
     costs: Costs = field(default_factory=Costs)
 
     def able(self, ask: Ask) -> tuple[int, ...]:
-        """Positions of the replicas that pass every filter; raises NoReplica when none does."""
+        """Positions of the replicas that pass every filter; raises NoReplica when none does.
+
+        Where every replica that passes the others is shut, all of them are asked: a router that is cut off, or counts
+        wrongly, must not be what takes an adapter away.
+        """
         able = self.roster.able(ask.engine_name)
         if ask.excluded:
             able = tuple(i for i in able if self.roster.replicas[i].incarnation not in ask.excluded)
@@ -65,6 +71,8 @@ class Scene:
             raise NoReplica(
                 f"no replica of {ask.base_model!r} can serve this now ({why or 'the fleet has none of it'})"
             )
+        if self.shut:
+            able = tuple(i for i in able if self.roster.replicas[i].incarnation not in self.shut) or able
         return able
 
     def rejected(self, ask: Ask) -> dict[WorkerId, str]:
@@ -73,7 +81,11 @@ class Scene:
             r.id: "failed this request before" if r.incarnation in ask.excluded else rejection(r, ask.engine_name)
             for r in self.roster.replicas
         }
-        return {worker: reason for worker, reason in reasons.items() if reason is not None}
+        rejected = {worker: reason for worker, reason in reasons.items() if reason is not None}
+        shut = {
+            r.id: "circuit open" for r in self.roster.replicas if r.incarnation in self.shut and r.id not in rejected
+        }
+        return rejected | shut if len(rejected) + len(shut) < len(reasons) else rejected
 
     def score(self, ask: Ask, position: int) -> Score:
         """What this request costs on one replica, term by term."""

@@ -13,11 +13,13 @@ import itertools
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from lorafleet.kv.blocks import BlockHash
+from router.core.admission import Drain, Room, wait_s
 from router.core.decision import Ask, Decision
-from router.core.errors import NoReplica
+from router.core.errors import NoReplica, Saturated
 from router.core.index import WorkerId
 
 Chains = Mapping[int, Sequence[BlockHash]]
@@ -53,6 +55,9 @@ class Ticket:
     tenant, adapter  whose share it counts against
     weight           of the adapter within its tenant; 2.0 gets twice the share of 1.0
     priority         orders the requests of one tenant and adapter, lower first, as vLLM has it
+    size_bytes       what it holds while it waits
+    deadline_at      when nobody wants its answer any more
+    most_wait_s      it is refused at once where it would wait for longer; infinite: it is never asked
     payload          the caller's own
     """
 
@@ -61,6 +66,9 @@ class Ticket:
     adapter: str = ""
     weight: float = 1.0
     priority: float = 0.0
+    size_bytes: int = 0
+    deadline_at: float | None = None
+    most_wait_s: float = inf
     payload: Any = None
     matched: tuple[Match, float] | None = None
     number: int = 0
@@ -75,6 +83,7 @@ class _Flow:
 
     had_s: float = 0.0
     weight: float = 1.0
+    waiting_s: float = 0.0
     tickets: list[Ticket] = field(default_factory=list)
 
 
@@ -85,6 +94,7 @@ class _Tenant:
     had_s: float = 0.0
     level_s: float = 0.0
     waiting: int = 0
+    waiting_s: float = 0.0
     flows: dict[str, _Flow] = field(default_factory=dict)
 
 
@@ -95,15 +105,23 @@ class Dispatcher:
     decide    the decision for a ticket now, with the seconds of work that are ahead of it per replica; may raise
               NoReplica
     has_room  whether the chosen replica may be given this request now
+    is_full   whether its base model may not, wherever it would go; then none of that base model overtakes it
+    queued_s  seconds until the chosen replica has room, of what is queued there and not here
+    room      how much may wait
     """
 
     decide: Callable[[Ticket, Mapping[WorkerId, float], float], Decision]
     has_room: Callable[[Decision], bool]
+    is_full: Callable[[Decision], bool] = lambda _: False
+    queued_s: Callable[[Decision], float] = lambda _: 0.0
+    room: Room = field(default_factory=Room)
+    drain: Drain = field(default_factory=Drain)
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _level_s: float = 0.0
     _bound: dict[WorkerId, float] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _waiting: int = 0
+    _full: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
         """How many wait."""
@@ -115,10 +133,17 @@ class Dispatcher:
         return self._bound
 
     def offer(self, ticket: Ticket, now: float) -> Decision | None:
-        """The decision if this request may be sent at once; else None, and it waits. Raises NoReplica."""
+        """The decision if this request may be sent at once; else None, and it waits.
+
+        raises  NoReplica; Saturated when it may not wait, or would for too long
+        """
         decision = self.decide(ticket, self._bound, now)
-        if decision.replica.id not in self._bound and self.has_room(decision):
+        if decision.replica.id not in self._bound and self.has_room(decision) and not self._is_held(decision):
             return decision
+        self._check_wait(ticket, decision)
+        if not self._waiting:
+            self.drain.begin(now)
+        self.room.enter(ticket.tenant, ticket.size_bytes)
         tenant = self._tenants.setdefault(ticket.tenant, _Tenant())
         flow = tenant.flows.setdefault(ticket.adapter, _Flow())
         # Whoever was idle joins where the others are: idle time earns nothing.
@@ -139,6 +164,7 @@ class Dispatcher:
         if not ticket.is_waiting:
             return
         ticket.is_waiting = False
+        self.room.leave(ticket.tenant, ticket.size_bytes)
         self._unbind(ticket)
         tenant = self._tenants[ticket.tenant]
         flow = tenant.flows[ticket.adapter]
@@ -152,13 +178,61 @@ class Dispatcher:
             del self._tenants[ticket.tenant]
         if not self._waiting:
             self._tenants.clear()
+            self._full.clear()
             self._level_s = 0.0
+
+    def wait_s(self, ticket: Ticket, decision: Decision) -> float:
+        """For how long this request would wait, going by what is ahead of it in fair order and how fast that goes."""
+        able = decision.scene.able(decision.ask)
+        workers = [decision.scene.roster.replicas[i].id for i in able]
+        return self.queued_s(decision) + wait_s(self._ahead_s(ticket), self._bound, workers, self.drain)
+
+    def _check_wait(self, ticket: Ticket, decision: Decision) -> None:
+        refusal = self.room.refusal(ticket.tenant, ticket.size_bytes)
+        if refusal is None and ticket.most_wait_s == inf:
+            return
+        expected_s = self.wait_s(ticket, decision)
+        if refusal is not None:
+            raise Saturated(f"{refusal}; try again in a while", retry_after_s=max(1.0, expected_s))
+        if expected_s > ticket.most_wait_s:
+            raise Saturated(
+                f"this would wait {expected_s:.1f} s for room at an engine, behind {self._waiting} requests, and may"
+                f" wait {ticket.most_wait_s:.3g} s; try again",
+                retry_after_s=max(1.0, expected_s - ticket.most_wait_s),
+            )
+
+    def _ahead_s(self, ticket: Ticket) -> float:
+        """Seconds of work of all that would be served before it if it joined now: as `_in_order`, with requests as a
+        fluid. Costs as much as there are tenants, and adapters of its own tenant, not requests.
+        """
+        tenant = self._tenants.get(ticket.tenant)
+        if tenant is None or not tenant.waiting:
+            own_s, had_s = 0.0, max(self._level_s, tenant.had_s if tenant is not None else 0.0)
+        else:
+            own_s, had_s = _ahead_of_its_tenant_s(tenant, ticket), tenant.had_s
+        until_s = had_s + own_s
+        return own_s + sum(
+            [
+                min(other.waiting_s, max(0.0, until_s - other.had_s))
+                for other in self._tenants.values()
+                if other.waiting and other is not tenant
+            ]
+        )
+
+    def _is_held(self, decision: Decision) -> bool:
+        base_model = decision.ask.base_model
+        if base_model in self._full or self.is_full(decision):
+            self._full.add(base_model)
+            return True
+        return False
 
     def ready(self, now: float) -> Iterator[tuple[Ticket, Decision | NoReplica]]:
         """The waiting requests that may be sent now, in fair order, each withdrawn; with NoReplica those that no
         replica can serve any more. Note each as sent before asking for the next: that changes what has room.
         """
+        self.drain.passed(self._bound, now)
         ahead: dict[WorkerId, float] = {}
+        self._full.clear()
         for ticket in self._looked_at():
             if not ticket.is_waiting:
                 continue
@@ -166,15 +240,17 @@ class Dispatcher:
                 decision = self.decide(ticket, ahead, now)
             except Exception as exc:  # noqa: BLE001  (whatever it is: it must not stop all who wait behind this one)
                 self.withdraw(ticket)
-                yield ticket, exc if isinstance(exc, NoReplica) else NoReplica(f"it could not be decided: {exc!r}")
+                yield ticket, exc if isinstance(exc, NoReplica) else _undecided(exc)
                 continue
-            if decision.replica.id in ahead or not self.has_room(decision):
+            if decision.replica.id in ahead or not self.has_room(decision) or self._is_held(decision):
                 self._unbind(ticket)
                 self._bind(ticket, decision)
                 # Whoever comes later in the order finds this one ahead of it there.
                 ahead[decision.replica.id] = ahead.get(decision.replica.id, 0.0) + ticket.bound_s
                 continue
-            self._serve(ticket, _work_s(decision))
+            work_s = _work_s(decision)
+            self._serve(ticket, work_s)
+            self.drain.served(decision.replica.id, work_s)
             self.withdraw(ticket)
             yield ticket, decision
 
@@ -224,6 +300,9 @@ class Dispatcher:
     def _bind(self, ticket: Ticket, decision: Decision) -> None:
         ticket.bound_to, ticket.bound_s = decision.replica.id, _work_s(decision)
         self._bound[ticket.bound_to] = self._bound.get(ticket.bound_to, 0.0) + ticket.bound_s
+        tenant = self._tenants[ticket.tenant]
+        tenant.waiting_s += ticket.bound_s
+        tenant.flows[ticket.adapter].waiting_s += ticket.bound_s
 
     def _unbind(self, ticket: Ticket) -> None:
         if ticket.bound_to is None:
@@ -235,6 +314,9 @@ class Dispatcher:
         else:
             del self._bound[ticket.bound_to]
         ticket.bound_to = None
+        tenant = self._tenants[ticket.tenant]
+        tenant.waiting_s -= ticket.bound_s
+        tenant.flows[ticket.adapter].waiting_s -= ticket.bound_s
 
 
 def room_for(decision: Decision, *, late_binding_s: float) -> bool:
@@ -245,6 +327,40 @@ def room_for(decision: Decision, *, late_binding_s: float) -> bool:
         return True
     waiting_here_s = decision.scene.backlog.get(decision.replica.id, 0.0)
     return score.queue_s - waiting_here_s + score.slot_s <= late_binding_s
+
+
+def queued_s(decision: Decision, *, late_binding_s: float) -> float:
+    """Seconds until there is room by `room_for`, of what is at the replica itself."""
+    score = decision.score
+    waiting_here_s = decision.scene.backlog.get(decision.replica.id, 0.0)
+    return max(0.0, score.queue_s - waiting_here_s + score.slot_s - late_binding_s)
+
+
+def _undecided(exc: Exception) -> NoReplica:
+    told = NoReplica(f"it could not be decided where this should go ({type(exc).__name__}); the log says more")
+    told.__cause__ = exc
+    return told
+
+
+def _ahead_of_its_tenant_s(tenant: _Tenant, ticket: Ticket) -> float:
+    flow = tenant.flows.get(ticket.adapter)
+    before_s = had_s = 0.0
+    if flow is not None and flow.tickets:
+        had_s = flow.had_s
+        if flow.tickets[-1].priority <= ticket.priority:
+            before_s = flow.waiting_s
+        else:
+            before_s = sum([other.bound_s for other in flow.tickets if other.priority <= ticket.priority])
+    else:
+        had_s = max(tenant.level_s, flow.had_s if flow is not None else 0.0)
+    until_s = had_s + before_s / ticket.weight
+    return before_s + sum(
+        [
+            min(other.waiting_s, max(0.0, (until_s - other.had_s) * other.weight))
+            for other in tenant.flows.values()
+            if other.tickets and other is not flow
+        ]
+    )
 
 
 def _flow_heap(tenant: _Tenant) -> list[tuple[float, str, int]]:

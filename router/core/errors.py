@@ -6,15 +6,19 @@ RouterError
 │   ├── BodyTooLarge        413 body_too_large
 │   ├── ModelNotFound       404 model_not_found
 │   ├── AdapterFailed       409 adapter_failed
-│   └── Saturated           429 saturated, with Retry-After: too much waits here already
+│   ├── Saturated           429 saturated, with Retry-After: too much waits here already
+│   └── RateLimited         429 rate_limited, with Retry-After: this key has had its share
 ├── Unavailable             ours: 503 with Retry-After
 │   ├── NoReplica           no_replica: nothing serves this base model now
 │   ├── NoCapacity          no_capacity: no worker has room for this adapter
 │   ├── ColdStartTimeout    adapter_loading: it was not there in time
 │   └── CatalogUnavailable  catalog_unavailable: we never heard what exists
+├── DeadlineExceeded        504 deadline_exceeded: the request's own deadline passed before an answer began
 ├── ReplicaUnreachable      no byte was sent to the client: another replica may be tried
 └── StreamBroken            tokens are out: never retried
 """
+
+from collections.abc import Mapping
 
 
 class RouterError(Exception):
@@ -62,6 +66,18 @@ class Saturated(RequestError):
     code = "saturated"
 
 
+class RateLimited(RequestError):
+    """`limit` is the field of the key's limits that was reached; `headers` tell where all of them stand."""
+
+    status = 429
+    code = "rate_limited"
+
+    def __init__(self, message: str, *, retry_after_s: float, limit: str, headers: Mapping[str, str]) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.limit = limit
+        self.headers = headers
+
+
 class Unavailable(RouterError):
     """Not now; coming back after `retry_after_s` may help."""
 
@@ -86,6 +102,13 @@ class ColdStartTimeout(Unavailable):
 
 class CatalogUnavailable(Unavailable):
     code = "catalog_unavailable"
+
+
+class DeadlineExceeded(RouterError):
+    """The client said until when it wants an answer, and that is over."""
+
+    status = 504
+    code = "deadline_exceeded"
 
 
 class ReplicaUnreachable(RouterError):

@@ -35,8 +35,10 @@ class InFlight:
     prefill_s: float
     uncached_tokens: int
     began_at: float
+    prompt_tokens: int = 0
     in_prefill: bool = True
     ended: bool = False
+    counted_in: "_Work | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class _Book:
     placed_at: float = 0.0
     ended: int = 0
     mean_request_s: float = 0.0
+    heard_at: float = -inf
     dispatched_at: dict[str, float] = field(default_factory=dict)
     history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     replica: Replica | None = None
@@ -153,11 +156,14 @@ class _Book:
 
 @dataclass(slots=True)
 class _Work:
-    """Of one base model: admitted seconds (decaying), when, and the middle context of its prefills."""
+    """Of one base model: admitted seconds (decaying), when, the middle context of its prefills, and the prompt tokens
+    of all that is in flight.
+    """
 
     seconds: float = 0.0
     at: float = 0.0
     context_tokens: float = _FIRST_CONTEXT_TOKENS
+    in_flight_tokens: int = 0
 
 
 class LoadBook:
@@ -177,9 +183,14 @@ class LoadBook:
         *,
         prompt_tokens: int = 0,
         cached_tokens: int = 0,
+        base_model: str = "",
     ) -> InFlight:
         """Note a request that is about to be sent; until its first token it is `prefill_s` seconds of work."""
-        flight = InFlight(worker, engine_name, prefill_s, prompt_tokens - cached_tokens, now)
+        flight = InFlight(worker, engine_name, prefill_s, prompt_tokens - cached_tokens, now, prompt_tokens)
+        work = self._work.get(base_model)
+        if work is not None:
+            work.in_flight_tokens += prompt_tokens
+            flight.counted_in = work
         book = self._books.setdefault(worker, _Book())
         book.flights.add(flight)
         book.in_prefill[flight] = None
@@ -198,14 +209,38 @@ class LoadBook:
             flight.in_prefill = False
             book = self._books.get(flight.worker)
             if book is not None and flight in book.flights:
+                book.heard_at = now
                 self._leave_prefill(book, flight, now)
                 book.changed(now)
+
+    def heard(self, flight: InFlight, now: float) -> None:
+        """More of its answer came: its engine is alive."""
+        book = self._books.get(flight.worker)
+        if book is not None:
+            book.heard_at = now
+
+    def silent_s(self, worker: WorkerId, now: float, *, since: float = -inf) -> float:
+        """For how long a replica has said nothing to anybody, beyond the time that what it has to do may take.
+
+        since  requests from before that do not count; 0.0 where nobody waits for a first token
+        """
+        book = self._books.get(worker)
+        waiting = [flight for flight in book.in_prefill if flight.began_at >= since] if book is not None else []
+        if book is None or not waiting:
+            return 0.0
+        own = self.own(worker)
+        # Behind running requests the first token is as far away as their last one.
+        behind_s = own.request_s if own.full_s or own.slot_at > -inf or own.kv_free_tokens <= 0 else 0.0
+        silent_from = max(min(flight.began_at for flight in waiting), book.heard_at)
+        return max(0.0, now - silent_from - sum(flight.prefill_s for flight in waiting) - behind_s)
 
     def end(self, flight: InFlight, now: float) -> None:
         """It is over, well or badly; repeats change nothing."""
         if flight.ended:
             return
         flight.ended = True
+        if flight.counted_in is not None:
+            flight.counted_in.in_flight_tokens -= flight.prompt_tokens
         book = self._books.get(flight.worker)
         if book is None or flight not in book.flights:
             return
@@ -215,6 +250,7 @@ class LoadBook:
             # Only of those that were answered: a refusal takes no time, and says nothing of one. The plain mean at
             # first, so that one odd request does not count for ten.
             book.ended += 1
+            book.heard_at = now
             share = max(_SMOOTHING, 1 / book.ended)
             book.mean_request_s += share * (now - flight.began_at - book.mean_request_s)
         book.flights.discard(flight)
@@ -291,6 +327,11 @@ class LoadBook:
         """The usual context of this base model's prefills; see cost.context."""
         work = self._work.get(base_model)
         return _FIRST_CONTEXT_TOKENS if work is None else work.context_tokens
+
+    def in_flight_tokens(self, base_model: str) -> int:
+        """Prompt tokens of what this router has at the engines of a base model."""
+        work = self._work.get(base_model)
+        return 0 if work is None else work.in_flight_tokens
 
     def _leave_prefill(self, book: _Book, flight: InFlight, now: float) -> None:
         del book.in_prefill[flight]

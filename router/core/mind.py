@@ -1,14 +1,17 @@
 """match -> decide -> wait: one router's choices, without its sockets. Time is an argument, chance comes from a seed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 
+from router.core.breaker import SILENT, Breaker
+from router.core.budget import RetryBudget
 from router.core.cost import Costs, context
 from router.core.decision import Decision, Policy, Scene, decide
-from router.core.dispatch import Chains, Dispatcher, Match, Prompt, Ticket, room_for
+from router.core.dispatch import Chains, Dispatcher, Match, Prompt, Ticket, queued_s, room_for
 from router.core.errors import NoReplica
-from router.core.fleet import Roster
+from router.core.fleet import Replica, Roster
 from router.core.index import WorkerId
 from router.core.load import InFlight, LoadBook
 from router.core.policies.kv_lora import KvLora
@@ -35,6 +38,10 @@ class Mind:
     match     what they have cached of a prompt
     shadowed  told what each shadow policy would have done; shadows decide nothing. `shadow_failed`: one raised
     late_binding_s   how much work is queued at an engine at most; infinite: everything is sent at once
+    most_in_flight_tokens  prompt tokens that this router has at a base model's engines at most; what is beyond waits;
+                           0: no bound. A prompt that is larger than it all goes when nothing else is there
+    breaker   who is passed over because what was sent there failed
+    budget    makes each base model's bound on attempts after the first
     """
 
     roster: Callable[[str], Roster]
@@ -45,20 +52,29 @@ class Mind:
     shadow_failed: Callable[[str, Exception], None] = lambda _name, _exc: None
     costs: Costs = field(default_factory=Costs)
     late_binding_s: float = 1.0
+    most_in_flight_tokens: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
+    budget: Callable[[], RetryBudget] = RetryBudget
     rng: Random = field(default_factory=Random)
     load: LoadBook = field(default_factory=LoadBook)
     waiting: Dispatcher = field(init=False)
     _turn: int = 0
+    _budgets: dict[str, RetryBudget] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.waiting = Dispatcher(self._decide_ticket, self.has_room)
+        self.waiting = Dispatcher(
+            self._decide_ticket,
+            lambda decision: room_for(decision, late_binding_s=self.late_binding_s),
+            self._is_full,
+            lambda decision: queued_s(decision, late_binding_s=self.late_binding_s),
+        )
 
     def decide(self, prompt: Prompt, now: float) -> Decision:
         """Where this request would go now, behind all that waits. Raises NoReplica."""
         return self._decided(prompt, self.match(prompt), self.waiting.backlog, now)
 
     def offer(self, ticket: Ticket, now: float) -> Decision | None:
-        """The decision if it may be sent now, else None: it waits. Raises NoReplica."""
+        """The decision if it may be sent now, else None: it waits. Raises NoReplica, Saturated."""
         return self.waiting.offer(ticket, now)
 
     def ready(self, now: float) -> Iterator[tuple[Ticket, Decision | NoReplica]]:
@@ -82,14 +98,65 @@ class Mind:
             now,
             context_tokens=context(ask.prompt_tokens, score.cached_tokens),
         )
-        return self.load.begin(
+        flight = self.load.begin(
             decision.replica.id,
             ask.engine_name,
             score.prefill_s,
             now,
             prompt_tokens=ask.prompt_tokens,
             cached_tokens=score.cached_tokens,
+            base_model=ask.base_model,
         )
+        if not ask.excluded:
+            self._budget_of(ask.base_model).requests += 1
+        self.breaker.sent(decision.replica, flight, now)
+        return flight
+
+    def succeeded(self, replica: Replica, now: float, *, sent_at: float = inf) -> None:
+        """It answered with a status below 400."""
+        self.breaker.succeeded(replica, now, sent_at=sent_at)
+
+    def failed(self, replica: Replica, reason: str, now: float, *, sent_at: float = inf) -> None:
+        """An attempt there failed before any of it reached the client; see Breaker.failed."""
+        if self._current(replica) is not None:
+            fleet = self.roster(replica.base_model).replicas
+            self.breaker.failed(replica, reason, now, self.rng, fleet=fleet, sent_at=sent_at)
+
+    def may_retry(self, replica: Replica, now: float, *, sent_at: float) -> bool:
+        """Whether a request that failed there may be sent once more; to be asked after `failed`, once for each retry.
+
+        What was under way when a replica was lost is no sign of a storm: it goes elsewhere and draws on no budget.
+        """
+        current = self._current(replica)
+        is_lost = current is None or current.state != "ready"
+        if not is_lost and self.breaker.state(replica, now) != "closed":
+            is_lost = sent_at <= self.breaker.changed_at(replica)
+        return is_lost or self._budget_of(replica.base_model).take(now)
+
+    def watch(self, replicas: Collection[Replica], now: float) -> None:
+        """Look for engines that have fallen silent, and forget the circuits of others than these; once a second."""
+        self.breaker.known(replicas)
+        for replica in replicas:
+            silent_s = self.load.silent_s(replica.id, now, since=self.breaker.changed_at(replica))
+            if silent_s > self.breaker.rules.silent_s:
+                self.failed(replica, SILENT, now)
+
+    def _current(self, replica: Replica) -> Replica | None:
+        """It as it is now, if that is still the same incarnation."""
+        same = (r for r in self.roster(replica.base_model).replicas if r.incarnation == replica.incarnation)
+        return next(same, None)
+
+    def _budget_of(self, base_model: str) -> RetryBudget:
+        budget = self._budgets.get(base_model)
+        if budget is None:
+            budget = self._budgets[base_model] = self.budget()
+        return budget
+
+    def _is_full(self, decision: Decision) -> bool:
+        if not self.most_in_flight_tokens:
+            return False
+        there = self.load.in_flight_tokens(decision.ask.base_model)
+        return there > 0 and there + decision.ask.prompt_tokens > self.most_in_flight_tokens
 
     def _decide_ticket(self, ticket: Ticket, backlog: Mapping[WorkerId, float], now: float) -> Decision:
         if ticket.matched is None or now - ticket.matched[1] > _MATCH_KEPT_S:
@@ -109,6 +176,7 @@ class Mind:
             ranks=matched.ranks,
             # A copy: the scene is kept, and what waits goes on changing.
             backlog=dict(backlog) if backlog else {},
+            shut=self.breaker.shut(now),
             rho=self.load.utilisation(ask.base_model, loads, now),
             context_tokens=self.load.context_tokens(ask.base_model),
             now=now,
@@ -120,7 +188,7 @@ class Mind:
 
     def has_room(self, decision: Decision) -> bool:
         """Whether its replica may be given this request now."""
-        return room_for(decision, late_binding_s=self.late_binding_s)
+        return room_for(decision, late_binding_s=self.late_binding_s) and not self._is_full(decision)
 
 
 def first_blocks(chains: Chains, *, tokens: int = 256) -> int:

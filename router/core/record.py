@@ -1,14 +1,15 @@
 """A decision as plain data, complete enough to be made again: JSON in, the same choice out."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from types import MappingProxyType
 from typing import Any
 
 from router.core.cost import Costs
 from router.core.decision import Ask, Decision, Scene, decide
-from router.core.fleet import Replica, Report, Resident, Roster
+from router.core.fleet import Excluded, Replica, Report, Resident, Roster
+from router.core.index import WorkerId
 from router.core.load import Own
 from router.core.policies import POLICIES
 
@@ -29,6 +30,7 @@ def record_of(decision: Decision) -> dict[str, Any]:
         "lower": {worker: list(blocks) for worker, blocks in scene.lower.items()},
         "ranks": dict(scene.ranks),
         "backlog": dict(scene.backlog),
+        "shut": sorted(list(pair) for pair in scene.shut),
         "rho": scene.rho,
         "context_tokens": scene.context_tokens,
         "now": scene.now,
@@ -44,11 +46,12 @@ def replayed(record: Mapping[str, Any]) -> Decision:
     given = dict(record)
     policy = POLICIES[given.pop("policy")]()
     asked = given.pop("ask")
-    ask = Ask(**asked | {"excluded": frozenset((worker, boot) for worker, boot in asked["excluded"])})
+    ask = Ask(**asked | {"excluded": _pairs(asked["excluded"])})
     scene = Scene(
         roster=Roster(tuple(_replica(plain) for plain in given.pop("replicas"))),
         loads=tuple(Own(**_with_sets(plain)) for plain in given.pop("loads")),
         lower={worker: (host, storage) for worker, (host, storage) in given.pop("lower").items()},
+        shut=_pairs(given.pop("shut", ())),
         costs=Costs(**given.pop("costs")),
         **given,
     )
@@ -81,6 +84,10 @@ def _replica(plain: Mapping[str, Any]) -> Replica:
     return Replica(
         **_with_sets(plain) | {"report": Report(**plain["report"]), "residents": MappingProxyType(residents)}
     )
+
+
+def _pairs(plain: Iterable[Sequence[str]]) -> Excluded:
+    return frozenset((WorkerId(worker), boot) for worker, boot in plain)
 
 
 def _with_sets(plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -253,6 +253,7 @@ def moments(draw):
         depths=draw(some),
         lower=draw(st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20)))),
         backlog=draw(st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))),
+        shut=frozenset((i, "b") for i in draw(st.sets(st.sampled_from(ids)))),
         rho=draw(st.floats(0, 2)),
         context_tokens=draw(st.floats(1, 30_000)),
         now=draw(SECONDS),

@@ -1,0 +1,251 @@
+"""Which replicas get no requests for a while, because what was sent there failed. Pure: time and chance are arguments.
+
+A circuit belongs to an incarnation: a worker whose engine started again begins with a closed one. It opens on failures
+in a row, on a share of failures that is an outlier among the replicas of its base model, and on silence; it stays open
+for a time that doubles with each opening in a row, then lets one request after another try, and closes at the first
+success.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from random import Random
+from statistics import median
+from typing import Literal, Protocol
+
+from router.core.fleet import Excluded, Incarnation, Replica
+from router.core.index import WorkerId
+
+State = Literal["closed", "open", "half_open"]
+
+# Work is there and nothing has come back for longer than it can explain: open at once, for all of it would wait.
+SILENT = "silent"
+# Of ReplicaUnreachable's reasons those that speak against an engine. A 4xx is the client's, and an adapter that an
+# engine no longer knows is a stale report: a peer whose breaker counted such answers shut out a whole fleet.
+COUNTED = frozenset(
+    {
+        "connection",
+        "no_answer",
+        "no_answer_in_time",
+        "engine_unavailable",
+        "engine_draining",
+        "engine_dead",
+        "first_event_error",
+        SILENT,
+    }
+)
+_NOBODY: Excluded = frozenset()
+
+
+class Trial(Protocol):
+    """A request that was sent to find out; `ended` however it ended."""
+
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerRules:
+    """When circuits open, and for how long. The numbers are guesses, in the range of what other proxies default to.
+
+    failures        in a row
+    outlier_share   of the requests of the last `window_s` that failed, if there were `least_requests` of them, and if
+                    it is twice as much as at the median of the others
+    eject_share     of a base model's replicas: how many the outlier rule may shut out at most
+    open_s          doubles with each opening that follows another one, up to `most_open_s`
+    jitter          share of that time that chance may add, so that routers do not try again in step
+    silent_s        see `SILENT`; beyond the time that what was sent there should take
+    """
+
+    failures: int = 5
+    window_s: float = 30.0
+    least_requests: int = 20
+    outlier_share: float = 0.3
+    eject_share: float = 0.5
+    open_s: float = 2.0
+    most_open_s: float = 60.0
+    jitter: float = 0.5
+    silent_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.failures < 1 or self.least_requests < 1:
+            raise ValueError("failures and least_requests must be at least 1")
+        if not 0 < self.open_s <= self.most_open_s:
+            raise ValueError(f"0 < open_s <= most_open_s must hold, found {self.open_s:g} and {self.most_open_s:g}")
+        if not 0 <= self.eject_share <= 1:
+            raise ValueError(f"eject_share must be between 0 and 1, found {self.eject_share:g}")
+
+
+@dataclass(slots=True)
+class _Circuit:
+    """`good` and `bad` are counted from `counted_from` on; `in_a_row` failures, `openings` in a row."""
+
+    base_model: str
+    good: int = 0
+    bad: int = 0
+    counted_from: float = -inf
+    in_a_row: int = 0
+    openings: int = 0
+    changed_at: float = -inf
+    open_until: float = -inf
+    is_shut: bool = False
+    was_silent: bool = False
+    trial: Trial | None = None
+
+    def counted(self, now: float, window_s: float) -> int:
+        """Requests in the window; older ones are forgotten by halves, so that none is needed a request."""
+        if now - self.counted_from > window_s:
+            is_old = now - self.counted_from > 2 * window_s
+            self.good, self.bad = (0, 0) if is_old else (self.good // 2, self.bad // 2)
+            self.counted_from = now
+        return self.good + self.bad
+
+    @property
+    def bad_share(self) -> float:
+        return self.bad / max(1, self.good + self.bad)
+
+
+@dataclass(slots=True)
+class Breaker:
+    """The circuits of everything that something was sent to.
+
+    changed   told (replica, the new state, why) of every opening and closing
+    panics    requests that were sent to a shut replica, because every able one was
+    """
+
+    rules: BreakerRules = field(default_factory=BreakerRules)
+    changed: Callable[[Replica, State, str], None] = lambda _replica, _state, _why: None
+    panics: int = 0
+    _circuits: dict[Incarnation, _Circuit] = field(default_factory=dict)
+    _shut: dict[Incarnation, _Circuit] = field(default_factory=dict)
+
+    def shut(self, now: float) -> Excluded:
+        """Whom no request should be sent to now: open, or half-open with its trial under way."""
+        if not self._shut:
+            return _NOBODY
+        return frozenset([who for who, circuit in self._shut.items() if not _may_try(circuit, now)])
+
+    def state(self, replica: Replica, now: float) -> State:
+        """Open until its time is over, then half-open until a success or a failure."""
+        circuit = self._shut.get(replica.incarnation)
+        if circuit is None:
+            return "closed"
+        return "open" if now < circuit.open_until else "half_open"
+
+    def sent(self, replica: Replica, trial: Trial, now: float) -> None:
+        """A request goes to it; where a circuit is half-open it is the trial."""
+        circuit = self._shut.get(replica.incarnation) if self._shut else None
+        if circuit is None:
+            return
+        if _may_try(circuit, now):
+            circuit.trial = trial
+        else:
+            self.panics += 1
+
+    def is_trial(self, replica: Replica, request: Trial) -> bool:
+        """Whether this request was sent there to find out; it should not be waited for as long as any other."""
+        circuit = self._shut.get(replica.incarnation) if self._shut else None
+        return circuit is not None and circuit.trial is request
+
+    def succeeded(self, replica: Replica, now: float, *, sent_at: float = inf) -> None:
+        """It answered, below 400. One answer closes a circuit, if it was asked after that opened or silence was why."""
+        who = replica.incarnation
+        circuit = self._circuits.get(who)
+        if circuit is None:
+            circuit = self._circuits[who] = _Circuit(replica.base_model, counted_from=now)
+        circuit.good += 1
+        circuit.in_a_row = 0
+        if circuit.is_shut and (circuit.was_silent or sent_at >= circuit.changed_at):
+            self._close(replica, circuit, now)
+
+    def failed(
+        self,
+        replica: Replica,
+        reason: str,
+        now: float,
+        rng: Random,
+        *,
+        fleet: Sequence[Replica] = (),
+        sent_at: float = inf,
+    ) -> bool:
+        """Whether its circuit is open now, having taken this failure into account.
+
+        fleet    all replicas of its base model; without them nobody is an outlier
+        sent_at  when the request was sent: one that was sent before the circuit changed says nothing new
+        """
+        who = replica.incarnation
+        circuit = self._circuits.get(who)
+        if circuit is None:
+            circuit = self._circuits[who] = _Circuit(replica.base_model, counted_from=now)
+        if reason not in COUNTED or sent_at < circuit.changed_at or now < circuit.open_until:
+            return circuit.is_shut
+        circuit.counted(now, self.rules.window_s)
+        circuit.bad += 1
+        circuit.in_a_row += 1
+        is_outlier = False
+        if not (circuit.is_shut or reason == SILENT or circuit.in_a_row >= self.rules.failures):
+            is_outlier = self._is_outlier(circuit, fleet, now)
+            if not is_outlier:
+                return False
+        self._open(replica, circuit, "outlier" if is_outlier else reason, now, rng)
+        return True
+
+    def changed_at(self, replica: Replica) -> float:
+        """When its circuit last opened or closed; what was sent before that says nothing of how it is now."""
+        circuit = self._circuits.get(replica.incarnation)
+        return -inf if circuit is None else circuit.changed_at
+
+    def known(self, replicas: Iterable[Replica]) -> None:
+        """These are all there are: circuits of other incarnations are forgotten."""
+        left = {replica.incarnation for replica in replicas}
+        for who in [who for who in self._circuits if who not in left]:
+            del self._circuits[who]
+            self._shut.pop(who, None)
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop a worker that is gone."""
+        for who in [who for who in self._circuits if who[0] == worker]:
+            del self._circuits[who]
+            self._shut.pop(who, None)
+
+    def _is_outlier(self, circuit: _Circuit, fleet: Sequence[Replica], now: float) -> bool:
+        rules = self.rules
+        if circuit.counted(now, rules.window_s) < rules.least_requests or circuit.bad_share < rules.outlier_share:
+            return False
+        others, ejected = [], 1
+        for replica in fleet:
+            other = self._circuits.get(replica.incarnation)
+            if other is None or other is circuit:
+                continue
+            ejected += other.is_shut
+            if other.counted(now, rules.window_s) >= rules.least_requests:
+                others.append(other.bad_share)
+        usual = median(others) if others else 0.0
+        return circuit.bad_share >= 2 * usual and ejected <= rules.eject_share * len(fleet)
+
+    def _open(self, replica: Replica, circuit: _Circuit, why: str, now: float, rng: Random) -> None:
+        rules = self.rules
+        if not circuit.is_shut and now - circuit.changed_at > rules.most_open_s:
+            circuit.openings = 0
+        for_s = min(rules.most_open_s, rules.open_s * 2.0 ** min(circuit.openings, 30))
+        circuit.openings += 1
+        circuit.open_until = now + for_s * (1 + rules.jitter * rng.random())
+        circuit.changed_at = now
+        circuit.is_shut = True
+        circuit.was_silent = why == SILENT
+        circuit.trial = None
+        self._shut[replica.incarnation] = circuit
+        self.changed(replica, "open", why)
+
+    def _close(self, replica: Replica, circuit: _Circuit, now: float) -> None:
+        circuit.is_shut = False
+        circuit.changed_at = now
+        circuit.open_until = -inf
+        circuit.good = circuit.bad = 0
+        circuit.counted_from = now
+        circuit.trial = None
+        del self._shut[replica.incarnation]
+        self.changed(replica, "closed", "answered")
+
+
+def _may_try(circuit: _Circuit, now: float) -> bool:
+    return now >= circuit.open_until and (circuit.trial is None or circuit.trial.ended)

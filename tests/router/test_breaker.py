@@ -1,0 +1,408 @@
+"""Circuits: when they open, for how long, who tries, and that nobody is left without a replica by them."""
+
+import json
+from dataclasses import dataclass
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core.breaker import COUNTED, Breaker, BreakerRules
+from router.core.budget import RetryBudget
+from router.core.decision import Ask
+from router.core.errors import NoReplica
+from router.core.policies import POLICIES
+from router.core.record import record_of, replayed
+from tests.router.test_dispatch import Fleet
+from tests.router.test_policy import SQL, a_replica, choose
+
+
+@dataclass
+class Request:
+    ended: bool = False
+
+
+class Book:
+    """A breaker over some replicas, its clock and what it told of."""
+
+    def __init__(self, replicas=4, **rules):
+        self.fleet = [a_replica(f"w{i}", engine_boot_id="a") for i in range(replicas)]
+        self.told = []
+        self.rng = Random(1)
+        self.now = 100.0
+        self.breaker = Breaker(
+            BreakerRules(**{"jitter": 0.0, **rules}), lambda r, s, why: self.told.append((r.id, s, why))
+        )
+
+    def fail(self, i=0, reason="no_answer", times=1, **more):
+        for _ in range(times):
+            self.breaker.failed(self.fleet[i], reason, self.now, self.rng, fleet=self.fleet, **more)
+
+    def answer(self, i=0, times=1, **more):
+        for _ in range(times):
+            self.breaker.succeeded(self.fleet[i], self.now, **more)
+
+    def send(self, i=0):
+        request = Request()
+        self.breaker.sent(self.fleet[i], request, self.now)
+        return request
+
+    def state(self, i=0):
+        return self.breaker.state(self.fleet[i], self.now)
+
+    def shut(self):
+        return {worker for worker, _ in self.breaker.shut(self.now)}
+
+
+def test_failures_in_a_row_open_a_circuit_and_an_answer_between_them_does_not():
+    book = Book()
+    book.fail(times=4)
+    book.answer()
+    book.fail(times=4)
+    assert book.shut() == set()
+    book.fail()
+    assert book.shut() == {"w0"}
+    assert book.told == [("w0", "open", "no_answer")]
+
+
+@pytest.mark.parametrize("reason", ["adapter_missing", "bad_request", "404", ""])
+def test_what_is_not_the_engines_making_never_counts(reason):
+    book = Book()
+    book.fail(reason=reason, times=1000)
+    assert book.state() == "closed"
+
+
+@pytest.mark.parametrize("reason", sorted(COUNTED - {"silent"}))
+def test_every_way_of_failing_opens_it(reason):
+    book = Book()
+    book.fail(reason=reason, times=5)
+    assert book.told == [("w0", "open", reason)]
+
+
+def test_silence_opens_it_at_once_and_the_first_answer_closes_it_whenever_it_was_asked():
+    book = Book()
+    book.fail(reason="silent")
+    assert book.state() == "open"
+    book.answer(sent_at=50.0)
+    assert book.state() == "closed"
+
+
+def test_one_request_at_a_time_tries_and_its_success_closes():
+    book = Book(open_s=2.0)
+    book.fail(times=5)
+    book.now += 1.9
+    assert book.shut() == {"w0"}
+    book.now += 0.2
+    assert (book.state(), book.shut()) == ("half_open", set())
+    trial = book.send()
+    assert book.breaker.is_trial(book.fleet[0], trial)
+    assert book.shut() == {"w0"}
+    trial.ended = True  # its client left: that says nothing
+    assert book.shut() == set()
+    trial = book.send()
+    book.answer(sent_at=book.now)
+    assert (book.state(), book.shut()) == ("closed", set())
+    assert not book.breaker.is_trial(book.fleet[0], trial)
+
+
+def test_each_opening_in_a_row_is_twice_as_long_up_to_a_limit_and_calm_makes_it_short_again():
+    book = Book(open_s=2.0, most_open_s=10.0)
+    book.fail(times=5)
+    lengths = []
+    for _ in range(5):
+        began = book.now
+        while book.state() == "open":
+            book.now += 0.5
+        lengths.append(book.now - began)
+        book.send()
+        book.fail(sent_at=book.now)
+    assert lengths == [2.0, 4.0, 8.0, 10.0, 10.0]
+    book.now += 10
+    book.send()
+    book.answer()
+    book.now += 11
+    book.fail(times=5)
+    book.now += 2.0
+    assert book.state() == "half_open"
+
+
+def test_chance_makes_an_opening_longer_and_never_shorter():
+    lengths = []
+    for seed in range(50):
+        book = Book(open_s=2.0, jitter=0.5)
+        book.rng = Random(seed)
+        book.fail(times=5)
+        lengths.append(book.breaker._circuits[book.fleet[0].incarnation].open_until - book.now)
+    assert 2.0 <= min(lengths) < max(lengths) <= 3.0
+    assert len(set(lengths)) > 40
+
+
+def test_what_was_sent_before_a_circuit_changed_neither_opens_nor_closes_it():
+    book = Book()
+    book.fail(times=5)
+    book.now += 1
+    book.fail(times=100, sent_at=99.0)
+    book.answer(sent_at=99.0)
+    assert book.state() == "open"
+    book.now += 1
+    book.fail(times=100, sent_at=99.0)
+    assert book.state() == "half_open"
+    book.answer(sent_at=book.now)
+    book.fail(times=100, sent_at=99.0)
+    assert book.state() == "closed"
+
+
+def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_one_is_forgotten():
+    book = Book()
+    book.fail(times=5)
+    book.fleet[0] = a_replica("w0", engine_boot_id="b")
+    assert book.state() == "closed"
+    book.breaker.known(book.fleet)
+    assert not book.breaker._circuits
+    assert not book.breaker.shut(book.now)
+    book.fail(times=5)
+    book.breaker.forget("w0")
+    assert not book.breaker._circuits
+
+
+def test_a_replica_that_fails_far_more_often_than_the_others_is_ejected():
+    book = Book()
+    for _ in range(20):
+        for i in range(4):
+            book.answer(i, sent_at=99.0)
+        book.fail(0, sent_at=99.0)
+    assert book.told == [("w0", "open", "outlier")]
+
+
+def test_when_all_fail_alike_nobody_is_an_outlier():
+    book = Book()
+    for _ in range(30):
+        for i in range(4):
+            book.answer(i, sent_at=99.0)
+        for i in range(4):
+            book.fail(i, sent_at=99.0)
+    # One is always the first to have enough requests; after it the others have each other to compare with.
+    assert len(book.told) <= 1
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["answer", "fail", "sent", "later"])), max_size=300),
+    st.integers(1, 6),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+)
+def test_outliers_never_take_more_than_their_share_of_the_fleet(steps, replicas, share):
+    book = Book(replicas, failures=10**6, least_requests=3, eject_share=share)
+    for i, step in steps:
+        if step == "answer":
+            book.answer(i % replicas)
+        elif step == "fail":
+            book.fail(i % replicas)
+        elif step == "sent":
+            book.send(i % replicas)
+        else:
+            book.now += 0.7
+        assert len(book.breaker._shut) <= share * replicas
+        for replica in book.fleet:
+            is_shut = replica.incarnation in book.breaker.shut(book.now)
+            assert not is_shut or book.breaker.state(replica, book.now) != "closed"
+
+
+def test_a_failure_share_is_of_the_last_while_and_not_of_all_time():
+    book = Book()
+    book.answer(0, times=100_000)
+    book.now += 3600
+    for _ in range(12):
+        book.answer(0, sent_at=3600.0)
+        book.fail(0, sent_at=3600.0)
+    assert book.shut() == {"w0"}
+
+
+# --- in a decision ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_shut_replica_is_passed_over_by_every_policy_and_the_decision_says_why(policy):
+    fleet = [a_replica(f"w{i}", engine_boot_id="a") for i in range(3)]
+    shut = frozenset({("w0", "a"), ("w1", "a")})
+    for seed in range(10):
+        decision = choose(Ask("m", "", 100), fleet, {"w0": 6}, policy=policy, shut=shut, seed=seed, turn=seed)
+        assert decision.replica.id == "w2"
+        assert decision.rejected == {"w0": "circuit open", "w1": "circuit open"}
+        again = replayed(json.loads(json.dumps(record_of(decision), allow_nan=False)))
+        assert again == decision or again.scene.shut == shut
+        assert again.replica.id == "w2"
+
+
+def test_an_earlier_boot_of_a_worker_shuts_nothing_of_the_next():
+    fleet = [a_replica("w0", engine_boot_id="b"), a_replica("w1", engine_boot_id="b")]
+    decision = choose(Ask("m", "", 100), fleet, {"w0": 6}, shut=frozenset({("w0", "a")}))
+    assert decision.replica.id == "w0"
+    assert decision.rejected == {}
+
+
+def test_when_every_able_replica_is_shut_the_breaker_is_ignored_for_them():
+    fleet = [a_replica("w0", residents=[SQL]), a_replica("w1")]
+    shut = frozenset({("w0", "")})
+    holder = choose(Ask("m", SQL, 100), fleet, shut=shut)
+    assert holder.replica.id == "w0"
+    assert holder.rejected == {"w1": "adapter not resident"}
+    assert choose(Ask("m", "", 100), fleet, shut=shut).replica.id == "w1"
+    with pytest.raises(NoReplica):
+        choose(Ask("m", SQL, 100, frozenset({("w0", "")})), fleet, shut=shut)
+
+
+def test_a_record_of_before_there_were_circuits_is_still_replayed():
+    record = record_of(choose(Ask("m", "", 100), [a_replica("w0")]))
+    del record["shut"]
+    assert replayed(record).replica.id == "w0"
+
+
+# --- in the mind ------------------------------------------------------------------------------------------------------
+
+
+class Failing(Fleet):
+    """A fleet whose requests can fail."""
+
+    def fail(self, reason="no_answer"):
+        _, flight = self.running.pop(0)
+        replica = next(r for r in self.roster.replicas if r.id == flight.worker)
+        self.mind.load.end(flight, self.now)
+        return self.mind.failed(replica, reason, self.now, sent_at=flight.began_at)
+
+
+def test_a_replica_that_fails_again_and_again_is_asked_no_more_until_a_trial_succeeds():
+    fleet = Failing(replicas=2)
+    fleet.depths = {"w0": 100}
+    for _ in range(5):
+        fleet.ask(seconds=0.2)
+        assert fleet.running[0][1].worker == "w0"
+        fleet.fail()
+    fleet.ask(seconds=0.2)
+    assert fleet.running[0][1].worker == "w1"
+    fleet.finish()
+    fleet.now += 10
+    fleet.ask(seconds=0.2)
+    assert fleet.running[0][1].worker == "w0"
+    fleet.ask(seconds=0.2)
+    assert fleet.running[1][1].worker == "w1"  # one trial at a time
+    fleet.mind.succeeded(fleet.roster.replicas[0], fleet.now, sent_at=fleet.now)
+    fleet.ask(seconds=0.2)
+    assert fleet.running[2][1].worker == "w0"
+
+
+def test_an_engine_that_answers_nobody_is_found_out_without_waiting_for_a_timeout():
+    fleet = Failing(replicas=2)
+    fleet.depths = {"w0": 100}
+    fleet.ask(seconds=0.2)
+    for _ in range(5):
+        fleet.now += 5
+        fleet.mind.watch(fleet.roster.replicas, fleet.now)
+    assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) != "closed"
+    fleet.ask(seconds=0.2)
+    assert [flight.worker for _, flight in fleet.running[1:]] == ["w1"]
+    # Half-open: the one that hangs since before does not keep it shut, its trial does.
+    fleet.now += 10
+    fleet.mind.watch(fleet.roster.replicas[:1], fleet.now)
+    assert not fleet.mind.breaker.shut(fleet.now)
+
+
+def test_a_long_prompt_and_a_full_engine_are_not_taken_for_silence():
+    fleet = Failing()
+    fleet.ask(seconds=60.0)
+    fleet.now += fleet.running[0][1].prefill_s + 15
+    fleet.mind.watch(fleet.roster.replicas, fleet.now)
+    assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) == "closed"
+    fleet.now += 10
+    fleet.mind.watch(fleet.roster.replicas, fleet.now)
+    assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) == "open"
+
+
+@pytest.mark.parametrize(("is_heard", "state"), [(True, "closed"), (False, "open")])
+def test_an_engine_that_streams_is_not_silent(is_heard, state):
+    fleet = Failing(late_binding_s=inf)
+    fleet.ask(seconds=0.1)
+    streaming = fleet.running[0][1]
+    fleet.mind.load.first_token(streaming, fleet.now)
+    fleet.ask(seconds=0.1)
+    for _ in range(5):
+        fleet.now += 5
+        if is_heard:
+            fleet.mind.load.heard(streaming, fleet.now)
+        fleet.mind.watch(fleet.roster.replicas, fleet.now)
+    assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) == state
+
+
+def test_being_sent_to_a_shut_fleet_is_counted():
+    fleet = Failing()
+    for _ in range(5):
+        fleet.ask(seconds=0.2)
+        fleet.fail()
+    assert fleet.mind.breaker.panics == 0
+    fleet.ask(seconds=0.2)
+    assert fleet.mind.breaker.panics == 1
+
+
+# --- the retry budget -------------------------------------------------------------------------------------------------
+
+
+def test_failures_of_a_replica_that_was_just_lost_draw_on_no_budget():
+    fleet = Failing(replicas=2, late_binding_s=inf)
+    fleet.depths = {"w0": 100}
+    fleet.mind.budget = lambda: RetryBudget(share=0.0, floor_per_s=0.4)  # four in all
+    for _ in range(100):
+        fleet.ask(seconds=0.001)
+    lost = [flight for _, flight in fleet.running if flight.worker == "w0"]
+    assert len(lost) > 40
+    replica = fleet.roster.replicas[0]
+    allowed = []
+    for flight in lost:
+        fleet.mind.load.end(flight, fleet.now)
+        fleet.mind.failed(replica, "no_answer", fleet.now, sent_at=flight.began_at)
+        allowed.append(fleet.mind.may_retry(replica, fleet.now, sent_at=flight.began_at))
+    assert all(allowed)
+    # What is sent there although it is known to fail is no surprise.
+    fleet.now += 0.001
+    assert not fleet.mind.may_retry(replica, fleet.now, sent_at=fleet.now)
+
+
+def test_a_replica_that_is_gone_from_the_fleet_or_started_again_was_lost():
+    fleet = Failing(replicas=1)
+    fleet.mind.budget = lambda: RetryBudget(share=0.0, floor_per_s=0.0)
+    replica = fleet.roster.replicas[0]
+    assert not fleet.mind.may_retry(replica, 0.0, sent_at=0.0)
+    assert fleet.mind.may_retry(a_replica("w0", engine_boot_id="before"), 0.0, sent_at=0.0)
+    assert fleet.mind.may_retry(a_replica("w9"), 0.0, sent_at=0.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500), st.floats(0, 100)), max_size=40),
+    st.floats(0, 1),
+    st.floats(0, 10),
+)
+def test_retries_are_never_more_than_their_share_and_the_floor(rounds, share, floor_per_s):
+    budget = RetryBudget(share=share, floor_per_s=floor_per_s)
+    now, requests, granted = 0.0, 0, 0
+    for sent, failed, wait_s in rounds:
+        now += wait_s
+        budget.requests += sent
+        requests += sent
+        granted += sum(budget.take(now) for _ in range(failed))
+    assert granted <= share * requests + floor_per_s * (now + budget.window_s) + 1e-6
+
+
+def test_a_storm_of_retries_is_bounded_by_what_was_asked_lately():
+    budget = RetryBudget(share=0.2, floor_per_s=0.0)
+    budget.requests += 100_000
+    assert budget.take(0.0)
+    allowed = sum(budget.take(3600.0) for _ in range(1000))
+    assert allowed == 0
+    now = 3600.0
+    for _ in range(200):
+        now += 0.1
+        budget.requests += 10
+        budget.take(now)
+    allowed = sum(budget.take(now) for _ in range(1000))
+    assert 50 < allowed < 0.2 * 10 * 10 * 10
