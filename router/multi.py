@@ -1,0 +1,333 @@
+"""Several router processes on one port: a parent that starts, watches and stops them, and what each of them is told.
+
+Every process listens on a socket of its own with SO_REUSEPORT, and the kernel deals new connections out by their hash.
+With one listening socket for all, whoever wakes first takes what has come: of 64 connections at once one of two
+processes took all 64, or 61, or 36; with a socket each 35 to 39 (uvloop 0.23, Linux 6.18, ten rounds). A process that
+dies takes with it what its own socket had queued, the moment's connections; new ones go to the others at once.
+
+The parent serves nothing and is no part of a request. It holds the port bound, without listening, so that nobody else
+can have it, and one end of a socket pair to each process: the other end tells a process that its parent is gone.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = structlog.get_logger()
+
+# Not LORAFLEET_ROUTER_...: those are settings, and an unknown one is refused.
+ENVIRONMENT = "LORAFLEET_PROCESS"
+_BACKLOG = 2048
+_SERVING = b"s"
+# A process that ran for so long before it died begins again with the shortest pause.
+_STEADY_S = 60.0
+_MOST_PAUSE_S = 30.0
+# After the second signal, and beyond what an orderly stop may take: then SIGKILL.
+_FORCED_S = 2.0
+_MARGIN_S = 10.0
+# One that takes another's place listens only when it can route; after so long it listens all the same.
+_JOIN_WITHIN_S = 10.0
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process of several is told by its parent.
+
+    folder       private, shared by all processes of this parent, removed with it
+    lifeline     file descriptor of our end of the socket pair
+    takes_over   others serve already: listen only when synced
+    stop_s       how long an orderly stop may take at most
+    """
+
+    slot: int
+    processes: int
+    host: str
+    port: int
+    folder: str
+    lifeline: int
+    takes_over: bool
+    stop_s: float
+
+    def bind(self) -> socket.socket:
+        """A socket of our own on the shared port; bound, and not listening before `Joining` lets it."""
+        return _bound(self.host, self.port, shared=True)
+
+    def router_id(self, configured: str) -> str:
+        """A name that no other process has: what is configured names all of them."""
+        return f"{configured or socket.gethostname()}-{self.slot if configured else os.getpid()}"
+
+
+def member() -> Member | None:
+    """What our parent told us, or None for a process on its own. Ends this process when the parent is gone."""
+    told = os.environ.pop(ENVIRONMENT, None)
+    if told is None:
+        return None
+    me = msgspec.json.decode(told, type=Member)
+    line = socket.socket(fileno=me.lifeline)
+    line.set_inheritable(False)
+    threading.Thread(target=_until_orphaned, args=(line, me), daemon=True, name="lifeline").start()
+    return me
+
+
+def _until_orphaned(line: socket.socket, me: Member) -> None:
+    with contextlib.suppress(OSError):
+        while line.recv(1):
+            pass
+    # As if the parent had told us to stop; but nobody is left to insist.
+    shutil.rmtree(me.folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(me.stop_s)
+    os._exit(1)
+
+
+class Joining:
+    """An app that listens when it has started, and when it takes another's place not before it can route.
+
+    Until then the kernel gives every connection to the processes that do.
+    """
+
+    def __init__(
+        self, app: ASGIApp, me: Member, sock: socket.socket, *, synced: Callable[[float], Awaitable[object]]
+    ) -> None:
+        self._app = app
+        self._me = me
+        self._sock = sock
+        self._synced = synced
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app itself; only what it says of its start is held back. `synced` is told how long it may wait."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, lambda message: self._started(message, send))
+        else:
+            await self._app(scope, receive, send)
+
+    async def _started(self, message: Message, send: Send) -> None:
+        if message["type"] == "lifespan.startup.complete":
+            if self._me.takes_over:
+                await self._synced(_JOIN_WITHIN_S)
+            self._sock.listen(_BACKLOG)
+            with contextlib.suppress(OSError):  # no parent left to hear it: the lifeline ends us
+                os.write(self._me.lifeline, _SERVING)
+        await send(message)
+
+
+def command_of(argv: Sequence[str]) -> list[str]:
+    """This router again, with the same flags; what the environment and a file say reaches it as it reached us."""
+    return [sys.executable, "-m", "router", *argv]
+
+
+def run(
+    command: Sequence[str],
+    processes: int,
+    *,
+    host: str,
+    port: int,
+    port_file: Path | None,
+    stop_s: float,
+) -> int:
+    """Keep so many processes of `command` on one port until SIGTERM or SIGINT; the status to exit with.
+
+    command   one router, as on a command line; its port and port file are ours to see to
+    stop_s    how long one process takes to stop in order, at most: draining and grace
+    returns   0 after an orderly stop; 1 when a process had to be killed; a process's own status when none could start
+    raises    OSError when the port is taken
+    """
+    # Claimed alone first: a second parent on this port is refused, and would be let in if both asked to share.
+    claim = _bound(host, port, shared=False)
+    claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    folder = Path(tempfile.mkdtemp(prefix="lorafleet-router-"))
+    try:
+        parent = _Parent(
+            command,
+            processes,
+            host=host,
+            port=claim.getsockname()[1],
+            folder=folder,
+            stop_s=stop_s + _MARGIN_S,
+            port_file=port_file,
+        )
+        return asyncio.run(parent.run())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        claim.close()
+
+
+def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class _Parent:
+    def __init__(
+        self,
+        command: Sequence[str],
+        processes: int,
+        *,
+        host: str,
+        port: int,
+        folder: Path,
+        stop_s: float,
+        port_file: Path | None,
+    ) -> None:
+        self._command = command
+        self._processes = processes
+        self._host = host
+        self._port = port
+        self._folder = folder
+        self._stop_s = stop_s
+        self._port_file = port_file
+        self._running: dict[int, asyncio.subprocess.Process] = {}
+        self._stopping = asyncio.Event()
+        self._forced = asyncio.Event()
+        self._has_served = False
+        self._never_started: dict[int, int] = {}
+        self._was_killed = False
+        self._chance = random.Random()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, self._told, sig)
+        log.info("serving", host=self._host, port=self._port, processes=self._processes)
+        await asyncio.gather(*(self._keep(slot) for slot in range(self._processes)))
+        if self._none_can_start():
+            return max(1, *self._never_started.values())
+        return 1 if self._was_killed else 0
+
+    def _told(self, sig: int) -> None:
+        if self._stopping.is_set():
+            self._forced.set()
+        self._stopping.set()
+        # The same signal: SIGINT is a person at a terminal, who need not wait for load balancers to hear of it. Each
+        # process has a group of its own, so Ctrl-C reaches it through us alone, and once.
+        for process in self._running.values():
+            _signal(process, sig)
+
+    def _none_can_start(self) -> bool:
+        return not self._has_served and len(self._never_started) == self._processes
+
+    async def _keep(self, slot: int) -> None:
+        """One process in this slot, and another after it, until all stop."""
+        failures = 0
+        while not self._stopping.is_set():
+            began_at = time.monotonic()
+            process, line = await self._start(slot)
+            try:
+                status = await self._until_ended(process, line)
+            finally:
+                line.close()
+                del self._running[slot]
+            if self._stopping.is_set():
+                return
+            lasted_s = time.monotonic() - began_at
+            failures = 1 if lasted_s > _STEADY_S else failures + 1
+            if not self._has_served:
+                self._never_started[slot] = status
+                if self._none_can_start():
+                    log.error("no process can start", status=status)
+                    self._stopping.set()
+                    return
+            pause_s = min(_MOST_PAUSE_S, 0.1 * 2.0 ** min(failures, 10)) * self._chance.uniform(0.5, 1.0)
+            log.warning(
+                "process ended; another takes its place",
+                slot=slot,
+                pid=process.pid,
+                status=status,
+                lasted_s=round(lasted_s, 3),
+                pause_s=round(pause_s, 3),
+            )
+            await _either(self._stopping, pause_s)
+
+    async def _start(self, slot: int) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        told = Member(
+            slot=slot,
+            processes=self._processes,
+            host=self._host,
+            port=self._port,
+            folder=str(self._folder),
+            lifeline=theirs.fileno(),
+            takes_over=self._has_served,
+            stop_s=self._stop_s,
+        )
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                env={**os.environ, ENVIRONMENT: msgspec.json.encode(told).decode()},
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+        self._running[slot] = process
+        if self._stopping.is_set():  # told between its start and its entry in our book
+            _signal(process, signal.SIGTERM)
+        return process, ours
+
+    async def _until_ended(self, process: asyncio.subprocess.Process, line: socket.socket) -> int:
+        listening = asyncio.create_task(self._hear(line))
+        stopping = asyncio.create_task(self._see_it_stop(process))
+        try:
+            return await process.wait()
+        finally:
+            for task in (listening, stopping):
+                task.cancel()
+            await asyncio.gather(listening, stopping, return_exceptions=True)
+
+    async def _hear(self, line: socket.socket) -> None:
+        # A process that died before it read what we hold of the pair resets it.
+        with contextlib.suppress(ConnectionError):
+            if await asyncio.get_running_loop().sock_recv(line, 1) == _SERVING and not self._has_served:
+                self._has_served = True
+                self._tell_port()
+
+    async def _see_it_stop(self, process: asyncio.subprocess.Process) -> None:
+        await self._stopping.wait()
+        if await _either(self._forced, self._stop_s):
+            await asyncio.sleep(_FORCED_S)
+        log.warning("process did not stop and is killed", pid=process.pid)
+        self._was_killed = True
+        _signal(process, signal.SIGKILL)
+
+    def _tell_port(self) -> None:
+        if self._port_file is not None:
+            partial = self._port_file.with_suffix(".partial")
+            partial.write_text(str(self._port))
+            partial.replace(self._port_file)
+
+
+def _signal(process: asyncio.subprocess.Process, sig: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(sig)
+
+
+async def _either(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether the event came within this time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

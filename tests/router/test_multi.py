@@ -1,0 +1,342 @@
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from router import siblings
+from router.metrics import Metrics
+from router.siblings import Siblings
+from tests.router.doubles import CHAT, Control, Engine, chunk, until
+from tests.serving import serving
+
+STREAM = CHAT | {"stream": True}
+
+
+@dataclass
+class Several:
+    """A parent and its processes, as whoever started them sees them."""
+
+    process: asyncio.subprocess.Process
+    url: str
+    engine: Engine
+
+    async def get(self, path: str, client: httpx.AsyncClient | None = None):
+        """On a connection of its own, so that the kernel chooses the process anew, unless a client is given."""
+        async with contextlib.AsyncExitStack() as stack:
+            if client is None:
+                client = await stack.enter_async_context(httpx.AsyncClient(timeout=10))
+            answer = await client.get(f"{self.url}{path}")
+            answer.raise_for_status()
+            return answer.json() if answer.headers.get("content-type") == "application/json" else answer.text
+
+    async def clients(self, stack: contextlib.AsyncExitStack, pids: set[int]) -> dict[int, httpx.AsyncClient]:
+        """For each process a client whose one connection is to that process."""
+        found: dict[int, httpx.AsyncClient] = {}
+        async with asyncio.timeout(20):
+            while found.keys() != pids:
+                client = await stack.enter_async_context(httpx.AsyncClient(timeout=10, base_url=self.url))
+                found.setdefault((await self.get("/who", client))["pid"], client)
+        return found
+
+    async def pids(self, *, without: int = 0, count: int = 2) -> set[int]:
+        """The processes that serve, once there are so many."""
+        found: set[int] = set()
+        async with asyncio.timeout(20):
+            while len(found) < count:
+                found |= {(await self.get("/who"))["pid"]} - {without}
+        return found
+
+    async def ends(self, *, within_s: float = 20) -> int:
+        async with asyncio.timeout(within_s):
+            return await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def several(folder: Path, *flags: str, processes: int = 2, port: str = "0", **environment: str):
+    """Real router processes in front of one engine of our own."""
+    engine, control = Engine("w0"), Control()
+    port_file = folder / "port"
+    async with contextlib.AsyncExitStack() as stack:
+        control.workers["w0"] = await stack.enter_async_context(serving(engine.app))
+        control.url = await stack.enter_async_context(serving(control.app))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.router.many", str(processes)),
+            *("--orchestrator-url", control.url, "--port", port, "--port-file", str(port_file)),
+            *("--tokenizer", "off", "--metadata-poll-s", "0.2", "--catalog-poll-s", "0.2", *flags),
+            env={**os.environ, "TMPDIR": str(folder), **environment},
+        )
+        try:
+            await until(lambda: port_file.exists() or process.returncode is not None, within_s=30)
+            port = port_file.read_text() if port_file.exists() else "0"
+            yield Several(process, f"http://127.0.0.1:{port}", engine)
+        finally:
+            engine.go_on.set()
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+async def begun(client: httpx.AsyncClient, stack: contextlib.AsyncExitStack):
+    """A stream whose first piece is here and whose second waits for the engine's `go_on`."""
+    answer = await stack.enter_async_context(client.stream("POST", "/v1/chat/completions", json=STREAM))
+    pieces = answer.aiter_bytes()
+    assert (answer.status_code, await anext(pieces)) == (200, chunk("tiny-qwen", "one"))
+    return pieces
+
+
+async def rest(pieces) -> bytes:
+    return b"".join([piece async for piece in pieces])
+
+
+async def routable(fleet: Several, pids: set[int]):
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(20):
+        for client in (await fleet.clients(stack, pids)).values():
+            while (await client.post("/v1/chat/completions", json=CHAT)).status_code != 200:
+                await asyncio.sleep(0.05)
+
+
+async def refused(fleet: Several):
+    """Returns once nobody listens any more."""
+    async with asyncio.timeout(20):
+        with contextlib.suppress(httpx.ConnectError):
+            while True:
+                await fleet.get("/health")
+
+
+async def test_every_process_serves_the_one_port_under_a_name_of_its_own(tmp_path):
+    async with several(tmp_path, "--router-id", "edge", processes=3) as fleet, contextlib.AsyncExitStack() as stack:
+        clients = await fleet.clients(stack, await fleet.pids(count=3))
+        told = [await fleet.get("/who", client) for client in clients.values()]
+        assert sorted(one["id"] for one in told) == ["edge-0", "edge-1", "edge-2"]
+        for one, client in zip(told, clients.values(), strict=True):
+            others = await fleet.get("/ask", client)
+            assert {other["question"] for other in others} == {"hello"}
+            assert {other["slot"] for other in others} == {0, 1, 2} - {one["slot"]}
+
+
+async def test_a_killed_process_comes_back_and_nobody_elses_request_fails(tmp_path):
+    async with several(tmp_path) as fleet, contextlib.AsyncExitStack() as stack:
+        pids = await fleet.pids()
+        await routable(fleet, pids)
+        victim, survivor = sorted(pids)
+        client = (await fleet.clients(stack, pids))[survivor]
+        fleet.engine.go_on.clear()
+        stream = await begun(client, stack)
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: is_gone(victim))
+        seen: set[int] = set()
+        async with asyncio.timeout(20):
+            # Each on a connection of its own, from the death on and past the newcomer's first.
+            while len(seen) < 2:
+                async with httpx.AsyncClient(base_url=fleet.url, timeout=10) as fresh:
+                    assert (await fresh.post("/v1/chat/completions", json=CHAT)).status_code == 200
+                    assert (await fresh.get("/ready")).status_code == 200
+                    seen.add((await fleet.get("/who", fresh))["pid"])
+        assert victim not in seen
+        assert survivor in seen
+        fleet.engine.go_on.set()
+        assert (await rest(stream)).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stop_lets_every_process_finish_what_is_in_flight_and_ends_with_0(tmp_path):
+    async with several(tmp_path) as fleet, contextlib.AsyncExitStack() as stack:
+        pids = await fleet.pids()
+        await routable(fleet, pids)
+        fleet.engine.go_on.clear()
+        streams = [await begun(client, stack) for client in (await fleet.clients(stack, pids)).values()]
+        fleet.process.terminate()
+        await refused(fleet)
+        assert fleet.process.returncode is None
+        fleet.engine.go_on.set()
+        for stream in streams:
+            assert (await rest(stream)).endswith(b"data: [DONE]\n\n")
+        await stack.aclose()
+        assert await fleet.ends() == 0
+        assert all(map(is_gone, pids))
+        assert sorted(tmp_path.iterdir()) == [tmp_path / "port"]
+
+
+async def test_processes_whose_parent_was_killed_finish_and_end_by_themselves(tmp_path):
+    async with several(tmp_path) as fleet, contextlib.AsyncExitStack() as stack:
+        pids = await fleet.pids()
+        await routable(fleet, pids)
+        fleet.engine.go_on.clear()
+        streams = [await begun(client, stack) for client in (await fleet.clients(stack, pids)).values()]
+        fleet.process.kill()
+        await fleet.ends()
+        fleet.engine.go_on.set()
+        for stream in streams:
+            assert (await rest(stream)).endswith(b"data: [DONE]\n\n")
+        await stack.aclose()
+        await until(lambda: all(map(is_gone, pids)), within_s=20)
+        assert sorted(tmp_path.iterdir()) == [tmp_path / "port"]
+
+
+async def test_a_second_signal_ends_even_a_process_that_hangs(tmp_path):
+    async with several(tmp_path, "--grace-s", "60") as fleet:
+        pids = await fleet.pids()
+        with pytest.raises(httpx.ReadTimeout):
+            async with httpx.AsyncClient(timeout=0.5) as client:
+                await client.get(f"{fleet.url}/hang")
+        fleet.process.terminate()
+        await asyncio.sleep(0)
+        fleet.process.send_signal(signal.SIGINT)
+        assert await fleet.ends(within_s=15) == 1
+        assert all(map(is_gone, pids))
+
+
+async def test_processes_that_cannot_start_end_the_parent_with_their_status(tmp_path):
+    async with several(tmp_path, REFUSES_TO_START="1") as fleet:
+        assert await fleet.ends() == 7
+        assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_port_that_is_taken_is_refused_also_by_a_second_parent(tmp_path):
+    (tmp_path / "second").mkdir()
+    async with several(tmp_path) as fleet:
+        port = fleet.url.rpartition(":")[2]
+        with socket.socket() as alone, pytest.raises(OSError, match="in use"):
+            alone.bind(("127.0.0.1", int(port)))
+        async with several(tmp_path / "second", port=port) as second:
+            assert await second.ends() == 1
+
+
+def value(text: str, name: str, **labels: str) -> float | None:
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return next((s.value for s in samples if s.name == name and s.labels == labels), None)
+
+
+async def test_metrics_are_summed_and_a_killed_process_takes_none_with_it(tmp_path):
+    answered = "lorafleet_router_requests_total"
+    labels = {"route": "/v1/chat/completions", "status": "200", "code": ""}
+    async with several(tmp_path) as fleet, contextlib.AsyncExitStack() as stack:
+        pids = await fleet.pids()
+        await routable(fleet, pids)
+        clients = await fleet.clients(stack, pids)
+        before = value(await fleet.get("/all"), answered, **labels)
+        for client, count in zip(clients.values(), (3, 4), strict=True):
+            for _ in range(count):
+                assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        for client in clients.values():
+            text = await fleet.get("/all", client)
+            assert value(text, answered, **labels) == before + 7
+            assert value(text, "lorafleet_router_processes") == 2
+            assert value(text, "lorafleet_router_catalog_revision") == 1
+        victim, survivor = sorted(pids)
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: is_gone(victim))
+        assert value(await fleet.get("/all", clients[survivor]), answered, **labels) == before + 7
+        await fleet.pids(without=victim)
+        text = await fleet.get("/all")
+        assert value(text, answered, **labels) == before + 7
+        assert value(text, "lorafleet_router_processes") == 2
+
+
+class Process:
+    """One process's metrics and its place among the others, in this one."""
+
+    def __init__(self, folder: Path, slot: int) -> None:
+        self.registry = CollectorRegistry()
+        self.count = Counter("count", "c", ("by",), registry=self.registry)
+        self.took = Histogram("took", "t", buckets=(1, 2), registry=self.registry)
+        self.revision = Gauge("lorafleet_router_catalog_revision", "r", registry=self.registry)
+        self.waiting = Gauge("lorafleet_router_waiting_requests", "w", registry=self.registry)
+        self.place = Siblings(folder, slot, families=self.registry.collect)
+
+
+@contextlib.asynccontextmanager
+async def process(folder: Path, slot: int):
+    one = Process(folder, slot)
+    await one.place.start()
+    try:
+        yield one
+    finally:
+        await one.place.close()
+
+
+async def test_counts_and_queues_add_up_and_of_one_revision_the_largest_is_shown(tmp_path):
+    async with process(tmp_path, 0) as a, process(tmp_path, 1) as b:
+        a.count.labels("x").inc(2)
+        b.count.labels("x").inc(3)
+        b.count.labels("y").inc(1)
+        a.took.observe(0.5)
+        b.took.observe(1.5)
+        for one, number in ((a, 5), (b, 7)):
+            one.revision.set(number)
+            one.waiting.set(number)
+        text = (await a.place.metrics()).decode()
+        assert text.replace("c\n", "") == (await b.place.metrics()).decode().replace("c\n", "")
+        assert (value(text, "count_total", by="x"), value(text, "count_total", by="y")) == (5, 1)
+        assert [value(text, "took_bucket", le=le) for le in ("1.0", "2.0", "+Inf")] == [1, 2, 2]
+        assert value(text, "took_sum") == 2.0
+        assert value(text, "lorafleet_router_catalog_revision") == 7
+        assert value(text, "lorafleet_router_waiting_requests") == 12
+
+
+async def test_what_was_shown_once_never_falls_whoever_is_asked_and_whoever_went(tmp_path):
+    async with process(tmp_path, 0) as a:
+        async with process(tmp_path, 1) as b:
+            a.count.labels("x").inc(1)
+            b.count.labels("x").inc(10)
+            b.waiting.set(3)
+            assert value((await b.place.metrics()).decode(), "count_total", by="x") == 11
+        gone = (await a.place.metrics()).decode()
+        assert value(gone, "count_total", by="x") == 11
+        assert value(gone, "lorafleet_router_waiting_requests") == 0
+        for _ in range(3):
+            async with process(tmp_path, 1) as again:
+                again.count.labels("x").inc(100)
+                assert value((await a.place.metrics()).decode(), "count_total", by="x") in (111, 211, 311)
+                assert value((await again.place.metrics()).decode(), "count_total", by="x") in (111, 211, 311)
+        assert value((await a.place.metrics()).decode(), "count_total", by="x") == 311
+
+
+async def test_a_process_that_does_not_answer_holds_up_nobody_and_its_counts_stay(tmp_path):
+    async with process(tmp_path, 0) as a, process(tmp_path, 1) as b:
+        b.count.labels("x").inc(10)
+        await a.place.metrics()
+        asked, go_on = asyncio.Event(), asyncio.Event()
+
+        async def hang(_reader, writer):
+            asked.set()
+            await go_on.wait()
+            writer.close()
+
+        (tmp_path / "1.sock").unlink()
+        hanging = await asyncio.start_unix_server(hang, tmp_path / "1.sock")
+        assert value((await a.place.metrics()).decode(), "count_total", by="x") == 10
+        assert asked.is_set()
+        go_on.set()
+        hanging.close()
+        await hanging.wait_closed()
+
+
+async def test_an_answer_that_breaks_off_is_none(tmp_path):
+    async with process(tmp_path, 0) as a:
+
+        async def break_off(reader, writer):
+            await reader.read()
+            writer.write((100).to_bytes(8, "big") + b"half of it")
+            writer.close()
+
+        broken = await asyncio.start_unix_server(break_off, tmp_path / "1.sock")
+        assert await a.place.ask("anything") == []
+        broken.close()
+
+
+def test_every_gauge_is_known_to_be_a_sum_or_the_same_everywhere():
+    gauges = {family.name for family in Metrics().registry.collect() if family.type == "gauge"}
+    assert gauges - siblings.SUMMED - siblings.LARGEST == set(), "say in router/siblings.py how it adds up"
