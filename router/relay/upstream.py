@@ -186,8 +186,7 @@ class Connection(asyncio.Protocol):
 
     # What the loop does with it
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         self._pool._add(self)
 
