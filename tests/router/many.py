@@ -66,7 +66,8 @@ def serve_as(me: multi.Member, config: RouterSettings) -> None:
         parts.stopping = True
 
     joining = multi.Joining(app, me, sock, synced=synced)
-    serve.run(lambda: serve.serve(joining, sock, grace_s=config.grace_s, on_stop=stopping))
+    http = app.state.http
+    serve.run(lambda: serve.serve(joining, sock, http=http, grace_s=config.grace_s, on_stop=stopping))
 
 
 def more_routes(app, me: multi.Member, config: RouterSettings, siblings: Siblings) -> None:
