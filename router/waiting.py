@@ -2,14 +2,20 @@
 
 import asyncio
 from collections.abc import Callable
+from math import inf
 from typing import Generic, Protocol, TypeVar
 
+import structlog
+
 from lorafleet.loops import forever
+from router.core.admission import Bounds, Room
 from router.core.decision import Decision
 from router.core.dispatch import Ticket
-from router.core.errors import NoReplica, Saturated
+from router.core.errors import DeadlineExceeded, NoReplica, RouterError, Saturated
 from router.core.mind import Mind
 from router.metrics import Metrics
+
+log = structlog.get_logger()
 
 # While somebody waits: an engine's queue drains by the clock, without any event of ours.
 _LOOK_EVERY_S = 0.02
@@ -55,43 +61,67 @@ class _Wait(Generic[S]):
 
 
 class WaitingRoom:
-    """Holds requests back until the mind lets them go; bounded in number and in time."""
+    """Holds requests back until the mind lets them go; bounded in number, in bytes and in time."""
 
     def __init__(
-        self, mind: Mind, metrics: Metrics, *, most_waiting: int, most_wait_s: float, clock: Callable[[], float]
+        self,
+        mind: Mind,
+        metrics: Metrics,
+        *,
+        most_waiting: int,
+        most_wait_s: float,
+        clock: Callable[[], float],
+        most_waiting_bytes: float = inf,
+        tenant_share: float = 1.0,
     ) -> None:
+        """tenant_share: of `most_waiting` and of the bytes that one tenant may take."""
         self._mind = mind
         self._metrics = metrics
-        self._most_waiting = most_waiting
         self._most_wait_s = most_wait_s
         self._clock = clock
         self._poke = asyncio.Event()
         self._somebody = asyncio.Event()
+        mind.waiting.room = Room(Bounds(most_waiting, most_waiting_bytes, tenant_share))
+
+    def try_now(self, ticket: Ticket, begin: Callable[[Decision], S]) -> S | None:
+        """What `begin` made of the decision, if there is room for this request now.
+
+        None: it is in the line, and `admitted` must be awaited next, with nothing between.
+
+        raises  NoReplica; Saturated when it may not wait, or would have to wait for longer than it may;
+                DeadlineExceeded when it has come too late
+        """
+        now = self._clock()
+        most_wait_s = self._most_wait_s
+        if ticket.deadline_at is not None:
+            most_wait_s = min(most_wait_s, ticket.deadline_at - now)
+            if most_wait_s <= 0:
+                raise DeadlineExceeded("the deadline of this request passed before it could be sent to an engine")
+        ticket.most_wait_s = most_wait_s
+        decision = self._mind.waiting.offer(ticket, now)
+        self._metrics.decide.observe(self._clock() - now)
+        return None if decision is None else begin(decision)
 
     async def admitted(self, ticket: Ticket, begin: Callable[[Decision], S]) -> S:
         """What `begin` made of the decision, as soon as there is room for this request.
 
-        raises  NoReplica at once, Displaced later; Saturated when too many wait already, or it has waited for too long
+        raises  as `try_now` at once; Displaced, Saturated and DeadlineExceeded later
         """
+        if not ticket.is_waiting:
+            sent = self.try_now(ticket, begin)
+            if sent is not None:
+                return sent
         waiting = self._mind.waiting
-        began_at = self._clock()
-        decision = waiting.offer(ticket, began_at)
-        self._metrics.decide.observe(self._clock() - began_at)
-        if decision is not None:
-            return begin(decision)
         wait = _Wait(begin)
         ticket.payload = wait
-        if len(waiting) > self._most_waiting:
-            waiting.withdraw(ticket)
-            raise self._saturated(f"{len(waiting)} requests wait for room at an engine already")
         try:
             self._metrics.waiting.set(len(waiting))
             self._somebody.set()
-            async with asyncio.timeout(self._most_wait_s):
+            async with asyncio.timeout(ticket.most_wait_s):
                 return await wait.sent
         except TimeoutError as exc:
             wait.undo()
-            raise self._saturated(f"no engine had room within {self._most_wait_s:g} s") from exc
+            raise self._too_late(ticket) from exc
         except BaseException:
             wait.undo()
             raise
@@ -113,11 +143,17 @@ class WaitingRoom:
             self._somebody.clear()
             await self._somebody.wait()
         for ticket, outcome in self._mind.waiting.ready(self._clock()):
+            if isinstance(outcome, NoReplica) and outcome.__cause__ is not None:
+                log.error("a waiting request could not be decided", exc_info=outcome.__cause__)
             wait = ticket.payload
             assert isinstance(wait, _Wait)
             wait.tell(outcome)
 
-    def _saturated(self, what: str) -> Saturated:
+    def _too_late(self, ticket: Ticket) -> RouterError:
+        if ticket.deadline_at is not None and self._clock() >= ticket.deadline_at:
+            return DeadlineExceeded("the deadline of this request passed while it waited for room at an engine")
         backlog = self._mind.waiting.backlog
         drained_s = sum(backlog.values()) / max(1, len(backlog))
-        return Saturated(f"{what}; try again", retry_after_s=max(1.0, drained_s))
+        return Saturated(
+            f"no engine had room within {ticket.most_wait_s:.3g} s; try again", retry_after_s=max(1.0, drained_s)
+        )

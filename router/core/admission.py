@@ -52,7 +52,7 @@ class Room:
         if self.size_bytes + size_bytes > bounds.size_bytes:
             return f"waiting requests hold {self.size_bytes} bytes already, of {bounds.size_bytes:g}"
         own, own_bytes = self._tenants.get(tenant, (0, 0))
-        if own >= max(1.0, share * bounds.requests):
+        if own + 1 > max(1.0, share * bounds.requests):
             return f"{own} requests of yours wait already; one tenant may have {share:.0%} of {bounds.requests:g}"
         if own and own_bytes + size_bytes > share * bounds.size_bytes:
             return f"waiting requests of yours hold {own_bytes} bytes; one tenant may have {share:.0%} of the room"

@@ -56,7 +56,7 @@ async def test_a_client_that_leaves_while_waiting_is_never_sent_and_leaves_nothi
     engine = Slow("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(5)]
-        await until(lambda: len(parts.mind.waiting) == 3)
+        await until(lambda: len(parts.mind.waiting) == 3 and len(engine.bodies) == 2)
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)

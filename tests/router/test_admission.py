@@ -1,0 +1,330 @@
+"""Who may wait, and whether what a request is told about its wait comes true."""
+
+import asyncio
+import time
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core.admission import Bounds, Drain, Room, wait_s
+from router.core.decision import Ask
+from router.core.dispatch import Prompt, Ticket
+from router.core.errors import DeadlineExceeded, Saturated
+from router.core.fleet import Roster
+from router.metrics import Metrics
+from router.waiting import WaitingRoom
+from tests.router.test_dispatch import RATE, Fleet
+from tests.router.test_policy import SQL, a_replica
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.booleans()), max_size=60),
+    st.integers(1, 10),
+    st.integers(1, 200),
+    st.floats(0.05, 1),
+)
+def test_a_room_holds_no_more_than_its_bounds_and_nobody_fills_it_alone(steps, requests, size_bytes, share):
+    room = Room(Bounds(requests, size_bytes, share))
+    inside = []
+    for tenant, size, is_leaving in steps:
+        if is_leaving and inside:
+            room.leave(*inside.pop(size % len(inside)))
+        elif room.refusal(tenant, size) is None:
+            room.enter(tenant, size)
+            inside.append((tenant, size))
+        assert (room.requests, room.size_bytes) == (len(inside), sum(size for _, size in inside))
+        assert len(inside) <= requests
+        assert len(inside) <= 1 or sum(size for _, size in inside) <= size_bytes
+        for name in "abc":
+            own = [size for tenant, size in inside if tenant == name]
+            assert len(own) <= max(1, share * requests)
+            assert len(own) <= 1 or sum(own) <= max(share * size_bytes, *own)
+    while inside:
+        room.leave(*inside.pop())
+    assert not room._tenants
+
+
+def test_a_refusal_says_which_bound_was_reached():
+    room = Room(Bounds(requests=4, size_bytes=100, tenant_share=0.5))
+    room.enter("a", 30)
+    assert "bytes" in room.refusal("b", 90)
+    assert "of yours hold 30 bytes" in room.refusal("a", 30)
+    room.enter("a", 10)
+    assert "2 requests of yours" in room.refusal("a", 0)
+    room.enter("b", 0)
+    room.enter("c", 0)
+    assert "4 requests wait already" in room.refusal("d", 0)
+
+
+# --- the predicted wait -----------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["", SQL]), st.floats(0.05, 0.5)), max_size=60),
+    st.integers(0, 20),
+    st.sampled_from("abcd"),
+    st.sampled_from(["", SQL]),
+    st.sampled_from([0.5, 1.0, 4.0]),
+)
+def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished, tenant, adapter, weight):
+    fleet = Fleet()
+    for who, what, seconds in asked:
+        fleet.ask(who, what, seconds, weight=weight if what else 1.0)
+    for _ in range(finished):
+        if fleet.running:
+            fleet.finish()
+    line = fleet.mind.waiting
+    weighs = weight if adapter else 1.0
+    ticket = Ticket(prompt=Prompt(Ask("m", adapter, RATE // 4)), tenant=tenant, adapter=adapter, weight=weighs)
+    predicted = line._ahead_s(ticket)
+    if fleet.mind.offer(ticket, fleet.now) is not None:
+        assert predicted == 0
+        return
+    order = list(line._in_order())
+    served = sum(t.bound_s for t in order[: order.index(ticket)])
+    # Requests are served whole: each adapter of its tenant, and each tenant, may be ahead or behind by one.
+    slack = sum(sorted((t.bound_s * max(1.0, t.weight) for t in order), reverse=True)[:5])
+    assert predicted == pytest.approx(served, abs=slack)
+
+
+def test_what_a_request_is_told_is_how_long_it_waits():
+    fleet = Fleet()
+    for _ in range(40):
+        fleet.ask(seconds=0.5)
+    ticket = Ticket(prompt=Prompt(Ask("m", "", RATE // 2)))
+    decision = fleet.mind._decide_ticket(ticket, fleet.mind.waiting.backlog, fleet.now)
+    told_s = fleet.mind.waiting.wait_s(ticket, decision)
+    began_at = fleet.now
+    fleet.mind.offer(ticket, began_at)
+    while ticket not in fleet.sent:
+        fleet.finish()
+    assert told_s == pytest.approx(fleet.now - began_at, rel=0.1)
+
+
+@pytest.mark.parametrize("slower", [1.0, 4.0])
+def test_an_engine_that_is_slower_than_predicted_makes_the_prediction_longer(slower):
+    fleet = Fleet()
+    for _ in range(200):
+        fleet.ask(seconds=0.5)
+    for _ in range(60):
+        fleet.now += (slower - 1) * fleet.running[0][1].prefill_s
+        fleet.finish()
+    assert fleet.mind.waiting.drain.rate("w0") == pytest.approx(1 / slower, rel=0.3)
+
+
+def test_a_line_that_is_too_long_refuses_at_once_and_says_when_to_come_back():
+    fleet = Fleet()
+    refused = None
+    while refused is None:
+        try:
+            fleet.ask(seconds=0.5, most_wait_s=10.0)
+        except Saturated as exc:
+            refused = exc
+    assert 15 <= len(fleet.mind.waiting) <= 25
+    assert refused.retry_after_s == pytest.approx(1.0, abs=0.6)
+    assert "may wait 10 s" in str(refused)
+    came_back_at = fleet.now + refused.retry_after_s
+    while fleet.now < came_back_at:
+        fleet.finish()
+    fleet.ask(seconds=0.5, most_wait_s=10.0)
+
+
+def test_a_shorter_deadline_is_refused_sooner_and_a_patient_request_not_at_all():
+    fleet = Fleet()
+    for _ in range(20):
+        fleet.ask(seconds=0.5)
+    with pytest.raises(Saturated) as refused:
+        fleet.ask(seconds=0.5, most_wait_s=2.0)
+    assert refused.value.retry_after_s > 5
+    assert fleet.ask(seconds=0.5, most_wait_s=100.0).is_waiting
+
+
+def test_a_tenant_that_has_waited_little_is_let_in_where_a_greedy_one_is_not():
+    fleet = Fleet()
+    for _ in range(100):
+        fleet.ask("greedy", seconds=0.5)
+    with pytest.raises(Saturated):
+        fleet.ask("greedy", seconds=0.5, most_wait_s=10.0)
+    assert fleet.ask("modest", seconds=0.5, most_wait_s=10.0).is_waiting
+
+
+def test_a_line_for_one_replica_is_not_counted_against_who_can_only_go_to_another():
+    fleet = Fleet()
+    fleet.roster = Roster(
+        (a_replica("w0", residents=["a@0"], max_num_seqs=99), a_replica("w1", residents=["b@0"], max_num_seqs=99))
+    )
+    for _ in range(100):
+        fleet.ask("t", "a@0", seconds=0.5)
+    for _ in range(5):
+        fleet.ask("t", "b@0", seconds=0.5)
+    with pytest.raises(Saturated):
+        fleet.ask("t", "a@0", seconds=0.5, most_wait_s=10.0)
+    fleet.ask("t", "b@0", seconds=0.5, most_wait_s=10.0)
+
+
+def test_who_is_refused_leaves_nothing_behind():
+    fleet = Fleet()
+    fleet.mind.waiting.room = Room(Bounds(requests=5))
+    for _ in range(7):
+        fleet.ask(seconds=0.5)
+    waiting, backlog = len(fleet.mind.waiting), dict(fleet.mind.waiting.backlog)
+    for more in ({}, {"most_wait_s": 0.1}):
+        with pytest.raises(Saturated) as refused:
+            fleet.ask("other", seconds=0.5, **more)
+        assert refused.value.retry_after_s >= 1
+    assert (len(fleet.mind.waiting), dict(fleet.mind.waiting.backlog)) == (waiting, backlog)
+    assert "other" not in fleet.mind.waiting._tenants
+    while fleet.running:
+        fleet.finish()
+    assert fleet.mind.waiting.room.requests == 0
+
+
+def test_a_drain_nobody_measured_is_a_second_a_second_and_lines_without_work_wait_for_nothing():
+    drain = Drain()
+    assert drain.rate("w0") == 1.0
+    assert wait_s(10.0, {"w0": 5.0, "w1": 5.0}, ["w0", "w1"], drain) == 5.0
+    assert wait_s(0.0, {}, ["w0"], drain) == 0.0
+    assert wait_s(10.0, {"w1": 5.0}, ["w0"], drain) == 0.0
+
+
+# --- prompt tokens in flight ------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.01, 1.5), min_size=1, max_size=40), st.integers(1, 3))
+def test_no_more_prompt_tokens_are_in_flight_than_the_bound_but_for_one_prompt_that_is_larger(seconds, replicas):
+    fleet = Fleet(replicas, late_binding_s=1e9, most_in_flight_tokens=RATE)
+    for each in seconds:
+        fleet.ask(seconds=each)
+        there = fleet.mind.load.in_flight_tokens("m")
+        assert there == sum(flight.prompt_tokens for _, flight in fleet.running)
+        assert there <= RATE or len(fleet.running) == 1
+    while fleet.running:
+        fleet.finish()
+        assert fleet.mind.load.in_flight_tokens("m") <= RATE or len(fleet.running) == 1
+    assert len(fleet.sent) == len(seconds)
+    assert fleet.mind.load.in_flight_tokens("m") == 0
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones_that_would_still_fit():
+    fleet = Fleet(2, late_binding_s=1e9, most_in_flight_tokens=RATE)
+    for _ in range(5):
+        fleet.ask(seconds=0.1)
+    long = fleet.ask(seconds=0.9)
+    assert long.is_waiting
+    for _ in range(10):
+        fleet.ask(seconds=0.1)
+        fleet.finish()
+        if long in fleet.sent:
+            break
+    assert long in fleet.sent
+    assert fleet.sent.index(long) <= 6
+
+
+# --- the waiting room -------------------------------------------------------------------------------------------------
+
+
+class Sent:
+    def __init__(self, fleet, decision):
+        self.fleet = fleet
+        self.flight = fleet.mind.begin(decision, time.monotonic())
+
+    def end(self):
+        self.fleet.mind.load.end(self.flight, time.monotonic())
+
+
+class Hall:
+    """A waiting room in real time, before one engine that never ends a prefill by itself."""
+
+    def __init__(self, **limits):
+        self.fleet = Fleet(late_binding_s=0.1)
+        limits = {"most_waiting": 100, "most_wait_s": 60.0} | limits
+        self.room = WaitingRoom(self.fleet.mind, Metrics(), clock=time.monotonic, **limits)
+
+    def ticket(self, tenant="", seconds=0.5, **more):
+        return Ticket(prompt=Prompt(Ask("m", "", int(seconds * RATE))), tenant=tenant, **more)
+
+    def begin(self, decision):
+        return Sent(self.fleet, decision)
+
+    def try_now(self, *args, **more):
+        return self.room.try_now(self.ticket(*args, **more), self.begin)
+
+    async def admitted(self, *args, **more):
+        return await self.room.admitted(self.ticket(*args, **more), self.begin)
+
+
+async def test_where_there_is_room_nothing_is_awaited():
+    hall = Hall()
+    assert isinstance(hall.try_now(), Sent)
+    ticket = hall.ticket()
+    assert hall.room.try_now(ticket, hall.begin) is None
+    assert ticket.is_waiting
+    waiting = asyncio.create_task(hall.room.admitted(ticket, hall.begin))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert not ticket.is_waiting
+
+
+async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
+    hall = Hall()
+    first = hall.try_now()
+    ticket = hall.ticket()
+    assert hall.room.try_now(ticket, hall.begin) is None
+    running = asyncio.create_task(hall.room.run())
+    waiting = asyncio.create_task(hall.room.admitted(ticket, hall.begin))
+    await asyncio.sleep(0)
+    assert len(hall.fleet.mind.waiting) == 1
+    first.end()
+    hall.room.poke()
+    assert isinstance(await asyncio.wait_for(waiting, 5), Sent)
+    assert len(hall.fleet.mind.load._books["w0"].flights) == 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_request_that_comes_after_its_deadline_is_not_sent_and_one_whose_deadline_passes_is_told():
+    hall = Hall()
+    with pytest.raises(DeadlineExceeded):
+        hall.try_now(deadline_at=time.monotonic() - 1)
+    assert not list(hall.fleet.mind.load.in_flight())
+    hall.try_now(seconds=0.2)
+    began_at = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        await hall.admitted(seconds=0.1, deadline_at=began_at + 0.3)
+    assert 0.25 < time.monotonic() - began_at < 5
+    assert not len(hall.fleet.mind.waiting)
+
+
+async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
+    hall = Hall()
+    hall.try_now(seconds=5.0)
+    began_at = time.monotonic()
+    with pytest.raises(Saturated) as refused:
+        await hall.admitted(deadline_at=began_at + 2)
+    assert time.monotonic() - began_at < 1
+    assert refused.value.retry_after_s > 1.5
+
+
+async def test_one_tenant_cannot_fill_the_room_with_requests_or_with_bytes():
+    hall = Hall(most_waiting=8, tenant_share=0.5, most_waiting_bytes=1000)
+    hall.try_now()
+    rng = Random(1)
+    waiting = [asyncio.create_task(hall.admitted("a", 0.001, size_bytes=rng.randrange(50))) for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(Saturated, match="of yours"):
+        await hall.admitted("a", 0.001)
+    waiting.append(asyncio.create_task(hall.admitted("b", 0.001, size_bytes=300)))
+    await asyncio.sleep(0)
+    with pytest.raises(Saturated, match="of yours hold 300 bytes"):
+        await hall.admitted("b", 0.001, size_bytes=300)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert hall.fleet.mind.waiting.room.requests == 0
