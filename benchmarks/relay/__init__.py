@@ -1,0 +1,1 @@
+"""The data plane's benchmark; `python -m benchmarks.relay --help`."""

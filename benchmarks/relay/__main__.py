@@ -1,0 +1,139 @@
+"""The data plane: what a request costs a router, beside its peers, on one core. `python -m benchmarks.relay --help`.
+
+The routers run on one core; stub engines, a stub control plane and the clients on the other. CPU microseconds of the
+router's process per request are the measure: they hardly move with the machine's noise, requests a second do.
+"""
+
+import argparse
+import contextlib
+import os
+import pstats
+import sys
+import tempfile
+import uuid
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import uvloop
+
+from benchmarks.relay.bench import FULL, QUICK, Bench
+from benchmarks.relay.contenders import CONTENDERS, EXACT, HOW_TO_ADD, Contender, NotStarted, Stage, environment
+from benchmarks.relay.machine import cores, described, stolen_s
+from benchmarks.relay.rows import GROUPS, Scene
+from benchmarks.report import Row, show
+from lorafleet.processes import Guard, clean_environment
+from lorafleet.tiny import make_model
+
+_HOT_SPOTS = 25
+
+
+def main() -> None:
+    options = _options()
+    router_core, other_core = cores()
+    os.sched_setaffinity(0, {other_core})
+    scratch = Path(tempfile.mkdtemp(prefix="lorafleet-relay-"))
+    mark = uuid.uuid4().hex
+    guard = Guard(mark, scratch)
+    try:
+        if options.profile is not None:
+            options.profile.mkdir(parents=True, exist_ok=True)
+        stage = Stage(
+            scratch,
+            environment(clean_environment(mark)),
+            router_core,
+            (),
+            0,
+            options.peers.resolve() if options.peers else None,
+            options.profile.resolve() if options.profile else None,
+        )
+        bench = Bench(stage, other_core, make_model(scratch / "model"), QUICK if options.quick else FULL)
+        stolen = stolen_s()
+        rows = uvloop.run(_measured(bench, options))
+        print(f"{described()}; router on core {router_core}, engines and clients on core {other_core}")
+        print(
+            ", ".join(f"{name} {version(name)}" for name in ("uvloop", "httptools", "uvicorn", "aiohttp", "tokenizers"))
+        )
+        if bench.spreads:
+            print(
+                f"noise: half the range of a figure's {bench.size.rounds} rounds is {median(bench.spreads):.1%} of it"
+                f" in the middle, {max(bench.spreads):.0%} at most; {stolen_s() - stolen:.1f} s were stolen"
+            )
+        show("relay", rows, options.json)
+        if options.profile is not None:
+            _print_hot_spots(options.profile)
+    except NotStarted as exc:
+        sys.exit(f"python -m benchmarks.relay: {exc}")
+    finally:
+        guard.release()
+
+
+async def _measured(bench: Bench, options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    with bench.fleet(2) as stage, contextlib.ExitStack() as running:
+        started = []
+        for contender in _chosen(options):
+            found = contender.found(stage.peers)
+            print(f"{contender.name}: {found or 'not installed'}", flush=True)
+            if found is None:
+                continue
+            try:
+                one = contender.start(contender, stage)
+            except NotStarted as exc:
+                if contender.kind == "ours":
+                    raise
+                print(f"left out: {exc}", flush=True)
+                continue
+            running.callback(one.stop)
+            if one.name == EXACT:
+                bench.until_known(one, stage)
+            started.append(one)
+        if all(one.kind in ("ours", "direct") for one in started):
+            print(HOW_TO_ADD)
+        scene = Scene(bench, stage, tuple(started))
+        for name in options.only or GROUPS:
+            print(f"measuring: {name}", file=sys.stderr, flush=True)
+            rows += await GROUPS[name](scene)
+    return rows
+
+
+def _chosen(options: argparse.Namespace) -> list[Contender]:
+    names = options.contenders
+    if names is None and (options.quick or options.profile):
+        names = ["lorafleet"]
+    return [
+        c for c in CONTENDERS if names is None or c.name == "direct" or any(c.name.startswith(name) for name in names)
+    ]
+
+
+def _print_hot_spots(folder: Path) -> None:
+    for file in sorted(folder.glob("*.prof")):
+        print(f"\n{file} (the times are those under a profiler; the main thread's alone)")
+        pstats.Stats(str(file)).strip_dirs().sort_stats("tottime").print_stats(_HOT_SPOTS)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.relay",
+        description=__doc__,
+        epilog=HOW_TO_ADD,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="end within a minute, without peers; to see that it works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="ROWS", help=f"of {', '.join(GROUPS)}")
+    parser.add_argument(
+        "--contenders", nargs="+", metavar="NAME", help="whose names begin so; direct is always among them"
+    )
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with the peers' Python packages")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="run our routers under cProfile, leave DIR/NAME.prof and print where the time went; figures mean nothing",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""One run of the benchmark: contenders on one core, stub engines and clients on the other, figures by name."""
+
+import asyncio
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import msgspec
+
+from benchmarks.relay.client import Client
+from benchmarks.relay.contenders import NotStarted, Running, Stage, start_router
+from benchmarks.relay.fleet import Spec
+from benchmarks.relay.machine import cpu_ns, pinned, resident_mb
+from benchmarks.relay.prompts import Ask, Requests, Shape, long_seen, shape
+from benchmarks.scenes import lora_id
+from lorafleet.chat import ChatTokenizer
+
+_KNOWN_S = 20.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured. seconds: of each contender's load in each round."""
+
+    rounds: int
+    seconds: float
+    calls: int
+    streams: int
+    open_streams: int
+    open_chunks: int
+    blocks: int
+
+
+FULL = Size(rounds=5, seconds=1.5, calls=1500, streams=256, open_streams=2000, open_chunks=100, blocks=100_000)
+QUICK = Size(rounds=1, seconds=0.2, calls=50, streams=16, open_streams=50, open_chunks=10, blocks=5_000)
+
+
+@dataclass(slots=True)
+class Bench:
+    """What the rows are measured with. spreads: of each figure over its rounds, as a share of the figure."""
+
+    stage: Stage
+    other_core: int
+    model_dir: Path
+    size: Size
+    spreads: list[float] = field(default_factory=list)
+    _shapes: dict[str, Shape] = field(default_factory=dict)
+    _tokenizer: ChatTokenizer | None = None
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = ChatTokenizer.from_dir(self.model_dir)
+        return self._tokenizer
+
+    def requests(self, ask: Ask, running: Running) -> Requests:
+        """Of this kind, for this contender."""
+        if ask.name not in self._shapes:
+            self._shapes[ask.name] = shape(ask, self.tokenizer)
+        return Requests(ask, running.models, running.port, self._shapes[ask.name])
+
+    def middle(self, values: Sequence[float]) -> float:
+        """The median over rounds; how far they lie apart is remembered."""
+        found = median(values)
+        if len(values) > 1 and found:
+            self.spreads.append((max(values) - min(values)) / 2 / abs(found))
+        return found
+
+    # --- fleets and routers -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def fleet(self, workers: int, *, adapters: int = 10, resident: int = 10, blocks: int = 0) -> Iterator[Stage]:
+        """Stub engines and control plane; the stage in front of them."""
+        spec = Spec(str(self.model_dir), workers, adapters, resident, blocks)
+        command = [sys.executable, "-m", "benchmarks.relay.fleet", msgspec.json.encode(spec).decode()]
+        with pinned(self.other_core):
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.stage.environment
+            )
+        assert process.stdout is not None
+        assert process.stdin is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                raise NotStarted(f"the stub fleet ended with {process.wait()}; its traceback is above")
+            ports = json.loads(line)
+            yield replace(self.stage, engines=tuple(ports["engines"]), control=ports["control"])
+        finally:
+            process.stdin.close()
+            process.stdout.close()
+            process.wait()
+
+    @contextlib.contextmanager
+    def router(self, stage: Stage, name: str, *, adapters: int = 10) -> Iterator[Running]:
+        """Ours in front of a fleet, once it knows what its engines have."""
+        running = start_router(stage, name, tuple(map(lora_id, range(adapters))))
+        try:
+            self.until_known(running, stage)
+            yield running
+        finally:
+            running.stop()
+
+    def until_known(self, running: Running, stage: Stage) -> None:
+        """Until every worker's blocks are followed, and a prompt's hit is predicted to the token.
+
+        raises NotStarted when that does not come about
+        """
+        requests = self.requests(long_seen(), running)
+        expected = self._shapes[requests.ask.name].cached_tokens
+        deadline = time.monotonic() + _KNOWN_S
+        while True:
+            predicted = _predicted(running.port, requests.next().partition(b"\r\n\r\n")[2])
+            metrics = _fetched(running.port, "/metrics")
+            followed = re.search(r'^lorafleet_router_kv_feeds\{source="ledger"\} (\S+)', metrics, re.MULTILINE)
+            feeds = int(float(followed[1])) if followed else 0
+            if predicted == expected and feeds == len(stage.engines):
+                return
+            if time.monotonic() > deadline:
+                raise NotStarted(
+                    f"{running.name}: after {_KNOWN_S:.0f} s it predicts {predicted} cached tokens of a prompt of which"
+                    f" {expected} are cached, and follows {feeds} of {len(stage.engines)} engines' blocks"
+                )
+            time.sleep(0.2)
+
+    # --- measures ---------------------------------------------------------------------------------------------
+
+    async def costs(self, runnings: Sequence[Running], ask: Ask, connections: int) -> dict[str, list[float]]:
+        """CPU microseconds of each contender's router per request, one figure a round; they take turns."""
+        found: dict[str, list[float]] = {running.name: [] for running in runnings}
+        async with _clients(runnings) as clients:
+            totals = {r.name: await self._warmed(clients[r.name], self.requests(ask, r), connections) for r in runnings}
+            for running in self._in_turn(runnings):
+                client, total = clients[running.name], totals[running.name]
+                before = cpu_ns(running.pid)
+                await client.run(self.requests(ask, running), total=total, connections=connections)
+                found[running.name].append((cpu_ns(running.pid) - before) / total / 1e3)
+        return found
+
+    async def idle(self, runnings: Sequence[Running]) -> dict[str, float]:
+        """CPU seconds a second of each with nothing to do."""
+        before = {running.name: cpu_ns(running.pid) for running in runnings}
+        began = time.perf_counter()
+        await asyncio.sleep(self.size.seconds * 2)
+        wall_s = time.perf_counter() - began
+        return {r.name: (cpu_ns(r.pid) - before[r.name]) / 1e9 / wall_s for r in runnings}
+
+    async def slopes(
+        self, runnings: Sequence[Running], few: Ask, many: Ask, connections: int, total: int
+    ) -> dict[str, list[float]]:
+        """CPU microseconds per streamed chunk: two lengths, so that the request's own cost is not in it.
+
+        What the router does in the background meanwhile is taken off, too.
+        """
+        found: dict[str, list[float]] = {running.name: [] for running in runnings}
+        idle = await self.idle(runnings)
+        async with _clients(runnings) as clients:
+            for running in self._in_turn(runnings):
+                used = []
+                for ask in (few, many):
+                    requests, client = self.requests(ask, running), clients[running.name]
+                    await client.run(requests, total=connections, connections=connections)
+                    before = cpu_ns(running.pid)
+                    # Out of step, as clients are.
+                    over_s = 1.0 if ask.is_paced else 0.0
+                    outcome = await client.run(requests, total=total, connections=connections, over_s=over_s)
+                    used.append((cpu_ns(running.pid) - before) / 1e3 - idle[running.name] * outcome.wall_s * 1e6)
+                found[running.name].append((used[1] - used[0]) / total / (many.chunks - few.chunks))
+        return found
+
+    async def latencies(
+        self, runnings: Sequence[Running], taken: Callable[[Client, Running], Awaitable[list[float]]]
+    ) -> dict[str, list[list[float]]]:
+        """What `taken` awaits to, in seconds and sorted, for each contender and round."""
+        found: dict[str, list[list[float]]] = {running.name: [] for running in runnings}
+        async with _clients(runnings) as clients:
+            for running in self._in_turn(runnings):
+                found[running.name].append(sorted(await taken(clients[running.name], running)))
+        return found
+
+    async def peak_mb(self, running: Running, work: "asyncio.Task[T]") -> float:
+        """The most resident memory while that is done."""
+        most = resident_mb(running.pid)
+        while not work.done():
+            await asyncio.wait([work], timeout=0.2)
+            most = max(most, resident_mb(running.pid))
+        return most
+
+    async def _warmed(self, client: Client, requests: Requests, connections: int) -> int:
+        """How many requests take about `size.seconds`."""
+        few = connections * 8
+        await client.run(requests, total=few, connections=connections)
+        wall_s = (await client.run(requests, total=few, connections=connections)).wall_s
+        return max(connections, int(few * self.size.seconds / wall_s))
+
+    def _in_turn(self, runnings: Sequence[Running]) -> Iterator[Running]:
+        for _ in range(self.size.rounds):
+            yield from runnings
+
+
+@contextlib.asynccontextmanager
+async def _clients(runnings: Sequence[Running]) -> AsyncIterator[dict[str, Client]]:
+    clients = {running.name: Client(running.port) for running in runnings}
+    try:
+        yield clients
+    finally:
+        for client in clients.values():
+            client.close()
+
+
+def _fetched(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def _predicted(port: int, body: bytes) -> int | str:
+    """The prompt's cached tokens, as the router predicts them; what it says instead, where it refuses."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", data=body)
+    request.add_header("content-type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.headers["x-lorafleet-cached-tokens"])
+    except urllib.error.HTTPError as exc:
+        return exc.read().decode(errors="replace")
+    except OSError as exc:
+        return repr(exc)

@@ -1,0 +1,124 @@
+"""What is asked: requests as bytes, each with text of its own, so that nobody answers or tokenizes from memory."""
+
+import json
+from array import array
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import count, takewhile
+
+from benchmarks.scenes import BLOCK_SIZE
+from lorafleet.chat import ChatTokenizer
+from lorafleet.tiny import MODEL_NAME
+
+BASE = MODEL_NAME
+PACE_PER_S = 20
+"""Chunks a second of a paced stream."""
+
+# Stands where each request has a number of its own, of as many digits.
+_MARK = "@@@@@@@@@@"
+_TURN_CHARS = 2000
+# One row of them for the whole run: what one round asked, a router still has in its caches in the next.
+_numbers = count(10**9)
+# The fields that tell a stub engine what to do are OpenAI's own, so that every router lets them pass: `max_tokens` is
+# the number of chunks, `seed` 1 asks for pace, `user` holds what its usage is to say.
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A kind of chat request.
+
+    chunks      of a streamed answer; 0: not streamed
+    """
+
+    name: str
+    messages: tuple[tuple[str, str], ...]
+    chunks: int = 0
+    is_paced: bool = False
+
+    def body(self, model: str, usage: str = "0/1") -> str:
+        """JSON, with marks where a number belongs."""
+        fields: dict[str, object] = {"model": model, "user": f"cached={usage};"}
+        if self.chunks:
+            fields |= {"stream": True, "max_tokens": self.chunks, "seed": int(self.is_paced)}
+        fields |= {"temperature": 0.7, "messages": [{"role": role, "content": text} for role, text in self.messages]}
+        return json.dumps(fields, separators=(",", ":"))
+
+    def numbered(self, model: str, number: int) -> str:
+        """The JSON of one request."""
+        return self.body(model).replace(_MARK, str(number))
+
+
+@cache
+def _corpus() -> str:
+    return resources.files("lorafleet").joinpath("tiny_corpus.txt").read_text(encoding="utf-8")
+
+
+def _turns(chars: int, *, numbered: bool) -> tuple[tuple[str, str], ...]:
+    mark = f"{_MARK} " if numbered else ""
+    starts = range(0, chars, _TURN_CHARS)
+    texts = [mark + _corpus()[1000 + start :][: min(_TURN_CHARS, chars - start)] for start in starts]
+    roles = ["system"] + ["user", "assistant"] * len(texts)
+    return tuple(zip(roles, texts, strict=False))
+
+
+def short(chunks: int = 0, *, is_paced: bool = False) -> Ask:
+    """About 1 KB, all of it new."""
+    text = f"{_MARK} {_corpus()[3000:3780]}"
+    return Ask("short", (("user", text),), chunks, is_paced)
+
+
+def long_seen() -> Ask:
+    """32 KB: a conversation that the engines have cached, and a new question of 600 bytes."""
+    return Ask("32 KB, seen", (*_turns(31_000, numbered=False), ("user", f"{_MARK} {_corpus()[5000:5600]}")))
+
+
+def long_new() -> Ask:
+    """32 KB of which nothing was seen before."""
+    return Ask("32 KB, new", (*_turns(31_000, numbered=True), ("user", f"{_MARK} {_corpus()[5000:5600]}")))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an engine counts a prompt: all of its tokens, and those that every request of its kind begins with."""
+
+    shared: "array[int]"
+    tokens: int
+
+    @property
+    def cached_tokens(self) -> int:
+        """What an engine has that keeps the shared beginning, and nothing else: whole blocks."""
+        return len(self.shared) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def shape(ask: Ask, tokenizer: ChatTokenizer) -> Shape:
+    """Of two requests of this kind that share nothing but what all share."""
+    one, other = (tokenizer.chat_ids(json.loads(ask.numbered(BASE, number))) for number in (10**9, 7 * 10**9 + 7))
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return Shape(array("I", [token for token, _ in shared]), len(one))
+
+
+class Requests:
+    """Whole HTTP requests of one kind, for a router at `port`; the models take turns."""
+
+    def __init__(self, ask: Ask, models: tuple[str, ...], port: int, of: Shape) -> None:
+        self.ask = ask
+        usage = f"{of.cached_tokens}/{of.tokens}"
+        self._made = [self._parts(ask.body(model, usage), port) for model in models]
+
+    def next(self) -> bytes:
+        """One that was never asked before."""
+        number = next(_numbers)
+        return str(number).encode().join(self._made[number % len(self._made)])
+
+    @staticmethod
+    def _parts(body: str, port: int) -> list[bytes]:
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\n"
+            f"Host: 127.0.0.1:{port}\r\n"
+            "Accept: application/json\r\n"
+            "Content-Type: application/json\r\n"
+            "User-Agent: benchmarks.relay\r\n"
+            f"Content-Length: {len(body.encode())}\r\n\r\n"
+        )
+        return (head + body).encode().split(_MARK.encode())
