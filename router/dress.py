@@ -1,37 +1,89 @@
 """A client's body -> the engine's: the names it may not use, and the name that the engine knows the adapter by."""
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from router.core.errors import BadBody
+from router.core.errors import BadBody, ReplicaUnreachable
+from router.surface.routes import PromptKind
 
 Body = dict[str, msgspec.Raw]
 
-# Fields that pick an adapter or steer the engine's cache. Each engine has its own, and four of seven engines answer
-# from the base model when such a field names nothing; only the router's own record may choose.
+_LORA = "use lora_id"
+_CACHES = "the fleet's own caches are not a client's to move"
+_RANK = "the router chooses the engine, and the rank in it"
+_SESSIONS = "sessions are pinned to engines; send the whole prompt, its prefix is cached anyway"
+
+# Fields that pick an adapter or steer engine, cache or index, by every name an engine has for it: four of seven engines
+# answer from the base model when such a field names nothing, so only the router's own record may choose.
 REFUSED_FIELDS: Mapping[str, str] = {
-    "adapter_id": "use lora_id",
-    "adapter_source": "use lora_id",
-    "data_parallel_rank": "the router chooses the rank",
-    "ec_transfer_params": "the fleet's own caches are not a client's to move",
-    "kv_transfer_params": "the fleet's own caches are not a client's to move",
-    "lora": "use lora_id",
-    "lora_name": "use lora_id",
-    "lora_path": "use lora_id",
-    "lora_request": "use lora_id",
-    "session_params": "sessions are pinned to engines; send the whole prompt, its prefix is cached anyway",
+    # LoRAX and TGI
+    "adapter_id": _LORA,
+    "adapter_parameters": _LORA,
+    "adapter_source": _LORA,
+    # LMDeploy, and what several proxies call it
+    "adapter": _LORA,
+    "adapter_name": _LORA,
+    "adapters": _LORA,
+    # llama.cpp
+    "id_slot": _RANK,
+    "lora": _LORA,
+    # TensorRT-LLM, Dynamo
+    "lora_config": _LORA,
+    "lora_request": _LORA,
+    "nvext": _RANK,
+    # vLLM's own load calls
+    "lora_int_id": _LORA,
+    "lora_modules": _LORA,
+    "lora_name": _LORA,
+    # SGLang 0.5 managers/io_struct.py GenerateReqInput; its OpenAI routes take these, too
+    "bootstrap_host": _CACHES,
+    "bootstrap_pair_key": _CACHES,
+    "bootstrap_port": _CACHES,
+    "bootstrap_room": _CACHES,
+    "custom_logit_processor": "it is code, run inside the engine",
+    "data_parallel_rank": _RANK,
+    "disagg_prefill_dp_rank": _RANK,
+    "extra_key": "use cache_salt",
+    "http_worker_ipc": _RANK,
+    "kv_router_hint": _CACHES,
+    "lora_path": _LORA,
+    "routed_dp_rank": _RANK,
+    "session_params": _SESSIONS,
+    # vLLM 0.32 openai/*/protocol.py
+    "ec_transfer_params": _CACHES,
+    "kv_cache_report_mode": "the router asks for reports itself",
+    "kv_transfer_params": _CACHES,
 }
 # The same, one level down: vLLM 0.32 v1/request.py reads these from where it puts `vllm_xargs`.
 REFUSED_EXTRA_ARGS: Mapping[str, str] = {
-    "ec_transfer_params": "the fleet's own caches are not a client's to move",
+    "ec_transfer_params": _CACHES,
     "kv_cache_report_mode": "the router asks for reports itself",
-    "kv_transfer_params": "the fleet's own caches are not a client's to move",
+    "kv_transfer_params": _CACHES,
 }
+# Harmless to ask for, but not the engine's to hear. vLLM 0.32 marks its KV events with a session
+# (v1/core/block_pool.py), and takes it from either place.
+STRIPPED_FIELDS = frozenset({"lora_id", "session_id"})
+STRIPPED_EXTRA_ARGS = frozenset({"session_id"})
+# All that an engine hears of a client's headers. vLLM 0.32 takes orders from others (X-data-parallel-rank,
+# X-Session-ID, X-Vllm-Priority, X-Request-Id); of these the router sends its own rank and request id.
+FORWARDED_HEADERS = (b"traceparent", b"tracestate")
 
 _FULL = msgspec.Raw(b'"full"')
 _TRUE = msgspec.Raw(b"true")
+_UNSET = (b"null", b"false")
+
+# Fields with which an answer would show that the engine was given ids for a text: it repeats the prompt, or cuts it.
+# A text that the tokenizer normalizes does not come back from its ids as it was.
+_NEEDS_TEXT: Mapping[PromptKind, frozenset[str]] = {
+    "completion": frozenset({"echo", "suffix", "prompt_embeds", "truncate_prompt_tokens"}),
+    "chat": frozenset({"echo", "return_prompt_text", "truncate_prompt_tokens"}),
+    "responses": frozenset({"enable_response_messages"}),
+    "messages": frozenset(),
+}
 
 
 def refuse_steering(body: Mapping[str, Any], extra_args: object) -> None:
@@ -46,10 +98,10 @@ def refuse_steering(body: Mapping[str, Any], extra_args: object) -> None:
                 raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
 
 
-def dress_vllm(body: Body, model: str, *, report_full: bool = False, ask_usage: bool = False) -> bytes:
-    """The same body with vLLM's name for the model and without our own field; all else byte for byte.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the router itself asks of an engine for one request.
 
-    model        the base model's served name, or `lora_id@digest12`
     ask_usage    of a stream whose client did not; its last event must then not reach the client
     report_full  ask for events about reused blocks, too; a client's own other `vllm_xargs` stay. vLLM 0.32 (recorded
                  in tests/recordings) then sends one more BlockStored for each request that finds something cached, in
@@ -57,24 +109,117 @@ def dress_vllm(body: Body, model: str, *, report_full: bool = False, ask_usage: 
                  store. It is no copy: no removal ever answers it. A request that waits for room is looked up, and
                  reported, again at each step (v1/core/kv_cache_manager.py get_computed_blocks). What is gone is not
                  reported. Embeddings have no such field, and vLLM ignores it there.
+    response_id  the id that a stored response shall have; empty: the engine chooses
+    prompt       how the body holds its prompt, and `prompt_ids` its ids, if the engine shall not make them again;
+                 see `may_send_ids`
     """
-    dressed = {name: value for name, value in body.items() if name != "lora_id"}
-    dressed["model"] = msgspec.Raw(msgspec.json.encode(model))
-    if report_full:
-        dressed["vllm_xargs"] = _with(body.get("vllm_xargs"), "kv_cache_report_mode", _FULL)
-    if ask_usage:
-        dressed["stream_options"] = _with(body.get("stream_options"), "include_usage", _TRUE)
+
+    ask_usage: bool = False
+    report_full: bool = False
+    response_id: str = ""
+    prompt: PromptKind = "none"
+    prompt_ids: "array[int] | None" = None
+
+
+NO_WISHES = Wishes()
+
+
+def dress_vllm(
+    body: Body, model: str, *, report_full: bool = False, ask_usage: bool = False, wishes: Wishes = NO_WISHES
+) -> bytes:
+    """The same body with vLLM's name for the model and without our own field; all else byte for byte.
+
+    A body has each name once, as we read it, so the engine cannot see another value than the router did.
+
+    model                   the base model's served name, or `lora_id@digest12`
+    report_full, ask_usage  as in `wishes`
+    """
+    dressed = _plain(body, model, ask_usage=ask_usage or wishes.ask_usage)
+    if "vllm_xargs" in dressed:
+        dressed["vllm_xargs"] = _without(dressed["vllm_xargs"], STRIPPED_EXTRA_ARGS)
+    if report_full or wishes.report_full:
+        dressed["vllm_xargs"] = _with(dressed.get("vllm_xargs"), "kv_cache_report_mode", _FULL)
+    if wishes.response_id:
+        dressed["request_id"] = msgspec.Raw(msgspec.json.encode(wishes.response_id))
+    if wishes.prompt_ids is not None:
+        ids = msgspec.Raw(msgspec.json.encode(wishes.prompt_ids.tolist()))
+        if wishes.prompt == "completion":
+            dressed["prompt"] = ids
+        else:
+            # Made for the second half of a disaggregated pair, and taken without one: vLLM 0.32
+            # renderers/online_renderer.py _reused_prompt_token_ids takes the ids out, and an empty rest is no order.
+            dressed["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode({"prompt_token_ids": ids}))
     return msgspec.json.encode(dressed)
 
 
-def _with(given: msgspec.Raw | None, name: str, value: msgspec.Raw) -> msgspec.Raw:
-    """A nested object with one field more, or in the place of its own."""
-    try:
-        fields = msgspec.json.decode(given, type=dict[str, msgspec.Raw] | None) if given is not None else None
-    except msgspec.ValidationError:
-        assert given is not None
-        return given  # no object: the engine's to refuse
-    return msgspec.Raw(msgspec.json.encode({**(fields or {}), name: value}))
+def dress_sglang(body: Body, model: str, *, wishes: Wishes = NO_WISHES) -> bytes:
+    """The same for SGLang, which has no reports to ask for and keeps no responses under names of ours.
+
+    model  `base:engine name`, or the base model's name
+    """
+    return msgspec.json.encode(_plain(body, model, ask_usage=wishes.ask_usage))
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How to speak to a kind of engine.
+
+    model  (base model, engine name or "") -> what goes into `model`, and comes back in the answer
+    dress  (body, that name, wishes) -> the bytes to send
+    """
+
+    model: Callable[[str, str], str]
+    dress: Callable[..., bytes]
+
+
+def _vllm_model(base_model: str, engine_name: str) -> str:
+    return engine_name or base_model
+
+
+def _sglang_model(base_model: str, engine_name: str) -> str:
+    """SGLang 0.5 takes a bare name for the base model, whatever it says; only `base:unknown` is an error there."""
+    if ":" in base_model:
+        raise ReplicaUnreachable(
+            f"SGLang would take what follows the colon of {base_model!r} for an adapter; serve it under another name",
+            reason="unknown_dialect",
+        )
+    return f"{base_model}:{engine_name}" if engine_name else base_model
+
+
+# By the kind that a worker's agent reports (`transport.dialect` of its metadata). The sim speaks vLLM's.
+DIALECTS: Mapping[str, Dialect] = {
+    "vllm": Dialect(_vllm_model, dress_vllm),
+    "sglang": Dialect(_sglang_model, dress_sglang),
+}
+
+
+def dialect_of(kind: str, *, engine_name: str) -> Dialect:
+    """How to speak to this kind of engine.
+
+    raises  ReplicaUnreachable for an adapter on a kind that we do not know: it might answer from the base model
+    """
+    known = DIALECTS.get(kind)
+    if known is not None:
+        return known
+    if engine_name:
+        raise ReplicaUnreachable(
+            f"no adapter is sent to an engine of kind {kind!r}; known: {', '.join(sorted(DIALECTS))}",
+            reason="unknown_dialect",
+        )
+    # The base model under its own name is plain OpenAI.
+    return Dialect(_vllm_model, dress_sglang)
+
+
+def may_send_ids(kind: PromptKind, body: Body, *, prompt_tokens: int, max_model_len: int) -> bool:
+    """Whether an engine given the prompt's ids answers exactly as it would the text, in vLLM 0.32.
+
+    Seen running, bodies compared but for ids and times (tests/contract/test_surface.py). A prompt that is too long is
+    left as text because vLLM words that error otherwise, an empty one because it is another error.
+    """
+    needs_text = _NEEDS_TEXT.get(kind)
+    if needs_text is None or not 0 < prompt_tokens < max_model_len:
+        return False
+    return all(bytes(body[name]) in _UNSET for name in needs_text if name in body)
 
 
 def asks_for_usage(stream_options: object) -> bool:
@@ -83,3 +228,35 @@ def asks_for_usage(stream_options: object) -> bool:
         return stream_options is not None
     # With the one set, the other puts usage into every chunk (vLLM 0.32).
     return bool(stream_options.get("include_usage") or stream_options.get("continuous_usage_stats"))
+
+
+def _plain(body: Body, model: str, *, ask_usage: bool) -> Body:
+    dressed = {name: value for name, value in body.items() if name not in STRIPPED_FIELDS}
+    dressed["model"] = msgspec.Raw(msgspec.json.encode(model))
+    if ask_usage:
+        dressed["stream_options"] = _with(body.get("stream_options"), "include_usage", _TRUE)
+    return dressed
+
+
+def _with(given: msgspec.Raw | None, name: str, value: msgspec.Raw) -> msgspec.Raw:
+    """A nested object with one field more, or in the place of its own."""
+    try:
+        fields = _fields(given) if given is not None else None
+    except msgspec.ValidationError:
+        assert given is not None
+        return given  # no object: the engine's to refuse
+    return msgspec.Raw(msgspec.json.encode({**(fields or {}), name: value}))
+
+
+def _without(given: msgspec.Raw, names: frozenset[str]) -> msgspec.Raw:
+    """A nested object without these fields; as it came where it has none of them."""
+    try:
+        fields = _fields(given) or {}
+    except msgspec.ValidationError:
+        return given
+    if not fields.keys() & names:
+        return given
+    return msgspec.Raw(msgspec.json.encode({name: value for name, value in fields.items() if name not in names}))
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode

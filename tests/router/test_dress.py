@@ -1,12 +1,30 @@
 import json
+from array import array
+from random import Random
 
 import msgspec
 import pytest
 
-from router.core.errors import BadBody
-from router.dress import REFUSED_EXTRA_ARGS, Body, dress_vllm, refuse_steering
+from router.core.errors import BadBody, ModelNotFound, ReplicaUnreachable
+from router.core.fleet import Adapter, Fleet, Replica
+from router.core.resolve import resolve
+from router.dress import (
+    FORWARDED_HEADERS,
+    REFUSED_EXTRA_ARGS,
+    REFUSED_FIELDS,
+    STRIPPED_EXTRA_ARGS,
+    STRIPPED_FIELDS,
+    Body,
+    Wishes,
+    dialect_of,
+    dress_sglang,
+    dress_vllm,
+    may_send_ids,
+    refuse_steering,
+)
 
 FULL = {"kv_cache_report_mode": "full"}
+IDS = array("I", [5, 6, 70000])
 
 
 def body(text: str) -> Body:
@@ -15,6 +33,84 @@ def body(text: str) -> Body:
 
 def dressed(text: str, **more) -> dict:
     return json.loads(dress_vllm(body(text), "m", **more))
+
+
+def spellings(name: str) -> list[str]:
+    """The name as a client may write it in JSON, and said twice."""
+    escaped = "".join(f"\\u{ord(letter):04x}" for letter in name)
+    return [f'{{"{name}":"full"}}', f'{{"{escaped}":null}}', f'{{"{name}":1,"a":2,"{name}":null}}']
+
+
+# --- what a client may not say
+
+
+@pytest.mark.parametrize("name", REFUSED_FIELDS)
+def test_a_field_that_steers_engine_or_index_is_refused_however_it_is_spelled(name):
+    for text in spellings(name):
+        with pytest.raises(BadBody, match=f"^{name} is not accepted: ") as caught:
+            refuse_steering(body(text), None)
+        assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", REFUSED_EXTRA_ARGS)
+def test_a_client_cannot_ask_for_what_the_router_asks_for_however_it_spells_it(name):
+    for text in spellings(name):
+        with pytest.raises(BadBody, match=f"vllm_xargs.{name} is not accepted"):
+            refuse_steering({}, msgspec.json.decode(text))
+
+
+@pytest.mark.parametrize("name", STRIPPED_FIELDS)
+def test_a_field_that_is_not_the_engines_to_hear_does_not_reach_it(name):
+    for text in spellings(name):
+        refuse_steering(body(text), None)
+        assert name not in dressed(text)
+        assert name not in json.loads(dress_sglang(body(text), "m"))
+
+
+@pytest.mark.parametrize("name", STRIPPED_EXTRA_ARGS)
+def test_an_extra_argument_that_is_not_the_engines_to_hear_does_not_reach_it(name):
+    for text in spellings(name):
+        refuse_steering({}, msgspec.json.decode(text))
+        given = f'{{"vllm_xargs":{text[:-1]},"b":1e-7}}}}'
+        assert dressed(given)["vllm_xargs"].keys() <= {"a", "b"}
+        assert b'"b":1e-7' in dress_vllm(body(given), "m")
+
+
+@pytest.mark.parametrize("header", ["x-data-parallel-rank", "x-session-id", "x-vllm-priority", "x-request-id"])
+def test_no_header_that_vllm_takes_orders_from_is_forwarded(header):
+    assert header.encode() not in FORWARDED_HEADERS
+    assert set(FORWARDED_HEADERS) == {b"traceparent", b"tracestate"}
+
+
+def test_what_steers_nothing_travels_byte_for_byte():
+    given = '{"model":"x","cache_salt":"s","prompt_embeds":"e","priority":1,"a":1.50,"b":[1 , 2],"c":"\\u00e9","n":1e2}'
+    refuse_steering(body(given), None)
+    sent = dress_vllm(body(given), "m")
+    assert sent == given.replace('"x"', '"m"').encode()
+
+
+def test_the_engine_sees_the_name_the_router_read_when_a_body_has_two():
+    given = body('{"model":"a","prompt":"x","model":"b"}')
+    assert msgspec.json.decode(given["model"]) == "b"
+    sent = dress_vllm(given, "b@1")
+    assert sent.count(b'"model"') == 1
+    assert json.loads(sent)["model"] == "b@1"
+
+
+@pytest.mark.parametrize("field", ["model", "lora_id"])
+@pytest.mark.parametrize(
+    "name", ["sql/v1@0123456789ab", "tiny:sql/v1@0123456789ab", "sql/v1@ffffffffffff", "@", "sql/v1@"]
+)
+def test_an_engines_own_name_for_an_adapter_is_no_name_for_a_client(field, name):
+    replica = Replica("w0", "tiny", "http://e", "http://a", "vllm", "ready", 16, 4, 8, 2048)
+    adapter = Adapter("sql/v1", "tiny", "0123456789abcdef", "file:///x")
+    fleet = Fleet(replicas={"w0": replica}, adapters={"sql/v1": adapter})
+    names = {"model": None, "lora_id": None} | {field: name}
+    with pytest.raises(ModelNotFound, match="does not exist"):
+        resolve(fleet, **names, visible=lambda _: True, rng=Random(0))
+
+
+# --- what the router says
 
 
 def test_a_full_report_is_asked_for_beside_the_clients_own_extra_arguments():
@@ -43,15 +139,83 @@ def test_extra_arguments_that_are_no_object_are_left_for_the_engine_to_refuse(od
 
 
 def test_dressing_does_not_change_the_body_that_a_second_attempt_will_send():
-    given = body('{"model":"x","vllm_xargs":{"a":1}}')
+    given = body('{"model":"x","vllm_xargs":{"a":1,"session_id":"s"},"prompt":"p"}')
     before = dict(given)
-    dress_vllm(given, "m", report_full=True)
+    wishes = Wishes(report_full=True, ask_usage=True, response_id="r", prompt="completion", prompt_ids=IDS)
+    dress_vllm(given, "m", wishes=wishes)
     assert given == before
 
 
-@pytest.mark.parametrize("name", REFUSED_EXTRA_ARGS)
-def test_a_client_cannot_ask_for_what_the_router_asks_for_however_it_spells_it(name):
-    escaped = "".join(f"\\u{ord(letter):04x}" for letter in name)
-    for text in (f'{{"{name}":"full"}}', f'{{"{escaped}":null}}', f'{{"{name}":1,"a":2,"{name}":3}}'):
-        with pytest.raises(BadBody, match=f"vllm_xargs.{name} is not accepted"):
-            refuse_steering({}, msgspec.json.decode(text))
+def test_a_response_gets_the_id_that_says_where_it_is_kept():
+    assert dressed('{"input":"x","request_id":"theirs"}', wishes=Wishes(response_id="r.1"))["request_id"] == "r.1"
+    assert "request_id" not in dressed('{"input":"x"}')
+
+
+# --- ids in place of text
+
+
+def test_a_completion_gets_the_ids_as_its_prompt():
+    sent = dressed('{"prompt":"x","n":1}', wishes=Wishes(prompt="completion", prompt_ids=IDS))
+    assert sent == {"prompt": [5, 6, 70000], "n": 1, "model": "m"}
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses", "messages"])
+def test_a_conversation_gets_the_ids_beside_its_messages(kind):
+    sent = dressed('{"messages":[]}', wishes=Wishes(prompt=kind, prompt_ids=IDS))
+    assert sent == {"messages": [], "model": "m", "kv_transfer_params": {"prompt_token_ids": [5, 6, 70000]}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("completion", '"echo":true'),
+        ("completion", '"suffix":""'),
+        ("completion", '"prompt_embeds":"x"'),
+        ("completion", '"truncate_prompt_tokens":-1'),
+        ("chat", '"echo":true'),
+        ("chat", '"return_prompt_text":true'),
+        ("chat", '"truncate_prompt_tokens":5'),
+        ("responses", '"enable_response_messages":true'),
+    ],
+)
+def test_ids_are_not_sent_where_the_answer_would_show_it(kind, field):
+    assert not may_send_ids(kind, body("{" + field + "}"), prompt_tokens=10, max_model_len=100)
+    name = field.partition(":")[0]
+    for unset in ("null", "false"):
+        assert may_send_ids(kind, body(f"{{{name}:{unset}}}"), prompt_tokens=10, max_model_len=100)
+
+
+def test_ids_are_not_sent_for_a_prompt_that_the_engine_will_refuse_or_that_has_none():
+    assert may_send_ids("chat", {}, prompt_tokens=99, max_model_len=100)
+    assert not may_send_ids("chat", {}, prompt_tokens=100, max_model_len=100)
+    assert not may_send_ids("completion", {}, prompt_tokens=0, max_model_len=100)
+    assert not may_send_ids("none", {}, prompt_tokens=10, max_model_len=100)
+
+
+# --- kinds of engines
+
+
+def test_each_engine_is_told_the_name_in_its_own_way():
+    vllm, sglang = dialect_of("vllm", engine_name=""), dialect_of("sglang", engine_name="")
+    assert (vllm.model("base", "sql/v1@1"), vllm.model("base", "")) == ("sql/v1@1", "base")
+    assert (sglang.model("base", "sql/v1@1"), sglang.model("base", "")) == ("base:sql/v1@1", "base")
+
+
+def test_sglang_hears_nothing_that_only_vllm_understands():
+    wishes = Wishes(report_full=True, ask_usage=True, response_id="r", prompt="chat", prompt_ids=IDS)
+    sent = json.loads(dress_sglang(body('{"lora_id":"x","messages":[]}'), "base:a", wishes=wishes))
+    assert sent == {"messages": [], "model": "base:a", "stream_options": {"include_usage": True}}
+
+
+def test_a_base_model_that_sglang_would_take_for_an_adapter_is_not_sent_there():
+    with pytest.raises(ReplicaUnreachable, match="under another name"):
+        dialect_of("sglang", engine_name="").model("qwen:7b", "")
+
+
+def test_an_unknown_kind_of_engine_gets_no_adapter_but_the_base_model():
+    with pytest.raises(ReplicaUnreachable, match="kind 'mlx'; known: sglang, vllm"):
+        dialect_of("mlx", engine_name="sql/v1@1")
+    plain = dialect_of("mlx", engine_name="")
+    assert json.loads(plain.dress(body("{}"), plain.model("base", ""), wishes=Wishes(report_full=True))) == {
+        "model": "base"
+    }
