@@ -78,7 +78,7 @@ class Inference:
                 HttpError(500, "internal_error", f"internal error ({type(exc).__name__}); see the router's log")
             )
         finally:
-            self._parts.metrics.count_answer(path, exchange.status or 499, answer.code)
+            self._parts.metrics.requests.labels(path, exchange.status or 499, answer.code).inc()
 
     async def _serve(self, caller: Caller, question: Question, path: str, answer: "_Answer") -> None:
         parts = self._parts

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+
+from lorafleet.tally import Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _SHORT = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
@@ -64,16 +66,6 @@ class Metrics:
         self.catalog_age = Gauge("catalog_age_seconds", "Since the orchestrator last confirmed the catalog.", **on)
         self.catalog_revision = Gauge("catalog_revision", "Revision of the catalog in force.", **on)
         self.loop_failures = Counter("loop_failures", "Rounds of a background loop that failed.", ("loop",), **on)
-        # Looking up a metric's labels costs more than counting.
-        self._answers: dict[tuple[str, int, str], Counter] = {}
-
-    def count_answer(self, route: str, status: int, code: str) -> None:
-        """One request has ended; `code` of its error, empty without one."""
-        key = route, status, code
-        counter = self._answers.get(key)
-        if counter is None:
-            counter = self._answers[key] = self.requests.labels(route, status, code)
-        counter.inc()
 
     def forget_worker(self, worker: str) -> None:
         """Drop a gone worker's series, so that names which never come back do not pile up."""

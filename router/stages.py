@@ -2,9 +2,9 @@
 
 import re
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import getrandbits
 from typing import Any
 
 import msgspec
@@ -215,4 +215,4 @@ def shown_cached_tokens(parts: Parts, caller: Caller, routed: Routed) -> int:
 
 def request_id(given: str | None) -> str:
     """The client's own where it is a plain one, else a new one."""
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else f"{getrandbits(128):032x}"

@@ -26,7 +26,7 @@ def depth(feeds, tokens, *, worker="w0"):
 
 
 def value(metric, *labels):
-    return metric.labels(*labels)._value.get()
+    return metric.labels(*labels).value
 
 
 def source(*engines, agent_url="", ledger=0, boot="boot"):
