@@ -1,11 +1,13 @@
 """Who may call: bearer keys, each a tenant with scopes, in hot-reloaded files of hashes.
 
-A key file is YAML: `keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer]}]`. Keys are random
+A key file is YAML: `keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer], limits: {requests_per_minute: 60,
+tokens_per_minute: 100000, concurrent_requests: 8}}]`; limits, and each of them, may be left out. Keys are random
 (`lorafleet keys new`), so a plain hash is enough; the file never holds a key.
 """
 
 import hashlib
 import ipaddress
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Container, Sequence
@@ -21,7 +23,12 @@ from lorafleet.http import HttpError
 log = structlog.get_logger()
 
 SCOPES = ("infer", "load", "admin")
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
 _RECHECK_S = 1.0
+# Headers whose caller is remembered: a hash costs more than the rest of the look-up.
+_REMEMBERED = 4096
+# Of a key's hash, enough to tell keys apart in logs and accounts.
+_KEY_ID_DIGITS = 12
 
 
 class KeyFileError(Exception):
@@ -29,11 +36,26 @@ class KeyFileError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """How much one key may ask for; None is no limit."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    concurrent_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Caller:
-    """A tenant and what it may do. `tenant` is None for a caller that stands above tenants."""
+    """A tenant and what it may do. `tenant` is None for a caller that stands above tenants.
+
+    key_id  the beginning of the key's hash, never of the key; empty where no key is needed
+    limits  None: none, and nothing to count
+    """
 
     tenant: str | None
     scopes: frozenset[str]
+    key_id: str = ""
+    limits: KeyLimits | None = None
 
     def may(self, scope: str) -> bool:
         """Whether this scope is held; `admin` includes the others, `load` includes `infer`."""
@@ -66,6 +88,7 @@ class Keys:
         self._files = tuple(files)
         self._clock = clock
         self._seen = self._stamps()
+        self._remembered: dict[str | bytes, Caller] = {}
         self._callers = _read_all(self._files)
         self._checked_at = clock()
 
@@ -74,11 +97,27 @@ class Keys:
         """Whether nobody needs a key, because no file was given."""
         return not self._files
 
-    def caller(self, authorization: str | None) -> Caller:
-        """Who sent this `Authorization` header; raises HttpError 401 `invalid_api_key`."""
-        if self.is_open:
+    def caller(self, authorization: str | bytes | None) -> Caller:
+        """Who sent this `Authorization` header; raises HttpError 401 `invalid_api_key`.
+
+        Known keys' headers are remembered in memory, until a file changes.
+        """
+        if not self._files:
             return OPEN
         self._reload_if_changed()
+        known = self._remembered.get(authorization) if authorization is not None else None
+        if known is not None:
+            return known
+        found = self._found(authorization)
+        if len(self._remembered) >= _REMEMBERED:
+            self._remembered.clear()
+        assert authorization is not None
+        self._remembered[authorization] = found
+        return found
+
+    def _found(self, authorization: str | bytes | None) -> Caller:
+        if isinstance(authorization, bytes):
+            authorization = authorization.decode("latin-1")
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise HttpError(401, "invalid_api_key", "no API key: send `Authorization: Bearer <key>`")
@@ -104,6 +143,7 @@ class Keys:
             # One line, no traceback: the message names the file and the entry, and nothing of ours is wrong.
             log.error("key file not reloaded, the last good one stays in force", error=str(exc))  # noqa: TRY400
         else:
+            self._remembered.clear()
             log.info("keys reloaded", keys=len(self._callers))
         self._seen = stamps
 
@@ -155,7 +195,7 @@ def _read_all(files: Sequence[Path]) -> dict[str, Caller]:
 
 
 def _read(path: Path) -> dict[str, Caller]:
-    form = "expected `keys: [{sha256: <64 hex>, tenant: <name>, scopes: [infer|load|admin]}]`"
+    form = "expected `keys: [{sha256: <64 hex>, tenant: <name>, scopes: [infer|load|admin], limits: {...}}]`"
     try:
         raw = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
@@ -167,7 +207,7 @@ def _read(path: Path) -> dict[str, Caller]:
 
 
 def _entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:
-    if not isinstance(entry, dict) or entry.keys() - {"sha256", "tenant", "scopes", "note"}:
+    if not isinstance(entry, dict) or entry.keys() - {"sha256", "tenant", "scopes", "note", "limits"}:
         raise KeyFileError(f"key file {path}: entry {number}: {form}")
     digest, tenant, scopes = entry.get("sha256"), entry.get("tenant"), entry.get("scopes")
     if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
@@ -176,4 +216,18 @@ def _entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Call
         raise KeyFileError(f"key file {path}: entry {number}: scopes must be some of {', '.join(SCOPES)}")
     if tenant is not None and not isinstance(tenant, str):
         raise KeyFileError(f"key file {path}: entry {number}: tenant must be a name")
-    return digest, Caller(tenant, frozenset(scopes))
+    limits = _limits(entry.get("limits"), f"key file {path}: entry {number}")
+    return digest, Caller(tenant, frozenset(scopes), digest[:_KEY_ID_DIGITS], limits)
+
+
+def _limits(given: object, where: str) -> KeyLimits | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict) or given.keys() - set(LIMITS):
+        raise KeyFileError(f"{where}: limits must be some of {', '.join(LIMITS)}, each with a number")
+    for name, value in given.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 1 or (name == "concurrent_requests" and value != int(value)):
+            kind = "a whole number" if name == "concurrent_requests" else "a number"
+            raise KeyFileError(f"{where}: {name} must be {kind} of at least 1, found {value!r}; leave it out for none")
+    return KeyLimits(**given) if given else None

@@ -494,15 +494,29 @@ def keys_new(
     tenant: Annotated[str | None, typer.Option(help="whose key it is; none stands above tenants")] = None,
     scopes: Annotated[str, typer.Option(help="some of infer, load, admin, with commas between")] = "infer",
     note: Annotated[str, typer.Option(help="for whoever reads the file")] = "",
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="how many requests this key may make; none: any number", show_default=False)
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="prompt and answer tokens; none: any number", show_default=False)
+    ] = None,
+    concurrent_requests: Annotated[
+        int | None, typer.Option(help="how many may be under way at once; none: any number", show_default=False)
+    ] = None,
 ) -> None:
     """Make a key: printed once, here; the file gets only its hash. Running servers see it within a second or two.
 
-    Example: lorafleet keys new --tenant acme --scopes infer --file keys.yaml
+    Example: lorafleet keys new --tenant acme --scopes infer --requests-per-minute 600 --file keys.yaml
     """
     from lorafleet.keys import add_key
 
     wanted = [scope.strip() for scope in scopes.split(",") if scope.strip()]
-    typer.echo(add_key(file, tenant, wanted, note))
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+    }
+    typer.echo(add_key(file, tenant, wanted, note, limits))
 
 
 def _show(context: typer.Context, path: str) -> None:

@@ -2,8 +2,9 @@
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
@@ -11,17 +12,29 @@ from lorafleet.auth import SCOPES, KeyFileError, Keys, hash_key, new_key
 from lorafleet.failure import Failure
 
 
-def add_key(path: Path, tenant: str | None, scopes: Sequence[str], note: str = "") -> str:
+def add_key(
+    path: Path,
+    tenant: str | None,
+    scopes: Sequence[str],
+    note: str = "",
+    limits: Mapping[str, float | None] = MappingProxyType({}),
+) -> str:
     """A fresh key, whose hash is now the file's last entry. Servers see either the old file or the new one, whole.
 
-    Raises Failure for an unknown scope, or a file that is no key file.
+    limits  by the names of KeyLimits; None is none
+
+    Raises Failure for an unknown scope, a limit below 1, or a file that is no key file.
     """
     if unknown := sorted(set(scopes) - set(SCOPES)):
         raise Failure(f"--scopes: {', '.join(unknown)} unknown; known: {', '.join(SCOPES)}", status=2)
     if not scopes:
         raise Failure(f"--scopes: none given; known: {', '.join(SCOPES)}", status=2)
+    given = {name: value for name, value in limits.items() if value is not None}
+    for name, value in given.items():
+        if value < 1:
+            raise Failure(f"--{name.replace('_', '-')}: must be at least 1, found {value:g}", status=2)
     key = new_key()
-    entry = {"sha256": hash_key(key), "tenant": tenant, "scopes": list(scopes), "note": note}
+    entry = {"sha256": hash_key(key), "tenant": tenant, "scopes": list(scopes), "note": note, "limits": given}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _append(path, {name: value for name, value in entry.items() if value})

@@ -4,8 +4,10 @@ from fastapi import Depends, FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.auth import OPEN, Caller, KeyFileError, Keys, hash_key, new_key, refuse_open_server, requires
+from lorafleet.auth import OPEN, Caller, KeyFileError, KeyLimits, Keys, hash_key, new_key, refuse_open_server, requires
+from lorafleet.failure import Failure
 from lorafleet.http import HttpError, install_error_handlers
+from lorafleet.keys import add_key
 from tests.serving import serving
 
 
@@ -40,8 +42,74 @@ def test_a_known_key_is_its_tenant_with_its_scopes(tmp_path):
     keys = Keys(
         [key_file(tmp_path / "a", ("one", "acme", "infer")), key_file(tmp_path / "b", ("two", "null", "admin"))]
     )
-    assert keys.caller("Bearer one") == Caller("acme", frozenset({"infer"}))
-    assert keys.caller("bearer two") == Caller(None, frozenset({"admin"}))
+    assert keys.caller("Bearer one") == Caller("acme", frozenset({"infer"}), hash_key("one")[:12])
+    assert keys.caller("bearer two") == Caller(None, frozenset({"admin"}), hash_key("two")[:12])
+    assert keys.caller(b"Bearer one") == keys.caller("Bearer one")
+
+
+def test_a_known_header_is_remembered_until_a_file_changes_and_an_unknown_one_never(tmp_path):
+    path = key_file(tmp_path / "k", ("one", "acme", "infer"))
+    keys = Keys([path], clock=Clock())
+    assert keys.caller("Bearer one").tenant == "acme"
+    with pytest.raises(HttpError):
+        keys.caller("Bearer two")
+    assert list(keys._remembered) == ["Bearer one"]
+    key_file(path, ("one", "other", "infer"))
+    assert keys.caller("Bearer one").tenant == "other"
+    key_file(path, ("two", "acme", "infer"))
+    with pytest.raises(HttpError):
+        keys.caller("Bearer one")
+
+
+def test_however_many_headers_a_key_comes_in_few_are_remembered(tmp_path):
+    keys = Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
+    for spaces in range(10_000):
+        assert keys.caller("Bearer " + " " * (spaces % 9000) + "one").tenant == "acme"
+    assert len(keys._remembered) <= 4096
+
+
+def test_a_key_may_have_limits_and_each_of_them_may_be_left_out(tmp_path):
+    path = tmp_path / "k"
+    entries = [("one", "{requests_per_minute: 60, concurrent_requests: 3}"), ("two", "{}"), ("three", "null")]
+    lines = [f"- {{sha256: {hash_key(key)}, scopes: [infer], limits: {limits}}}" for key, limits in entries]
+    path.write_text("keys:\n" + "\n".join(lines) + "\n")
+    keys = Keys([path])
+    assert keys.caller("Bearer one").limits == KeyLimits(requests_per_minute=60, concurrent_requests=3)
+    assert keys.caller("Bearer two").limits is None
+    assert keys.caller("Bearer three").limits is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        ("{request_per_minute: 3}", "requests_per_minute, tokens_per_minute, concurrent_requests"),
+        ("[3]", "limits must be"),
+        ("{requests_per_minute: 0}", "at least 1"),
+        ("{requests_per_minute: -1}", "at least 1"),
+        ("{tokens_per_minute: many}", "found 'many'"),
+        ("{tokens_per_minute: true}", "found True"),
+        ("{tokens_per_minute: .inf}", "found inf"),
+        ("{tokens_per_minute: .nan}", "found nan"),
+        ("{concurrent_requests: 1.5}", "whole number"),
+    ],
+)
+def test_a_limit_with_a_typo_is_refused_and_named(tmp_path, limits, says):
+    path = tmp_path / "k"
+    path.write_text(f"keys: [{{sha256: {'a' * 64}, scopes: [infer], limits: {limits}}}]")
+    with pytest.raises(KeyFileError, match="entry 0") as refused:
+        Keys([path])
+    assert says in str(refused.value)
+
+
+def test_a_new_key_gets_the_limits_it_was_made_with(tmp_path):
+    path = tmp_path / "k"
+    key = add_key(path, "acme", ["infer"], limits={"requests_per_minute": 5, "tokens_per_minute": None})
+    plain = add_key(path, None, ["admin"])
+    keys = Keys([path])
+    assert keys.caller(f"Bearer {key}").limits == KeyLimits(requests_per_minute=5)
+    assert keys.caller(f"Bearer {plain}").limits is None
+    with pytest.raises(Failure, match="--tokens-per-minute"):
+        add_key(path, "acme", ["infer"], limits={"tokens_per_minute": 0})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,242 @@
+"""What each key has left of its own limits. Pure: time is an argument.
+
+Requests and tokens a minute are token buckets that hold a minute's worth: full after a minute's rest, so that a burst
+may take it all at once. Tokens are charged when they are known: the prompt's before it is sent, the answer's when it is
+over, which may leave a debt that is paid off first. A request that needs more than a whole minute's tokens goes when all
+of them are there: in the mean the limit holds, and nothing is impossible.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, floor
+from typing import Protocol
+
+from router.core.errors import RateLimited
+
+# Idle keys are looked for when there are so many, and twice as many as were left the last time.
+_SWEEP_FROM = 1024
+# How soon somebody else's request of the same key may have ended: a guess.
+_CONCURRENT_RETRY_S = 1.0
+# Who comes back exactly when it was told to is not sent away for the last digit.
+_ROUNDING = 1e-6
+_NAMES = {
+    "requests_per_minute": "requests per minute",
+    "tokens_per_minute": "tokens per minute",
+    "concurrent_requests": "requests at once",
+}
+
+
+class Limits(Protocol):
+    """A key's own; None is no limit."""
+
+    @property
+    def requests_per_minute(self) -> float | None: ...
+    @property
+    def tokens_per_minute(self) -> float | None: ...
+    @property
+    def concurrent_requests(self) -> int | None: ...
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """`level` at `at`; below zero it is a debt."""
+
+    size: float
+    level: float
+    at: float
+
+    def now(self, now: float) -> float:
+        """The level now."""
+        self.level = min(self.size, self.level + max(0.0, now - self.at) * self.size / 60)
+        self.at = max(self.at, now)
+        return self.level
+
+    def until(self, level: float, now: float) -> float:
+        """Seconds until it has risen to this level."""
+        return max(0.0, level - self.now(now)) * 60 / self.size
+
+    def resize(self, size: float, now: float) -> None:
+        """Another size, with as much taken out of it as before."""
+        self.level = min(size, self.now(now) + size - self.size)
+        self.size = size
+
+
+@dataclass(slots=True)
+class _Account:
+    limits: Limits
+    requests: _Bucket | None
+    tokens: _Bucket | None
+    running: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Granted:
+    """One request that may go on; to be given to `settle` when it is over, however it ended."""
+
+    account: _Account
+    charged_tokens: int = 0
+    is_settled: bool = False
+
+
+@dataclass(slots=True)
+class Quotas:
+    """The accounts of all keys that have limits and were used lately.
+
+    share  of each limit that is ours to give away: 1/N where N processes serve one port and share nothing. At least one
+           request is
+    """
+
+    share: float = 1.0
+    _accounts: dict[str, _Account] = field(default_factory=dict)
+    _sweep_at: int = _SWEEP_FROM
+
+    def __len__(self) -> int:
+        """Keys remembered."""
+        return len(self._accounts)
+
+    def take(self, key_id: str, limits: Limits, now: float, tokens: int = 0) -> Granted:
+        """Count one request, with the tokens that it is known to need; more may be charged later.
+
+        raises  RateLimited; nothing has been counted then
+        """
+        account = self._accounts.get(key_id)
+        if account is None:
+            account = self._opened(key_id, limits, now)
+        elif account.limits is not limits and account.limits != limits:
+            self._reconcile(account, limits, now)
+        most = limits.concurrent_requests
+        if most is not None and account.running >= self._whole(most):
+            self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
+        requests = account.requests
+        if requests is not None and requests.now(now) < 1 - _ROUNDING:
+            self._refuse(account, "requests_per_minute", requests.until(1, now), now)
+        self._check_tokens(account, tokens, now)
+        if requests is not None:
+            requests.level -= 1
+        account.running += 1
+        granted = Granted(account)
+        self._charge(granted, tokens)
+        return granted
+
+    def charge(self, granted: Granted, tokens: int, now: float) -> None:
+        """Take tokens that are needed besides: the prompt's, once it is tokenized.
+
+        raises  RateLimited when they are not there; none was taken then, and `settle` is still to be called
+        """
+        self._check_tokens(granted.account, tokens, now)
+        self._charge(granted, tokens)
+
+    def settle(
+        self, granted: Granted, now: float, *, completion_tokens: int = 0, prompt_tokens: int | None = None
+    ) -> None:
+        """It is over; repeats change nothing.
+
+        completion_tokens  what was answered, which nobody knew before
+        prompt_tokens      what the engine counted instead of what was charged; 0 where none saw the request
+        """
+        if granted.is_settled:
+            return
+        granted.is_settled = True
+        account = granted.account
+        account.running -= 1
+        if account.tokens is not None:
+            prompt_tokens = granted.charged_tokens if prompt_tokens is None else prompt_tokens
+            account.tokens.now(now)
+            account.tokens.level -= completion_tokens + prompt_tokens - granted.charged_tokens
+            account.tokens.now(now)
+
+    def headers(self, granted: Granted, now: float) -> dict[str, str]:
+        """The usual headers: where its key stands, of the limits that it has."""
+        return _headers(granted.account, now)
+
+    def forget_idle(self, now: float) -> None:
+        """Drop the keys whose accounts are as good as new."""
+        for key_id in [key_id for key_id, account in self._accounts.items() if _is_idle(account, now)]:
+            del self._accounts[key_id]
+
+    def _opened(self, key_id: str, limits: Limits, now: float) -> _Account:
+        if len(self._accounts) >= self._sweep_at:
+            self.forget_idle(now)
+            self._sweep_at = max(_SWEEP_FROM, 2 * len(self._accounts))
+        account = _Account(limits, None, None)
+        self._reconcile(account, limits, now)
+        self._accounts[key_id] = account
+        return account
+
+    def _reconcile(self, account: _Account, limits: Limits, now: float) -> None:
+        account.limits = limits
+        requests = None if limits.requests_per_minute is None else max(1.0, limits.requests_per_minute * self.share)
+        tokens = None if limits.tokens_per_minute is None else max(1.0, limits.tokens_per_minute * self.share)
+        account.requests = _resized(account.requests, requests, now)
+        account.tokens = _resized(account.tokens, tokens, now)
+
+    def _whole(self, most: int) -> int:
+        return max(1, ceil(most * self.share))
+
+    def _check_tokens(self, account: _Account, tokens: int, now: float) -> None:
+        bucket = account.tokens
+        if bucket is None:
+            return
+        # At least something must be there, so that a debt holds up requests whose size is not known yet.
+        needed = min(bucket.size, max(1, tokens))
+        if bucket.now(now) < needed - _ROUNDING:
+            self._refuse(account, "tokens_per_minute", bucket.until(needed, now), now, tokens)
+
+    def _charge(self, granted: Granted, tokens: int) -> None:
+        if granted.account.tokens is not None:
+            granted.account.tokens.level -= tokens
+            granted.charged_tokens += tokens
+
+    def _refuse(self, account: _Account, limit: str, retry_after_s: float, now: float, tokens: int = 0) -> None:
+        most = getattr(account.limits, limit)
+        needs = f", this one needs {tokens}" if tokens else ""
+        raise RateLimited(
+            f"this API key has a limit of {most:g} {_NAMES[limit]}, which is reached{needs}; try again in"
+            f" {shown_s(retry_after_s)}",
+            retry_after_s=retry_after_s,
+            limit=limit,
+            headers=_headers(account, now),
+        )
+
+
+def shown_s(seconds: float) -> str:
+    """A time as OpenAI's reset headers have it: 12ms, 1s, 6m0s, 1h0m5s."""
+    if seconds <= 0:
+        return "0s"
+    if seconds < 1:
+        return f"{ceil(seconds * 1000)}ms" if seconds <= 0.999 else "1s"
+    whole = ceil(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    if hours:
+        return f"{hours}h{minutes}m{left}s"
+    return f"{minutes}m{left}s" if minutes else f"{left}s"
+
+
+def _headers(account: _Account, now: float) -> dict[str, str]:
+    headers = {}
+    for name, bucket in (("requests", account.requests), ("tokens", account.tokens)):
+        if bucket is not None:
+            headers[f"x-ratelimit-limit-{name}"] = str(floor(bucket.size))
+            headers[f"x-ratelimit-remaining-{name}"] = str(max(0, floor(bucket.now(now))))
+            headers[f"x-ratelimit-reset-{name}"] = shown_s(bucket.until(bucket.size, now))
+    return headers
+
+
+def _resized(bucket: _Bucket | None, size: float | None, now: float) -> _Bucket | None:
+    if size is None:
+        return None
+    if bucket is None:
+        return _Bucket(size, size, now)
+    bucket.resize(size, now)
+    return bucket
+
+
+def _is_idle(account: _Account, now: float) -> bool:
+    buckets = (account.requests, account.tokens)
+    return not account.running and all(b is None or b.now(now) >= b.size for b in buckets)
+
+
+def header_block(headers: Mapping[str, str]) -> bytes:
+    """The same headers as they go out, a line each."""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()

@@ -1,0 +1,200 @@
+"""Limits of one key, held against a list of everything that was ever granted."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorafleet.auth import KeyLimits
+from router.core.errors import RateLimited
+from router.core.quota import Quotas, header_block, shown_s
+
+
+def refused(quotas, limits, now, tokens=0, key="k"):
+    with pytest.raises(RateLimited) as exc:
+        quotas.take(key, limits, now, tokens)
+    return exc.value
+
+
+def test_a_minutes_requests_may_come_at_once_and_then_one_after_another():
+    quotas, limits = Quotas(), KeyLimits(requests_per_minute=6)
+    for _ in range(6):
+        quotas.take("k", limits, 100.0)
+    error = refused(quotas, limits, 100.0)
+    assert (error.limit, error.status, error.code) == ("requests_per_minute", 429, "rate_limited")
+    assert error.retry_after_s == pytest.approx(10.0)
+    assert "6 requests per minute" in str(error)
+    refused(quotas, limits, 109.0)
+    quotas.take("k", limits, 110.0)
+    refused(quotas, limits, 110.0)
+    quotas.take("other", limits, 110.0)
+
+
+def test_what_is_refused_is_not_counted():
+    quotas, limits = Quotas(), KeyLimits(requests_per_minute=2, tokens_per_minute=100)
+    quotas.take("k", limits, 0.0, 60)
+    for _ in range(50):
+        assert refused(quotas, limits, 0.0, 60).limit == "tokens_per_minute"
+    quotas.take("k", limits, 0.0, 40)
+    assert refused(quotas, limits, 0.0).limit == "requests_per_minute"
+
+
+def test_answers_are_charged_when_they_are_over_and_a_debt_is_paid_off_first():
+    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=600)
+    granted = quotas.take("k", limits, 0.0, 100)
+    quotas.settle(granted, 1.0, completion_tokens=1100)
+    quotas.settle(granted, 1.0, completion_tokens=1100)
+    error = refused(quotas, limits, 1.0)
+    assert error.retry_after_s == pytest.approx(59.1, abs=0.2)
+    assert error.headers["x-ratelimit-remaining-tokens"] == "0"
+    quotas.take("k", limits, 1.0 + error.retry_after_s)
+
+
+def test_a_prompt_is_charged_once_it_is_known():
+    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=100)
+    granted = quotas.take("k", limits, 0.0)
+    quotas.charge(granted, 90, 0.0)
+    second = quotas.take("k", limits, 0.0)
+    with pytest.raises(RateLimited):
+        quotas.charge(second, 20, 0.0)
+    quotas.settle(second, 0.0)
+    quotas.settle(granted, 0.0, prompt_tokens=0)  # no engine ever saw it
+    quotas.take("k", limits, 0.0, 100)
+
+
+def test_a_request_larger_than_a_minutes_tokens_goes_when_all_of_them_are_there():
+    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=100)
+    quotas.take("k", limits, 0.0, 1)
+    error = refused(quotas, limits, 0.0, 500)
+    assert error.retry_after_s == pytest.approx(0.6)
+    assert "this one needs 500" in str(error)
+    quotas.take("k", limits, 0.6, 500)
+    assert refused(quotas, limits, 60.0).retry_after_s > 170
+
+
+def test_requests_at_once_are_counted_until_they_are_settled():
+    quotas, limits = Quotas(), KeyLimits(concurrent_requests=2)
+    first, _ = quotas.take("k", limits, 0.0), quotas.take("k", limits, 0.0)
+    error = refused(quotas, limits, 1e9)
+    assert (error.limit, error.headers) == ("concurrent_requests", {})
+    quotas.settle(first, 0.0)
+    quotas.settle(first, 0.0)
+    quotas.take("k", limits, 0.0)
+    refused(quotas, limits, 0.0)
+
+
+def test_each_of_several_processes_gives_away_its_share_and_at_least_one():
+    quotas = Quotas(share=0.25)
+    limits = KeyLimits(requests_per_minute=40, concurrent_requests=2)
+    granted = quotas.take("k", limits, 0.0)
+    refused(quotas, limits, 0.0)
+    quotas.settle(granted, 0.0)
+    for _ in range(9):
+        quotas.settle(quotas.take("k", limits, 0.0), 0.0)
+    assert refused(quotas, limits, 0.0).limit == "requests_per_minute"
+    Quotas(share=0.01).take("k", KeyLimits(requests_per_minute=1, tokens_per_minute=1), 0.0)
+
+
+def test_other_limits_count_at_once_and_do_not_forget_what_was_taken():
+    quotas = Quotas()
+    for _ in range(5):
+        quotas.take("k", KeyLimits(requests_per_minute=10), 0.0)
+    refused(quotas, KeyLimits(requests_per_minute=5), 0.0)
+    for _ in range(15):
+        quotas.take("k", KeyLimits(requests_per_minute=20), 0.0)
+    refused(quotas, KeyLimits(requests_per_minute=20), 0.0)
+    quotas.take("k", KeyLimits(concurrent_requests=100), 0.0)
+
+
+def test_idle_keys_are_forgotten_and_busy_or_indebted_ones_are_not():
+    quotas, limits = Quotas(), KeyLimits(requests_per_minute=60)
+    quotas.take("running", limits, 0.0)
+    for number in range(100_000):
+        quotas.settle(quotas.take(f"k{number}", limits, number / 100), number / 100)
+    assert len(quotas) <= 2048
+    assert "running" in quotas._accounts
+    quotas.forget_idle(1e6)
+    assert list(quotas._accounts) == ["running"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0s"), (-1, "0s"), (0.0121, "13ms"), (0.9995, "1s"), (1, "1s"), (6.4, "7s"), (360, "6m0s"), (3605, "1h0m5s")],
+)
+def test_times_are_written_as_openai_writes_them(seconds, shown):
+    assert shown_s(seconds) == shown
+
+
+def test_headers_tell_what_is_left_of_the_limits_that_there_are():
+    quotas = Quotas()
+    granted = quotas.take("k", KeyLimits(requests_per_minute=60, tokens_per_minute=150_000), 0.0, 16)
+    assert quotas.headers(granted, 0.0) == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "59",
+        "x-ratelimit-reset-requests": "1s",
+        "x-ratelimit-limit-tokens": "150000",
+        "x-ratelimit-remaining-tokens": "149984",
+        "x-ratelimit-reset-tokens": "7ms",
+    }
+    assert header_block({"a": "1", "b": "2s"}) == b"a: 1\r\nb: 2s\r\n"
+    only = quotas.take("k2", KeyLimits(concurrent_requests=3), 0.0)
+    assert quotas.headers(only, 0.0) == {}
+
+
+def attempt(quotas, limits, now, tokens):
+    try:
+        return quotas.take("k", limits, now, tokens)
+    except RateLimited as exc:
+        return exc
+
+
+@dataclass
+class Sent:
+    at: float
+    tokens: int
+    ended: bool = False
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 20), st.integers(0, 60), st.integers(0, 60), st.booleans()), min_size=1, max_size=80
+    ),
+    st.integers(1, 20),
+    st.integers(1, 200),
+    st.integers(1, 5),
+)
+def test_no_stretch_of_time_holds_more_than_the_limits_and_a_told_time_to_come_back_is_true(
+    steps, requests, tokens, concurrent
+):
+    quotas = Quotas()
+    limits = KeyLimits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=concurrent)
+    now, granted_all, running = 0.0, [], []
+    for wait_s, prompt, completion, is_ending in steps:
+        now += wait_s
+        if is_ending and running:
+            sent, granted = running.pop(0)
+            quotas.settle(granted, now, completion_tokens=completion)
+            sent.tokens += completion
+            continue
+        granted = attempt(quotas, limits, now, prompt)
+        if isinstance(granted, RateLimited):
+            if granted.limit == "concurrent_requests":
+                assert len(running) == concurrent
+                continue
+            first_limit = granted.limit
+            now += granted.retry_after_s
+            granted = attempt(quotas, limits, now, prompt)
+            if isinstance(granted, RateLimited):
+                assert granted.limit != first_limit
+                continue
+        sent = Sent(now, prompt)
+        granted_all.append(sent)
+        running.append((sent, granted))
+        assert len(running) <= concurrent
+        for first in granted_all:
+            since = [s for s in granted_all if s.at >= first.at]
+            assert len(since) <= requests * (1 + (now - first.at) / 60) + 1e-3
+        # What was charged before the last grant was covered, by what the bucket held and what came in since.
+        charged = sum(s.tokens for s in granted_all[:-1])
+        assert charged < tokens * (1 + now / 60) + 1e-3
