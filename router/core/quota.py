@@ -2,8 +2,8 @@
 
 Requests and tokens a minute are token buckets that hold a minute's worth: full after a minute's rest, so that a burst
 may take it all at once. Tokens are charged when they are known: the prompt's before it is sent, the answer's when it is
-over, which may leave a debt that is paid off first. A request that needs more than a whole minute's tokens goes when all
-of them are there: in the mean the limit holds, and nothing is impossible.
+over, which may leave a debt that is paid off first. A request that needs more than a whole minute's tokens goes when
+all of them are there: in the mean the limit holds, and nothing is impossible.
 """
 
 from collections.abc import Mapping
