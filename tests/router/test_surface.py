@@ -1,0 +1,261 @@
+import json
+
+import msgspec
+import pytest
+
+from lorafleet.chat import ChatTokenizer, Untokenizable, read_files
+from lorafleet.tiny import make_model
+from router.core.errors import RequestError
+from router.dress import Body, dress_vllm, refuse_steering
+from router.surface.generate import split
+from router.surface.openapi import EXAMPLES, openapi_paths
+from router.surface.prompts import chat_of_messages, chat_of_responses, prompt_body
+from router.surface.routes import ROUTES, find, is_begun_only, response_id_of
+from router.surface.stored import ResponseNotFound, gone, stored_at, tagged_response_id, worker_of
+from router.surface.usage import EngineUsage, usage_of, usage_of_events
+from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, UNKNOWN_MESSAGES, UNKNOWN_RESPONSES
+
+USER = {"role": "user", "content": "Hi"}
+
+
+# --- the table
+
+
+def test_every_row_is_found_by_its_method_and_path():
+    for (method, path), route in ROUTES.items():
+        assert find(method, path.replace("{id}", "resp_1.a.b")) is route
+        assert find("PUT", path) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/audio/transcriptions"),
+        ("POST", "/inference/v1/generate"),
+        ("POST", "/v1/chat/completions/render"),
+        ("POST", "/invocations"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("GET", "/v1/chat/completions"),
+        ("GET", "/v1/responses/"),
+        ("GET", "/v1/responses/a/b"),
+        ("GET", "/v1/responses/a/cancel"),
+        ("POST", "/v1/responses/cancel"),
+        ("POST", "/v1/responses/a"),
+        ("POST", "/v1/responses//cancel"),
+        ("GET", "/v1/responses/../models"),
+    ],
+)
+def test_what_is_not_in_the_table_is_no_inference_route(method, path):
+    assert find(method, path) is None
+
+
+def test_the_id_of_a_stored_response_is_read_off_its_path():
+    assert response_id_of("/v1/responses/resp_1.a.b") == "resp_1.a.b"
+    assert response_id_of("/v1/responses/resp_1.a.b/cancel") == "resp_1.a.b"
+
+
+def test_a_row_decodes_what_its_prompt_is_made_of_and_what_every_request_is_routed_by():
+    for route in ROUTES.values():
+        assert {"model", "lora_id", "stream", "cache_salt", "vllm_xargs"} <= route.fields
+    assert "previous_response_id" in ROUTES["POST", "/v1/responses"].fields
+    assert "messages" not in ROUTES["POST", "/v1/embeddings"].fields
+
+
+def test_only_events_that_come_before_the_engine_has_done_anything_decide_nothing():
+    responses, chat = ROUTES["POST", "/v1/responses"], ROUTES["POST", "/v1/chat/completions"]
+    created = b'event: response.created\ndata: {"type":"response.created"}\n\n'
+    begun = b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
+    delta = b'event: response.output_text.delta\ndata: {"delta":"event: response.created"}\n\n'
+    assert is_begun_only(responses, created)
+    assert is_begun_only(responses, created + begun)
+    assert not is_begun_only(responses, created + begun + delta)
+    assert not is_begun_only(responses, delta)
+    assert not is_begun_only(responses, b'data: {"error":{}}\n\n')
+    assert not is_begun_only(chat, created)
+
+
+# --- usage
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "usage"),
+    [
+        ("openai", {"usage": {"prompt_tokens": 9, "completion_tokens": 2}}, (9, 2, None)),
+        ("openai", {"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}}, (9, None, 8)),
+        ("openai", {"usage": {"prompt_tokens": 9, "prompt_tokens_details": None}}, (9, None, None)),
+        ("responses", {"usage": {"input_tokens": 9, "output_tokens": 2}}, (9, 2, None)),
+        (
+            "responses",
+            {"response": {"usage": {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 0}}}},
+            (9, None, 0),
+        ),
+        ("messages", {"usage": {"input_tokens": 9, "output_tokens": 2}}, (9, 2, None)),
+        (
+            "messages",
+            {"usage": {"input_tokens": 1, "cache_read_input_tokens": 32, "cache_creation_input_tokens": 8}},
+            (41, None, 32),
+        ),
+    ],
+)
+def test_usage_is_read_where_each_kind_of_answer_has_it(kind, answer, usage):
+    body = json.dumps(answer).encode()
+    assert usage_of(kind, body) == EngineUsage(*usage)
+    assert usage_of_events(kind, b"event: x\ndata: " + body + b"\n\ndata: [DONE]\n\n") == EngineUsage(*usage)
+    assert usage_of("none", body) is None
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"usage":3}', b'{"usage":null}', b'{"a":"\\"usage\\""}', b'"usage"\xff'])
+@pytest.mark.parametrize("kind", ["openai", "responses", "messages"])
+def test_an_answer_of_another_shape_tells_no_usage(kind, body):
+    assert usage_of(kind, body) is None
+    assert usage_of_events(kind, b"data: " + body + b"\n\n") is None
+
+
+# --- stored responses
+
+
+@pytest.mark.parametrize("worker", ["w0", "10.0.0.7:8090", "pod-a.b/c", "Zürich", "a" * 200])
+@pytest.mark.parametrize("tenant", [None, "", "team"])
+def test_an_id_says_where_its_response_is_kept(worker, tenant):
+    made = tagged_response_id(None, "f00", tenant=tenant, worker=worker)
+    assert made.startswith("resp_f00.")
+    assert find("GET", f"/v1/responses/{made}") is not None
+    assert worker_of(made, tenant=tenant, param="response_id") == worker
+
+
+def test_a_clients_own_id_is_the_beginning_of_it_where_it_may_be():
+    assert tagged_response_id("mine-1", "f00", tenant=None, worker="w0").startswith("mine-1.")
+    for odd in ("a.b", "", "a/b", "ä", "x" * 200, 3, ["a"]):
+        assert tagged_response_id(odd, "f00", tenant=None, worker="w0").startswith("resp_f00.")
+
+
+def test_another_tenants_response_is_not_found_even_with_its_id():
+    made = tagged_response_id(None, "f00", tenant="a", worker="w0")
+    for other in ("b", None, ""):
+        with pytest.raises(ResponseNotFound, match="not found"):
+            worker_of(made, tenant=other, param="previous_response_id")
+
+
+def test_an_id_with_another_tenants_mark_is_another_id_than_the_engine_knows():
+    mine = tagged_response_id("x", "f00", tenant="a", worker="w0")
+    theirs = tagged_response_id("x", "f00", tenant="b", worker="w0")
+    assert mine != theirs
+
+
+@pytest.mark.parametrize(
+    "odd", ["", "resp_1", "a.b.c", "a.0123456789abcdef.!", "a.0123456789abcdef.", None, 3, "a" * 999]
+)
+def test_an_id_that_no_router_made_is_not_found(odd):
+    assert stored_at(odd) is None
+    with pytest.raises(ResponseNotFound) as caught:
+        worker_of(odd, tenant=None, param="response_id")
+    assert (caught.value.status, caught.value.code, caught.value.param) == (404, "response_not_found", "response_id")
+    assert isinstance(caught.value, RequestError)
+
+
+def test_a_response_whose_worker_is_gone_names_it():
+    assert "worker 'w7', which is gone" in str(gone("resp_1", "w7", param="response_id"))
+
+
+# --- prompts
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("surface") / "tiny-qwen")
+
+
+def with_template(model, template: str) -> ChatTokenizer:
+    return ChatTokenizer.from_files(read_files(model) | {"chat_template.jinja": template})
+
+
+def test_every_body_whose_prompt_can_be_known_is_turned_into_a_chat(model):
+    tokenizer = ChatTokenizer.from_dir(model)
+    for name, body in RESPONSES_BODIES:
+        chat = chat_of_responses(body)
+        assert chat is not None, name
+        assert tokenizer.chat_ids(chat), name
+    for name, body in MESSAGES_BODIES:
+        chat = chat_of_messages(body, tokenizer)
+        assert chat is not None, name
+        assert tokenizer.chat_ids(chat), name
+
+
+@pytest.mark.parametrize("body", UNKNOWN_RESPONSES)
+def test_a_response_that_only_the_engine_can_render_has_no_chat(body):
+    assert chat_of_responses(body) is None
+
+
+@pytest.mark.parametrize("body", UNKNOWN_MESSAGES)
+def test_a_message_that_only_the_engine_can_render_has_no_chat(body):
+    assert chat_of_messages(body) is None
+
+
+def test_a_conversion_does_not_change_the_body_that_is_sent():
+    for convert, bodies in ((chat_of_responses, RESPONSES_BODIES), (chat_of_messages, MESSAGES_BODIES)):
+        for name, body in bodies:
+            before = json.dumps(body)
+            convert(body)
+            assert json.dumps(body) == before, name
+
+
+def test_system_messages_move_to_the_front_for_a_template_that_refuses_them_later(model):
+    body = {"messages": [USER, {"role": "system", "content": "b"}, USER], "system": "a"}
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+    )
+    strict += "{{ m.content }}{% endfor %}"
+    lax = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    moved, kept = (chat_of_messages(body, with_template(model, template)) for template in (strict, lax))
+    assert moved == {"messages": [{"role": "system", "content": "ab"}, USER, USER]}
+    assert kept == {"messages": [{"role": "system", "content": "a"}, USER, {"role": "system", "content": "b"}, USER]}
+    assert chat_of_messages(body) is None, "without the template nobody knows"
+
+
+def test_no_thinking_is_an_effort_that_the_template_shows(model):
+    body = {"messages": [USER], "thinking": {"type": "disabled"}}
+    shows = "{{ messages[0].content }}{% if reasoning_effort == 'none' %}quick{% endif %}"
+    hides = "{{ messages[0].content }}"
+    efforts = [chat_of_messages(body, with_template(model, template)) for template in (shows, hides)]
+    assert [chat["reasoning_effort"] for chat in efforts] == ["none", "low"]
+    assert chat_of_messages(body) is None
+
+
+def test_a_prompt_is_read_as_its_route_reads_it():
+    both = {"messages": [USER], "prompt": "x"}
+    assert prompt_body("chat", both) == both
+    assert prompt_body("completion", both) == {"prompt": "x"}, "vLLM does not look at messages there"
+    assert prompt_body("none", both) is None
+
+
+def test_a_completion_that_the_engine_cuts_is_not_tokenized_here(model):
+    tokenizer = ChatTokenizer.from_dir(model)
+    with pytest.raises(Untokenizable, match="truncate_prompt_tokens"):
+        tokenizer.prompt_text({"prompt": "one two three", "truncate_prompt_tokens": 1})
+
+
+# --- the API's own description
+
+
+def test_every_route_is_described_with_an_example_of_what_to_send_and_what_comes_back():
+    paths = openapi_paths()
+    assert {(method.upper(), path) for path, item in paths.items() for method in item} == {
+        *ROUTES,
+        ("POST", "/generate"),
+    }
+    for (method, path), route in ROUTES.items():
+        operation = paths[path][method.lower()]
+        content = operation["responses"]["200"]["content"]
+        assert content["application/json"]["example"], path
+        assert ("text/event-stream" in content) == route.streams, path
+        assert ("requestBody" in operation) == route.has_body, path
+
+
+def test_an_example_is_one_that_the_router_takes():
+    for (_method, path), route in ROUTES.items():
+        sent, _answered = EXAMPLES[path]
+        if route.has_body:
+            fields = msgspec.json.decode(msgspec.json.encode(sent), type=Body)
+            refuse_steering(fields, None)
+            assert json.loads(dress_vllm(fields, "m")) == sent | {"model": "m"}
+    assert len(split(msgspec.json.encode(EXAMPLES["/generate"][0])).items) == 2
