@@ -24,8 +24,9 @@ AttributeValue = str | int | float | bool
 
 # Requests that wait to be sent, about 3 KB each; what comes when it is full is dropped and counted.
 _MOST_WAITING = 4096
-# Encoding takes the interpreter from the loop for some milliseconds a batch: small ones, and often.
-_BATCH = 32
+# The thread holds the interpreter while it makes and encodes a batch, 1.2 ms for 8. At 450 traced requests/s the loop's
+# lag p99 was 0.5 ms so, and 3.4 ms with 32; the smaller batches cost a third more CPU.
+_BATCH = 8
 _EVERY_S = 1.0
 _CLOSE_WITHIN_S = 3.0
 _SAMPLED = 1
