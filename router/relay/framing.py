@@ -2,9 +2,9 @@
 
 httptools 0.9 (llhttp, strict) itself refuses, seen running: Content-Length beside Transfer-Encoding, a second one of
 either, a Content-Length with anything but digits before its end, folded lines, bare CR or LF, control characters,
-spaces before the colon, odd characters in names, bad or overflowing chunk sizes. What it lets through and is refused here: any
-coding besides `chunked`, chunked in HTTP/1.0, blanks after either value, HTTP/0.9 and 2.0, no Host or two, CONNECT and
-Upgrade (after which it would not read the body as a body).
+spaces before the colon, odd characters in names, bad or overflowing chunk sizes. What it lets through and is refused
+here: any coding besides `chunked`, chunked in HTTP/1.0, blanks after either value, HTTP/0.9 and 2.0, no Host or two,
+CONNECT and Upgrade (after which it would not read the body as a body).
 """
 
 import re
@@ -87,7 +87,7 @@ def _split(target: bytes) -> tuple[str, bytes]:
         except httptools.HttpParserInvalidURLError as exc:
             raise _invalid("a request target that is no path") from exc
         path, query = parts.path, parts.query
-        if not path:
+        if not path or not path.startswith(b"/"):
             raise _invalid("a request target without a path")
     else:
         path, _, query = target.partition(b"?")

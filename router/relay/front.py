@@ -119,7 +119,7 @@ class Front:
 class Exchange:
     """One request, complete, and its answer. `status` is the answer's, once its head is on its way.
 
-    `on_pause` and `on_resume` are called when the client reads too slowly, and again; set them before `begin`.
+    `on_pause` and `on_resume` are called when the client reads too slowly, and again; set them before the first `send`.
     After the client has gone everything here does nothing.
     """
 
@@ -192,8 +192,6 @@ class Exchange:
             b"transfer-encoding: chunked\r\n" if self._chunked else b"",
             b"" if self._keep else _CLOSE,
         )
-        if connection.is_write_paused and self.on_pause is not None:
-            self.on_pause()
 
     def send(self, data: bytes) -> None:
         """One piece."""

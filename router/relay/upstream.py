@@ -117,6 +117,7 @@ class Connection(asyncio.Protocol):
         "_sink",
         "_status",
         "_transport",
+        "_version",
         "answers",
         "deadline",
         "origin",
@@ -136,6 +137,7 @@ class Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._pieces: list[bytes] = []
         self._odd = False
+        self._version = ""  # of its first answer
         self._reset()
 
     def _reset(self) -> None:
@@ -293,17 +295,18 @@ class Connection(asyncio.Protocol):
         headers = self._headers
         if self._bare_bytes + self._read_bytes > _MOST_HEAD_BYTES:
             _refuse_large(headers)
-        self._status = status
-        self._has_head = self._new_head = True
-        self._keep = parser.should_keep_alive()
+        if not self.answers:
+            self._version = parser.get_http_version()
+            if self._version not in ("1.1", "1.0"):
+                raise httptools.HttpParserError(f"HTTP/{self._version}")
         fields = dict(headers)
-        if b"transfer-encoding" in fields:
-            if fields[b"transfer-encoding"].lower() != b"chunked" or parser.get_http_version() != "1.1":
-                self._new_head = False
-                raise httptools.HttpParserError("a transfer encoding other than chunked")
-            self._framed = True
-        else:
-            self._framed = b"content-length" in fields
+        coding = fields.get(b"transfer-encoding")
+        if coding is not None and (coding.lower() != b"chunked" or self._version != "1.1"):
+            raise httptools.HttpParserError("a transfer encoding other than chunked")
+        self._framed = coding is not None or b"content-length" in fields
+        self._status = status
+        self._keep = parser.should_keep_alive()
+        self._has_head = self._new_head = True
 
     def on_body(self, body: bytes) -> None:
         if not self._complete:

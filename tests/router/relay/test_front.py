@@ -1,0 +1,638 @@
+"""The client's side: answers, order, limits, and what becomes of a request whose client leaves."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+
+import pytest
+
+from lorafleet import serve
+from router.relay.front import FrontLimits, front
+from tests.router.relay.wires import COLD, HOT, App, Client, error_of, fronted, length, parsed_head, post, until
+
+
+class Work:
+    """A handler that waits to be told to go on, and notes who left."""
+
+    def __init__(self, answer=length):
+        self.answer = answer
+        self.begun = 0
+        self.cancelled = 0
+        self.go_on = asyncio.Event()
+        self.exchanges = []
+
+    async def __call__(self, exchange):
+        self.begun += 1
+        self.exchanges.append(exchange)
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        await self.answer(exchange)
+
+
+def reset(client: Client) -> None:
+    sock = client.writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.writer.transport.abort()
+
+
+async def test_a_handler_sees_the_request_as_it_was_sent():
+    seen = []
+
+    async def keep(exchange):
+        seen.append(exchange)
+        exchange.respond(200, b"", b"")
+
+    async with fronted(keep) as served, await served.client() as client:
+        client.send(post("/hot?a=%20b", b"{}", b"X-Two: 1", b"x-two: 2", b"Accept: */*"))
+        await client.answer()
+    (exchange,) = seen
+    assert (exchange.method, exchange.path, exchange.query, exchange.body) == ("POST", "/hot", b"a=%20b", b"{}")
+    assert exchange.headers == [
+        (b"host", b"a"),
+        (b"content-length", b"2"),
+        (b"x-two", b"1"),
+        (b"x-two", b"2"),
+        (b"accept", b"*/*"),
+    ]
+    assert exchange.header(b"x-two") == b"1"
+    assert exchange.header(b"nobody") is None
+    assert exchange.status == 200
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 70_000, 3_000_000])
+async def test_bodies_of_any_size_arrive_whole_in_reads_of_any_size(size):
+    body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    async with fronted() as served, await served.client() as client:
+        for path in (HOT, COLD, HOT):
+            client.send(post(path, body))
+            assert (await client.answer())[2] == str(size).encode()
+        pieces = b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in (body[at : at + 999] for at in range(0, size, 999)))
+        client.send(b"POST /hot HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\n\r\n")
+        assert (await client.answer())[2] == str(size).encode()
+        assert {seen[1] for seen in served.seen} == {body}
+
+
+async def test_an_answer_in_pieces_is_chunked_and_the_connection_goes_on():
+    async def pieces(exchange):
+        exchange.begin(200, b"content-type: text/event-stream\r\n")
+        for piece in (b"one", b"", b"t" * 5000):
+            exchange.send(piece)
+            await asyncio.sleep(0)
+        exchange.finish(exchange.body)
+
+    async with fronted(pieces) as served, await served.client() as client:
+        for last in (b"", b"last"):
+            client.send(post(HOT, last))
+            status, headers, body = await client.answer()
+            assert (status, body) == (200, b"one" + b"t" * 5000 + last)
+            assert headers == {b"content-type": b"text/event-stream", b"transfer-encoding": b"chunked"}
+        said = await served.said(b"POST /hot HTTP/1.0\r\nContent-Length: 4\r\n\r\nlast")
+        head, _, body = said.partition(b"\r\n\r\n")
+        assert parsed_head(head)[1] == {b"content-type": b"text/event-stream", b"connection": b"close"}
+        assert body == b"one" + b"t" * 5000 + b"last"
+
+
+async def test_an_empty_answer_in_pieces_still_has_its_head():
+    async def nothing(exchange):
+        exchange.begin(200, b"")
+        exchange.finish()
+
+    async with fronted(nothing) as served, await served.client() as client:
+        client.send(post(HOT, b""))
+        assert (await client.answer())[::2] == (200, b"")
+
+
+async def test_a_204_has_no_length():
+    async def none(exchange):
+        exchange.respond(204, b"", b"")
+
+    async with fronted(none) as served, await served.client() as client:
+        client.send(post(HOT, b""))
+        assert await client.answer() == (204, {}, b"")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("raises", [False, True])
+async def test_a_handler_that_fails_is_a_500_or_a_broken_stream_never_silence(begun, raises):
+    async def bad(exchange):
+        if begun:
+            exchange.begin(200, b"")
+            exchange.send(b"some")
+        if raises:
+            raise RuntimeError("secret")
+
+    async with fronted(bad) as served, await served.client() as client:
+        client.send(post(HOT, b"x", b"Connection: close"))
+        said = await client.rest()
+        if begun:
+            assert not said.endswith(b"0\r\n\r\n")
+        else:
+            assert error_of(said) == (500, "internal_error")
+        assert b"secret" not in said
+
+
+async def test_the_app_serves_every_other_path_on_the_same_connection():
+    async with fronted() as served, await served.client() as client:
+        for path in (HOT, COLD, HOT, HOT, COLD, COLD, HOT):
+            client.send(post(path, path.encode()))
+            assert (await client.answer())[2] == b"%d" % len(path)
+        assert [path for path, _ in served.seen] == [HOT, COLD, HOT, HOT, COLD, COLD, HOT]
+
+
+async def test_both_ends_send_without_delay():
+    async with fronted(work := Work()) as served, await served.client() as client:
+        client.send(post(HOT, b""))
+        await until(lambda: work.begun)
+        (connection,) = served.front.connections
+        sock = connection.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        work.go_on.set()
+        await client.answer()
+
+
+# Order
+
+
+async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
+    most, running = 0, 0
+
+    async def slow_first(exchange):
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02 if exchange.body == b"0" else 0)
+        running -= 1
+        exchange.respond(200, b"", exchange.body)
+
+    async with fronted(slow_first) as served, await served.client() as client:
+        client.send(b"".join(post(HOT, b"%d" % n) for n in range(10)))
+        assert [(await client.answer())[2] for _ in range(10)] == [b"%d" % n for n in range(10)]
+        assert most == 1
+        raw = b"".join(post(HOT, b"%d" % n) for n in range(5))
+        for at in range(0, len(raw), 7):
+            client.send(raw[at : at + 7])
+            await asyncio.sleep(0)
+        assert [(await client.answer())[2] for _ in range(5)] == [b"%d" % n for n in range(5)]
+
+
+async def test_too_much_ahead_is_answered_so_far_and_closed():
+    work = Work()
+    async with fronted(work, pipelined=3) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") * 50)
+        await until(lambda: work.begun)
+        client.send(post(HOT, b"abc") * 50)
+        await asyncio.sleep(0.05)
+        work.go_on.set()
+        for n in range(4):
+            status, headers, body = await client.answer()
+            assert (status, body, headers.get(b"connection")) == (200, b"3", None if n < 3 else b"close")
+        assert await client.rest() == b""
+        assert work.begun == 4
+
+
+@pytest.mark.parametrize("paths", [(HOT, COLD), (COLD, HOT), (COLD, COLD)])
+async def test_an_apps_request_is_never_answered_out_of_order(paths):
+    work = Work()
+    async with fronted(work) as served, await served.client() as client:
+        served.app.go_on.clear()
+        client.send(b"".join(post(path, b"x" * (1 + n)) for n, path in enumerate(paths)))
+        await until(lambda: served.seen)
+        await asyncio.sleep(0.02)
+        work.go_on.set()
+        served.app.go_on.set()
+        assert (await client.answer())[2] == b"1"
+        assert await client.rest() == b""
+        assert served.seen == [(paths[0], b"x")]
+
+
+async def test_a_bad_request_behind_good_ones_is_refused_after_their_answers():
+    work = Work()
+    async with fronted(work) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") * 2 + b"GET / HTTP/1.1\r\nHost : a\r\n\r\n")
+        await until(lambda: work.begun)
+        await asyncio.sleep(0.02)
+        work.go_on.set()
+        for _ in range(2):
+            assert (await client.answer())[::2] == (200, b"3")
+        assert error_of(await client.rest()) == (400, "invalid_http")
+
+
+async def test_a_body_is_asked_for_when_a_client_waits_to_be_asked():
+    async with fronted() as served, await served.client() as client:
+        for path in (HOT, COLD, HOT):
+            head, body = post(path, b"abc", b"Expect: 100-continue").split(b"abc")[0], b"abc"
+            client.send(head)
+            assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            client.send(body)
+            assert (await client.answer())[2] == b"3"
+        # Sent at once: nobody waits.
+        client.send(post(HOT, b"abc", b"Expect: 100-continue") + post(HOT, b"abcd"))
+
+
+async def test_a_body_is_asked_for_only_after_the_answers_before_it():
+    work = Work()
+    async with fronted(work) as served, await served.client() as client:
+        head = post(HOT, b"", b"Expect: 100-continue").replace(b"Length: 0", b"Length: 3")
+        client.send(post(HOT, b"x") + head)
+        await until(lambda: work.begun)
+        work.go_on.set()
+        assert (await client.answer())[2] == b"1"
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.send(b"abc")
+        assert (await client.answer())[2] == b"3"
+
+
+# Leaving
+
+
+@pytest.mark.parametrize("leave", ["close", "reset", "half_close"])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_leaves_ends_the_work_for_it_at_once(leave, begun):
+    work = Work()
+
+    async def stream(exchange):
+        if begun:
+            exchange.begin(200, b"")
+            exchange.send(b"x")
+        await work(exchange)
+
+    async with fronted(stream) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc"))
+            await until(lambda: work.begun)
+            if leave == "half_close":
+                client.writer.write_eof()
+            else:
+                client.writer.close() if leave == "close" else reset(client)
+            await until(lambda: work.cancelled)
+        await until(lambda: not served.front.connections)
+        (exchange,) = work.exchanges
+        exchange.respond(200, b"", b"to nobody")
+        exchange.send(b"to nobody")
+        exchange.finish()
+        exchange.abort()
+
+
+async def test_a_client_that_leaves_takes_what_it_had_queued_with_it():
+    work = Work()
+    async with fronted(work) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc") * 5)
+            await until(lambda: work.begun and served.front.held_bytes == 15)
+        await until(lambda: work.cancelled)
+        assert served.front.held_bytes == 0
+        assert work.begun == 1
+
+
+async def test_work_that_has_answered_is_not_ended_by_the_client_leaving():
+    done = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def afterwards(exchange):
+        exchange.respond(200, b"", b"")
+        await go_on.wait()
+        done.set()
+
+    async with fronted(afterwards) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc"))
+            await client.answer()
+        await until(lambda: not served.front.connections)
+        go_on.set()
+        await asyncio.wait_for(done.wait(), 5)
+
+
+@pytest.mark.parametrize("leave", ["close", "reset"])
+async def test_two_thousand_clients_that_leave_leave_nothing_behind(leave):
+    work = Work()
+    before = len(asyncio.all_tasks())
+
+    async def one(n):
+        async with await served.client() as client:
+            raw = post(HOT, b"abc" * n)
+            client.send(raw if n % 4 else raw[: n % len(raw)])
+            if n % 3:
+                await asyncio.sleep(0)
+            if n % 4 and n % 5 == 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(client.reader.read(10), 0.01)
+            if leave == "reset":
+                reset(client)
+
+    async with fronted(work) as served:
+        for n in range(0, 2000, 100):
+            await asyncio.gather(*(one(n + each) for each in range(100)))
+        await until(lambda: not served.front.connections)
+        await until(lambda: work.cancelled == work.begun)
+        assert work.begun > 200
+        assert served.front.held_bytes == 0
+        async with await served.client() as client:
+            work.go_on.set()
+            client.send(post(HOT, b"abc"))
+            assert (await client.answer())[0] == 200
+    await until(lambda: len(asyncio.all_tasks()) <= before)
+
+
+# Limits
+
+
+@pytest.mark.parametrize("path", [HOT, COLD])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_is_too_large_is_a_413_that_the_client_can_read(path, chunked):
+    async with fronted(body_bytes=100_000) as served:
+        body = b"x" * 2_000_000
+        raw = post(path, body)
+        if chunked:
+            head = b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode()
+            raw = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        assert error_of(await served.said(raw)) == (413, "body_too_large")
+        assert not served.seen
+        assert served.front.held_bytes == 0
+        async with await served.client() as client:
+            client.send(post(path, body[:100_000]))
+            assert (await client.answer())[2] == b"100000"
+
+
+async def test_a_client_that_waits_to_be_asked_is_told_at_once_that_its_body_is_too_large():
+    async with fronted(body_bytes=1000) as served:
+        head = post(HOT, b"x" * 1001, b"Expect: 100-continue").split(b"\r\n\r\n")[0] + b"\r\n\r\n"
+        assert error_of(await served.said(head)) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("path", [HOT, COLD])
+@pytest.mark.parametrize("start", ["line", "header", "headers", "trailer", "trailers", "extension"])
+async def test_a_head_without_end_is_cut_off(path, start):
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\n" % path.encode()
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    raw, piece = {
+        "line": (b"GET /", b"a" * 1000),
+        "header": (head + b"x: ", b"a" * 1000),
+        "headers": (head, b"x: " + b"a" * 1000 + b"\r\n"),
+        "trailer": (chunked + b"1\r\na\r\n0\r\nx: ", b"a" * 1000),
+        "trailers": (chunked + b"0\r\n", b"x: " + b"a" * 1000 + b"\r\n"),
+        "extension": (chunked + b"1;x=", b"a" * 1000),
+    }[start]
+    async with fronted() as served, await served.client() as client:
+        client.send(raw)
+        rest = asyncio.create_task(client.rest())
+        with contextlib.suppress(ConnectionError):
+            for _ in range(20_000):
+                client.send(piece)
+                await client.writer.drain()
+                if rest.done():
+                    break
+        assert error_of(await rest) == (431, "head_too_large")
+        assert not served.seen
+
+
+async def test_a_large_head_in_one_read_is_refused_and_one_that_fits_is_served():
+    async with fronted() as served, await served.client() as client:
+        client.send(post(HOT, b"x" * 200_000, *(b"x-%d: %b" % (n, b"v" * 100) for n in range(300))))
+        assert (await client.answer())[0] == 200
+        client.send(post(HOT, b"x", *(b"x-%d: %b" % (n, b"v" * 1000) for n in range(66))))
+        assert error_of(await client.rest()) == (431, "head_too_large")
+
+
+async def test_all_bodies_together_are_bounded_and_the_next_one_is_told_to_come_back():
+    work = Work()
+    async with fronted(work, held_bytes=10_000) as served, await served.client() as first:
+        first.send(post(HOT, b"x" * 9000))
+        await until(lambda: work.begun)
+        said = await served.said(post(HOT, b"x" * 1001))
+        assert error_of(said) == (429, "saturated")
+        assert b"retry-after: 1\r\n" in said
+        assert served.front.held_bytes == 9000
+        async with await served.client() as second:
+            second.send(post(HOT, b"x" * 1000))
+            await until(lambda: work.begun == 2)
+            work.go_on.set()
+            assert (await first.answer())[0] == (await second.answer())[0] == 200
+        assert served.front.held_bytes == 0
+
+
+@pytest.mark.parametrize("path", [HOT, COLD])
+async def test_a_client_that_sends_its_request_too_slowly_gets_a_408(path):
+    raw = post(path, b"abc" * 1000)
+    async with fronted(head_s=0.15, body_s=0.15) as served:
+        for most in (40, len(raw) - 20):
+            async with await served.client() as client:
+                rest = asyncio.create_task(client.rest())
+                # A byte now and then moves no deadline.
+                for at in range(most):
+                    client.send(raw[at : at + 1])
+                    if rest.done():
+                        break
+                    await asyncio.sleep(0.01 if at > most - 20 else 0)
+                assert error_of(await rest) == (408, "request_timeout")
+        assert not served.seen
+        # One that says nothing is closed without a word.
+        assert await served.said(b"") == b""
+        assert await served.said(b"\r\n") == b""
+
+
+async def test_a_connection_without_requests_is_closed_after_a_while_and_one_at_work_is_not():
+    work = Work()
+    async with fronted(work, idle_s=0.15, head_s=0.15, body_s=0.15) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await asyncio.sleep(0.4)
+        work.go_on.set()
+        assert (await client.answer())[2] == b"3"
+        assert await client.rest() == b""
+        async with await served.client() as other:
+            served.app.go_on.clear()
+            other.send(post(COLD, b"abc"))
+            await asyncio.sleep(0.4)
+            served.app.go_on.set()
+            assert (await other.answer())[2] == b"3"
+            assert await other.rest() == b""
+
+
+# Pace
+
+
+async def test_a_client_that_reads_slowly_pauses_the_work_and_little_is_held_for_it():
+    paused, events = asyncio.Event(), []
+    may_send = asyncio.Event()
+    may_send.set()
+    piece, total, most = b"x" * 10_000, 0, 0
+
+    async def fast(exchange):
+        nonlocal total, most
+
+        def on_pause():
+            events.append("pause")
+            may_send.clear()
+            paused.set()
+
+        def on_resume():
+            events.append("resume")
+            may_send.set()
+
+        exchange.on_pause, exchange.on_resume = on_pause, on_resume
+        exchange.begin(200, b"")
+        (connection,) = served.front.connections
+        for _ in range(1200):
+            await may_send.wait()
+            exchange.send(piece)
+            total += len(piece)
+            most = max(most, connection.transport.get_write_buffer_size())
+            await asyncio.sleep(0)
+        exchange.finish()
+
+    async with fronted(fast) as served:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 200_000)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", served.port))
+        async with Client(*await asyncio.open_connection(sock=sock, limit=2**10)) as client:
+            client.send(post(HOT, b""))
+            await asyncio.wait_for(paused.wait(), 5)
+            await asyncio.sleep(0.05)
+            assert total < 10_000_000
+            assert len((await client.answer())[2]) == 1200 * len(piece)
+    assert most < 100_000
+    assert events[:2] == ["pause", "resume"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_client_that_stops_reading_is_closed_and_one_that_reads_slowly_is_not(whole):
+    cancelled = asyncio.Event()
+
+    async def much(exchange):
+        if whole:
+            exchange.respond(200, b"", b"x" * 20_000_000)
+            return
+        exchange.begin(200, b"")
+        exchange.send(b"x" * 20_000_000)
+        try:
+            await asyncio.sleep(0 if exchange.body == b"read" else 30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        exchange.finish()
+
+    async with fronted(much, send_stall_s=0.5, idle_s=0.3) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"stop"))
+            await until(lambda: served.front.connections)
+            await until(lambda: not served.front.connections)
+            assert whole or cancelled.is_set()
+        async with await served.client() as client:
+            client.send(post(HOT, b"read", b"Connection: close"))
+            got = 0
+            while data := await client.reader.read(2_000_000):
+                got += len(data)
+                await asyncio.sleep(0.005)  # 1.4 s in all
+            assert got > 20_000_000
+
+
+# The end
+
+
+@contextlib.asynccontextmanager
+async def ending(handler):
+    """A server in the hands of uvicorn, and what ends it as SIGTERM does."""
+    sock = serve.bind("127.0.0.1", 0)
+    made = front(lambda method, path: handler if path == HOT else None, FrontLimits())
+    app = App([])
+    server = serve._Server(serve.configured(app, grace_s=5.0, http=made), None)
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup([sock])
+    clients = []
+
+    async def client() -> Client:
+        clients.append(Client(*await asyncio.open_connection("127.0.0.1", port)))
+        return clients[-1]
+
+    port = sock.getsockname()[1]
+    ended = []
+
+    def end() -> asyncio.Task:
+        ended.append(asyncio.create_task(server.shutdown([sock])))
+        return ended[0]
+
+    try:
+        yield client, end, server, app
+    finally:
+        await asyncio.wait_for(ended[0] if ended else end(), 10)
+        assert not made.connections
+        assert not server.server_state.tasks
+        for each in clients:
+            await each.__aexit__()
+
+
+async def test_at_the_end_requests_in_flight_are_finished_and_then_closed():
+    work = Work()
+
+    async def stream(exchange):
+        exchange.begin(200, b"")
+        exchange.send(b"first")
+        await work(exchange)
+
+    async def finish(exchange):
+        exchange.finish(b"last")
+
+    async def both(exchange):
+        if exchange.body == b"stream":
+            work.answer = finish
+            await stream(exchange)
+        else:
+            await plain(exchange)
+
+    plain = Work()
+    async with ending(both) as (client, end, _, app):
+        app.go_on.clear()
+        streaming, waiting, queued, half_head, half_body, idle, cold = [await client() for _ in range(7)]
+        streaming.send(post(HOT, b"stream"))
+        waiting.send(post(HOT, b"abc"))
+        queued.send(post(HOT, b"abc") * 3)
+        half_head.send(post(HOT, b"abc")[:30])
+        half_body.send(post(HOT, b"abc")[:-1])
+        cold.send(post(COLD, b"abc"))
+        idle.send(post(HOT, b""))
+        await until(lambda: work.begun == 1 and plain.begun == 3 and app.seen)
+        plain.exchanges[-1].respond(200, b"", b"")
+        await idle.answer()
+        task = end()
+        assert await idle.rest() == b""  # closed at once
+        half_head.send(post(HOT, b"abc")[30:])
+        half_body.send(b"c")
+        await until(lambda: plain.begun == 5)
+        assert not task.done()
+        work.go_on.set()
+        plain.go_on.set()
+        app.go_on.set()
+        assert (await streaming.answer())[2] == b"firstlast"
+        for each in (waiting, half_head, half_body, cold):
+            status, headers, body = await each.answer()
+            assert (status, headers[b"connection"], body) == (200, b"close", b"3")
+        assert [(await queued.answer())[1].get(b"connection") for _ in range(3)] == [None, None, b"close"]
+        for each in (streaming, waiting, queued, half_head, half_body, cold):
+            assert await each.rest() == b""
+        await asyncio.wait_for(task, 5)
+
+
+async def test_what_is_not_done_when_the_time_to_end_is_over_is_told_so():
+    work = Work()
+
+    async def stream(exchange):
+        if exchange.body == b"stream":
+            exchange.begin(200, b"")
+            exchange.send(b"first")
+        await work(exchange)
+
+    async with ending(stream) as (client, end, server, _):
+        server.config.timeout_graceful_shutdown = 0.2
+        streaming, waiting = await client(), await client()
+        streaming.send(post(HOT, b"stream"))
+        waiting.send(post(HOT, b"abc"))
+        await until(lambda: work.begun == 2)
+        await end()
+        assert error_of(await waiting.rest()) == (503, "stopping")
+        assert not (await streaming.rest()).endswith(b"0\r\n\r\n")
+        assert work.cancelled == 2

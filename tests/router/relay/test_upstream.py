@@ -1,0 +1,581 @@
+"""Connections to engines: which answers are taken, which connections are used again, and how each failure is told."""
+
+import asyncio
+import gc
+import socket
+import ssl
+import subprocess
+
+import pytest
+
+from router.relay.upstream import Connection, EngineLost, Origin, Pool
+from tests.router.relay.wires import Engine, Heard, finished, saying, until
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 3\r\n\r\nabc"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def ask(pool: Pool, url: str, body: bytes = b"hello", *, within_s: float = 5.0, sink: Heard | None = None):
+    """(connection, what was heard) once the answer has ended or is lost."""
+    connection, sink = await begin(pool, url, body, within_s=within_s, sink=sink)
+    await asyncio.wait_for(sink.done.wait(), 10)
+    return connection, sink
+
+
+async def begin(pool, url, body=b"hello", *, within_s=5.0, sink=None):
+    origin = Origin.parse(url)
+    connection = pool.idle(origin) or await pool.connect(origin)
+    connection.deadline = asyncio.get_running_loop().time() + within_s
+    sink = sink or Heard()
+    connection.send(
+        b"POST /x HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\n\r\n%b" % (origin.host_header, len(body), body), sink
+    )
+    return connection, sink
+
+
+@pytest.fixture
+async def pool():
+    made = Pool(connect_s=2.0)
+    yield made
+    await made.close()
+    assert not made.connections
+    gc.collect()
+    made = [each for each in gc.get_objects() if isinstance(each, Connection) and each._transport is not None]
+    assert all(each._closed for each in made)
+
+
+# Answers that end as HTTP/1.1 says
+
+
+@pytest.mark.parametrize(
+    ("raw", "body"),
+    [
+        (OK, b"abc"),
+        (OK.replace(b"3\r\n\r\nabc", b"0\r\n\r\n"), b""),
+        (CHUNKED + b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n", b"abcde"),
+        (CHUNKED + b"3\r\nabc\r\n0\r\nTrailer: x\r\n\r\n", b"abc"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
+        (b"HTTP/1.1 500 \r\ncontent-length: 3\r\n\r\nabc", b"abc"),
+    ],
+)
+@pytest.mark.parametrize("cut", [None, 1, 7])
+async def test_a_whole_answer_is_heard_and_its_connection_is_used_again(pool, raw, body, cut):
+    pieces = [raw] if cut is None else [raw[at : at + cut] for at in range(0, len(raw), cut)]
+    async with Engine(saying(*pieces)) as engine:
+        for turn in range(3):
+            connection, heard = await ask(pool, engine.url, b"ask %d" % turn)
+            assert (heard.ended, heard.failure, heard.body) == (True, None, body)
+            assert heard.status == int(raw.split(b" ")[1])
+            assert all(name == name.lower() for name, _ in heard.headers)
+            assert b"trailer" not in dict(heard.headers)
+            assert connection.answers == turn + 1
+        assert engine.connections == pool.connections == 1
+        assert engine.requests == [b"ask 0", b"ask 1", b"ask 2"]
+
+
+async def test_all_chunks_of_one_read_come_in_one_piece(pool):
+    async with Engine(saying(CHUNKED + b"3\r\nabc\r\n" * 100 + b"0\r\n\r\n")) as engine:
+        _, heard = await ask(pool, engine.url)
+        assert heard.calls == ["head", "data"]
+        assert heard.body == b"abc" * 100
+
+
+async def test_large_requests_and_answers_come_through_whole(pool):
+    body = bytes(range(256)) * 20_000
+    raw = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    async with Engine(saying(raw)) as engine:
+        for _ in range(2):
+            _, heard = await ask(pool, engine.url, body)
+            assert heard.body == body
+        assert engine.requests == [body, body]
+        assert engine.connections == 1
+
+
+# Answers after which a connection is not used again
+
+
+@pytest.mark.parametrize(
+    ("raw", "then", "body"),
+    [
+        (OK.replace(b"Content-Type", b"Connection: close\r\nContent-Type"), "stay", b"abc"),
+        (OK.replace(b"HTTP/1.1", b"HTTP/1.0"), "stay", b"abc"),
+        (OK.replace(b"Content-Length: 3\r\n", b""), "close", b"abc"),
+        (OK.replace(b"Content-Length: 3\r\n", b""), "half_close", b"abc"),
+        (OK + b"\r\nmore", "stay", b"abc"),
+        (OK + OK, "stay", b"abc"),
+        (OK + b"HTTP", "stay", b"abc"),
+        (OK + b"\x00", "stay", b"abc"),
+        (CHUNKED + b"3\r\nabc\r\n0\r\n\r\n" + OK, "stay", b"abc"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n" + OK, "stay", b""),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, "stay", b"abc"),
+        (b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 3 + OK, "stay", b"abc"),
+    ],
+)
+@pytest.mark.parametrize("cut", [None, 1])
+async def test_a_connection_whose_answer_ended_oddly_is_closed_and_its_bytes_are_nobodys(pool, raw, then, body, cut):
+    pieces = [raw] if cut is None else [raw[at : at + cut] for at in range(0, len(raw), cut)]
+    async with Engine(saying(*pieces, then=then)) as engine:
+        first, heard = await ask(pool, engine.url)
+        assert (heard.ended, heard.failure, heard.body) == (True, None, body)
+        assert heard.status in (200, 204)
+        assert b"link" not in dict(heard.headers)
+        # With the odd bytes in a read of their own the connection may have been idle for a moment.
+        await until(lambda: not pool.connections)
+        second, heard = await ask(pool, engine.url)
+        assert second is not first
+        assert heard.body == body
+        assert engine.connections == 2
+
+
+async def test_bytes_that_come_while_a_connection_is_idle_close_it(pool):
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(OK)
+        await go_on.wait()
+        writer.write(OK)
+        await reader.read()
+
+    go_on = asyncio.Event()
+    async with Engine(script) as engine:
+        await ask(pool, engine.url)
+        assert pool.connections == 1
+        go_on.set()
+        await until(lambda: not pool.connections)
+        assert pool.idle(Origin.parse(engine.url)) is None
+
+
+async def test_an_answer_that_comes_before_the_request_was_read_closes_the_connection(pool):
+    async def script(engine, reader, writer):
+        writer.transport.pause_reading()
+        writer.write(OK)
+        await writer.drain()
+        await go_on.wait()
+
+    go_on = asyncio.Event()
+    async with Engine(script) as engine:
+        _, heard = await ask(pool, engine.url, b"x" * 30_000_000)
+        assert heard.body == b"abc"
+        assert not pool.connections
+        go_on.set()
+
+
+# Failures
+
+
+async def test_an_engine_that_is_not_there_is_lost_before_anything_was_sent(pool):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        with pytest.raises(EngineLost) as caught:
+            await pool.connect(Origin.parse(url))
+    assert caught.value.reason == "connection"
+    assert url in str(caught.value)
+    for odd in ("http://no.such.host.invalid:1", "http://[::1]:1", f"http://{'a' * 64}.b:1"):
+        with pytest.raises((EngineLost, ValueError)):
+            await pool.connect(Origin.parse(odd))
+    assert not pool.connections
+
+
+async def test_a_connection_that_takes_too_long_is_given_up():
+    pool = Pool(connect_s=0.1)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(0)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        lost = []
+        for _ in range(4):  # the backlog's own places connect
+            try:
+                await pool.connect(Origin.parse(url))
+            except EngineLost as exc:
+                lost.append(exc.reason)
+        assert lost[-1] == "connection"
+    await pool.close()
+    assert not pool.connections
+
+
+WHOLE = CHUNKED + b"3\r\nabc\r\n3\r\ndef\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("then", ["close", "reset", "half_close"])
+@pytest.mark.parametrize("size", [0, 1, 9, 20, len(CHUNKED) - 1, len(CHUNKED), len(CHUNKED) + 4, len(WHOLE) - 1])
+async def test_an_answer_that_breaks_off_at_any_byte_is_lost_and_never_ended(pool, then, size):
+    async with Engine(saying(*([WHOLE[:size]] if size else []), then=then)) as engine:
+        connection, heard = await ask(pool, engine.url)
+        assert not heard.ended
+        assert heard.failure.reason == "no_answer"
+        assert engine.url in str(heard.failure)
+        assert (heard.status is not None) == (size >= len(CHUNKED))
+        assert b"abcdef".startswith(heard.body)
+        assert not pool.connections
+        assert not connection.is_usable(0)
+
+
+@pytest.mark.parametrize("size", [len(OK) - 3, len(OK) - 1])
+async def test_a_body_shorter_than_its_length_is_lost(pool, size):
+    async with Engine(saying(OK[:size], then="close")) as engine:
+        _, heard = await ask(pool, engine.url)
+        assert heard.failure.reason == "no_answer"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"what?\r\n\r\n",
+        b"HTTP/2.0 200 OK\r\n\r\n",
+        b"ICY 200 OK\r\n\r\n",
+        b"HTTP/1.1 2000 OK\r\n\r\n",
+        b"HTTP/1.1 099 X\r\nContent-Length: 3\r\n\r\nabc",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -3\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX : y\r\nContent-Length: 3\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nX: y\r\n z\r\nContent-Length: 3\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\nContent-Length: 3\n\nabc",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000 + b"\r\nContent-Length: 3\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 20_000 + b"Content-Length: 3\r\n\r\nabc",
+        b"HTTP/1.1 103 Early Hints\r\n\r\n" * 5000 + OK,
+    ],
+)
+async def test_an_answer_that_is_not_http_is_lost_without_a_word_of_it(pool, raw):
+    async with Engine(saying(raw)) as engine:
+        _, heard = await ask(pool, engine.url)
+        assert heard.failure is not None, heard
+        assert (heard.failure.reason, heard.calls) == ("no_answer", [])
+        assert not pool.connections
+        await until(lambda: not engine.open)
+
+
+@pytest.mark.parametrize(
+    "chunk", [b"x\r\n", b"3 \r\nabc\r\n", b"3\r\nabcd\r\n", b"-1\r\n", b"10000000000000003\r\nabc\r\n"]
+)
+async def test_a_bad_chunk_loses_the_answer_after_what_was_good(pool, chunk):
+    async with Engine(saying(CHUNKED + b"2\r\nok\r\n" + chunk)) as engine:
+        _, heard = await ask(pool, engine.url)
+        assert (heard.status, heard.failure.reason) == (200, "no_answer")
+        assert heard.body.startswith(b"ok")
+        assert not pool.connections
+
+
+@pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\nX: ", CHUNKED + b"1\r\na\r\n0\r\nX: ", CHUNKED + b"1;x="])
+async def test_a_head_or_trailer_without_end_is_lost(pool, start):
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(start)
+        while True:
+            writer.write(b"a" * 1000)
+            await writer.drain()
+
+    async with Engine(script) as engine:
+        _, heard = await ask(pool, engine.url)
+        assert heard.failure.reason == "no_answer"
+        assert not pool.connections
+
+
+@pytest.mark.parametrize("said", [[], [b"HTTP/1.1 200 OK\r\n"], [CHUNKED], [CHUNKED + b"3\r\nabc\r\n"]])
+async def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_notices(pool, said):
+    async with Engine(saying(*said)) as engine:
+        _, heard = await ask(pool, engine.url, within_s=0.05)
+        assert heard.failure.reason == "no_answer_in_time"
+        await until(lambda: not engine.open)
+        assert not pool.connections
+
+
+async def test_a_slow_trickle_goes_on_for_as_long_as_the_deadline_is_moved(pool):
+    class Patient(Heard):
+        def data(self, data):
+            super().data(data)
+            connection.deadline = loop.time() + 0.5
+
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(CHUNKED)
+        for _ in range(10):
+            writer.write(b"1\r\na\r\n")
+            await asyncio.sleep(0.1)
+        await engine.request(reader)
+
+    loop = asyncio.get_running_loop()
+    async with Engine(script) as engine:
+        connection, heard = await begin(pool, engine.url, within_s=0.5, sink=Patient())
+        await asyncio.wait_for(heard.done.wait(), 10)
+        assert heard.body == b"a" * 10
+        assert heard.failure.reason == "no_answer_in_time"
+
+
+# Closing, pausing
+
+
+@pytest.mark.parametrize("after", ["send", "head", "data"])
+async def test_a_connection_that_is_closed_is_noticed_by_the_engine_and_says_nothing_more(pool, after):
+    class Leaving(Heard):
+        def head(self, status, headers):
+            super().head(status, headers)
+            if after == "head":
+                connection.close()
+
+        def data(self, data):
+            super().data(data)
+            connection.close()
+
+    async with Engine(saying(CHUNKED + b"3\r\nabc\r\n0\r\n\r\n")) as engine:
+        connection, heard = await begin(pool, engine.url, sink=Leaving())
+        if after == "send":
+            connection.close()
+        await asyncio.wait_for(engine.closed.wait(), 5)
+        assert not heard.done.is_set()
+        assert heard.calls == {"send": [], "head": ["head"], "data": ["head", "data"]}[after]
+        assert not pool.connections
+
+
+async def test_a_paused_connection_holds_the_engine_back_and_little_is_read(pool):
+    sent = 0
+
+    async def script(engine, reader, writer):
+        nonlocal sent
+        await engine.request(reader)
+        writer.write(CHUNKED)
+        for _ in range(400):
+            writer.write(b"%x\r\n%b\r\n" % (50_000, b"x" * 50_000))
+            await writer.drain()
+            sent += 50_000
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    class Slow(Heard):
+        def data(self, data):
+            super().data(data)
+            if len(self.pieces) == 1:
+                connection.pause()
+                connection.pause()
+
+    async with Engine(script) as engine:
+        connection, heard = await begin(pool, engine.url, sink=Slow(), within_s=0.6)
+        await asyncio.wait_for(heard.news.wait(), 5)
+        await asyncio.sleep(0.4)
+        before = sent
+        await asyncio.sleep(0.4)  # past its deadline: a client that reads slowly is not the engine's fault
+        assert sent == before < 400 * 50_000
+        assert len(heard.body) <= 2 * 256 * 1024
+        assert not heard.done.is_set()
+        connection.deadline += 5
+        connection.resume()
+        connection.resume()
+        await asyncio.wait_for(heard.done.wait(), 10)
+        assert heard.ended
+        assert len(heard.body) == 400 * 50_000
+
+
+async def test_a_connection_that_was_paused_at_its_end_reads_again_for_the_next(pool):
+    class Pausing(Heard):
+        def data(self, data):
+            super().data(data)
+            connection.pause()
+
+    async with Engine(saying(OK)) as engine:
+        connection, heard = await begin(pool, engine.url, sink=Pausing())
+        await asyncio.wait_for(heard.done.wait(), 5)
+        again, heard = await ask(pool, engine.url)
+        assert again is connection
+        assert heard.body == b"abc"
+
+
+# The pool
+
+
+async def test_idle_connections_are_kept_no_longer_than_said_and_no_more_than_said():
+    pool = Pool(connect_s=2.0, keepalive_s=0.3, max_idle=3)
+    async with Engine(saying(OK)) as engine:
+        origin = Origin.parse(engine.url)
+        await asyncio.gather(*(ask(pool, engine.url) for _ in range(10)))
+        assert engine.connections == 10
+        await until(lambda: pool.connections == 3)
+        await until(lambda: pool.connections == 0)
+        assert pool.idle(origin) is None
+        assert not pool._idle
+    await pool.close()
+
+
+async def test_a_connection_is_refused_to_the_next_request_the_moment_its_time_is_over(pool):
+    pool._keepalive_s = 0.0
+    async with Engine(saying(OK)) as engine:
+        for _ in range(3):
+            await ask(pool, engine.url)
+        assert engine.connections == 3
+
+
+async def test_the_connection_used_last_is_used_first(pool):
+    async with Engine(saying(OK)) as engine:
+        await asyncio.gather(*(ask(pool, engine.url) for _ in range(5)))
+        used = {(await ask(pool, engine.url))[0] for _ in range(5)}
+        assert len(used) == 1
+
+
+async def test_an_engine_that_closed_an_idle_connection_is_asked_on_another(pool):
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(OK)
+        await finished(writer)
+
+    async with Engine(script) as engine:
+        for turn in range(3):
+            _, heard = await ask(pool, engine.url)
+            assert heard.body == b"abc"
+            await until(lambda: not pool.connections)
+            assert engine.connections == turn + 1
+
+
+async def test_a_connection_that_closed_between_pool_and_request_is_told_later(pool):
+    async with Engine(saying(OK)) as engine:
+        await ask(pool, engine.url)
+        connection = pool.idle(Origin.parse(engine.url))
+        connection.close()
+        heard = Heard()
+        connection.send(b"", heard)
+        assert not heard.done.is_set()
+        await asyncio.wait_for(heard.done.wait(), 5)
+        assert heard.failure.reason == "no_answer"
+
+
+async def test_a_sink_may_ask_again_from_within_the_end_of_an_answer(pool):
+    class Again(Heard):
+        def end(self):
+            super().end()
+            self.connection = pool.idle(origin)
+            self.connection.send(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n2", second)
+
+    second = Heard()
+    async with Engine(saying(OK)) as engine:
+        origin = Origin.parse(engine.url)
+        connection, first = await begin(pool, engine.url, sink=Again())
+        await asyncio.wait_for(second.done.wait(), 5)
+        assert (first.body, second.body, first.connection) == (b"abc", b"abc", connection)
+
+
+async def test_a_caller_that_leaves_while_connecting_leaves_no_connection(pool):
+    pool._connect_s = 0.2
+    async with Engine(saying(OK)) as engine:
+        for turns in range(6):
+            task = asyncio.create_task(pool.connect(Origin.parse(engine.url)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            (made,) = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(made, Connection):
+                made.close()
+        await until(lambda: not pool.connections and not engine.open)
+
+
+async def test_closing_the_pool_tells_who_waits_and_leaves_nothing():
+    pool = Pool(connect_s=2.0)
+    async with Engine(saying(OK)) as engine, Engine(saying()) as silent:
+        await ask(pool, engine.url)
+        _, heard = await begin(pool, silent.url)
+        await until(lambda: silent.requests)
+        await pool.close()
+        assert heard.failure.reason == "no_answer"
+        assert not pool.connections
+        assert pool.idle(Origin.parse(engine.url)) is None
+        with pytest.raises(EngineLost):
+            await pool.connect(Origin.parse(engine.url))
+        await until(lambda: not engine.open and not silent.open)
+        assert pool._timer is None
+
+
+async def test_thousands_of_requests_given_up_leave_nothing(pool):
+    async def one(n):
+        connection, _ = await begin(pool, engine.url)
+        await asyncio.sleep(0.001 * (n % 5))
+        connection.close()
+
+    async with Engine(saying(CHUNKED + b"3\r\nabc\r\n")) as engine:
+        for _ in range(40):
+            await asyncio.gather(*(one(n) for n in range(50)))
+        await until(lambda: not engine.open)
+        assert not pool.connections
+
+
+async def test_requests_are_sent_without_delay(pool):
+    async with Engine(saying(OK)) as engine:
+        connection, _ = await ask(pool, engine.url)
+        sock = connection._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+# Where engines are
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://a", ("a", 80, False, b"", b"a")),
+        ("http://a:8100/", ("a", 8100, False, b"", b"a:8100")),
+        ("https://a", ("a", 443, True, b"", b"a")),
+        ("https://a:8443/engine/0/", ("a", 8443, True, b"/engine/0", b"a:8443")),
+        ("http://[::1]:8100", ("::1", 8100, False, b"", b"[::1]:8100")),
+        ("http://[::1]", ("::1", 80, False, b"", b"[::1]")),
+        ("http://MIXED:1/Path", ("mixed", 1, False, b"/Path", b"mixed:1")),
+        ("http://bücher.example:1", ("xn--bcher-kva.example", 1, False, b"", b"xn--bcher-kva.example:1")),
+        ("http://a_b:1/a b", ("a_b", 1, False, b"/a%20b", b"a_b:1")),
+    ],
+)
+def test_a_url_says_where_an_engine_is(url, said):
+    origin = Origin.parse(url)
+    assert (origin.host, origin.port, origin.tls, origin.prefix, origin.host_header) == said
+    assert Origin.parse(url) is origin
+
+
+@pytest.mark.parametrize(
+    "url", ["", "a:1", "ftp://a", "http://", "http:///x", "http://a:x", "http://a:99999", "http://a b", "http://a?x=1",
+            "http://a..b", "unix:///x", "http://a\\b"]
+)  # fmt: skip
+def test_a_url_that_says_no_place_is_refused(url):
+    with pytest.raises(ValueError):  # noqa: PT011  (urllib's own among them)
+        Origin.parse(url)
+
+
+async def test_an_engine_may_listen_on_ipv6(pool):
+    engine = Engine(saying(OK))
+    server = await asyncio.start_server(engine._serve, "::1", 0)
+    async with server:
+        _, heard = await ask(pool, f"http://[::1]:{server.sockets[0].getsockname()[1]}")
+        assert heard.body == b"abc"
+        await pool.close()
+        await until(lambda: not engine.open)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    asked = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    asked += f" -addext subjectAltName=DNS:localhost -keyout {key} -out {cert}"
+    subprocess.run(["openssl", *asked.split()], check=True, capture_output=True)
+    return key, cert
+
+
+async def test_an_engine_may_speak_tls_and_is_checked(certificate):
+    key, cert = certificate
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(cert, key)
+    engine = Engine(saying(OK))
+    server = await asyncio.start_server(engine._serve, "127.0.0.1", 0, ssl=theirs)
+    url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
+    pool = Pool(connect_s=2.0, tls=ssl.create_default_context(cafile=cert))
+    async with server:
+        for _ in range(2):
+            _, heard = await ask(pool, url)
+            assert heard.body == b"abc"
+        assert engine.connections == 1
+        strict = Pool(connect_s=2.0)
+        with pytest.raises(EngineLost) as caught:
+            await strict.connect(Origin.parse(url))
+        assert caught.value.reason == "connection"
+        await strict.close()
+        await pool.close()
+        await until(lambda: not engine.open)
+    assert not strict.connections

@@ -1,0 +1,271 @@
+"""Both ends of a wire: clients that send raw bytes to a front, engines that answer with raw bytes."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+from dataclasses import dataclass, field
+
+from router.relay.front import Exchange, Front, FrontLimits, front
+from router.relay.upstream import EngineLost
+from tests.serving import serving
+
+HOT, COLD = "/hot", "/cold"
+LIMIT_S = 10.0
+
+
+@dataclass
+class Served:
+    """A front under test: what its handler and its app were asked, and what they still do."""
+
+    port: int
+    front: Front
+    app: "App"
+    seen: list[tuple[str, bytes]]
+    server: object = None
+
+    async def client(self) -> "Client":
+        return Client(*await asyncio.open_connection("127.0.0.1", self.port))
+
+    async def said(self, raw: bytes) -> bytes:
+        """Everything that is answered to these bytes until the connection closes."""
+        async with await self.client() as client:
+            client.send(raw)
+            return await client.rest()
+
+
+@dataclass
+class Client:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc):
+        self.writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+    def send(self, raw: bytes) -> None:
+        self.writer.write(raw)
+
+    async def rest(self) -> bytes:
+        """All until EOF; what came before a reset is not lost to the test."""
+        got = b""
+        async with asyncio.timeout(LIMIT_S):
+            with contextlib.suppress(ConnectionError):
+                while data := await self.reader.read(65536):
+                    got += data
+        return got
+
+    async def answer(self) -> tuple[int, dict[bytes, bytes], bytes]:
+        """(status, headers, body) of the next answer, whose framing must be plain."""
+        async with asyncio.timeout(LIMIT_S):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            status, headers = parsed_head(head)
+            if headers.get(b"transfer-encoding") == b"chunked":
+                body = b""
+                while size := int((await self.reader.readuntil(b"\r\n"))[:-2], 16):
+                    body += (await self.reader.readexactly(size + 2))[:-2]
+                assert await self.reader.readexactly(2) == b"\r\n"
+                return status, headers, body
+            return status, headers, await self.reader.readexactly(int(headers.get(b"content-length", 0)))
+
+
+def parsed_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
+    first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    pairs = [line.split(b": ", 1) for line in lines]
+    assert len({name for name, _ in pairs}) == len(pairs), head
+    return int(first.split(b" ")[1]), dict(pairs)
+
+
+def error_of(said: bytes) -> tuple[int, str]:
+    """(status, code) of an answer that is an error in the envelope and nothing else."""
+    head, _, body = said.partition(b"\r\n\r\n")
+    status, headers = parsed_head(head)
+    assert int(headers[b"content-length"]) == len(body), said
+    assert headers[b"connection"] == b"close"
+    error = json.loads(body)["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    return status, error["code"]
+
+
+class App:
+    """The ASGI app behind the front: answers with the length of the body, and notes it."""
+
+    def __init__(self, seen):
+        self.seen = seen
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.left = asyncio.Event()
+        self.read_body = True
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "lifespan":
+            for _ in range(2):
+                await send({"type": (await receive())["type"] + ".complete"})
+            return
+        body, more = b"", self.read_body
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.left.set()
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        self.seen.append((scope["path"], body))
+        await self.go_on.wait()
+        said = str(len(body)).encode()
+        headers = [(b"content-length", b"%d" % len(said))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": said})
+
+
+async def length(exchange: Exchange) -> None:
+    """A handler that answers with the length of the body."""
+    exchange.respond(200, b"content-type: text/plain\r\n", str(len(exchange.body)).encode())
+
+
+@contextlib.asynccontextmanager
+async def fronted(handler=length, **limits):
+    """A server with `handler` on HOT for POST and GET, and an app on every other path."""
+    seen: list[tuple[str, bytes]] = []
+
+    async def noted(exchange: Exchange) -> None:
+        seen.append((exchange.path, exchange.body))
+        await handler(exchange)
+
+    made = front(
+        lambda method, path: noted if path == HOT and method in ("POST", "GET") else None, FrontLimits(**limits)
+    )
+    app = App(seen)
+    async with serving(app, http=made) as url:
+        yield Served(int(url.rsplit(":", 1)[1]), made, app, seen)
+    assert made.held_bytes == 0
+    assert not made.connections
+
+
+def post(path: str, body: bytes, *lines: bytes) -> bytes:
+    head = b"".join(line + b"\r\n" for line in (b"Host: a", b"Content-Length: %d" % len(body), *lines))
+    return b"POST %b HTTP/1.1\r\n%b\r\n%b" % (path.encode(), head, body)
+
+
+class Engine:
+    """An engine that says raw bytes. `script` is called with each connection's streams and the number of it."""
+
+    def __init__(self, script):
+        self.script = script
+        self.connections = 0
+        self.open: set[asyncio.StreamWriter] = set()
+        self.requests: list[bytes] = []
+        self.closed = asyncio.Event()  # a connection was seen to close
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    async def __aexit__(self, *exc):
+        self._server.close()
+        for writer in list(self.open):
+            writer.transport.abort()
+        await until(lambda: not self.open)
+        await self._server.wait_closed()
+
+    async def _serve(self, reader, writer):
+        self.connections += 1
+        self.open.add(writer)
+        try:
+            await self.script(self, reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self.open.discard(writer)
+            self.closed.set()
+            writer.transport.abort()
+
+    async def request(self, reader) -> bytes:
+        """The next request's body; raises IncompleteReadError when the router has closed."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+        self.requests.append(body)
+        return body
+
+
+def saying(*pieces: bytes, then: str = "stay"):
+    """A script: to each request these pieces, in writes of their own; then stay, close, reset or half_close."""
+
+    async def script(engine, reader, writer):
+        while True:
+            await engine.request(reader)
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            if then == "close":
+                return await finished(writer)
+            if then == "half_close":
+                writer.write_eof()
+            if then == "reset":
+                await asyncio.sleep(0.02)  # so that the bytes are there before the reset is
+                return None
+
+    return script
+
+
+async def finished(writer) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+@dataclass
+class Heard:
+    """A sink that keeps what it hears; `after` may act on each call."""
+
+    status: int | None = None
+    headers: list = field(default_factory=list)
+    pieces: list[bytes] = field(default_factory=list)
+    ended: bool = False
+    failure: EngineLost | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    calls: list[str] = field(default_factory=list)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+    def head(self, status, headers):
+        assert not self.calls
+        self.calls.append("head")
+        self.status, self.headers = status, headers
+        self.news.set()
+
+    def data(self, data):
+        assert self.calls[0] == "head"
+        assert not self.done.is_set()
+        self.calls.append("data")
+        self.pieces.append(data)
+        self.news.set()
+
+    def end(self):
+        assert not self.done.is_set()
+        self.ended = True
+        self.done.set()
+
+    def lost(self, exc):
+        assert not self.done.is_set()
+        self.failure = exc
+        self.done.set()
+
+
+async def until(is_so, limit_s: float = LIMIT_S) -> None:
+    """Wait for what no event tells."""
+    async with asyncio.timeout(limit_s):
+        for turn in itertools.count():
+            if is_so():
+                return
+            await asyncio.sleep(min(0.05, 0.001 * turn))
