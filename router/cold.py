@@ -1,21 +1,28 @@
 """Adapters that are loaded nowhere: ask once for each, however many requests wait, and hold those for a while."""
 
 import asyncio
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
+from statistics import median
 
 import httpx
 import structlog
 
 from orchestrator.wire import EnsureAnswer, EnsureRequest
+from router.core.admission import Bounds, Room
 from router.core.errors import (
     AdapterFailed,
     ColdStartTimeout,
+    DeadlineExceeded,
     ModelNotFound,
     NoCapacity,
     NoReplica,
     RouterError,
     Saturated,
+    without_addresses,
 )
 from router.core.fleet import Adapter, Excluded, Replica
 from router.core.homes import rendezvous_home
@@ -28,7 +35,9 @@ log = structlog.get_logger()
 _ASK_AGAIN_S = 1.0
 # One call to `ensure` waits at the orchestrator for at most so long; then it is asked again.
 _ENSURE_WAIT_S = 10.0
+# Until a load has been seen: real ones take 4.4 s at the median, 8.2 s at the 99th percentile.
 _DEFAULT_RETRY_S = 5.0
+_MEASURED_LOADS = 50
 
 
 @dataclass(slots=True)
@@ -36,6 +45,8 @@ class _Flight:
     """The one load of an adapter that any number of requests wait for."""
 
     task: "asyncio.Task[None]"
+    began_at: float
+    is_measured: bool
     waiting: int = 0
     expected_s: float | None = None
     stuck: str | None = None
@@ -43,7 +54,12 @@ class _Flight:
 
 @dataclass(slots=True)
 class ColdStarts:
-    """Brings an adapter to where a request can run; see `until_resident`."""
+    """Brings an adapter to where a request can run; see `until_resident`.
+
+    max_held, max_held_bytes  requests that may wait at once, and what they hold in memory
+    tenant_share              of either, for one tenant
+    tenant_adapters           that may be brought for one tenant at once
+    """
 
     client: httpx.AsyncClient
     discovery: Discovery
@@ -51,65 +67,127 @@ class ColdStarts:
     orchestrator_url: str
     timeout_s: float
     max_held: int
+    max_held_bytes: float = inf
+    tenant_share: float = 1.0
+    tenant_adapters: float = inf
+    clock: Callable[[], float] = time.monotonic
     _flights: dict[str, _Flight] = field(default_factory=dict)
-    _held: int = 0
+    _held: Room = field(init=False)
+    _wanted: dict[str, Counter[str]] = field(default_factory=dict)
+    _loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED_LOADS))
 
-    async def until_resident(self, lora_id: str, excluded: Excluded = frozenset()) -> Adapter:
-        """The adapter, once some replica reports its exact digest as ready; at once when one does already.
+    def __post_init__(self) -> None:
+        self._held = Room(Bounds(self.max_held, self.max_held_bytes, self.tenant_share))
+
+    def resident(self, lora_id: str, excluded: Excluded = frozenset()) -> Adapter | None:
+        """The adapter if some replica reports its exact digest as ready and not as draining.
 
         excluded  what failed this request: its word does not count for it
+        """
+        fleet = self.discovery.fleet
+        adapter = fleet.adapters.get(lora_id)
+        if adapter is None or adapter.engine_name is None:
+            return None
+        if adapter.base_model is None:
+            return adapter if fleet.holding(adapter.engine_name, excluded) else None
+        roster = fleet.roster(adapter.base_model)
+        able = roster.able(adapter.engine_name)
+        if excluded and able:
+            return adapter if any(roster.replicas[i].incarnation not in excluded for i in able) else None
+        return adapter if able else None
+
+    async def until_resident(
+        self,
+        lora_id: str,
+        excluded: Excluded = frozenset(),
+        *,
+        tenant: str = "",
+        size_bytes: int = 0,
+        deadline_at: float | None = None,
+    ) -> Adapter:
+        """The adapter, once some replica reports its exact digest as ready; at once when one does already.
+
+        tenant       who is held; see `tenant_share` and `tenant_adapters`
+        size_bytes   what the request holds while it is
+        deadline_at  when, by `clock`, nobody wants its answer any more
 
         raises  Saturated when too many requests wait already; AdapterFailed and ModelNotFound when the
-                orchestrator says so; after `timeout_s` NoCapacity when there was no room, else ColdStartTimeout
+                orchestrator says so; after `timeout_s` NoCapacity when there was no room, else ColdStartTimeout;
+                DeadlineExceeded where its deadline is earlier than that
         """
-        adapter = self._resident(lora_id, excluded)
+        adapter = self.resident(lora_id, excluded)
         if adapter is not None:
             return adapter
-        if self._held >= self.max_held:
-            raise Saturated(f"{self._held} requests wait for adapters already; try again", retry_after_s=2.0)
+        self._check_hold(lora_id, tenant, size_bytes)
         flight = self._flights.get(lora_id)
         if flight is None:
-            flight = self._flights[lora_id] = _Flight(asyncio.create_task(self._bring(lora_id)))
+            task = asyncio.create_task(self._bring(lora_id))
+            # Where only this request cannot use what is there, no load is measured.
+            is_there = self.resident(lora_id) is not None
+            flight = self._flights[lora_id] = _Flight(task, self.clock(), is_measured=is_there)
             # Everybody may be served, or have left, before it fails: nobody reads its error then.
             flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        self._held += 1
+        wanted = self._wanted.setdefault(tenant, Counter())
+        wanted[lora_id] += 1
+        self._held.enter(tenant, size_bytes)
         flight.waiting += 1
-        self.metrics.held.set(self._held)
+        self.metrics.held.set(len(self._held))
         try:
-            return await self._wait(lora_id, excluded, flight)
+            return await self._wait(lora_id, excluded, flight, deadline_at)
         finally:
-            self._held -= 1
-            self.metrics.held.set(self._held)
+            self._held.leave(tenant, size_bytes)
+            self.metrics.held.set(len(self._held))
+            wanted[lora_id] -= 1
+            if not wanted[lora_id]:
+                del wanted[lora_id]
+            if not wanted and self._wanted.get(tenant) is wanted:
+                del self._wanted[tenant]
             flight.waiting -= 1
             if not flight.waiting:
                 flight.task.cancel()
                 if self._flights.get(lora_id) is flight:
                     del self._flights[lora_id]
 
-    async def _wait(self, lora_id: str, excluded: Excluded, flight: _Flight) -> Adapter:
+    def _check_hold(self, lora_id: str, tenant: str, size_bytes: int) -> None:
+        refusal = self._held.refusal(tenant, size_bytes)
+        wanted = self._wanted.get(tenant, Counter())
+        if refusal is None and lora_id not in wanted and len(wanted) >= self.tenant_adapters:
+            refusal = f"{len(wanted)} adapters are being loaded for you already, as many as may be for one tenant"
+        if refusal is not None:
+            raise Saturated(
+                f"adapter {lora_id!r} is not loaded, and this cannot wait for it: {refusal}; try again",
+                retry_after_s=self._usual_load_s(),
+            )
+
+    def _usual_load_s(self) -> float:
+        return median(self._loads_s) if self._loads_s else _DEFAULT_RETRY_S
+
+    async def _wait(self, lora_id: str, excluded: Excluded, flight: _Flight, deadline_at: float | None) -> Adapter:
         def settled() -> bool:
-            return flight.task.done() or self._resident(lora_id, excluded) is not None
+            return flight.task.done() or self.resident(lora_id, excluded) is not None
 
         flight.task.add_done_callback(lambda _: self.discovery.changes.notify())
-        await self.discovery.changes.until(settled, timeout_s=self.timeout_s)
-        adapter = self._resident(lora_id, excluded)
+        left_s = inf if deadline_at is None else max(0.0, deadline_at - self.clock())
+        await self.discovery.changes.until(settled, timeout_s=min(self.timeout_s, left_s))
+        adapter = self.resident(lora_id, excluded)
         if adapter is not None:
+            if not flight.is_measured:
+                flight.is_measured = True
+                self._loads_s.append(self.clock() - flight.began_at)
             return adapter
         if flight.task.done() and not flight.task.cancelled() and (failure := flight.task.exception()) is not None:
             raise failure
+        if left_s < self.timeout_s:
+            raise DeadlineExceeded(f"the deadline of this request passed before adapter {lora_id!r} was loaded")
         if flight.stuck is not None:
-            raise NoCapacity(f"adapter {lora_id!r} has no room: {flight.stuck}", retry_after_s=_DEFAULT_RETRY_S)
+            raise NoCapacity(
+                f"adapter {lora_id!r} has no room: {without_addresses(flight.stuck)}",
+                retry_after_s=self._usual_load_s(),
+            )
         raise ColdStartTimeout(
             f"adapter {lora_id!r} was not loaded within {self.timeout_s:g} s; it may be soon, try again",
-            retry_after_s=flight.expected_s or _DEFAULT_RETRY_S,
+            retry_after_s=flight.expected_s or self._usual_load_s(),
         )
-
-    def _resident(self, lora_id: str, excluded: Excluded) -> Adapter | None:
-        fleet = self.discovery.fleet
-        adapter = fleet.adapters.get(lora_id)
-        if adapter is None or adapter.engine_name is None:
-            return None
-        return adapter if fleet.holding(adapter.engine_name, excluded) else None
 
     async def _bring(self, lora_id: str) -> None:
         """Ask until nobody waits any more (then this is cancelled) or somebody says that it will not be."""
@@ -165,7 +243,7 @@ class ColdStarts:
             log.warning("home does not load it", lora_id=lora_id, worker=home.id, error=repr(exc))
             return None
         if answer.status_code == 409 and _code(answer) == "no_free_slot":
-            raise NoCapacity(_message(answer), retry_after_s=_DEFAULT_RETRY_S)
+            raise NoCapacity(_message(answer), retry_after_s=self._usual_load_s())
         return home.id if answer.is_success else None
 
     def _homes(self, adapter: Adapter) -> list[Replica]:
@@ -184,7 +262,8 @@ def _error(answer: httpx.Response) -> dict[str, object]:
 
 
 def _message(answer: httpx.Response) -> str:
-    return str(_error(answer).get("message") or f"the orchestrator answered {answer.status_code}")
+    told = _error(answer).get("message")
+    return without_addresses(str(told)) if told else f"the control plane answered {answer.status_code}"
 
 
 def _code(answer: httpx.Response) -> str:

@@ -42,6 +42,10 @@ class Room:
     size_bytes: int = 0
     _tenants: dict[str, tuple[int, int]] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        """How many wait."""
+        return self.requests
+
     def refusal(self, tenant: str, size_bytes: int) -> str | None:
         """Why one more request cannot wait here, or None. One alone always may, however large."""
         bounds, share = self.bounds, self.bounds.tenant_share

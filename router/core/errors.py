@@ -18,7 +18,21 @@ RouterError
 └── StreamBroken            tokens are out: never retried
 """
 
+import re
 from collections.abc import Mapping
+
+# What a foreign message may quote of our network: addresses of engines, agents and control calls.
+_ADDRESS = re.compile(
+    r"\b(?:https?|tcp|ipc|inproc|unix)://[^\s'\"<>,;)\]}]+"
+    r"|\[[0-9A-Fa-f:]*:[0-9A-Fa-f:]+\](?::\d+)?"
+    r"|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"
+    r"|\b(?:localhost|[A-Za-z][\w-]*(?:\.[\w-]+)*):\d{4,5}\b"
+)
+
+
+def without_addresses(text: str) -> str:
+    """A message as it may go to a client, who has no use for where our engines are; the log has the whole."""
+    return _ADDRESS.sub("<address>", text)
 
 
 class RouterError(Exception):

@@ -1,0 +1,202 @@
+"""Requests for adapters that are loaded nowhere, before a real router: bounded, fair, and in nobody's way."""
+
+import asyncio
+import time
+
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from router.core.admission import Bounds, Room
+from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, NoCapacity, Saturated
+from tests.router.doubles import CHAT, DIGEST, Control, Engine, fleet, until, with_sql
+
+
+def many_adapters(count):
+    control = Control()
+    for number in range(count):
+        control.add_adapter(f"cold-{number}/v1")
+    control.add_adapter("hot/v1", on=["w0"])
+    return control
+
+
+async def never(control, lora_id):
+    await asyncio.sleep(60)
+
+
+def loading(lora_id, expected_s=None, **more):
+    told = {"lora_id": lora_id, "digest": DIGEST, "state": "loading", "ready": [], "loading": ["w0"]}
+    return JSONResponse({**told, "expected_s": expected_s, **more})
+
+
+async def stop(tasks):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_hot_requests_flow_while_the_hold_is_full():
+    control = many_adapters(40)
+    control.ensure = never
+    async with fleet(Engine("w0"), control=control, max_held_requests=40) as (client, _, parts):
+
+        def ask(lora_id):
+            return client.post("/v1/chat/completions", json={**CHAT, "lora_id": lora_id})
+
+        held = [asyncio.create_task(ask(f"cold-{number}/v1")) for number in range(40)]
+        await until(lambda: len(parts.cold._held) == 40)
+        refused = await ask("cold-0/v1")
+        assert refused.status_code == 429
+        assert "40 requests wait already" in refused.json()["error"]["message"]
+        began_at = time.monotonic()
+        answers = await asyncio.gather(*[ask("hot/v1") for _ in range(20)])
+        assert [answer.status_code for answer in answers] == [200] * 20
+        # Not a bound on speed: the hold lasts for 5 s.
+        assert time.monotonic() - began_at < 3
+        assert len(parts.cold._held) == 40
+        await stop(held)
+        await until(lambda: not len(parts.cold._held))
+        assert parts.cold._flights == parts.cold._wanted == parts.cold._held._tenants == {}
+
+
+async def test_while_the_orchestrator_is_away_a_hundred_requests_are_one_load_at_home():
+    async def unreachable(control, lora_id):
+        return Response(status_code=500)
+
+    control = with_sql()
+    control.ensure = unreachable
+    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, _):
+        body = {**CHAT, "lora_id": "sql/v1"}
+        answers = await asyncio.gather(*[client.post("/v1/chat/completions", json=body) for _ in range(100)])
+    assert [answer.status_code for answer in answers] == [200] * 100
+    assert [load["lora_id"] for load in control.loads] == ["sql/v1"]
+    assert control.ensured == ["sql/v1"]
+
+
+async def test_one_tenant_that_asks_for_a_thousand_adapters_leaves_room_for_others():
+    control = many_adapters(30)
+    control.ensure = never
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        cold = parts.cold
+        cold.tenant_adapters = 5
+        cold._held = Room(Bounds(requests=16, tenant_share=0.5))
+        greedy = [asyncio.create_task(cold.until_resident(f"cold-{n}/v1", tenant="greedy")) for n in range(5)]
+        await until(lambda: len(cold._held) == 5)
+        with pytest.raises(Saturated, match="5 adapters are being loaded for you"):
+            await cold.until_resident("cold-9/v1", tenant="greedy")
+        # The same adapter once more is no further load; but requests are bounded, too.
+        greedy += [asyncio.create_task(cold.until_resident("cold-0/v1", tenant="greedy")) for _ in range(3)]
+        await until(lambda: len(cold._held) == 8)
+        with pytest.raises(Saturated, match="8 requests of yours"):
+            await cold.until_resident("cold-0/v1", tenant="greedy")
+        modest = asyncio.create_task(cold.until_resident("cold-9/v1", tenant="modest"))
+        await until(lambda: len(cold._held) == 9)
+        await stop(greedy)
+        assert list(cold._wanted) == ["modest"]
+        again = asyncio.create_task(cold.until_resident("cold-8/v1", tenant="greedy"))
+        await until(lambda: len(cold._held) == 2)
+        await stop([modest, again])
+        assert cold._wanted == cold._held._tenants == {}
+
+
+async def test_held_requests_are_bounded_in_bytes():
+    control = many_adapters(3)
+    control.ensure = never
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        cold = parts.cold
+        cold._held = Room(Bounds(size_bytes=100))
+        held = asyncio.create_task(cold.until_resident("cold-0/v1", size_bytes=80))
+        await until(lambda: len(cold._held))
+        with pytest.raises(Saturated, match="80 bytes"):
+            await cold.until_resident("cold-1/v1", size_bytes=30)
+        await stop([held])
+
+
+async def test_a_deadline_ends_the_wait_and_says_so():
+    control = with_sql()
+    control.ensure = never
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        began_at = parts.cold.clock()
+        with pytest.raises(DeadlineExceeded, match="sql/v1"):
+            await parts.cold.until_resident("sql/v1", deadline_at=began_at + 0.2)
+        assert 0.15 < parts.cold.clock() - began_at < 3
+        with pytest.raises(DeadlineExceeded):
+            await parts.cold.until_resident("sql/v1", deadline_at=began_at)
+        parts.cold.timeout_s = 0.1
+        with pytest.raises(ColdStartTimeout):
+            await parts.cold.until_resident("sql/v1", deadline_at=parts.cold.clock() + 60)
+
+
+async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_took_then_a_guess():
+    control = many_adapters(3)
+    seen = []
+
+    async def slow(control, lora_id):
+        seen.append(lora_id)
+        return loading(lora_id, expected_s=3.0 if lora_id == "cold-0/v1" else None)
+
+    control.ensure = slow
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.2) as (_, _, parts):
+
+        async def told_s(lora_id):
+            with pytest.raises(ColdStartTimeout) as refused:
+                await parts.cold.until_resident(lora_id)
+            return refused.value.retry_after_s
+
+        assert await told_s("cold-0/v1") == 3.0
+        assert await told_s("cold-1/v1") == 5.0
+        parts.cold._loads_s.extend([7.0, 9.0, 70.0])
+        assert await told_s("cold-1/v1") == 9.0
+        assert await told_s("cold-0/v1") == 3.0
+
+
+async def test_a_load_is_measured_once_however_many_waited_for_it():
+    control = with_sql()
+    go_on = asyncio.Event()
+
+    async def load(control, lora_id):
+        await go_on.wait()
+        control.residents["w0"] = [lora_id]
+        control.tell()
+        return loading(lora_id)
+
+    control.ensure = load
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        assert parts.cold.resident("sql/v1") is None
+        waiting = [asyncio.create_task(parts.cold.until_resident("sql/v1")) for _ in range(10)]
+        await until(lambda: len(parts.cold._held) == 10)
+        go_on.set()
+        adapters = await asyncio.gather(*waiting)
+        assert {adapter.lora_id for adapter in adapters} == {"sql/v1"}
+        assert len(parts.cold._loads_s) == 1
+        assert 0 < parts.cold._loads_s[0] < 5
+        assert parts.cold.resident("sql/v1") is adapters[0]
+        (replica,) = parts.discovery.fleet.replicas.values()
+        assert parts.cold.resident("sql/v1", frozenset({replica.incarnation})) is None
+        assert parts.cold.resident("sql/v1", frozenset({("w0", "another boot")})) is adapters[0]
+        assert parts.cold.resident("no/v1") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (
+            JSONResponse(
+                {"error": {"message": "http://10.1.2.3:8090/x: cannot; 10.0.0.7:8100 nor worker-1:8090"}}, 409
+            ),
+            0,
+        ),
+        (loading("sql/v1", state="registered", loading=[], error="no slot on http://w0.fleet.svc:8090"), 1),
+    ],
+)
+async def test_what_is_passed_on_names_no_address_of_ours(answer, error):
+    async def refuse(control, lora_id):
+        return answer
+
+    control = with_sql()
+    control.ensure = refuse
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.2) as (_, _, parts):
+        with pytest.raises((AdapterFailed, NoCapacity)[error]) as refused:
+            await parts.cold.until_resident("sql/v1")
+    assert "<address>" in str(refused.value)
+    assert "//" not in str(refused.value)
+    assert not any(char.isdigit() for char in str(refused.value).replace("sql/v1", ""))
