@@ -153,6 +153,15 @@ def test_a_tenant_that_has_waited_little_is_let_in_where_a_greedy_one_is_not():
     assert fleet.ask("modest", seconds=0.5, most_wait_s=10.0).is_waiting
 
 
+def test_an_adapter_that_has_waited_little_is_let_in_where_a_hot_one_of_the_same_tenant_is_not():
+    fleet = Fleet()
+    for _ in range(100):
+        fleet.ask("t", SQL, seconds=0.5)
+    with pytest.raises(Saturated):
+        fleet.ask("t", SQL, seconds=0.5, most_wait_s=10.0)
+    assert fleet.ask("t", "", seconds=0.5, most_wait_s=10.0).is_waiting
+
+
 def test_a_line_for_one_replica_is_not_counted_against_who_can_only_go_to_another():
     fleet = Fleet()
     fleet.roster = Roster(
