@@ -79,11 +79,11 @@ class BreakerRules:
 class _Circuit:
     """`good` and `bad` are counted from `counted_from` on; `in_a_row` failures, `openings` in a row."""
 
-    base_model: str
     good: int = 0
     bad: int = 0
     counted_from: float = -inf
     in_a_row: int = 0
+    failed_at: float = -inf
     openings: int = 0
     changed_at: float = -inf
     open_until: float = -inf
@@ -106,7 +106,7 @@ class _Circuit:
 
 @dataclass(slots=True)
 class Breaker:
-    """The circuits of everything that something was sent to.
+    """The circuits of every replica where something failed.
 
     changed   told (replica, the new state, why) of every opening and closing
     panics    requests that were sent to a shut replica, because every able one was
@@ -148,10 +148,10 @@ class Breaker:
 
     def succeeded(self, replica: Replica, now: float, *, sent_at: float = inf) -> None:
         """It answered, below 400. One answer closes a circuit, if it was asked after that opened or silence was why."""
-        who = replica.incarnation
-        circuit = self._circuits.get(who)
+        # Circuits begin with a first failure: where there are none a request that works pays for this look alone.
+        circuit = self._circuits.get(replica.incarnation) if self._circuits else None
         if circuit is None:
-            circuit = self._circuits[who] = _Circuit(replica.base_model, counted_from=now)
+            return
         circuit.good += 1
         circuit.in_a_row = 0
         if circuit.is_shut and (circuit.was_silent or sent_at >= circuit.changed_at):
@@ -175,11 +175,12 @@ class Breaker:
         who = replica.incarnation
         circuit = self._circuits.get(who)
         if circuit is None:
-            circuit = self._circuits[who] = _Circuit(replica.base_model, counted_from=now)
+            circuit = self._circuits[who] = _Circuit(counted_from=now)
         if reason not in COUNTED or sent_at < circuit.changed_at or now < circuit.open_until:
             return circuit.is_shut
         circuit.counted(now, self.rules.window_s)
         circuit.bad += 1
+        circuit.failed_at = now
         circuit.in_a_row += 1
         is_outlier = False
         if not (circuit.is_shut or reason == SILENT or circuit.in_a_row >= self.rules.failures):
@@ -194,12 +195,17 @@ class Breaker:
         circuit = self._circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.changed_at
 
-    def known(self, replicas: Iterable[Replica]) -> None:
-        """These are all there are: circuits of other incarnations are forgotten."""
+    def known(self, replicas: Iterable[Replica], now: float) -> None:
+        """These are all there are: circuits of other incarnations are forgotten, and those without failures of late."""
+        if not self._circuits:
+            return
         left = {replica.incarnation for replica in replicas}
-        for who in [who for who in self._circuits if who not in left]:
-            del self._circuits[who]
-            self._shut.pop(who, None)
+        quiet_s = max(2 * self.rules.window_s, self.rules.most_open_s)
+        for who, circuit in list(self._circuits.items()):
+            is_quiet = not circuit.is_shut and now - max(circuit.changed_at, circuit.failed_at) > quiet_s
+            if who not in left or is_quiet:
+                del self._circuits[who]
+                self._shut.pop(who, None)
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone."""
@@ -214,11 +220,12 @@ class Breaker:
         others, ejected = [], 1
         for replica in fleet:
             other = self._circuits.get(replica.incarnation)
-            if other is None or other is circuit:
-                continue
-            ejected += other.is_shut
-            if other.counted(now, rules.window_s) >= rules.least_requests:
-                others.append(other.bad_share)
+            if other is None:
+                others.append(0.0)
+            elif other is not circuit:
+                ejected += other.is_shut
+                if other.counted(now, rules.window_s) >= rules.least_requests:
+                    others.append(other.bad_share)
         usual = median(others) if others else 0.0
         return circuit.bad_share >= 2 * usual and ejected <= rules.eject_share * len(fleet)
 

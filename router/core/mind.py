@@ -108,7 +108,7 @@ class Mind:
             base_model=ask.base_model,
         )
         if not ask.excluded:
-            self._budget_of(ask.base_model).requests += 1
+            (self._budgets.get(ask.base_model) or self._budget_of(ask.base_model)).requests += 1
         self.breaker.sent(decision.replica, flight, now)
         return flight
 
@@ -135,7 +135,7 @@ class Mind:
 
     def watch(self, replicas: Collection[Replica], now: float) -> None:
         """Look for engines that have fallen silent, and forget the circuits of others than these; once a second."""
-        self.breaker.known(replicas)
+        self.breaker.known(replicas, now)
         for replica in replicas:
             silent_s = self.load.silent_s(replica.id, now, since=self.breaker.changed_at(replica))
             if silent_s > self.breaker.rules.silent_s:

@@ -159,9 +159,14 @@ def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_o
     book.fail(times=5)
     book.fleet[0] = a_replica("w0", engine_boot_id="b")
     assert book.state() == "closed"
-    book.breaker.known(book.fleet)
+    book.breaker.known(book.fleet, book.now)
     assert not book.breaker._circuits
     assert not book.breaker.shut(book.now)
+    book.fail()
+    book.breaker.known(book.fleet, book.now + 59)
+    assert book.breaker._circuits
+    book.breaker.known(book.fleet, book.now + 61)
+    assert not book.breaker._circuits  # nothing has failed there for long
     book.fail(times=5)
     book.breaker.forget("w0")
     assert not book.breaker._circuits
