@@ -28,6 +28,7 @@ class Several:
     process: asyncio.subprocess.Process
     url: str
     engine: Engine
+    control: Control
 
     async def get(self, path: str, client: httpx.AsyncClient | None = None):
         """On a connection of its own, so that the kernel chooses the process anew, unless a client is given."""
@@ -73,11 +74,12 @@ async def several(folder: Path, *flags: str, processes: int = 2, port: str = "0"
             *("--orchestrator-url", control.url, "--port", port, "--port-file", str(port_file)),
             *("--tokenizer", "off", "--metadata-poll-s", "0.2", "--catalog-poll-s", "0.2", *flags),
             env={**os.environ, "TMPDIR": str(folder), **environment},
+            start_new_session=True,
         )
         try:
             await until(lambda: port_file.exists() or process.returncode is not None, within_s=30)
             port = port_file.read_text() if port_file.exists() else "0"
-            yield Several(process, f"http://127.0.0.1:{port}", engine)
+            yield Several(process, f"http://127.0.0.1:{port}", engine, control)
         finally:
             engine.go_on.set()
             if process.returncode is None:
@@ -111,9 +113,13 @@ async def routable(fleet: Several, pids: set[int]):
 async def refused(fleet: Several):
     """Returns once nobody listens any more."""
     async with asyncio.timeout(20):
-        with contextlib.suppress(httpx.ConnectError):
-            while True:
+        while True:
+            try:
                 await fleet.get("/health")
+            except httpx.ConnectError:
+                return
+            except httpx.TransportError:  # it came at the very moment in which the port was closed
+                continue
 
 
 async def test_every_process_serves_the_one_port_under_a_name_of_its_own(tmp_path):
@@ -149,6 +155,42 @@ async def test_a_killed_process_comes_back_and_nobody_elses_request_fails(tmp_pa
         assert survivor in seen
         fleet.engine.go_on.set()
         assert (await rest(stream)).endswith(b"data: [DONE]\n\n")
+
+
+async def test_one_that_takes_anothers_place_gets_no_connection_before_it_can_route(tmp_path):
+    async with several(tmp_path) as fleet, contextlib.AsyncExitStack() as stack:
+        pids = await fleet.pids()
+        await routable(fleet, pids)
+        victim, survivor = sorted(pids)
+        client = (await fleet.clients(stack, pids))[survivor]
+        fleet.control.down = True
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: is_gone(victim))
+        async with asyncio.timeout(9):  # less than it would wait for
+            while not await fleet.get("/ask", client):  # the newcomer has begun, and answers its sibling
+                await asyncio.sleep(0.05)
+            for _ in range(20):
+                async with httpx.AsyncClient(base_url=fleet.url, timeout=10) as fresh:
+                    assert (await fresh.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        fleet.control.down = False
+        assert len(await fleet.pids(without=victim)) == 2
+
+
+async def test_ctrl_c_at_a_terminal_is_one_signal_to_each_process(tmp_path):
+    async with several(tmp_path) as fleet, contextlib.AsyncExitStack() as stack:
+        pids = await fleet.pids()
+        await routable(fleet, pids)
+        fleet.engine.go_on.clear()
+        streams = [await begun(client, stack) for client in (await fleet.clients(stack, pids)).values()]
+        # Two signals so close together may arrive as one, and hide that there were two.
+        assert fleet.process.pid not in {os.getpgid(pid) for pid in pids}
+        os.killpg(fleet.process.pid, signal.SIGINT)
+        await refused(fleet)
+        fleet.engine.go_on.set()
+        for stream in streams:
+            assert (await rest(stream)).endswith(b"data: [DONE]\n\n")
+        await stack.aclose()
+        assert await fleet.ends() == 0
 
 
 async def test_a_stop_lets_every_process_finish_what_is_in_flight_and_ends_with_0(tmp_path):
