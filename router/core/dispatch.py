@@ -105,14 +105,15 @@ class Dispatcher:
     decide    the decision for a ticket now, with the seconds of work that are ahead of it per replica; may raise
               NoReplica
     has_room  whether the chosen replica may be given this request now
-    is_full   whether its base model may not, wherever it would go; then none of that base model overtakes it
+    is_full   whether its base model may not, wherever it would go; then nobody of that base model overtakes it;
+              None: never
     queued_s  seconds until the chosen replica has room, of what is queued there and not here
     room      how much may wait
     """
 
     decide: Callable[[Ticket, Mapping[WorkerId, float], float], Decision]
     has_room: Callable[[Decision], bool]
-    is_full: Callable[[Decision], bool] = lambda _: False
+    is_full: Callable[[Decision], bool] | None = None
     queued_s: Callable[[Decision], float] = lambda _: 0.0
     room: Room = field(default_factory=Room)
     drain: Drain = field(default_factory=Drain)
@@ -138,7 +139,8 @@ class Dispatcher:
         raises  NoReplica; Saturated when it may not wait, or would for too long
         """
         decision = self.decide(ticket, self._bound, now)
-        if decision.replica.id not in self._bound and self.has_room(decision) and not self._is_held(decision):
+        is_free = decision.replica.id not in self._bound and self.has_room(decision)
+        if is_free and (self.is_full is None or not self._is_held(decision)):
             return decision
         self._check_wait(ticket, decision)
         if not self._waiting:
@@ -220,6 +222,8 @@ class Dispatcher:
         )
 
     def _is_held(self, decision: Decision) -> bool:
+        if self.is_full is None:
+            return False
         base_model = decision.ask.base_model
         if base_model in self._full or self.is_full(decision):
             self._full.add(base_model)

@@ -65,7 +65,7 @@ class Mind:
         self.waiting = Dispatcher(
             self._decide_ticket,
             lambda decision: room_for(decision, late_binding_s=self.late_binding_s),
-            self._is_full,
+            self._is_full if self.most_in_flight_tokens else None,
             lambda decision: queued_s(decision, late_binding_s=self.late_binding_s),
         )
 
