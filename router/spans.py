@@ -45,11 +45,11 @@ class OtlpSender:
 
     def _spans(self, trace: Trace) -> Iterator[ReadableSpan]:
         root = _context(trace.trace_id, trace.span_id)
-        attributes = {"http.request.method": "POST", "http.route": trace.path, **trace.attributes}
+        attributes = {"http.request.method": trace.method, "http.route": trace.path, **trace.attributes}
         if trace.path in _OPERATIONS:
             attributes["gen_ai.operation.name"] = _OPERATIONS[trace.path]
         yield ReadableSpan(
-            f"POST {trace.path}",
+            f"{trace.method} {trace.path}",
             context=root,
             parent=None if trace.parent_id is None else _context(trace.trace_id, trace.parent_id, is_remote=True),
             resource=self._resource,

@@ -50,6 +50,7 @@ class Trace:
         "ended_wall_ns",
         "is_error",
         "marks",
+        "method",
         "parent_id",
         "path",
         "span_id",
@@ -57,8 +58,16 @@ class Trace:
     )
 
     def __init__(
-        self, path: str, began_at: float, trace_id: int, parent_id: int | None, done: Callable[["Trace"], None]
+        self,
+        method: str,
+        path: str,
+        began_at: float,
+        *,
+        trace_id: int,
+        parent_id: int | None,
+        done: Callable[["Trace"], None],
     ) -> None:
+        self.method = method
         self.path = path
         self.began_at = began_at
         self.ended_at = began_at
@@ -139,8 +148,10 @@ class Tracer:
         self._thread = threading.Thread(target=self._send_all, name="traces", daemon=True)
         self._thread.start()
 
-    def begin(self, path: str, received_at: float, traceparent: bytes | None) -> Trace | None:
+    def begin(self, path: str, received_at: float, traceparent: bytes | None, *, method: str = "POST") -> Trace | None:
         """A trace of a request that came at `received_at` (monotonic clock); None when it is not sampled.
+
+        path   as the route has it, so that there are few: `/v1/responses/{id}`
 
         A valid `traceparent` decides: its trace goes on, or is not to be recorded. Else a share of all is traced.
         """
@@ -148,12 +159,13 @@ class Tracer:
         if found is not None and (found[1] != b"00" or found[5] is None):
             if not int(found[4], 16) & _SAMPLED:
                 return None
-            return Trace(path, received_at, int(found[2], 16), int(found[3], 16), self._take)
+            trace_id, parent_id = int(found[2], 16), int(found[3], 16)
+            return Trace(method, path, received_at, trace_id=trace_id, parent_id=parent_id, done=self._take)
         trace_id = self._rng.getrandbits(128) or 1
         # As the SDK's TraceIdRatioBased: by the lower half, so that all who ask by the same ratio agree.
         if trace_id & (2**64 - 1) >= self._below:
             return None
-        return Trace(path, received_at, trace_id, None, self._take)
+        return Trace(method, path, received_at, trace_id=trace_id, parent_id=None, done=self._take)
 
     async def close(self, within_s: float = _CLOSE_WITHIN_S) -> None:
         """Send what has ended, for so long at most."""

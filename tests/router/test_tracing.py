@@ -174,6 +174,15 @@ async def test_a_client_that_does_not_record_is_not_recorded_and_else_a_share_is
     await made.close()
 
 
+async def test_a_route_is_named_by_its_method_and_its_pattern():
+    collector = Collector()
+    async with tracing_to(collector) as made:
+        made.begin("/v1/responses/{id}", time.monotonic(), None, method="GET").end(200)
+    (root,) = collector.spans
+    assert root.name == "GET /v1/responses/{id}"
+    assert attributes(root)["http.request.method"] == "GET"
+
+
 async def test_failures_are_told_apart():
     collector = Collector()
     async with tracing_to(collector) as made:
