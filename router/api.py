@@ -17,6 +17,7 @@ from router.core.resolve import visible_adapters
 from router.explain import again, explained, undecided
 from router.parts import Parts, Record
 from router.stages import asked, read, request_id, resolve_target, tokenize
+from router.surface.routes import route_of
 from router.wire import DecisionList, ReplayBody, RouteAnswer
 
 
@@ -44,7 +45,8 @@ def control_routes(parts: Parts) -> APIRouter:
         """Where this completion would go and why; sends nothing and loads nothing."""
         headers = request.headers
         session = headers.get(parts.config.session_header)
-        question = read(parts, request_id(headers.get("x-request-id")), await request.body(), session=session)
+        body = await request.body()
+        question = read(parts, request_id(headers.get("x-request-id")), route_of(body), body, session=session)
         target = resolve_target(parts, parts.keys.caller(headers.get("authorization")), question)
         tokens = await tokenize(parts, target, question)
         prompt = asked(parts, target, question, tokens)

@@ -37,6 +37,9 @@ class RouterSettings(HouseSettings):
     first_data_timeout_s: float = Field(
         default=300.0, gt=0, description="from sending a request to its first token or whole answer"
     )
+    trial_timeout_s: float = Field(
+        default=30.0, gt=0, description="the same, for the one request that finds out whether a failing replica is well"
+    )
     idle_timeout_s: float = Field(default=120.0, gt=0, description="between two pieces of a streamed answer")
     cold_start_timeout_s: float = Field(
         default=60.0, gt=0, description="how long a request waits for an adapter that is loaded nowhere"
@@ -58,6 +61,9 @@ class RouterSettings(HouseSettings):
     )
     tokenize_timeout_s: float = Field(
         default=0.5, gt=0, description="how long an engine's /tokenize may hold up a request that is not tokenized here"
+    )
+    send_token_ids: bool = Field(
+        default=True, description="give engines the ids of prompts tokenized here, where they then answer the same"
     )
     kv_tail_poll_s: float = Field(
         default=5.0, gt=0, description="how often a silent engine is asked for KV events that got lost"

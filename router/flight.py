@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from router.core.estimate import Guess
 from router.core.load import InFlight
 from router.parts import Parts, Record, Routed
-from router.relay.events import EngineUsage
+from router.surface.usage import EngineUsage
 
 # A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.
 _SPECULATE_S = 2.0

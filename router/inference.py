@@ -1,200 +1,273 @@
-"""The inference routes: the stages in order, retries before the first byte, and the answer."""
+"""The inference routes: from a client's request to its answer, relayed or an error."""
 
-import itertools
-from functools import lru_cache, partial
+import asyncio
+from functools import partial
 
 import msgspec
 import structlog
 
 from lorafleet.auth import Caller
 from lorafleet.http import HttpError, envelope, error_headers
-from router.core.errors import NoReplica, ReplicaUnreachable, RouterError, StreamBroken
-from router.core.fleet import Excluded, Replica
-from router.core.resolve import Target
-from router.dress import dress_vllm
-from router.flight import Flight
-from router.parts import Parts, Routed
+from router.core.errors import (
+    DeadlineExceeded,
+    NoReplica,
+    RateLimited,
+    ReplicaUnreachable,
+    RouterError,
+    StreamBroken,
+    without_addresses,
+)
+from router.core.index import WorkerId
+from router.dress import FORWARDED_HEADERS
+from router.journey import Begun, Journey, header_lines, request_bytes
+from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
-from router.relay.events import Echo, error_event
+from router.relay.events import Echo, Growing, Renamed, Undated, error_event
 from router.relay.front import Exchange, Handler
 from router.relay.upstream import Origin
-from router.stages import (
-    Question,
-    decided,
-    read,
-    request_id,
-    resolve_target,
-    shown_cached_tokens,
-    tokenize,
-    warm,
-)
-from router.tokens import Tokens
-from router.waiting import Displaced
+from router.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cached_tokens
+from router.surface import generate
+from router.surface.routes import ROUTES, ErrorShape, Route, find, response_id_of
+from router.surface.stored import gone, worker_of
+from router.tracing import Trace
 
 log = structlog.get_logger()
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-# Reasons that may mean that the engine died with the request in it.
-_DEATHS = frozenset({"no_answer", "engine_dead", "first_event_error"})
-_MAX_DEATHS = 2
-# Another replica would do no better.
-_HOPELESS = frozenset({"no_answer_in_time", "answer_too_large"})
-_FORWARDED_HEADERS = (b"traceparent", b"tracestate")
+_TIMEOUT = TIMEOUT_HEADER.encode()
+_GENERATE = Route(path=generate.PATH, summary="Texts continued, in SGLang's native form", generates=True)
+_ITEM = ROUTES["POST", generate.ITEM_PATH]
+_PATHS = {path for _, path in ROUTES} | {generate.PATH}
+# Of one call to /generate; the others of it wait their turn.
+_ITEMS_AT_ONCE = 64
 
 
 class Inference:
-    """The OpenAI routes: read -> authenticate -> resolve -> authorise -> tokenize -> hash -> match -> decide -> open
-    -> relay -> record."""
+    """What answers each inference route."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         config = parts.config
         self._limits = Limits(config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes)
         self._session_header = config.session_header.lower().encode()
-        self._handlers: dict[str, Handler] = {path: partial(self._handle, path) for path in PATHS}
+        self._handlers: dict[tuple[str, str], Handler] = {
+            key: partial(self._handle, route) for key, route in ROUTES.items()
+        }
+        self._handlers["POST", generate.PATH] = partial(self._handle, _GENERATE)
 
     def route(self, method: str, path: str) -> Handler | None:
         """What answers this, or None: it is not an inference route."""
-        handler = self._handlers.get(path)
-        return handler if handler is None or method == "POST" else self._wrong_method
+        handler = self._handlers.get((method, path))
+        if handler is not None:
+            return handler
+        route = find(method, path)
+        if route is not None:
+            return self._handlers[route.method, route.path]
+        return self._wrong_method if path in _PATHS else None
 
-    async def _wrong_method(self, exchange: Exchange) -> None:
-        message = f"{exchange.path} takes POST, found {exchange.method}"
-        _Answer(exchange, request_id(None)).fail(HttpError(405, "method_not_allowed", message))
-
-    async def _handle(self, path: str, exchange: Exchange) -> None:
-        answer = _Answer(exchange, request_id(_text(exchange.header(b"x-request-id"))))
+    async def _handle(self, route: Route, exchange: Exchange) -> None:
+        """One request, from its first stage to its answer or error."""
+        answer = _Answer(exchange, request_id(_text(exchange.header(b"x-request-id"))), route.errors)
+        parts, tracer = self._parts, self._parts.tracer
+        trace = None
+        if tracer is not None:
+            trace = tracer.begin(route.path, exchange.received_at, exchange.header(b"traceparent"))
         try:
-            caller = self._parts.keys.caller(_text(exchange.header(b"authorization")))
-            question = read(
-                self._parts, answer.request_id, exchange.body, session=_text(exchange.header(self._session_header))
-            )
-            await self._serve(caller, question, path, answer)
+            if trace is not None:
+                trace.stage("authenticate")
+            caller = parts.keys.caller(_authorization(exchange))
+            if route.state == "needs":
+                await self._serve_stored(route, caller, answer)
+            elif route is _GENERATE:
+                await self._serve_batch(caller, answer)
+            else:
+                await self._serve(route, caller, answer, trace)
         except (RouterError, HttpError) as exc:
             answer.fail(exc)
         except Exception as exc:
-            log.exception("unexpected error", path=path, request_id=answer.request_id)
+            log.exception("unexpected error", path=route.path, request_id=answer.request_id)
             answer.fail(
                 HttpError(500, "internal_error", f"internal error ({type(exc).__name__}); see the router's log")
             )
         finally:
-            self._parts.metrics.requests.labels(path, exchange.status or 499, answer.code).inc()
+            status = exchange.status or 499
+            parts.metrics.requests.labels(route.path, status, answer.code).inc()
+            if trace is not None:
+                trace.end(status, answer.code)
 
-    async def _serve(self, caller: Caller, question: Question, path: str, answer: "_Answer") -> None:
-        parts = self._parts
-        target = resolve_target(parts, caller, question)
-        tokens = await tokenize(parts, target, question)
-        excluded: Excluded = frozenset()
-        is_refused = False
-        deaths = 0
-        for number in itertools.count(1):
-            if not is_refused:
-                target = await warm(parts, target, excluded)
-            flight = await self._begun(caller, target, question, tokens, excluded)
-            try:
-                attempt = await self._open(flight.routed, question, path, answer)
-            except ReplicaUnreachable as exc:
-                flight.end()
-                replica = flight.routed.decision.replica
-                excluded |= {replica.incarnation}
-                # An engine that is up and says no will not be another one soon; one that died may be.
-                is_refused = exc.reason == "engine_unavailable"
-                deaths += exc.reason in _DEATHS
-                self._note_failure(exc, replica, number, deaths)
-                continue
-            except BaseException:
-                flight.end()
-                raise
-            try:
-                await self._relay(attempt, caller, question, flight, answer)
-            finally:
-                attempt.close()
-                flight.end()
+    async def _wrong_method(self, exchange: Exchange) -> None:
+        methods = " or ".join(sorted(method for method, path in self._handlers if path == exchange.path))
+        answer = _Answer(exchange, request_id(None))
+        answer.more = f"allow: {methods}\r\n"
+        answer.fail(HttpError(405, "method_not_allowed", f"{exchange.path} takes {methods}, found {exchange.method}"))
+
+    async def _serve(self, route: Route, caller: Caller, answer: "_Answer", trace: Trace | None) -> None:
+        exchange = answer.exchange
+        if trace is not None:
+            trace.stage("read")
+        question = self._question(route, answer, exchange.body, trace)
+        journey = Journey(self._parts, self._limits, caller, question, trace)
+        if question.deadline_at is None:
+            await self._travelled(journey, answer)
             return
+        try:
+            async with asyncio.timeout(question.deadline_at - self._parts.clock()):
+                await self._travelled(journey, answer)
+        except TimeoutError:
+            late = DeadlineExceeded(f"there was no whole answer within the time that {TIMEOUT_HEADER} allows")
+            answer.fail(late)
 
-    async def _begun(
-        self, caller: Caller, target: Target, question: Question, tokens: Tokens, excluded: Excluded
-    ) -> Flight:
-        """decide; again when what a request waited for went and its adapter, or its engine, is back."""
-        tries = self._parts.config.max_tries
-        for _ in range(tries):
+    def _question(
+        self, route: Route, answer: "_Answer", body: bytes, trace: Trace | None = None, name: str = ""
+    ) -> Question:
+        exchange = answer.exchange
+        if trace is not None:
+            forwarded = trace.headers(exchange.header(b"tracestate"))
+        else:
+            found = ((header, exchange.header(header)) for header in FORWARDED_HEADERS)
+            forwarded = b"".join([header + b": " + value + b"\r\n" for header, value in found if value is not None])
+        return read(
+            self._parts,
+            name or answer.request_id,
+            route,
+            body,
+            session=_text(exchange.header(self._session_header)),
+            timeout=_text(exchange.header(_TIMEOUT)),
+            forwarded=forwarded,
+        )
+
+    async def _travelled(self, journey: Journey, answer: "_Answer") -> None:
+        try:
+            begun = await journey.begun()
             try:
-                return await decided(self._parts, caller, target, question, tokens, excluded)
-            except Displaced as exc:
-                log.info("displaced while waiting", request_id=question.request_id, why=str(exc))
-                target = await warm(self._parts, target, excluded, is_displaced=True)
-        raise NoReplica(f"every replica went while this waited, {tries} times", retry_after_s=1.0)
+                await self._relay(begun, journey, answer)
+            finally:
+                begun.close()
+        finally:
+            journey.settle()
 
-    async def _open(self, routed: Routed, question: Question, path: str, answer: "_Answer") -> Attempt:
-        parts, replica = self._parts, routed.decision.replica
-        body = dress_vllm(
-            question.fields,
-            routed.engine_model,
-            ask_usage=question.hides_usage,
-            report_full=parts.trust.state(replica.id) == "degraded" and parts.feeds.may_repeat(replica.id),
-        )
-        origin, head = _request_head(replica.engine_url, path)
-        more = b"x-request-id: %b\r\ncontent-length: %d\r\n" % (question.request_id.encode(), len(body))
-        rank = routed.decision.rank
-        if rank is not None:
-            more += b"x-data-parallel-rank: %d\r\n" % rank
-        for name in _FORWARDED_HEADERS:
-            value = answer.exchange.header(name)
-            if value is not None:
-                more += name + b": " + value + b"\r\n"
-        call = Call(
-            origin=origin,
-            request=head + more + b"\r\n" + body,
-            engine_model=routed.engine_model,
-            has_adapter=routed.target.adapter is not None,
-            replica=replica.id,
-            streamed=question.streamed,
-        )
-        return await open_attempt(parts.pool, call, self._limits)
-
-    async def _relay(
-        self, attempt: Attempt, caller: Caller, question: Question, flight: Flight, answer: "_Answer"
-    ) -> None:
-        parts, routed = self._parts, flight.routed
+    async def _relay(self, begun: Begun, journey: Journey, answer: "_Answer") -> None:
+        """The answer's bytes to the client, and what they teach."""
+        parts, attempt, flight, question = self._parts, begun.attempt, begun.flight, journey.question
+        routed = flight.routed
+        if journey.trace is not None:
+            journey.trace.stage("relay")
         if attempt.status < 400:
             # What the engine refuses was never prefilled, and is not in its cache.
             flight.first_token()
-        about = _about(attempt, routed, shown_cached_tokens(parts, caller, routed))
         parts.metrics.first_data.labels(routed.target.base_model).observe(parts.clock() - question.read_at)
-        echo = Echo(routed.engine_model, routed.target.asked)
-        if not attempt.streamed:
-            answer.whole(attempt.status, about, echo.whole(attempt.first))
+        about = _about(begun, shown_cached_tokens(parts, journey.caller, routed)) + journey.limit_headers()
+        echo: Renamed = Echo(begun.model, routed.target.asked if question.route.echoes_model else begun.model)
+        if journey.grows is not None and attempt.streamed:
+            echo = Growing(journey.grows.events)
+        if attempt.streamed:
+            await self._streamed(attempt, about, echo, answer, hide_usage=question.hides_usage)
         else:
-            answer.begin(attempt.status, about)
-            try:
-                await attempt.relay(answer.exchange, echo, hide_usage=question.hides_usage)
-            except StreamBroken as exc:
-                log.warning("stream broken", request_id=question.request_id, error=str(exc), cause=repr(exc.__cause__))
-                answer.code = exc.code
-                answer.exchange.send(error_event(envelope(exc.status, exc.code, str(exc))))
-            answer.exchange.finish()
-        flight.compare(attempt.usage())
+            answer.whole(attempt.status, about, echo.whole(attempt.first))
+        journey.learn(begun)
 
-    def _note_failure(self, exc: ReplicaUnreachable, replica: Replica, attempt: int, deaths: int) -> None:
+    async def _streamed(
+        self, attempt: Attempt, about: str, echo: Renamed, answer: "_Answer", *, hide_usage: bool = False
+    ) -> None:
+        answer.begin(attempt.status, about)
+        try:
+            await attempt.relay(answer.exchange, echo, hide_usage=hide_usage)
+        except StreamBroken as exc:
+            log.warning("stream broken", request_id=answer.request_id, error=str(exc), cause=str(exc.__cause__ or ""))
+            answer.fail(exc)
+        else:
+            answer.exchange.finish()
+
+    async def _serve_stored(self, route: Route, caller: Caller, answer: "_Answer") -> None:
+        """Ask the engine that keeps a response for it."""
+        parts, exchange = self._parts, answer.exchange
+        response_id = response_id_of(exchange.path)
+        worker = worker_of(response_id, tenant=caller.tenant, param="id")
+        replica = parts.discovery.fleet.replicas.get(WorkerId(worker))
+        if replica is None:
+            raise gone(response_id, worker, param="id")
+        target = exchange.path.encode() + (b"?" + exchange.query if exchange.query else b"")
+        question = read(parts, answer.request_id, route, b"", target=target)
+        origin = Origin.parse(replica.engine_url)
+        call = Call(route, origin, request_bytes(replica.engine_url, question, b""), "", False, worker, False)
+        try:
+            attempt = await open_attempt(parts.pool, call, self._limits)
+        except ReplicaUnreachable as exc:
+            raise NoReplica(str(exc)) from exc
+        try:
+            about = _content(attempt) + f"x-lorafleet-worker: {worker}\r\n"
+            if attempt.streamed:
+                await self._streamed(attempt, about, Undated(), answer)
+            else:
+                answer.whole(attempt.status, about, Undated().whole(attempt.first))
+        finally:
+            attempt.close()
+
+    async def _serve_batch(self, caller: Caller, answer: "_Answer") -> None:
+        """`/generate`: each of its items is a completion of its own."""
         parts = self._parts
-        log.warning("attempt failed", worker=replica.id, reason=exc.reason, error=str(exc), attempt=attempt)
-        parts.metrics.retries.labels(exc.reason).inc()
-        parts.discovery.look_now(replica.id)
-        # A second engine that dies of it, or one too slow for it, says more about the request than about the engine.
-        is_hopeless = deaths >= _MAX_DEATHS or exc.reason in _HOPELESS
-        if is_hopeless or attempt >= parts.config.max_tries:
-            raise NoReplica(f"{attempt} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
+        batch = generate.split(answer.exchange.body)
+        journeys = [
+            Journey(parts, self._limits, caller, self._question(_ITEM, answer, item, name=f"{answer.request_id}-{i}"))
+            for i, item in enumerate(batch.items)
+        ]
+        if batch.is_streamed:
+            (journey,) = journeys
+            journey.grows = generate.Growing(batch.names[0])
+            await self._travelled(journey, answer)
+            return
+        at_once = asyncio.Semaphore(_ITEMS_AT_ONCE)
+        tasks = [asyncio.create_task(self._item(journey, at_once)) for journey in journeys]
+        try:
+            bodies = await asyncio.gather(*tasks)
+        except _ItemRefused as exc:
+            answer.whole(exc.status, "content-type: application/json\r\n", exc.body)
+            return
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        answer.whole(200, "content-type: application/json\r\n", generate.join(batch, bodies))
+
+    async def _item(self, journey: Journey, at_once: asyncio.Semaphore) -> bytes:
+        """One item's whole answer; raises _ItemRefused with the engine's own error."""
+        async with at_once:
+            try:
+                begun = await journey.begun()
+                try:
+                    if begun.attempt.status >= 400:
+                        raise _ItemRefused(begun.attempt.status, begun.attempt.first)
+                    begun.flight.first_token()
+                    journey.learn(begun)
+                    return begun.attempt.first
+                finally:
+                    begun.close()
+            finally:
+                journey.settle()
+
+
+class _ItemRefused(Exception):
+    """One item of a batch was refused by its engine, so the batch is."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(status)
+        self.status = status
+        self.body = body
 
 
 class _Answer:
-    """The client's side of one request: a head, pieces, an end; or one error, if nothing has been sent."""
+    """The client's side of one request: a head, pieces, an end; or one error.
 
-    __slots__ = ("code", "exchange", "request_id")
+    more   further header lines
+    """
 
-    def __init__(self, exchange: Exchange, request_id: str) -> None:
+    __slots__ = ("_errors", "code", "exchange", "more", "request_id")
+
+    def __init__(self, exchange: Exchange, request_id: str, errors: ErrorShape = "openai") -> None:
         self.exchange = exchange
         self.request_id = request_id
         self.code = ""
+        self.more = ""
+        self._errors = errors
 
     def whole(self, status: int, about: str, body: bytes) -> None:
         """An answer that is complete."""
@@ -205,37 +278,46 @@ class _Answer:
         self.exchange.begin(status, self._headers(about + "cache-control: no-cache\r\n"))
 
     def fail(self, exc: RouterError | HttpError) -> None:
-        """One error answer; silent when a head is out already."""
-        if self.exchange.status is not None:
-            return
+        """One error answer; the last event of a stream that has begun."""
         self.code = exc.code
+        body: dict[str, object] = envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param)
+        if self._errors == "anthropic":
+            body["type"] = "error"
+        if self.exchange.status is not None:
+            self.exchange.finish(error_event(body, self._errors))
+            return
         headers = {"content-type": "application/json"} | error_headers(exc.status, exc.retry_after_s)
-        about = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self.whole(exc.status, about, msgspec.json.encode(envelope(exc.status, exc.code, str(exc), exc.param)))
+        if isinstance(exc, RateLimited):
+            headers |= exc.headers
+        self.whole(exc.status, header_lines(headers), msgspec.json.encode(body))
 
     def _headers(self, about: str) -> bytes:
-        return f"x-request-id: {self.request_id}\r\n{about}".encode("latin-1")
+        return f"x-request-id: {self.request_id}\r\n{about}{self.more}".encode("latin-1")
 
 
-def _about(attempt: Attempt, routed: Routed, cached_tokens: int) -> str:
+def _about(begun: Begun, cached_tokens: int) -> str:
+    routed = begun.flight.routed
     adapter = routed.target.adapter
-    about = (
-        f"content-type: {attempt.content_type.decode('latin-1')}\r\n"
+    return (
+        f"{_content(begun.attempt)}"
         f"x-lorafleet-worker: {routed.decision.replica.id}\r\n"
         f"x-lorafleet-adapter: {(adapter.engine_name or adapter.lora_id) if adapter else 'base'}\r\n"
         f"x-lorafleet-cached-tokens: {cached_tokens}\r\n"
     )
-    if attempt.retry_after is not None:
-        about += f"retry-after: {attempt.retry_after.decode('latin-1')}\r\n"
-    return about
 
 
-@lru_cache(maxsize=4096)
-def _request_head(engine_url: str, path: str) -> tuple[Origin, bytes]:
-    """What all requests of a route to one engine have in common."""
-    origin = Origin.parse(engine_url)
-    head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\n" % (origin.prefix, path.encode(), origin.host_header)
-    return origin, head + b"content-type: application/json\r\naccept-encoding: identity\r\n"
+def _content(attempt: Attempt) -> str:
+    lines = f"content-type: {attempt.content_type.decode('latin-1')}\r\n"
+    return lines if attempt.retry_after is None else f"{lines}retry-after: {attempt.retry_after.decode('latin-1')}\r\n"
+
+
+def _authorization(exchange: Exchange) -> bytes | None:
+    found = exchange.header(b"authorization")
+    if found is None:
+        # As Anthropic's clients send it.
+        key = exchange.header(b"x-api-key")
+        return None if key is None else b"Bearer " + key
+    return found
 
 
 def _text(header: bytes | None) -> str | None:

@@ -1,8 +1,10 @@
 """What a request is served with and what is kept of it; built once by app.py, shared by every stage."""
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from lorafleet.auth import Keys
@@ -12,7 +14,9 @@ from router.config import RouterSettings
 from router.core.credit import Credit
 from router.core.decision import Decision
 from router.core.dispatch import Prompt
+from router.core.fleet import Incarnation
 from router.core.mind import Mind
+from router.core.quota import Quotas
 from router.core.resolve import Target
 from router.core.trust import Trust, TrustState
 from router.discovery import Discovery
@@ -20,6 +24,7 @@ from router.kv_events import Feeds
 from router.metrics import Metrics
 from router.relay.upstream import Pool
 from router.tokens import Source, Tokenizers
+from router.tracing import Tracer
 from router.usage import Usage
 from router.waiting import WaitingRoom
 
@@ -83,7 +88,21 @@ class Parts:
     usage: Usage
     metrics: Metrics
     pool: Pool
+    quotas: Quotas = field(default_factory=Quotas)
+    tracer: Tracer | None = None
     credit: Credit = field(default_factory=Credit)
     clock: Callable[[], float] = time.monotonic
     decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))
     stopping: bool = False
+    _alone: dict[Incarnation, asyncio.Lock] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def alone(self, incarnation: Incarnation) -> AsyncIterator[None]:
+        """One at a time for each engine: of requests that may be what an earlier engine died of."""
+        lock = self._alone.setdefault(incarnation, asyncio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked():
+                self._alone.pop(incarnation, None)

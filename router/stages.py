@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from random import getrandbits
 from typing import Any
 
@@ -22,20 +23,13 @@ from router.dress import Body, asks_for_usage, refuse_steering
 from router.flight import Flight
 from router.kv_events import Feeds
 from router.parts import Parts, Routed
-from router.tokens import FIELDS, NO_TOKENS, Tokens
+from router.surface.routes import Route
+from router.tokens import NO_TOKENS, Tokens
+
+# How long its client will wait for the whole answer, in seconds.
+TIMEOUT_HEADER = "x-lorafleet-timeout-s"
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# What a decision reads of a body; the rest is sent on without being parsed.
-_DECODED_FIELDS = FIELDS | {
-    "model",
-    "lora_id",
-    "stream",
-    "cache_salt",
-    "vllm_xargs",
-    "stream_options",
-    "user",
-    "priority",
-}
 # A longer name of a session is kept by its hash: a thousand decisions remember theirs.
 _LONGEST_SESSION = 200
 # Each step of an adapter's priority doubles its share of its tenant's time, up to so many.
@@ -49,74 +43,120 @@ _decode_any = msgspec.json.Decoder().decode
 class Question:
     """A request as read: the raw fields to send on, and those that were decoded to decide on.
 
+    target       path and query to ask the engine for
     hides_usage  we ask the engine for the usage of a stream; the client did not, and does not see it
+    size_bytes   of its body: what it holds while it waits
+    deadline_at  when nobody wants its answer any more, by Parts.clock
+    forwarded    header lines for the engine: where its trace belongs
     """
 
     request_id: str
+    route: Route
+    target: bytes
     fields: Body
     decoded: Mapping[str, Any]
     streamed: bool
     hides_usage: bool
     read_at: float
+    size_bytes: int = 0
     session: str = ""
     priority: float = 0.0
+    deadline_at: float | None = None
+    forwarded: bytes = b""
 
 
-def read(parts: Parts, request_id: str, raw: bytes, *, session: str | None = None) -> Question:
+def read(
+    parts: Parts,
+    request_id: str,
+    route: Route,
+    raw: bytes,
+    *,
+    target: bytes = b"",
+    session: str | None = None,
+    timeout: str | None = None,
+    forwarded: bytes = b"",
+) -> Question:
     """The request, its body parsed no deeper than a decision needs.
 
+    target   path and query; empty: the route's own
     session  whose it is, by a header; without one the body's `user`
+    timeout  how long its client will wait, in seconds, as a header had it
     raises   BadBody
     """
     read_at = parts.clock()
-    try:
-        fields = _decode_body(raw)
-        decoded = {name: _decode_any(fields[name]) for name in fields.keys() & _DECODED_FIELDS}
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise BadBody(f"the body is not a JSON object: {exc}") from exc
-    except RecursionError as exc:
-        raise BadBody("the body is nested too deeply; a request needs a dozen levels") from exc
-    refuse_steering(fields, decoded.get("vllm_xargs"))
-    streamed = decoded.get("stream") is True
+    fields: Body = {}
+    decoded: dict[str, Any] = {}
+    if route.has_body:
+        try:
+            fields = _decode_body(raw)
+            decoded = {name: _decode_any(fields[name]) for name in fields.keys() & route.fields}
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise BadBody(f"the body is not a JSON object: {exc}") from exc
+        except RecursionError as exc:
+            raise BadBody("the body is nested too deeply; a request needs a dozen levels") from exc
+        refuse_steering(fields, decoded.get("vllm_xargs"))
+    streamed = route.streams and decoded.get("stream") is True
     user, priority = decoded.get("user"), decoded.get("priority")
     return Question(
         request_id,
+        route,
+        target or route.path.encode(),
         fields,
         decoded,
         streamed,
         # Predictions are held against the engine's own word, and a stream has that only where somebody asks.
-        streamed and not asks_for_usage(decoded.get("stream_options")),
+        streamed and route.hides_usage and not asks_for_usage(decoded.get("stream_options")),
         read_at,
+        size_bytes=len(raw),
         session=_session(session or (user if isinstance(user, str) else "")),
         priority=priority if isinstance(priority, int | float) else 0.0,
+        deadline_at=None if timeout is None else read_at + _timeout_s(timeout),
+        forwarded=forwarded,
     )
+
+
+def _timeout_s(named: str) -> float:
+    try:
+        timeout_s = float(named)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s < inf:
+        raise BadBody(f"{TIMEOUT_HEADER} must be seconds above 0, such as 30 or 2.5; found {named!r}")
+    return timeout_s
 
 
 def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
     """resolve and authorise: what the caller may not use does not exist for it."""
     if not parts.discovery.has_catalog:
         raise CatalogUnavailable("this router has not heard from the orchestrator yet", retry_after_s=2.0)
-    return resolve(
+    target = resolve(
         parts.discovery.fleet,
         model=question.decoded.get("model"),
         lora_id=question.decoded.get("lora_id"),
         visible=lambda adapter: caller.may_use(adapter.tenants),
         rng=parts.mind.rng,
     )
+    # Where an adapter is but a name, its base model does the same, and nothing need be loaded.
+    return target if question.route.adapter == "runs" else Target(target.base_model, None, target.asked)
 
 
 async def tokenize(parts: Parts, target: Target, question: Question) -> Tokens:
     """The prompt's token ids, or none: a prompt that only its engine can tokenize is routed without a KV term."""
-    replica = parts.discovery.fleet.base_models.get(target.base_model)
+    kind = question.route.prompt
+    replica = parts.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
     if replica is None:
         return NO_TOKENS
     began_at = parts.clock()
-    tokens = await parts.tokenizers.ids(question.decoded, base_model=target.base_model, engine_url=replica.engine_url)
+    tokens = await parts.tokenizers.ids(
+        question.decoded, base_model=target.base_model, engine_url=replica.engine_url, kind=kind
+    )
     parts.metrics.tokenize.labels(tokens.source).observe(parts.clock() - began_at)
     return tokens
 
 
-async def warm(parts: Parts, target: Target, excluded: Excluded, *, is_displaced: bool = False) -> Target:
+async def warm(
+    parts: Parts, caller: Caller, target: Target, question: Question, excluded: Excluded, *, is_displaced: bool = False
+) -> Target:
     """The target with an adapter that some replica holds; waits for a cold one, and for one whose holders died.
 
     is_displaced  every replica went while it waited for room: the base model's is waited for, too
@@ -125,7 +165,17 @@ async def warm(parts: Parts, target: Target, excluded: Excluded, *, is_displaced
         if excluded or is_displaced:
             await _until_back(parts, target.base_model, excluded)
         return target
-    adapter = await parts.cold.until_resident(target.adapter.lora_id, excluded)
+    adapter = parts.cold.resident(target.adapter.lora_id, excluded)
+    if adapter is None:
+        adapter = await parts.cold.until_resident(
+            target.adapter.lora_id,
+            excluded,
+            tenant=caller.tenant or "",
+            size_bytes=question.size_bytes,
+            deadline_at=question.deadline_at,
+        )
+    if adapter is target.adapter:
+        return target
     return Target(adapter.base_model or target.base_model, adapter, target.asked)
 
 
@@ -188,8 +238,10 @@ async def decided(
         adapter=adapter.lora_id if adapter else "",
         weight=2.0 ** max(-_MOST_PRIORITY, min(_MOST_PRIORITY, adapter.priority)) if adapter else 1.0,
         priority=question.priority,
+        size_bytes=question.size_bytes,
+        deadline_at=question.deadline_at,
     )
-    return await parts.waiting.admitted(ticket, begin)
+    return parts.waiting.try_now(ticket, begin) or await parts.waiting.admitted(ticket, begin)
 
 
 def _session(named: str) -> str:
@@ -200,7 +252,7 @@ def _prompt_tokens(question: Question, tokens: Tokens) -> int:
     if tokens.ids is not None:
         return len(tokens.ids)
     # Nobody could tokenize it: four bytes a token, near enough to compare replicas by their queues.
-    return sum(len(question.fields[name]) for name in ("messages", "prompt", "input") if name in question.fields) // 4
+    return question.size_bytes // 4
 
 
 def shown_cached_tokens(parts: Parts, caller: Caller, routed: Routed) -> int:

@@ -5,18 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.core.errors import ReplicaUnreachable, StreamBroken
-from router.relay.events import (
-    MAX_EVENT_BYTES,
-    Echo,
-    EngineUsage,
-    Tail,
-    event_error,
-    has_first_event,
-    usage_of,
-    without_usage,
-)
+from router.relay.events import MAX_EVENT_BYTES, Renamed, Tail, event_error, has_first_event, without_usage
 from router.relay.front import Exchange
 from router.relay.upstream import Connection, EngineLost, Origin, Pool
+from router.surface.routes import Route, is_begun_only
+from router.surface.usage import EngineUsage, usage_of, usage_of_events
 
 # vLLM 0.32 answers so, with 500, while SIGTERM waits for requests in flight (seen running).
 _SHUTTING_DOWN = b"cannot schedule new futures after shutdown"
@@ -43,6 +36,7 @@ class Limits:
 class Call:
     """What is sent. `engine_model` is the name in it; `has_adapter`: that name is an adapter's."""
 
+    route: Route
     origin: Origin
     request: bytes
     engine_model: str
@@ -89,7 +83,7 @@ class Attempt:
         self._decided: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] | None = None
         self._exchange: Exchange | None = None
-        self._echo: Echo | None = None
+        self._echo: Renamed | None = None
         self._hide_usage = False
         self._got: list[bytes] = []
         self._size = 0
@@ -110,7 +104,7 @@ class Attempt:
         self._connection.send(self._call.request, self)
         await self._decided
 
-    async def relay(self, exchange: Exchange, echo: Echo, *, hide_usage: bool) -> None:
+    async def relay(self, exchange: Exchange, echo: Renamed, *, hide_usage: bool) -> None:
         """Send a stream's bytes on as they come, until it ends; raises StreamBroken when the engine leaves.
 
         hide_usage  the event with the usage is ours: we asked for it, the client did not
@@ -134,7 +128,8 @@ class Attempt:
 
     def usage(self) -> EngineUsage | None:
         """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""
-        return usage_of(self.first) if self._tail is None else self._tail.usage()
+        kind = self._call.route.usage
+        return usage_of(kind, self.first) if self._tail is None else usage_of_events(kind, self._tail.joined())
 
     def close(self) -> None:
         """Free the connection; one whose answer was not read to its end is closed, and the engine aborts."""
@@ -169,7 +164,7 @@ class Attempt:
                 self._fail("answer_too_large", f"an answer of over {self._limits.answer_bytes} bytes")
             return
         got = data if len(self._got) == 1 else b"".join(self._got)
-        if has_first_event(got):
+        if has_first_event(got) and not is_begun_only(self._call.route, got):
             self._got = [got]
             self._begin_stream(got)
         elif self._size > MAX_EVENT_BYTES:

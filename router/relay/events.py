@@ -1,14 +1,14 @@
-"""What is read of an answer, and what is changed in it: its model's name, its usage, an error in its first event."""
+"""What is read of an answer's events, and what is changed in them."""
 
 import re
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
 from router.core.errors import StreamBroken
+from router.surface.routes import ErrorShape
 
 # What ends an event: a blank line, with either line end.
 _END, _CRLF_END = b"\n\n", b"\r\n\r\n"
@@ -19,43 +19,22 @@ MAX_EVENT_BYTES = 8 * 2**20
 _TAIL_CHUNKS = 3
 # The quotes would be escaped in an answer's text.
 _NO_CHOICES = b'"choices":[]'
+# A lora_id with the beginning of its digest, see workers/wire.py engine_name.
+_DATED = re.compile(rb'("model": ?"[^"@]+)@[0-9a-f]{12}"')
 _EVENT = re.compile(rb".+?(?:\r?\n\r?\n|$)", re.DOTALL)
 
 
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+class Renamed(Protocol):
+    """An engine's answer as its client is to see it."""
 
+    def whole(self, body: bytes) -> bytes:
+        """A complete body."""
 
-class _Usage(msgspec.Struct):
-    """Of chat, completions and embeddings; `/v1/responses` and `/v1/messages` have names of their own for the same."""
+    def chunk(self, chunk: bytes) -> bytes:
+        """The events that this chunk completes; the rest is kept for the next. Raises StreamBroken."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _PromptDetails | None = None
-    cache_read_input_tokens: int | None = None
-
-
-class _WithUsage(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_decode_usage = msgspec.json.Decoder(_WithUsage).decode
-
-
-@dataclass(frozen=True, slots=True)
-class EngineUsage:
-    """What the engine says an answer took. None is what it did not say, which is not 0.
-
-    prompt_tokens  of all prompts of the request; `cached_tokens` is of one of them alone (vLLM 0.32 serving.py of
-                   chat_completion and completion), so the two belong together only where there is one prompt
-    """
-
-    prompt_tokens: int
-    completion_tokens: int | None
-    cached_tokens: int | None
+    def end(self) -> bytes:
+        """What is left when the stream ends."""
 
 
 class Echo:
@@ -105,6 +84,37 @@ class Echo:
         return self.whole(left)
 
 
+class Undated(Echo):
+    """Takes the digest off an adapter's name: of an answer that is kept at an engine, asked for again by its id."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__("", "")
+
+    def whole(self, body: bytes) -> bytes:
+        return _DATED.sub(rb'\1"', body)
+
+    def chunk(self, chunk: bytes) -> bytes:
+        return self.whole(super().chunk(chunk))
+
+
+class Growing(Echo):
+    """Whole events, through a function of our own."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, events: Callable[[bytes], bytes]) -> None:
+        super().__init__("", "")
+        self._events = events
+
+    def chunk(self, chunk: bytes) -> bytes:
+        return self._events(super().chunk(chunk))
+
+    def end(self) -> bytes:
+        return self._events(super().end())
+
+
 class Tail:
     """The end of what was relayed, in whole events and unparsed: `usage` is in it."""
 
@@ -116,9 +126,8 @@ class Tail:
     def note(self, events: bytes) -> None:
         self._chunks.append(events)
 
-    def usage(self) -> EngineUsage | None:
-        """A stream carries it only where it was asked for: `stream_options.include_usage`."""
-        return last_event_usage(b"".join(self._chunks))
+    def joined(self) -> bytes:
+        return b"".join(self._chunks)
 
 
 def without_usage(events: bytes) -> bytes:
@@ -129,40 +138,10 @@ def without_usage(events: bytes) -> bytes:
     return b"".join(kept)
 
 
-def error_event(body: Mapping[str, Any]) -> bytes:
-    """The end of a stream that broke: OpenAI's error in an event, then the usual last line."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n"
-
-
-def last_event_usage(events: bytes) -> EngineUsage | None:
-    """The usage in the last event that has one; vLLM may send one with each, but only the last says what was cached.
-
-    The quotes of a "usage" in a JSON string would be escaped, and so would a line's end.
-    """
-    at = events.rfind(b'"usage"')
-    line = events[events.rfind(b"\n", 0, max(at, 0)) + 1 :].split(b"\n", 1)[0]
-    return usage_of(line.removeprefix(b"data:")) if line.startswith(b"data:") else None
-
-
-def usage_of(body: bytes) -> EngineUsage | None:
-    """The usage in a whole answer; None where there is none that we understand."""
-    if b'"usage"' not in body:
-        return None
-    try:
-        usage = _decode_usage(body).usage
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None  # an engine with other shapes tells nothing
-    if usage is None:
-        return None
-    prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
-    if prompt_tokens is None:
-        return None
-    details = usage.prompt_tokens_details or usage.input_tokens_details
-    return EngineUsage(
-        prompt_tokens,
-        usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens,
-        details.cached_tokens if details else usage.cache_read_input_tokens,
-    )
+def error_event(body: Mapping[str, Any], shape: ErrorShape = "openai") -> bytes:
+    """The end of a stream that broke: an error in an event; for OpenAI's clients the usual last line, too."""
+    data = b"data: " + msgspec.json.encode(body) + b"\n\n"
+    return b"event: error\n" + data if shape == "anthropic" else data + b"data: [DONE]\n\n"
 
 
 def has_first_event(got: bytes) -> bool:

@@ -191,6 +191,18 @@ def find(method: str, path: str) -> Route | None:
     return ROUTES.get((method, template)) if rest and "/" not in rest else None
 
 
+def route_of(body: bytes) -> Route:
+    """The route that a body is most likely meant for: explaining takes any of them, without a path."""
+    for name, path in (
+        (b'"messages"', "/v1/chat/completions"),
+        (b'"prompt"', "/v1/completions"),
+        (b'"input"', "/v1/embeddings"),
+    ):
+        if name in body:
+            return ROUTES["POST", path]
+    return ROUTES["POST", "/v1/chat/completions"]
+
+
 def response_id_of(path: str) -> str:
     """The `{id}` in the path of a route that needs state, as it stands there."""
     return path[len(_RESPONSES) :].removesuffix("/cancel")

@@ -4,10 +4,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from router.relay.attempt import Call, Limits, open_attempt
-from router.relay.events import Echo, EngineUsage
+from router.relay.events import Echo
 from router.relay.upstream import Origin, Pool
+from router.surface.routes import ROUTES
+from router.surface.usage import EngineUsage
 from tests.serving import serving
 
+CHAT = ROUTES["POST", "/v1/chat/completions"]
 LIMITS = Limits(first_data_s=5, idle_s=5, answer_bytes=2**20)
 TOKEN = b'data: {"id":"1","choices":[{"delta":{"content":"a \\"usage\\": {} data: x"}}],"usage":null}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -62,7 +65,7 @@ async def usage_of(answer, *, streamed):
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
         origin = Origin.parse(url)
         request = b"POST /v1/x HTTP/1.1\r\nhost: %b\r\ncontent-length: 2\r\n\r\n{}" % origin.host_header
-        call = Call(origin, request, engine_model="m", has_adapter=False, replica="w0", streamed=streamed)
+        call = Call(CHAT, origin, request, engine_model="m", has_adapter=False, replica="w0", streamed=streamed)
         pool = Pool(connect_s=2)
         attempt = await open_attempt(pool, call, LIMITS)
         if streamed:
