@@ -185,13 +185,19 @@ class Dispatcher:
 
     def wait_s(self, ticket: Ticket, decision: Decision) -> float:
         """For how long this request would wait, going by what is ahead of it in fair order and how fast that goes."""
+        return self._wait_behind_s(self._ahead_s(ticket), decision)
+
+    def _wait_behind_s(self, ahead_s: float, decision: Decision) -> float:
         able = decision.scene.able(decision.ask)
         workers = [decision.scene.roster.replicas[i].id for i in able]
-        return self.queued_s(decision) + wait_s(self._ahead_s(ticket), self._bound, workers, self.drain)
+        return self.queued_s(decision) + wait_s(ahead_s, self._bound, workers, self.drain)
 
     def _check_wait(self, ticket: Ticket, decision: Decision) -> None:
         refusal = self.room.refusal(ticket.tenant, ticket.size_bytes)
         if refusal is None and ticket.most_wait_s == inf:
+            return
+        # If everybody were ahead of it, which is soon computed: an ordinary line is short.
+        if refusal is None and self._wait_behind_s(sum(self._bound.values()), decision) <= ticket.most_wait_s:
             return
         expected_s = self.wait_s(ticket, decision)
         if refusal is not None:
