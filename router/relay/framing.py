@@ -7,8 +7,8 @@ here: any coding besides `chunked`, chunked in HTTP/1.0, blanks after either val
 CONNECT and Upgrade (after which it would not read the body as a body).
 """
 
+import functools
 import re
-from typing import NamedTuple
 
 import httptools
 
@@ -16,7 +16,7 @@ Headers = list[tuple[bytes, bytes]]
 
 _ONCE = (b"host", b"content-length", b"transfer-encoding", b"expect")
 _HOST = re.compile(rb"[A-Za-z0-9.\-_~%!$&'()*+;=:\[\]]*")
-_METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
+_MOST_REMEMBERED_BYTES = 256
 
 
 class Refused(Exception):
@@ -29,21 +29,12 @@ class Refused(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Head(NamedTuple):
-    """What a head says of its message. `path` as sent, without the query; `content_length` 0 if it has none."""
+def checked_head(
+    parser: httptools.HttpRequestParser, headers: Headers, fields: dict[bytes, bytes]
+) -> tuple[bool, int, bool]:
+    """(whether it is HTTP/1.1 and not 1.0, Content-Length or 0, whether the client waits to be asked for the body).
 
-    method: str
-    path: str
-    query: bytes
-    is_1_1: bool
-    content_length: int
-    expects: bool
-
-
-def check_head(
-    parser: httptools.HttpRequestParser, target: bytes, headers: Headers, fields: dict[bytes, bytes]
-) -> Head:
-    """What the head says; raises Refused when it could be read in two ways, or asks for what is not done here.
+    Raises Refused when the head could be read in two ways, or asks for what is not done here.
 
     fields  dict(headers); where a name came more than once, its first value is put in
     """
@@ -62,25 +53,27 @@ def check_head(
     if parser.should_upgrade():
         raise _invalid("Upgrade and CONNECT are not served; send the request without them")
     content_length = 0
-    if b"content-length" in fields:
-        value = fields[b"content-length"]
-        if not value.isdigit():
+    length = fields.get(b"content-length")
+    if length is not None:
+        if not length.isdigit():
             raise _invalid("a Content-Length that is not digits only")
-        content_length = int(value)
+        content_length = int(length)
     elif b"transfer-encoding" in fields and (fields[b"transfer-encoding"].lower() != b"chunked" or not is_1_1):
         raise _invalid("a Transfer-Encoding other than `chunked`, or in HTTP/1.0")
-    expects = False
-    if b"expect" in fields and is_1_1:
-        if fields[b"expect"].lower() != b"100-continue":
-            raise Refused(417, "expectation_failed", "Expect: only 100-continue is known")
-        expects = True
-    name = parser.get_method()
-    path, query = _split(target)
-    return Head(_METHODS.get(name) or name.decode("ascii"), path, query, is_1_1, content_length, expects)
+    return is_1_1, content_length, is_1_1 and b"expect" in fields and _expects(fields[b"expect"])
+
+
+def checked_target(target: bytes) -> tuple[str, bytes]:
+    """(path, query) as sent; of absolute targets (`http://host/path`, as to a proxy) too. Raises Refused."""
+    return _remembered(target) if len(target) <= _MOST_REMEMBERED_BYTES else _split(target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(target: bytes) -> tuple[str, bytes]:
+    return _split(target)
 
 
 def _split(target: bytes) -> tuple[str, bytes]:
-    """(path, query) of a request target; absolute ones (`http://host/path`, as to a proxy) too."""
     if not target.startswith(b"/") or b"#" in target:
         try:
             parts = httptools.parse_url(target)
@@ -95,6 +88,12 @@ def _split(target: bytes) -> tuple[str, bytes]:
         return path.decode("ascii"), query or b""
     except UnicodeDecodeError as exc:
         raise _invalid("a request target with characters outside ASCII") from exc
+
+
+def _expects(value: bytes) -> bool:
+    if value.lower() != b"100-continue":
+        raise Refused(417, "expectation_failed", "Expect: only 100-continue is known")
+    return True
 
 
 def _take_first(headers: Headers, fields: dict[bytes, bytes]) -> None:

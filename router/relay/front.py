@@ -20,7 +20,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from lorafleet.http import envelope, error_headers
-from router.relay.framing import Head, Headers, Refused, check_head
+from router.relay.framing import Headers, Refused, checked_head, checked_target
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -39,6 +39,8 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 # What is being read of a client: nothing yet of the next message, its head, its body.
 _IDLE, _HEAD, _BODY = range(3)
+
+_METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
 
 Handler = Callable[["Exchange"], Coroutine[Any, Any, None]]
 Route = Callable[[str, str], Handler | None]
@@ -143,9 +145,16 @@ class Exchange:
     )
 
     def __init__(
-        self, connection: "_Connection", handler: Handler, head: Head, headers: Headers, fields: dict[bytes, bytes]
+        self,
+        connection: "_Connection",
+        handler: Handler,
+        method: str,
+        target: tuple[str, bytes],
+        headers: Headers,
+        fields: dict[bytes, bytes],
     ) -> None:
-        self.method, self.path, self.query, self._chunked, _, _ = head
+        self.method = method
+        self.path, self.query = target
         self.headers = headers
         self.body = b""
         self.received_at = 0.0
@@ -155,7 +164,7 @@ class Exchange:
         self._connection: _Connection | None = connection
         self._handler = handler
         self._fields = fields
-        self._keep = True
+        self._chunked = self._keep = True
         self._head = b""
         self._task: asyncio.Task[None] | None = None
 
@@ -168,15 +177,16 @@ class Exchange:
         connection = self._connection
         if connection is None:
             return
+        line = STATUS_LINE[status]
         self.status = status
         length = b"" if status in (204, 304) else b"content-length: %d\r\n" % len(body)
         if self.method == "HEAD":
             body = b""
         if self._keep and connection.stays_open():
-            connection.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], headers, length, body))
+            connection.transport.write(b"%b%b%b\r\n%b" % (line, headers, length, body))
         else:
             self._keep = False
-            connection.transport.write(b"%b%b%b%b\r\n%b" % (STATUS_LINE[status], headers, length, _CLOSE, body))
+            connection.transport.write(b"%b%b%b%b\r\n%b" % (line, headers, length, _CLOSE, body))
         connection.answered(self)
 
     def begin(self, status: int, headers: bytes) -> None:
@@ -226,6 +236,26 @@ class Exchange:
 
 class _Connection(HttpToolsProtocol):
     """One client. A hot message is `_current`, or waits in `_queue`; any other is uvicorn's `cycle`."""
+
+    __slots__ = (  # of what every request touches; the base has its own dict
+        "_bare_bytes",
+        "_body",
+        "_body_bytes",
+        "_current",
+        "_deaf",
+        "_expects",
+        "_front",
+        "_incoming",
+        "_limits",
+        "_phase",
+        "_queue",
+        "_read_by",
+        "_read_bytes",
+        "_stopping",
+        "_timed",
+        "_unread_bytes",
+        "is_write_paused",
+    )
 
     def __init__(
         self,
@@ -320,37 +350,43 @@ class _Connection(HttpToolsProtocol):
     # The parser's calls
 
     def on_message_begin(self) -> None:
-        if self._deaf or self._is_cold_busy() or len(self._queue) >= self._limits.pipelined:
+        if self._deaf or self._is_cold_busy() or (self._queue and len(self._queue) >= self._limits.pipelined):
             raise _EnoughError
         self._phase = _HEAD
         self.url = b""
-        self.headers = []
+        if self.headers is None or self.headers:
+            self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase == _HEAD:
-            self.headers.append((name.lower(), value))
-        # Trailers mean nothing to anybody here; how much of them is read is bounded with the head.
+        self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser = self.parser
         headers = self.headers
         fields = dict(headers)
-        head = check_head(parser, self.url, headers, fields)
-        if self._bare_bytes + self._read_bytes > self._limits.head_bytes:
+        is_1_1, content_length, expects = checked_head(parser, headers, fields)
+        target = checked_target(self.url)
+        limits = self._limits
+        if self._bare_bytes + self._read_bytes > limits.head_bytes:
             self._check_head_size()
-        if head.content_length > self._limits.body_bytes:
+        if content_length > limits.body_bytes:
             raise self._body_too_large()
-        handler = self._front.route(head.method, head.path)
+        name = parser.get_method()
+        method = _METHODS.get(name) or name.decode("ascii")
+        handler = self._front.route(method, target[0])
         self._phase = _BODY
         if handler is None:
             self._incoming = None
-            self._begin_cold(head.expects)
-            return
-        self._incoming = exchange = Exchange(self, handler, head, headers, fields)
-        exchange._keep = head.is_1_1 and parser.should_keep_alive()
-        if head.expects:
-            self._expects = True
-            self._say_continue()
+            self._begin_cold(expects)
+        else:
+            self._incoming = exchange = Exchange(self, handler, method, target, headers, fields)
+            exchange._chunked = is_1_1
+            exchange._keep = is_1_1 and parser.should_keep_alive()
+            if expects:
+                self._expects = True
+                self._say_continue()
+        # Trailers, which mean nothing to anybody, go into a list of their own; they are bounded with the head.
+        self.headers = []
 
     def on_body(self, body: bytes) -> None:
         self._unread_bytes = self._bare_bytes = 0
@@ -418,7 +454,7 @@ class _Connection(HttpToolsProtocol):
 
     def stays_open(self) -> bool:
         """Whether another request may follow the one being answered."""
-        return not (self._stopping or self._deaf) or bool(self._queue)
+        return not (self._stopping or self._deaf) or bool(self._queue) or bool(self._last_words)
 
     def let_go(self, exchange: Exchange) -> None:
         """This exchange writes no more, and its body is no longer held."""
