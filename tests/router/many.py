@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from prometheus_client import generate_latest
 from starlette.responses import Response
 
 from lorafleet import logs, serve
@@ -42,11 +43,11 @@ def serve_as(me: multi.Member, config: RouterSettings) -> None:
     async def told(question: bytes) -> bytes:
         return json.dumps({"slot": me.slot, "question": question.decode()}).encode()
 
-    def families():
+    def metrics() -> bytes:
         parts.metrics.catalog_revision.set(parts.discovery.fleet.revision)
-        return parts.metrics.registry.collect()
+        return generate_latest(parts.metrics.registry)
 
-    siblings = Siblings(Path(me.folder), me.slot, families=families, answers={"who": told})
+    siblings = Siblings(Path(me.folder), me.slot, metrics=metrics, answers={"who": told})
     inner = app.router.lifespan_context
 
     @contextlib.asynccontextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router import siblings
@@ -292,11 +292,11 @@ class Process:
 
     def __init__(self, folder: Path, slot: int) -> None:
         self.registry = CollectorRegistry()
-        self.count = Counter("count", "c", ("by",), registry=self.registry)
+        self.count = Counter("count", 'a "c" of\n two lines', ("by",), registry=self.registry)
         self.took = Histogram("took", "t", buckets=(1, 2), registry=self.registry)
         self.revision = Gauge("lorafleet_router_catalog_revision", "r", registry=self.registry)
         self.waiting = Gauge("lorafleet_router_waiting_requests", "w", registry=self.registry)
-        self.place = Siblings(folder, slot, families=self.registry.collect)
+        self.place = Siblings(folder, slot, metrics=lambda: generate_latest(self.registry))
 
 
 @contextlib.asynccontextmanager
@@ -311,6 +311,9 @@ async def process(folder: Path, slot: int):
 
 async def test_counts_and_queues_add_up_and_of_one_revision_the_largest_is_shown(tmp_path):
     async with process(tmp_path, 0) as a, process(tmp_path, 1) as b:
+        odd = 'spaces, "quotes" and\n# TYPE lines\u2028\x0b'
+        for one in (a, b):
+            one.count.labels(odd).inc()
         a.count.labels("x").inc(2)
         b.count.labels("x").inc(3)
         b.count.labels("y").inc(1)
@@ -320,7 +323,8 @@ async def test_counts_and_queues_add_up_and_of_one_revision_the_largest_is_shown
             one.revision.set(number)
             one.waiting.set(number)
         text = (await a.place.metrics()).decode()
-        assert text.replace("c\n", "") == (await b.place.metrics()).decode().replace("c\n", "")
+        assert sorted(text.splitlines()) == sorted((await b.place.metrics()).decode().splitlines())
+        assert value(text, "count_total", by=odd) == 2
         assert (value(text, "count_total", by="x"), value(text, "count_total", by="y")) == (5, 1)
         assert [value(text, "took_bucket", le=le) for le in ("1.0", "2.0", "+Inf")] == [1, 2, 2]
         assert value(text, "took_sum") == 2.0
