@@ -1,0 +1,110 @@
+"""Circuits in a real router: who gets requests while an engine fails or hangs, and how it comes back."""
+
+import asyncio
+from random import Random
+
+from starlette.responses import JSONResponse
+
+from router.core.breaker import BreakerRules
+from tests.router.doubles import BASE, Engine, error_of, fleet, until
+
+FAST = {"open_s": 0.3, "most_open_s": 1.0, "jitter": 0.0}
+CHANCE = Random(3)
+
+
+def ask(client, **more):
+    """A short prompt that is like no other, so that nothing but the load chooses."""
+    prompt = [CHANCE.randrange(4000) for _ in range(50)]
+    return client.post("/v1/completions", json={"model": BASE, "prompt": prompt, **more})
+
+
+class Moody(Engine):
+    """Answers 503 until it is well."""
+
+    def __init__(self, name):
+        super().__init__(name, self.unwell)
+        self.is_well = False
+
+    async def unwell(self, engine, body):
+        if self.is_well:
+            return await Engine(self.name).answer(engine, body)
+        return JSONResponse({"error": {"message": "no"}}, 503)
+
+
+class Hanging(Engine):
+    """Takes requests and answers none until it wakes up."""
+
+    def __init__(self, name):
+        super().__init__(name, self.hang)
+        self.awake = asyncio.Event()
+
+    async def hang(self, engine, body):
+        await self.awake.wait()
+        return await Engine(self.name).answer(engine, body)
+
+
+async def test_an_engine_that_always_fails_gets_no_more_requests_until_it_is_well():
+    sick, sound = Moody("w0"), Engine("w1")
+    async with fleet(sick, sound) as (client, _, parts):
+        breaker = parts.mind.breaker
+        breaker.rules = BreakerRules(failures=3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        for _ in range(60):
+            assert (await ask(client)).status_code == 200
+        assert len(sick.bodies) == 3
+        (replica,) = (r for r in parts.discovery.fleet.replicas.values() if r.id == "w0")
+        now = parts.clock()
+        assert breaker.state(replica, now) == "open"
+        told = (await client.post("/v1/route", json={"model": BASE, "prompt": [1, 2, 3]})).json()
+        assert {"worker_id": "w0", "reason": "circuit open"} in told["rejected"]
+        # Its time is over: one tries, fails, and it is shut again for longer.
+        sick.is_well = True
+        breaker._circuits[replica.incarnation].open_until = now
+        for _ in range(40):
+            assert (await ask(client)).status_code == 200
+        assert len(sick.bodies) > 3
+        assert breaker.state(replica, parts.clock()) == "closed"
+
+
+async def test_when_the_only_engine_fails_it_goes_on_being_asked_and_serves_as_soon_as_it_can():
+    sick = Moody("w0")
+    async with fleet(sick, failover_wait_s=0.05) as (client, _, parts):
+        parts.mind.breaker.rules = BreakerRules(failures=2, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        for _ in range(3):
+            assert error_of(await ask(client)) == (503, "no_replica")
+        assert len(sick.bodies) == 3
+        assert parts.mind.breaker.panics == 1
+        sick.is_well = True
+        assert (await ask(client)).status_code == 200
+
+
+async def test_a_request_that_is_the_clients_fault_opens_nothing():
+    async def refuse(engine, body):
+        return JSONResponse({"error": {"message": "bad temperature", "code": 400}}, 400)
+
+    engine = Engine("w0", refuse)
+    async with fleet(engine) as (client, _, parts):
+        parts.mind.breaker.rules = BreakerRules(failures=2)
+        for _ in range(10):
+            assert (await ask(client)).status_code == 400
+        assert not parts.mind.breaker._shut
+
+
+async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_when_it_answers():
+    hanging, sound = Hanging("w0"), Engine("w1")
+    async with fleet(hanging, sound) as (client, _, parts):
+        parts.mind.breaker.rules = BreakerRules(silent_s=0.3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        asking = [asyncio.create_task(ask(client)) for _ in range(30)]
+        await until(lambda: hanging.bodies)
+
+        def is_shut():
+            parts.mind.watch(list(parts.discovery.fleet.replicas.values()), parts.clock())
+            return parts.mind.breaker.shut(parts.clock())
+
+        await until(is_shut)
+        drawn = len(hanging.bodies)
+        for _ in range(30):
+            assert (await ask(client)).status_code == 200
+        assert len(hanging.bodies) == drawn
+        hanging.awake.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
+        assert not parts.mind.breaker.shut(parts.clock())
