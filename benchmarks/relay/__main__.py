@@ -10,6 +10,7 @@ import os
 import pstats
 import sys
 import tempfile
+import time
 import uuid
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ import uvloop
 
 from benchmarks.relay.bench import FULL, QUICK, Bench
 from benchmarks.relay.contenders import CONTENDERS, EXACT, HOW_TO_ADD, Contender, NotStarted, Stage, environment
-from benchmarks.relay.machine import cores, described, stolen_s
+from benchmarks.relay.machine import busy_s, cores, described, own_s, stolen_s
 from benchmarks.relay.rows import GROUPS, Scene
 from benchmarks.report import Row, show
 from lorafleet.processes import Guard, clean_environment
@@ -48,17 +49,12 @@ def main() -> None:
             options.profile.resolve() if options.profile else None,
         )
         bench = Bench(stage, other_core, make_model(scratch / "model"), QUICK if options.quick else FULL)
-        stolen = stolen_s()
+        noise = Noise()
         rows = uvloop.run(_measured(bench, options))
         print(f"{described()}; router on core {router_core}, engines and clients on core {other_core}")
-        print(
-            ", ".join(f"{name} {version(name)}" for name in ("uvloop", "httptools", "uvicorn", "aiohttp", "tokenizers"))
-        )
-        if bench.spreads:
-            print(
-                f"noise: half the range of a figure's {bench.size.rounds} rounds is {median(bench.spreads):.1%} of it"
-                f" in the middle, {max(bench.spreads):.0%} at most; {stolen_s() - stolen:.1f} s were stolen"
-            )
+        packages = ("uvloop", "httptools", "uvicorn", "aiohttp", "tokenizers")
+        print(", ".join(f"{name} {version(name)}" for name in packages))
+        print(noise.told(bench))
         show("relay", rows, options.json)
         if options.profile is not None:
             _print_hot_spots(options.profile)
@@ -66,6 +62,28 @@ def main() -> None:
         sys.exit(f"python -m benchmarks.relay: {exc}")
     finally:
         guard.release()
+
+
+class Noise:
+    """What else the machine did while this ran, and how far rounds lie apart."""
+
+    def __init__(self) -> None:
+        self._before = time.monotonic(), busy_s() - own_s(), stolen_s()
+
+    def told(self, bench: Bench) -> str:
+        began, others_s, stolen = self._before
+        cores_s = (time.monotonic() - began) * (os.cpu_count() or 1)
+        others, lost = (busy_s() - own_s() - others_s) / cores_s, (stolen_s() - stolen) / cores_s
+        lines = [f"noise: other processes took {max(0.0, others):.0%} of all cores, {lost:.1%} was stolen"]
+        if bench.spreads:
+            lines[0] += (
+                f"; half the range of a figure's {bench.size.rounds} rounds is {median(bench.spreads):.0%} of it"
+                f" in the middle, {max(bench.spreads):.0%} at most"
+            )
+        if bench.quietest:
+            quietest = "; ".join(f"{name} {value:.0f}" for name, value in bench.quietest.items())
+            lines.append(f"CPU us a request in the quietest round: {quietest}")
+        return "\n".join(lines)
 
 
 async def _measured(bench: Bench, options: argparse.Namespace) -> list[Row]:

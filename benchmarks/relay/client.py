@@ -143,7 +143,8 @@ class Client:
         """
         outcome = await self.attempt(requests, total=total, connections=connections, over_s=over_s, most_s=most_s)
         if outcome.failures:
-            raise Failed(f"{len(outcome.failures)} of {total} requests failed; the first: {outcome.failures[0]}")
+            count, first = len(outcome.failures), outcome.failures[0]
+            raise Failed(f"port {self._port}: {count} of {total} requests failed; the first: {first}")
         return outcome
 
     async def attempt(

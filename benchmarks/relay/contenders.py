@@ -165,6 +165,8 @@ def _wheel(module: str, *arguments: str) -> Callable[[Contender, Stage], Running
         port = free_port()
         urls = [f"http://127.0.0.1:{engine}" for engine in stage.engines]
         command = [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        # Each would take the same fixed port for its metrics.
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
         return _peer(me, stage, port, [*command, "--worker-urls", *urls])
 
     return start
@@ -227,7 +229,7 @@ def _wait(is_there: Callable[[], bool], process: subprocess.Popen[bytes], stage:
     while not is_there():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            tail = _log(stage, name).read_text(errors="replace")[-2000:]
+            tail = _log(stage, name).read_text(errors="replace").strip()[-500:]
             what = (
                 f"ended with {process.returncode}" if process.poll() is not None else f"no answer in {_START_S:.0f} s"
             )

@@ -17,7 +17,7 @@ from random import Random
 import msgspec
 import uvloop
 
-from benchmarks.relay.prompts import BASE, PACE_PER_S, long_new, long_seen, shape, short
+from benchmarks.relay.prompts import BASE, PACE_PER_S, long_new, long_seen, shape, short, short_new
 from benchmarks.relay.wiring import NOT_FOUND, Answering, free_port, piece, streamed, whole
 from benchmarks.scenes import BLOCK_SIZE, digest, engine_name, lora_id, worker_id
 from lorafleet.chat import ChatTokenizer, read_files
@@ -58,7 +58,8 @@ class Spec(msgspec.Struct):
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 _MODEL = re.compile(rb'"model":\s*"([^"]*)"')
-_CHUNKS = re.compile(rb'"max_tokens":\s*(\d+)')
+# A peer sends the newer of the two names on.
+_CHUNKS = re.compile(rb'"max(?:_completion)?_tokens":\s*(\d+)')
 _USAGE = re.compile(rb"cached=(\d+)/(\d+);")
 _PACED = re.compile(rb'"seed":\s*1\b')
 _EVENTS_HEAD = streamed("text/event-stream; charset=utf-8")
@@ -314,7 +315,7 @@ def _metadata(spec: Spec, worker: str, agent_url: str, engine: int) -> Metadata:
 def _snapshots(spec: Spec, tokenizer: ChatTokenizer) -> list[bytes]:
     """What each engine has: the beginnings that the prompts share, under every adapter, and blocks of other prompts."""
     known: set[int] = set()
-    for kind in (short(), long_seen(), long_new()):
+    for kind in (short(), short_new(), long_seen(), long_new()):
         shared = shape(kind, tokenizer).shared
         for name in ("", *map(engine_name, range(spec.resident))):
             known.update(block_hashes(shared, block_size=BLOCK_SIZE, root=root_hash(BASE, name)))

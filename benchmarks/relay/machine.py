@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,18 @@ def resident_mb(pid: int) -> float:
     """Resident memory of a process and all that it started."""
     pages = sum(int(Path(f"/proc/{process}/statm").read_text().split()[1]) for process in family(pid))
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def busy_s() -> float:
+    """Seconds that the machine's cores have worked, for anybody."""
+    user, nice, system, _idle, _waiting, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def own_s() -> float:
+    """Seconds of that for us and all that we started and that has ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def stolen_s() -> float:

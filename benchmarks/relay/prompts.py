@@ -63,9 +63,14 @@ def _turns(chars: int, *, numbered: bool) -> tuple[tuple[str, str], ...]:
 
 
 def short(chunks: int = 0, *, is_paced: bool = False) -> Ask:
+    """About 1 KB: the system prompt that all have, and a new question of 180 characters."""
+    messages = (("system", _corpus()[2000:2600]), ("user", f"{_MARK} {_corpus()[3000:3180]}"))
+    return Ask("short", messages, chunks, is_paced)
+
+
+def short_new() -> Ask:
     """About 1 KB, all of it new."""
-    text = f"{_MARK} {_corpus()[3000:3780]}"
-    return Ask("short", (("user", text),), chunks, is_paced)
+    return Ask("short, new", (("user", f"{_MARK} {_corpus()[3000:3780]}"),))
 
 
 def long_seen() -> Ask:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from benchmarks.relay.bench import Bench
 from benchmarks.relay.client import Client, first_chunks_s
 from benchmarks.relay.contenders import EXACT, RELAY, Running, Stage
 from benchmarks.relay.machine import cpu_ns, resident_mb
-from benchmarks.relay.prompts import PACE_PER_S, Ask, long_new, long_seen, short
+from benchmarks.relay.prompts import PACE_PER_S, Ask, long_new, long_seen, short, short_new
 from benchmarks.report import Row
 
 # One core of a 2-core AMD EPYC, medians; what the rows fall back to where no peer is installed.
@@ -69,8 +70,9 @@ class Scene:
         else:
             baseline = _recorded(recorded) if recorded else (None, None)
         rows = [Row(what, found[ours], unit, reach, *baseline)] if ours in found else []
+        said = re.sub(r" \(stretch .*?\)", "", what)
         return rows + [
-            Row(f"{what}: {name}", value, unit) for name, value in found.items() if kinds[name] in ("by cache", "blind")
+            Row(f"{said}: {name}", value, unit) for name, value in found.items() if kinds[name] in ("by cache", "blind")
         ]
 
 
@@ -87,6 +89,8 @@ async def short_rows(scene: Scene) -> list[Row]:
     rows += scene.compared(
         "relay alone, round_robin, no tokenization, ~1 KB (stretch 25)", alone, "us", 45, "relay", ours=RELAY
     )[:1]
+    new = scene.medians(await bench.costs(scene.named(EXACT), short_new(), _SHORT_CONNECTIONS))
+    rows += [Row("short chat, ~1 KB, all of it new text", value, "us") for value in new.values()]
     idle = await bench.idle(scene.named(EXACT))
     return rows + [Row("with nothing to do, 2 replicas", value * 1e3, "ms a second") for value in idle.values()]
 
@@ -282,20 +286,24 @@ async def growth_rows(scene: Scene) -> list[Row]:
     bench = scene.bench
     rows = []
     with bench.fleet(1) as few, bench.fleet(64) as many:
-        rows.append(await _growth(bench, "1 -> 64 replicas", (few, 10), (many, 10)))
+        rows += await _growth(bench, "1 -> 64 replicas", (few, 10), (many, 10))
     with bench.fleet(8) as few, bench.fleet(8, adapters=10_000, resident=64) as many:
-        rows.append(await _growth(bench, "10 -> 10,000 adapters, 8 replicas", (few, 10), (many, 64)))
+        rows += await _growth(bench, "10 -> 10,000 adapters, 8 replicas", (few, 10), (many, 64))
     return rows
 
 
-async def _growth(bench: Bench, what: str, few: tuple[Stage, int], many: tuple[Stage, int]) -> Row:
+async def _growth(bench: Bench, what: str, few: tuple[Stage, int], many: tuple[Stage, int]) -> list[Row]:
     with (
         bench.router(few[0], "few", adapters=few[1]) as small,
         bench.router(many[0], "many", adapters=many[1]) as large,
     ):
         found = await bench.costs([small, large], short(), _SHORT_CONNECTIONS)
+        idle = (await bench.idle([large]))["many"]
     ratio = bench.middle([b / a for a, b in zip(found["few"], found["many"], strict=True)])
-    return Row(f"short chat, {what}", ratio, "x", 1.3, "before, us", median(found["few"]))
+    return [
+        Row(f"short chat, {what}", ratio, "x", 1.3, "before, us", median(found["few"])),
+        Row(f"with nothing to do, {what}", idle * 1e3, "ms a second"),
+    ]
 
 
 def _recorded(name: str) -> tuple[str, float]:

@@ -31,7 +31,10 @@ class Answering(asyncio.Protocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:  # a router that tries out whether we speak HTTP/2
+            self.transport.abort()
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self.is_gone = True
