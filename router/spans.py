@@ -15,15 +15,6 @@ _SCOPE = InstrumentationScope("lorafleet.router")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _ERROR = Status(StatusCode.ERROR)
 _FINE = Status(StatusCode.UNSET)
-# `gen_ai.operation.name`, OpenTelemetry's semantic conventions for generative AI, 1.37.
-_OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-    "/generate": "text_completion",
-}
 
 
 class OtlpSender:
@@ -45,15 +36,12 @@ class OtlpSender:
 
     def _spans(self, trace: Trace) -> Iterator[ReadableSpan]:
         root = _context(trace.trace_id, trace.span_id)
-        attributes = {"http.request.method": trace.method, "http.route": trace.path, **trace.attributes}
-        if trace.path in _OPERATIONS:
-            attributes["gen_ai.operation.name"] = _OPERATIONS[trace.path]
         yield ReadableSpan(
             f"{trace.method} {trace.path}",
             context=root,
             parent=None if trace.parent_id is None else _context(trace.trace_id, trace.parent_id, is_remote=True),
             resource=self._resource,
-            attributes=attributes,
+            attributes={"http.request.method": trace.method, "http.route": trace.path, **trace.attributes},
             kind=SpanKind.SERVER,
             status=_ERROR if trace.is_error else _FINE,
             start_time=trace.wall_ns(trace.began_at),

@@ -99,7 +99,6 @@ async def test_a_request_is_a_span_and_each_of_its_stages_a_child_from_one_end_t
         "http.request.method": "POST",
         "http.route": CHAT,
         "http.response.status_code": 200,
-        "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "sql",
         "gen_ai.usage.input_tokens": 12,
     }
