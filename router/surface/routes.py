@@ -97,6 +97,13 @@ class Route:
     begun: frozenset[bytes] = frozenset()
 
     @property
+    def operation(self) -> str:
+        """Its name in OpenTelemetry's conventions for generative AI."""
+        if not self.generates:
+            return "embeddings"
+        return "text_completion" if self.prompt == "completion" else "chat"
+
+    @property
     def has_body(self) -> bool:
         """Whether a JSON object must come with it."""
         return self.state != "needs"
@@ -209,12 +216,19 @@ def response_id_of(path: str) -> str:
 
 
 def is_begun_only(route: Route, events: bytes) -> bool:
-    """Whether whole events of a stream tell no more than that a request was taken: there is still time to go elsewhere.
+    """Whether the beginning of a stream tells no more than that a request was taken: it may still go elsewhere.
+
+    events  half an event at the end says nothing yet
 
     vLLM 0.32 sends `response.created` and `response.in_progress` before the engine has seen the request
     (openai/responses/serving.py responses_stream_generator). Chat and messages have nothing of the kind.
     """
     if not route.begun:
         return False
-    types = [line[len(b"event:") :].strip() for line in events.split(b"\n") if line.startswith(b"event:")]
-    return bool(types) and all(kind in route.begun for kind in types)
+    whole = events[: events.rfind(b"\n\n") + 1].split(b"\n\n")
+    return bool(whole[0]) and all(_type_of(event) in route.begun for event in whole if event)
+
+
+def _type_of(event: bytes) -> bytes:
+    first_line = event.strip(b"\n").partition(b"\n")[0]
+    return first_line[len(b"event:") :].strip() if first_line.startswith(b"event:") else b""

@@ -1,6 +1,7 @@
 """What an engine says an answer took, wherever each kind of answer has it."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import msgspec
@@ -87,6 +88,66 @@ def usage_of_events(kind: UsageKind, events: bytes) -> EngineUsage | None:
     at = events.rfind(b'"usage"')
     line = events[events.rfind(b"\n", 0, max(at, 0)) + 1 :].split(b"\n", 1)[0]
     return usage_of(kind, line.removeprefix(b"data:")) if line.startswith(b"data:") else None
+
+
+# Inside a JSON string the quotes would be escaped.
+_NO_CHOICES, _USAGE, _FINISHED = b'"choices":[]', b'"usage":{', b'"finish_reason":"'
+_SIGNATURE = re.compile(rb'"system_fingerprint":"[^"\\]*"')
+_EVENT = re.compile(rb".+?(?:\r?\n\r?\n|$)", re.DOTALL)
+
+
+class HiddenUsage:
+    """A stream without the usage that the router asked for and the client did not, otherwise as if nobody had asked.
+
+    vLLM 0.32 signs a stream with its `system_fingerprint`: on the usage event where there is one, else on the event
+    that ends each choice (openai/*/serving.py). So what comes last of a choice is signed with what the engine signed
+    with before, or waits for the usage right behind it. Only the first stream of several choices from an engine that
+    nothing is known of may lack it on those that end early.
+    """
+
+    __slots__ = ("_engine", "_held", "_known")
+
+    def __init__(self, known: MutableMapping[str, bytes], engine: str) -> None:
+        """
+        known   engine -> what it signs with; shared by all streams, and kept up to date here
+        engine  this one's name in it
+        """
+        self._known = known
+        self._engine = engine
+        self._held = b""
+
+    def events(self, events: bytes) -> bytes:
+        """Whole events of the engine's -> those for the client; some wait for the next."""
+        if not self._held and _FINISHED not in events and _NO_CHOICES not in events:
+            return events
+        shown: list[bytes] = []
+        for event in _EVENT.findall(events):
+            if _NO_CHOICES in event and _USAGE in event:
+                found = _SIGNATURE.search(event)
+                if found:
+                    self._known[self._engine] = found.group()
+                shown.append(self._signed_held())
+            elif _FINISHED in event and self._engine not in self._known:
+                self._held += event
+            else:
+                shown.append(self.end())
+                shown.append(self._signed(event) if _FINISHED in event else event)
+        return b"".join(shown)
+
+    def end(self) -> bytes:
+        """What still waits when the stream is over."""
+        held, self._held = self._held, b""
+        return held
+
+    def _signed_held(self) -> bytes:
+        return b"".join(map(self._signed, _EVENT.findall(self.end())))
+
+    def _signed(self, event: bytes) -> bytes:
+        signature = self._known.get(self._engine)
+        cut = event.rfind(b"}")
+        if signature is None or cut < 0:
+            return event
+        return event[:cut] + b"," + signature + event[cut:]
 
 
 def _read_openai(body: bytes) -> EngineUsage | None:

@@ -12,7 +12,7 @@ from router.surface.openapi import EXAMPLES, openapi_paths
 from router.surface.prompts import chat_of_messages, chat_of_responses, prompt_body
 from router.surface.routes import ROUTES, find, is_begun_only, response_id_of
 from router.surface.stored import ResponseNotFound, gone, stored_at, tagged_response_id, worker_of
-from router.surface.usage import EngineUsage, usage_of, usage_of_events
+from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
 from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, UNKNOWN_MESSAGES, UNKNOWN_RESPONSES
 
 USER = {"role": "user", "content": "Hi"}
@@ -72,6 +72,10 @@ def test_only_events_that_come_before_the_engine_has_done_anything_decide_nothin
     assert not is_begun_only(responses, delta)
     assert not is_begun_only(responses, b'data: {"error":{}}\n\n')
     assert not is_begun_only(chat, created)
+    assert is_begun_only(responses, created + delta[:-1]), "half an event says nothing yet"
+    assert is_begun_only(responses, created + b"event: respo")
+    assert not is_begun_only(responses, created[:-1])
+    assert not is_begun_only(responses, created + b'data: {"error":{}}\n\n')
 
 
 # --- usage
@@ -109,6 +113,63 @@ def test_usage_is_read_where_each_kind_of_answer_has_it(kind, answer, usage):
 def test_an_answer_of_another_shape_tells_no_usage(kind, body):
     assert usage_of(kind, body) is None
     assert usage_of_events(kind, b"data: " + body + b"\n\n") is None
+
+
+SIGNED = b',"system_fingerprint":"vllm-1"'
+USAGE_EVENT = b'data: {"id":"1","choices":[],"usage":{"prompt_tokens":3},"system_fingerprint":"vllm-1"}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def text_event(text: str, *, index: int = 0, ends: bool = False, signed: bool = False) -> bytes:
+    reason = b'"length"' if ends else b"null"
+    choice = b'{"index":%d,"text":%b,"finish_reason":%b}' % (index, json.dumps(text).encode(), reason)
+    return b'data: {"choices":[' + choice + b"]" + SIGNED * signed + b"}\n\n"
+
+
+def shown(known: dict, *chunks: bytes) -> list[bytes]:
+    hidden = HiddenUsage(known, "w0")
+    return [*(hidden.events(chunk) for chunk in chunks), hidden.end()]
+
+
+def test_a_stream_whose_usage_is_hidden_is_signed_where_it_would_have_been():
+    first, last = text_event("one"), text_event("two", ends=True)
+    signed = text_event("two", ends=True, signed=True)
+    known: dict[str, bytes] = {}
+    assert shown(known, first, last, USAGE_EVENT, DONE) == [first, b"", signed, DONE, b""]
+    assert shown(known, first, last, USAGE_EVENT, DONE) == [first, signed, b"", DONE, b""], "nothing waits any more"
+    whole = first + last + USAGE_EVENT + DONE
+    assert shown({}, whole) == shown(known, whole) == [first + signed + DONE, b""]
+
+
+def test_every_choice_of_a_hidden_stream_is_signed_once_the_engine_is_known():
+    ends = [text_event("x", index=i, ends=True) for i in (0, 1)]
+    signed = [text_event("x", index=i, ends=True, signed=True) for i in (0, 1)]
+    more = text_event("y", index=1)
+    known: dict[str, bytes] = {}
+    assert shown(known, ends[0], more, ends[1], USAGE_EVENT) == [b"", ends[0] + more, b"", signed[1], b""]
+    assert shown(known, ends[0], more, ends[1], USAGE_EVENT) == [signed[0], more, signed[1], b"", b""]
+    assert shown({}, ends[0], ends[1], USAGE_EVENT)[2] == signed[0] + signed[1]
+
+
+def test_an_engine_that_signs_nothing_or_breaks_off_loses_no_event():
+    last = text_event("two", ends=True)
+    plain = USAGE_EVENT.replace(SIGNED, b"")
+    assert shown({}, last, plain, DONE) == [b"", last, DONE, b""]
+    assert shown({}, last) == [b"", last]
+    assert shown({}, last, DONE) == [b"", last + DONE, b""]
+    error = b'data: {"error":{"message":"dead"}}\n\n'
+    assert shown({}, last, error) == [b"", last + error, b""]
+
+
+def test_what_an_engine_signs_with_is_replaced_by_what_it_signs_with_now():
+    known = {"w0": b'"system_fingerprint":"old"'}
+    shown(known, text_event("x", ends=True), USAGE_EVENT)
+    assert known == {"w0": SIGNED[1:]}
+
+
+def test_a_text_that_looks_like_an_end_or_a_usage_is_left_alone():
+    odd = text_event('"finish_reason":"stop" "choices":[] "usage":{')
+    assert shown({}, odd) == [odd, b""]
 
 
 # --- stored responses
