@@ -266,8 +266,6 @@ class _Connection(HttpToolsProtocol):
         loop: asyncio.AbstractEventLoop | None,
     ) -> None:
         super().__init__(config, server_state, app_state, loop)
-        # The base lets a message follow one that said `Connection: close`; nothing may.
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=False)
         self._front = shared
         self._limits = shared.limits
         self.is_write_paused = False

@@ -277,6 +277,21 @@ async def test_a_client_that_leaves_ends_the_work_for_it_at_once(leave, begun):
         exchange.abort()
 
 
+async def test_a_client_that_leaves_with_much_unread_ends_the_work_for_it_at_once():
+    work = Work()
+
+    async def much(exchange):
+        exchange.begin(200, b"")
+        exchange.send(b"x" * 20_000_000)
+        await work(exchange)
+
+    async with fronted(much) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await until(lambda: work.begun)
+        client.writer.write_eof()
+        await until(lambda: work.cancelled and not served.front.connections)
+
+
 async def test_a_client_that_leaves_takes_what_it_had_queued_with_it():
     work = Work()
     async with fronted(work) as served:
@@ -349,7 +364,11 @@ async def test_a_body_that_is_too_large_is_a_413_that_the_client_can_read(path, 
         if chunked:
             head = b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode()
             raw = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-        assert error_of(await served.said(raw)) == (413, "body_too_large")
+        async with await served.client() as client:
+            client.send(raw)
+            await client.writer.drain()
+            assert error_of(await client.rest()) == (413, "body_too_large")
+            assert not client.was_reset
         assert not served.seen
         assert served.front.held_bytes == 0
         async with await served.client() as client:
@@ -484,12 +503,13 @@ async def test_a_client_that_reads_slowly_pauses_the_work_and_little_is_held_for
         exchange.finish()
 
     async with fronted(fast) as served:
-        async with await served.client() as client:  # whose reader stops at 128 KiB until it is asked
-            client.send(post(HOT, b""))
-            await asyncio.wait_for(paused.wait(), 5)
-            await asyncio.sleep(0.05)
-            assert total < 600 * len(piece)
-            assert len((await client.answer())[2]) == 600 * len(piece)
+        client = await served.client()  # whose reader stops at 128 KiB until it is asked
+        client.send(post(HOT, b""))
+        await asyncio.wait_for(paused.wait(), 5)
+        await asyncio.sleep(0.05)
+        assert total < 600 * len(piece)
+        assert len((await client.answer())[2]) == 600 * len(piece)
+        await client.__aexit__()
     assert most < 2**16 + 2 * len(piece)
     assert events[:2] == ["pause", "resume"]
 
@@ -522,7 +542,7 @@ async def test_a_client_that_stops_reading_is_closed_and_one_that_reads_slowly_i
             got = 0
             while data := await client.reader.read(2_000_000):
                 got += len(data)
-                await asyncio.sleep(0.005)  # 1.4 s in all
+                await asyncio.sleep(0.01)  # 1.6 s in all
             assert got > 20_000_000
 
 

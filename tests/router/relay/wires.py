@@ -38,6 +38,7 @@ class Served:
 class Client:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    was_reset: bool = False
 
     async def __aenter__(self):
         return self
@@ -54,9 +55,11 @@ class Client:
         """All until EOF; what came before a reset is not lost to the test."""
         got = b""
         async with asyncio.timeout(LIMIT_S):
-            with contextlib.suppress(ConnectionError):
+            try:
                 while data := await self.reader.read(65536):
                     got += data
+            except ConnectionError:
+                self.was_reset = True
         return got
 
     async def answer(self) -> tuple[int, dict[bytes, bytes], bytes]:
