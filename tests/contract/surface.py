@@ -1,0 +1,208 @@
+"""Real vLLM engines for the surface's tests, and what makes two answers comparable."""
+
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from router.app import build
+from router.config import RouterSettings
+from router.dress import Body, Wishes, dress_vllm
+from router.surface.openapi import EXAMPLES
+from router.surface.routes import ROUTES, Route
+from router.surface.usage import usage_of
+from tests.engines import RunningEngine, start_engine
+from tests.router.doubles import BASE, DIGEST, Control, until
+from tests.serving import serving
+
+LORA_ID = "sql/v1"
+ENGINE_NAME = f"{LORA_ID}@{DIGEST[:12]}"
+NAMES = {BASE: BASE, LORA_ID: ENGINE_NAME}
+
+POOLING = ("/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+# A model of another kind: a classifier, one made for structured decisions.
+NOT_SERVED = ("/classify", "/v1/systemone")
+GENERATE_FLAGS = ("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+POOLING_FLAGS = ("--runner", "pooling")
+STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+
+
+@dataclass(slots=True)
+class Direct:
+    """An engine that holds the adapter, spoken to without a router."""
+
+    engine: RunningEngine
+    client: httpx.Client
+
+    def post(self, path: str, body: dict[str, Any], *, model: str = BASE, **wishes: Any) -> httpx.Response:
+        """`body` dressed as the router dresses it. `model` is the engine's name for it."""
+        fields = msgspec.json.decode(msgspec.json.encode(body), type=Body)
+        content = dress_vllm(fields, model, wishes=Wishes(**wishes))
+        return self.client.post(path, content=content, headers={"content-type": "application/json"})
+
+    def ids(self, path: str, body: dict[str, Any]) -> list[int]:
+        """The prompt's token ids as the engine renders them; fails where it refuses the body."""
+        answer = self.post(f"{path}/render", body)
+        assert answer.status_code == 200, answer.text
+        rendered = answer.json()
+        return (rendered[0] if isinstance(rendered, list) else rendered)["token_ids"]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def running(model_dir: Path, adapter: Path, flags: tuple[str, ...]) -> Iterator[Direct]:
+    """vLLM with the adapter loaded under the name that the router has for it."""
+    engine = start_engine("vllm", model_dir, flags=flags, environment=STORE)
+    try:
+        with httpx.Client(base_url=engine.url, timeout=120) as client:
+            body = {"lora_name": ENGINE_NAME, "lora_path": str(adapter)}
+            loaded = client.post("/v1/load_lora_adapter", json=body)
+            assert loaded.status_code == 200, loaded.text
+            yield Direct(engine, client)
+    finally:
+        engine.stop()
+
+
+def example(path: str) -> dict[str, Any]:
+    """What the API's description says to send, without chance in the answer."""
+    sent, _answered = EXAMPLES[path]
+    assert sent is not None
+    return {name: value for name, value in sent.items() if name != "model"} | {"temperature": 0}
+
+
+def assert_takes_its_example(direct: Direct, route: Route) -> None:
+    """For the base model and for an adapter, as the row says."""
+    _sent, answered = EXAMPLES[route.path]
+    texts = []
+    for model in (BASE, ENGINE_NAME):
+        answer = direct.post(route.path, example(route.path), model=model)
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        assert answered.keys() <= body.keys()
+        assert body.get("model") == (model if route.echoes_model else None)
+        assert (usage_of(route.usage, answer.content) is None) == (route.usage == "none")
+        texts.append(json.dumps(told(answer.text)).replace(json.dumps(model), ""))
+    assert (texts[0] == texts[1]) == (route.adapter == "names"), "an adapter that runs gives another answer"
+
+
+def assert_names_an_unknown_model(direct: Direct, route: Route) -> None:
+    """By this the router tells an adapter that is gone from a route that is not there."""
+    answer = direct.post(route.path, example(route.path), model="sql/v1@000000000000")
+    assert answer.status_code == 404
+    assert "sql/v1@000000000000" in answer.json()["error"]["message"]
+    assert ("type" in answer.json()) == (route.errors == "anthropic")
+
+
+def assert_no_route_is_forgotten(direct: Direct) -> None:
+    """A route that is new in vLLM fails this: it is to be offered, or named among those that are not."""
+    known = {path for _method, path in ROUTES} | {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"}
+    left_out = re.compile(
+        r"/(adapters.*|invocations|ping|health|load|version|metrics|kv_event_sources|v1/models|inference/v1/.*"
+        r"|v1/(un)?load_lora_adapter|.*/(de)?render|(is_)?scal(e|ing)_elastic_ep)"
+    )
+    served = direct.client.get("/openapi.json").json()["paths"]
+    assert {path for path in served if path not in known and not left_out.fullmatch(path)} == set()
+
+
+def told(text: str) -> Any:
+    """An answer without what differs each time: ids and times, and where an engine cuts a stream into events."""
+    if text.startswith(("data:", "event:")):
+        return _stream([_event(part) for part in text.split("\n\n") if part])
+    return _timeless(json.loads(text)) if text else ""
+
+
+_VOLATILE = re.compile(r"^(id|call_id|item_id|request_id|created|created_at|completed_at|signature)$")
+_SIGNED = re.compile(r',"system_fingerprint":"[^"]*"')
+_TEXTS = frozenset({"content", "text", "delta"})
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: None if _VOLATILE.match(name) else _timeless(inner) for name, inner in value.items()}
+    return [_timeless(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _event(part: str) -> dict[str, Any]:
+    lines = dict(line.split(": ", 1) for line in part.split("\n"))
+    data = lines.pop("data")
+    return lines | {"data": data if data == "[DONE]" else _timeless(json.loads(data))}
+
+
+def _stream(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """By choice, the shapes of its events in order, and all text and log-probabilities of each shape's field together.
+
+    Several tokens come in one event for a slow reader, and those of several choices in any order. The event that ends
+    a text may have more or less of it, so the text is that of the whole choice.
+    """
+    shapes: dict[str, list[str]] = {}
+    texts: dict[str, dict[str, list[str]]] = {}
+    for event in events:
+        choices = event["data"].get("choices") if isinstance(event["data"], dict) else None
+        place = str(choices[0]["index"]) if choices else "all"
+        shape = json.dumps(_blank(event, texts.setdefault(place, {}), in_choice=bool(choices)))
+        if shape not in shapes.setdefault(place, []):
+            shapes[place].append(shape)
+    return {place: (shapes[place], {name: "".join(parts) for name, parts in texts[place].items()}) for place in shapes}
+
+
+def _blank(value: Any, texts: dict[str, list[str]], *, in_choice: bool) -> Any:
+    if isinstance(value, list):
+        return [_blank(inner, texts, in_choice=in_choice) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    blanked: dict[str, Any] = {}
+    for name, inner in value.items():
+        if name in _TEXTS and isinstance(inner, str):
+            texts.setdefault(name, []).append(inner)
+        elif name == "logprobs" and in_choice and inner is not None:
+            for part, found in inner.items():
+                texts.setdefault(part, []).extend(map(json.dumps, found or ()))
+        elif name == "token_ids" and inner is not None:
+            texts.setdefault(name, []).extend(f"{token} " for token in inner)
+        elif name == "usage" and in_choice:
+            blanked[name] = sorted(inner or ())
+        elif name != "sequence_number":
+            blanked[name] = _blank(inner, texts, in_choice=in_choice)
+    return blanked
+
+
+@asynccontextmanager
+async def routed(direct: Direct, model_dir: Path, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """(client of a real router in front of this one engine, the router's parts); it tokenizes itself."""
+    control = Control(workers={"w0": direct.engine.url}, block_sizes={"w0": 32})
+    control.add_adapter(LORA_ID, on=["w0"])
+    async with AsyncExitStack() as stack:
+        control.url = await stack.enter_async_context(serving(control.app))
+        own = {"orchestrator_url": control.url, "tokenizer_paths": {BASE: str(model_dir)}}
+        app, parts = build(RouterSettings(**{**own, **settings}))
+        url = await stack.enter_async_context(serving(app, http=app.state.http))
+        assert await parts.discovery.changes.until(lambda: bool(parts.discovery.fleet.replicas), timeout_s=10)
+        await until(lambda: parts.tokenizers.knows(BASE), within_s=20)
+        yield await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120)), parts
+
+
+async def assert_same_through_a_router(
+    direct: Direct, client: httpx.AsyncClient, path: str, body: Any, what: str
+) -> None:
+    """The same request to the engine and to the router: equal answers but for ids, times and the model's name."""
+    echoes = ROUTES["POST", path].echoes_model
+    for asked, engine_name in NAMES.items():
+        direct.post(path, body, model=engine_name)  # from here on both find the same in the cache
+        alone = direct.client.post(path, json=body | {"model": engine_name})
+        behind = await client.post(path, json=body | {"model": asked})
+        where = f"{path} {what}: {behind.text[:500]}"
+        assert (behind.status_code, behind.headers["content-type"]) == (
+            alone.status_code,
+            alone.headers["content-type"],
+        ), where
+        expected = alone.text.replace(json.dumps(engine_name), json.dumps(asked)) if echoes else alone.text
+        if body.get("stream"):
+            # Another test's: whether a stream whose usage nobody asked for is signed.
+            assert told(_SIGNED.sub("", behind.text)) == told(_SIGNED.sub("", expected)), where
+        else:
+            assert told(behind.text) == told(expected), where

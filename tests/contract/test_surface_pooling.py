@@ -1,0 +1,61 @@
+"""The routes of an engine that answers with vectors and scores, on real vLLM, without and behind a router."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from router.surface.routes import ROUTES, Route
+from tests.contract.surface import (
+    ENGINE_NAME,
+    POOLING,
+    POOLING_FLAGS,
+    Direct,
+    assert_names_an_unknown_model,
+    assert_no_route_is_forgotten,
+    assert_same_through_a_router,
+    assert_takes_its_example,
+    example,
+    routed,
+    running,
+)
+from tests.router.doubles import BASE
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+by_row = pytest.mark.parametrize("route", [ROUTES["POST", path] for path in POOLING], ids=lambda route: route.path)
+
+
+@pytest.fixture(scope="module")
+def direct(model_dir: Path, adapters: dict[str, Path]) -> Iterator[Direct]:
+    with running(model_dir, adapters["sql"], POOLING_FLAGS) as engine:
+        yield engine
+
+
+@by_row
+def test_every_route_takes_its_example_for_the_base_model_and_for_an_adapter(direct: Direct, route: Route) -> None:
+    assert_takes_its_example(direct, route)
+
+
+@by_row
+def test_every_route_says_which_model_it_does_not_know(direct: Direct, route: Route) -> None:
+    assert_names_an_unknown_model(direct, route)
+
+
+def test_no_inference_route_of_the_engine_is_forgotten(direct: Direct) -> None:
+    assert_no_route_is_forgotten(direct)
+
+
+async def test_every_route_is_answered_behind_a_router_as_without_one(direct: Direct, model_dir: Path) -> None:
+    async with routed(direct, model_dir) as (client, _parts):
+        for path in POOLING:
+            await assert_same_through_a_router(direct, client, path, example(path), "example")
+        for encoding in ("base64", "bytes"):
+            name = {"sql/v1": ENGINE_NAME, BASE: BASE}
+            for asked, engine_name in name.items():
+                body = {"input": ["one", "two"], "encoding_format": encoding}
+                alone = direct.post("/v1/embeddings", body, model=engine_name)
+                behind = await client.post("/v1/embeddings", json=body | {"model": asked})
+                assert behind.headers["content-type"] == alone.headers["content-type"]
+                if encoding == "bytes":
+                    assert behind.content == alone.content
