@@ -1,7 +1,9 @@
 """Start a house's server: uvloop, a bound socket before anything else, and an orderly end on SIGTERM."""
 
 import asyncio
+import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -16,10 +18,9 @@ log = structlog.get_logger()
 # Called with uvicorn's config, server_state, app_state and _loop, by name.
 ProtocolFactory = Callable[..., asyncio.Protocol]
 
-Protocols = Callable[..., asyncio.Protocol]
-
 # Request line and headers together; nginx and Apache take about as much.
 _MOST_HEAD_BYTES = 64 * 2**10
+_LOOK_EVERY_S = 0.1
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -37,13 +38,17 @@ async def serve(
     app: ASGIApp,
     sock: socket.socket,
     *,
-    http: Protocols | None = None,
+    http: ProtocolFactory | None = None,
     port_file: Path | None = None,
+    drain_s: float = 0.0,
     grace_s: float = 30.0,
     on_stop: Callable[[], None] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then `on_stop`, finish what is in flight for up to `grace_s`, and return."""
-    server = _Server(configured(app, grace_s=grace_s, http=http), on_stop)
+    """Serve until SIGTERM or SIGINT; then `on_stop`, finish what is in flight for up to `grace_s`, and return.
+
+    drain_s  after SIGTERM go on serving for so long first: load balancers hear of it seconds later
+    """
+    server = _Server(configured(app, grace_s=grace_s, http=http), on_stop, drain_s)
     if port_file is not None:
         partial = port_file.with_suffix(".partial")
         partial.write_text(str(sock.getsockname()[1]))
@@ -51,7 +56,7 @@ async def serve(
     await server.serve(sockets=[sock])
 
 
-def configured(app: ASGIApp, *, grace_s: float, http: Protocols | None = None) -> uvicorn.Config:
+def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = None) -> uvicorn.Config:
     """How every house serves; `http` makes its protocols, where it has some of its own."""
     return uvicorn.Config(
         app,
@@ -105,18 +110,25 @@ class _BoundedHead(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None] | None) -> None:
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None] | None, drain_s: float) -> None:
         super().__init__(config)
         self._on_stop = on_stop
+        self._drain_s = drain_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  (the base's signature)
         # The base remembers the signal and raises it again when all is served: an orderly end would exit with 143.
         self.force_exit = self.should_exit
         self.should_exit = True
+        if sig == signal.SIGINT:
+            self._drain_s = 0.0  # a person at a terminal, behind no load balancer
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._on_stop is not None:
             self._on_stop()
+        until = time.monotonic() + self._drain_s
+        # A second signal ends the wait: it only sets a flag, which uvicorn itself looks at as often.
+        while not self.force_exit and self._drain_s and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(min(_LOOK_EVERY_S, self._drain_s))
         await super().shutdown(sockets)
 
 

@@ -3,9 +3,11 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args
 
-from fastapi import APIRouter, Depends, Query, Request
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 
@@ -16,13 +18,52 @@ from router.core.fleet import Adapter, Fleet, ReplicaState
 from router.core.resolve import visible_adapters
 from router.explain import again, explained, undecided
 from router.parts import Parts, Record
+from router.relay.front import Front
+from router.siblings import Answer, Siblings
 from router.stages import asked, read, request_id, resolve_target, tokenize
+from router.surface.openapi import openapi_paths
 from router.surface.routes import route_of
 from router.wire import DecisionList, ReplayBody, RouteAnswer
 
+_DECISIONS = "decisions"
 
-def control_routes(parts: Parts) -> APIRouter:
-    """Models, and why a request goes where it goes."""
+
+class _Wanted(msgspec.Struct, frozen=True):
+    """Which decisions; one process of several asks the others for theirs with it."""
+
+    adapter: str | None
+    worker: str | None
+    request: str | None
+    limit: int
+
+
+_Items = list[tuple[float, msgspec.Raw]]
+_decode_wanted = msgspec.json.Decoder(_Wanted).decode
+_decode_items = msgspec.json.Decoder(_Items).decode
+
+
+def answers(parts: Parts) -> Mapping[str, Answer]:
+    """What the other processes of this router may ask this one."""
+
+    async def decisions(question: bytes) -> bytes:
+        return msgspec.json.encode(await _decisions(parts, _decode_wanted(question)))
+
+    return {_DECISIONS: decisions}
+
+
+async def _decisions(parts: Parts, wanted: _Wanted) -> _Items:
+    """The newest of this process first: (when, the item as JSON)."""
+    found = [d for d in reversed(parts.decisions) if _is_about(d, wanted.adapter, wanted.worker, wanted.request)]
+    items: _Items = []
+    for record in found[: wanted.limit]:
+        items.append((record.at, msgspec.Raw(explained(record, parts.trust.state).model_dump_json().encode())))
+        # About 3 ms each with 64 replicas: what is being relayed gets its turn in between.
+        await asyncio.sleep(0)
+    return items
+
+
+def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
+    """Models, and why a request goes where it goes; with `siblings`, of all processes on this port."""
     api = APIRouter()
     infers = Annotated[Caller, Depends(requires(parts.keys, "infer"))]
     admin = [Depends(requires(parts.keys, "admin"))]
@@ -78,13 +119,14 @@ def control_routes(parts: Parts) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> Any:
         """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`; `request` a request's id."""
-        found = [d for d in reversed(parts.decisions) if _is_about(d, adapter, worker, request)]
-        items = []
-        for record in found[:limit]:
-            items.append(explained(record, parts.trust.state).model_dump_json())
-            # About 3 ms each with 64 replicas: what is being relayed gets its turn in between.
-            await asyncio.sleep(0)
-        return Response('{"data":[' + ",".join(items) + '],"next":null}', media_type="application/json")
+        wanted = _Wanted(adapter, worker, request, limit)
+        items = await _decisions(parts, wanted)
+        if siblings is not None:
+            for theirs in await siblings.ask(_DECISIONS, msgspec.json.encode(wanted)):
+                items += _decode_items(theirs)
+            items.sort(key=lambda item: item[0], reverse=True)
+        whole = msgspec.json.encode({"data": [item for _, item in items[:limit]], "next": None})
+        return Response(whole, media_type="application/json")
 
     @api.post("/v1/decisions/replay", dependencies=admin, response_model=RouteAnswer)
     async def replay(body: ReplayBody) -> Any:
@@ -94,8 +136,31 @@ def control_routes(parts: Parts) -> APIRouter:
     return api
 
 
-def health_routes(parts: Parts) -> APIRouter:
-    """What probes and Prometheus ask; open to whoever can reach it."""
+def exposed(parts: Parts, clients: Front) -> bytes:
+    """This process's metrics, in Prometheus' text."""
+    metrics, room = parts.metrics, parts.mind.waiting.room
+    age_s = parts.discovery.catalog_age_s()
+    metrics.catalog_age.set(float("inf") if age_s is None else age_s)
+    metrics.catalog_revision.set(parts.discovery.fleet.revision)
+    metrics.waiting_bytes.set(room.size_bytes)
+    metrics.held_bytes.set(parts.cold.held_bytes)
+    metrics.connections.set(len(clients.connections))
+    metrics.engine_connections.set(parts.pool.connections)
+    metrics.circuit_ignored.labels().set(parts.mind.breaker.panics)
+    metrics.retries_refused.labels().set(parts.mind.retries_refused)
+    for code, count in clients.refused.items():
+        metrics.refused.labels(code).set(count)
+    states = Counter(replica.state for replica in parts.discovery.fleet.replicas.values())
+    for state in get_args(ReplicaState):
+        metrics.replicas.labels(state).set(states[state])
+    return generate_latest(metrics.registry)
+
+
+def health_routes(parts: Parts, own: Callable[[], bytes], siblings: Siblings | None = None) -> APIRouter:
+    """What probes and Prometheus ask; open to whoever can reach it.
+
+    own  this process's metrics; with `siblings`, those of all processes are shown
+    """
     api = APIRouter()
 
     @api.get("/health")
@@ -115,15 +180,22 @@ def health_routes(parts: Parts) -> APIRouter:
     @api.get("/metrics")
     async def metrics() -> Response:
         """Prometheus."""
-        age_s = parts.discovery.catalog_age_s()
-        parts.metrics.catalog_age.set(float("inf") if age_s is None else age_s)
-        parts.metrics.catalog_revision.set(parts.discovery.fleet.revision)
-        states = Counter(replica.state for replica in parts.discovery.fleet.replicas.values())
-        for state in get_args(ReplicaState):
-            parts.metrics.replicas.labels(state).set(states[state])
-        return Response(generate_latest(parts.metrics.registry), media_type="text/plain; version=0.0.4")
+        text = own() if siblings is None else await siblings.metrics()
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     return api
+
+
+def describe_inference(app: FastAPI) -> None:
+    """Put the inference routes, which the app does not serve itself, into its description of the API."""
+    describe = app.openapi
+
+    def with_inference() -> dict[str, Any]:
+        schema = describe()
+        schema["paths"] = openapi_paths() | schema["paths"]
+        return schema
+
+    app.openapi = with_inference  # type: ignore[method-assign]
 
 
 def _fleet(parts: Parts) -> Fleet:

@@ -7,6 +7,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from pathlib import Path
 
 import aiohttp
 import httpx
@@ -18,9 +22,12 @@ from lorafleet.auth import KeyFileError, Keys, refuse_open_server
 from lorafleet.http import install_error_handlers
 from lorafleet.loops import forever
 from lorafleet.settings import load_or_exit
-from router.api import control_routes, health_routes
+from router import multi
+from router.api import answers, control_routes, describe_inference, exposed, health_routes
 from router.cold import ColdStarts
 from router.config import RouterSettings
+from router.core.breaker import Breaker, BreakerRules, State
+from router.core.budget import RetryBudget
 from router.core.cost import Costs
 from router.core.errors import RouterError
 from router.core.fleet import Replica
@@ -28,16 +35,20 @@ from router.core.index import WorkerId
 from router.core.load import LoadBook
 from router.core.mind import Mind, Shadowed
 from router.core.policies import POLICIES
+from router.core.quota import Quotas
 from router.core.trust import Trust
 from router.discovery import Discovery
 from router.inference import Inference
 from router.kv_events import Feeds
 from router.metrics import Metrics
+from router.multi import Member
 from router.parts import Parts
 from router.relay.front import FrontLimits, front
 from router.relay.upstream import Pool
+from router.siblings import Siblings
 from router.stages import match
 from router.tokens import Tokenizers
+from router.tracing import TracingUnavailable, tracer
 from router.usage import Usage, send_usage
 from router.waiting import WaitingRoom
 from workers.wire import Metadata
@@ -45,58 +56,64 @@ from workers.wire import Metadata
 log = structlog.get_logger()
 
 _USAGE_EVERY_S = 1.0
+_WATCH_EVERY_S = 1.0
 # What workers that went have left in an index is cleaned up in steps of a millisecond or two.
 _SWEEP_EVERY_S = 0.1
 _SWEEP_BLOCKS = 5_000
 
 
+@dataclass(slots=True, kw_only=True)
 class _Joined:
     """Hears of every worker and tells the parts that care."""
 
-    def __init__(
-        self, feeds: Feeds, load: LoadBook, trust: Trust, usage: Usage, tokenizers: Tokenizers, metrics: Metrics
-    ) -> None:
-        self._feeds = feeds
-        self._load = load
-        self._trust = trust
-        self._metrics = metrics
-        self._usage = usage
-        self._tokenizers = tokenizers
-        self._learning: set[asyncio.Task[None]] = set()
+    feeds: Feeds
+    load: LoadBook
+    trust: Trust
+    breaker: Breaker
+    usage: Usage
+    tokenizers: Tokenizers
+    metrics: Metrics
+    learning: set[asyncio.Task[None]] = field(default_factory=set)
 
     def heard(self, replica: Replica, metadata: Metadata) -> None:
-        self._load.reported(replica)
-        self._metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
-        self._metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)
-        self._feeds.hear(replica.id, replica.base_model, replica.block_size, metadata)
-        if replica.state == "ready" and not self._tokenizers.knows(replica.base_model):
+        self.load.reported(replica)
+        self.metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
+        self.metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)
+        self.feeds.hear(replica.id, replica.base_model, replica.block_size, metadata)
+        if replica.state == "ready" and not self.tokenizers.knows(replica.base_model):
             task = asyncio.create_task(self._learn(replica))
-            self._learning.add(task)
-            task.add_done_callback(self._learning.discard)
+            self.learning.add(task)
+            task.add_done_callback(self.learning.discard)
 
     def gone(self, worker: WorkerId) -> None:
-        self._feeds.forget(worker)
-        self._load.forget(worker)
-        self._trust.forget(worker)
-        self._usage.forget(worker)
-        self._metrics.forget_worker(worker)
+        self.feeds.forget(worker)
+        self.load.forget(worker)
+        self.trust.forget(worker)
+        self.breaker.forget(worker)
+        self.usage.forget(worker)
+        self.metrics.forget_worker(worker)
 
     async def _learn(self, replica: Replica) -> None:
         try:
-            await self._tokenizers.learn(replica.base_model, agent_url=replica.agent_url, engine_url=replica.engine_url)
+            await self.tokenizers.learn(replica.base_model, agent_url=replica.agent_url, engine_url=replica.engine_url)
         except (httpx.HTTPError, ValueError) as exc:
             # Heard again in a second, and tried again then.
             log.warning("tokenizer not fetched yet", base_model=replica.base_model, error=repr(exc))
 
 
-def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
-    """The router's app and its parts; raises KeyFileError. Nothing runs before the app's lifespan begins."""
+def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Parts]:
+    """The router's app and its parts; `app.state.http` makes the protocols that it must be served with.
+
+    me      this process among several on one port
+    raises  KeyFileError, TracingUnavailable; nothing runs before the app's lifespan begins
+    """
     keys = Keys(config.key_files)
     refuse_open_server(keys, config.host, allow_open=config.allow_open)
     metrics = Metrics()
     load = LoadBook()
     trust = Trust()
-    orchestrator_url = config.orchestrator_url.rstrip("/")
+    breaker = Breaker(_breaker_rules(config), lambda replica, state, why: _count_circuit(metrics, replica, state, why))
+    router_id = me.router_id(config.router_id) if me else config.router_id or f"{socket.gethostname()}-{os.getpid()}"
     control = httpx.AsyncClient(
         timeout=config.control_timeout_s,
         headers={"authorization": f"Bearer {config.token}"} if config.token else {},
@@ -111,63 +128,47 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
         metrics=metrics,
     )
     feeds = Feeds(metrics, config.kv_tail_poll_s, trust, config.token)
-    usage = Usage(config.router_id or f"{socket.gethostname()}-{os.getpid()}", load)
+    usage = Usage(router_id, load)
     if config.state_dir is not None:
         config.state_dir.mkdir(parents=True, exist_ok=True)
-    discovery = Discovery(
-        control,
-        orchestrator_url=orchestrator_url,
-        listener=_Joined(feeds, load, trust, usage, tokenizers, metrics),
-        state_file=config.state_dir / "catalog.json" if config.state_dir else None,
-        catalog_poll_s=config.catalog_poll_s,
-        metadata_poll_s=config.metadata_poll_s,
-        unreachable_after_s=config.unreachable_after_s,
-        clock=time.monotonic,
-        on_failure=lambda loop: metrics.loop_failures.labels(loop).inc(),
-    )
-    mind = Mind(
-        roster=lambda base_model: discovery.fleet.roster(base_model),  # noqa: PLW0108  (`fleet` is swapped)
-        match=lambda prompt: match(feeds, prompt),
-        policy=POLICIES[config.policy](),
-        shadows=[POLICIES[name]() for name in config.shadow_policies],
-        shadowed=lambda shadow: _count_shadow(metrics, shadow),
-        shadow_failed=lambda name, exc: _count_shadow_failure(metrics, name, exc),
-        costs=Costs(**config.costs),
-        late_binding_s=config.late_binding_s,
+    joined = _Joined(
+        feeds=feeds,
         load=load,
+        trust=trust,
+        breaker=breaker,
+        usage=usage,
+        tokenizers=tokenizers,
+        metrics=metrics,
     )
+    discovery = _discovery(config, control, joined, metrics)
+    mind = _mind(config, discovery, feeds, load, breaker, metrics)
     waiting = WaitingRoom(
         mind,
         metrics,
         most_waiting=config.max_waiting_requests,
         most_wait_s=config.max_wait_s,
         clock=time.monotonic,
+        most_waiting_bytes=config.max_waiting_bytes,
+        tenant_share=_tenant_share(config, keys),
     )
     cold = ColdStarts(
-        control, discovery, metrics, orchestrator_url, config.cold_start_timeout_s, config.max_held_requests
+        control,
+        discovery,
+        metrics,
+        config.orchestrator_url.rstrip("/"),
+        config.cold_start_timeout_s,
+        config.max_held_requests,
+        max_held_bytes=config.max_held_bytes,
+        tenant_share=_tenant_share(config, keys),
+        tenant_adapters=inf if keys.is_open else config.max_cold_adapters_per_tenant,
+    )
+    traces = tracer(
+        config.otlp_endpoint,
+        ratio=config.trace_ratio,
+        instance=router_id,
+        counted=lambda outcome, count: metrics.traces.labels(outcome).inc(count),
     )
 
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with control, aiohttp.ClientSession(auto_decompress=False, trust_env=False) as session:
-            feeds.session = session
-            running = [
-                asyncio.create_task(discovery.run()),
-                asyncio.create_task(waiting.run()),
-                asyncio.create_task(_sweep(feeds, metrics)),
-                asyncio.create_task(_report_usage(control, orchestrator_url, usage, discovery, metrics)),
-            ]
-            try:
-                yield
-            finally:
-                for task in running:
-                    task.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
-                await feeds.close()
-                await parts.pool.close()
-                tokenizers.close()
-
-    app = FastAPI(title="lorafleet router", lifespan=lifespan)
     parts = Parts(
         config=config,
         keys=keys,
@@ -181,12 +182,119 @@ def build(config: RouterSettings) -> tuple[FastAPI, Parts]:
         usage=usage,
         metrics=metrics,
         pool=Pool(connect_s=config.connect_timeout_s),
+        quotas=Quotas(share=1 / me.processes if me else 1.0),
+        tracer=traces,
     )
-    app.include_router(control_routes(parts))
-    app.include_router(health_routes(parts))
+    clients = front(Inference(parts).route, _front_limits(config))
+    own_metrics = partial(exposed, parts, clients)
+    siblings = None
+    if me is not None:
+        siblings = Siblings(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(parts))
+    app = FastAPI(title="lorafleet router", lifespan=lambda _app: _running(parts, control, siblings))
+    app.include_router(control_routes(parts, siblings))
+    app.include_router(health_routes(parts, own_metrics, siblings))
     install_error_handlers(app, RouterError)
-    app.state.http = front(Inference(parts).route, FrontLimits(body_bytes=config.max_body_bytes))
+    describe_inference(app)
+    app.state.http = clients
     return app, parts
+
+
+def _mind(
+    config: RouterSettings, discovery: Discovery, feeds: Feeds, load: LoadBook, breaker: Breaker, metrics: Metrics
+) -> Mind:
+    return Mind(
+        roster=lambda base_model: discovery.fleet.roster(base_model),  # noqa: PLW0108  (`fleet` is swapped)
+        match=lambda prompt: match(feeds, prompt),
+        policy=POLICIES[config.policy](),
+        shadows=[POLICIES[name]() for name in config.shadow_policies],
+        shadowed=lambda shadow: _count_shadow(metrics, shadow),
+        shadow_failed=lambda name, exc: _count_shadow_failure(metrics, name, exc),
+        costs=Costs(**config.costs),
+        late_binding_s=config.late_binding_s,
+        most_in_flight_tokens=config.max_in_flight_tokens,
+        breaker=breaker,
+        budget=lambda: RetryBudget(share=config.retry_share, floor_per_s=config.retry_floor_per_s),
+        load=load,
+    )
+
+
+@asynccontextmanager
+async def _running(parts: Parts, control: httpx.AsyncClient, siblings: Siblings | None) -> AsyncIterator[None]:
+    """Everything that runs beside the requests, from the app's start to its end."""
+    discovery, metrics = parts.discovery, parts.metrics
+    async with control, aiohttp.ClientSession(auto_decompress=False, trust_env=False) as session:
+        parts.feeds.session = session
+        running = [
+            asyncio.create_task(discovery.run()),
+            asyncio.create_task(parts.waiting.run()),
+            asyncio.create_task(_sweep(parts.feeds, metrics)),
+            asyncio.create_task(_watch(parts.mind, discovery, metrics)),
+            asyncio.create_task(
+                _report_usage(control, parts.config.orchestrator_url.rstrip("/"), parts.usage, discovery, metrics)
+            ),
+        ]
+        if siblings is not None:
+            await siblings.start()
+        try:
+            yield
+        finally:
+            if siblings is not None:
+                await siblings.close()
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await parts.feeds.close()
+            await parts.pool.close()
+            parts.tokenizers.close()
+            if parts.tracer is not None:
+                await parts.tracer.close()
+
+
+def _tenant_share(config: RouterSettings, keys: Keys) -> float:
+    return 1.0 if keys.is_open else config.tenant_share  # without keys everybody is one tenant
+
+
+def _discovery(config: RouterSettings, control: httpx.AsyncClient, listener: _Joined, metrics: Metrics) -> Discovery:
+    return Discovery(
+        control,
+        orchestrator_url=config.orchestrator_url.rstrip("/"),
+        listener=listener,
+        state_file=config.state_dir / "catalog.json" if config.state_dir else None,
+        catalog_poll_s=config.catalog_poll_s,
+        metadata_poll_s=config.metadata_poll_s,
+        unreachable_after_s=config.unreachable_after_s,
+        clock=time.monotonic,
+        on_failure=lambda loop: metrics.loop_failures.labels(loop).inc(),
+    )
+
+
+def _front_limits(config: RouterSettings) -> FrontLimits:
+    return FrontLimits(
+        head_bytes=config.max_head_bytes,
+        body_bytes=config.max_body_bytes,
+        held_bytes=config.max_bodies_bytes,
+        head_s=config.head_timeout_s,
+        body_s=config.body_timeout_s,
+        send_stall_s=config.send_timeout_s,
+        idle_s=config.keep_alive_s,
+    )
+
+
+def _breaker_rules(config: RouterSettings) -> BreakerRules:
+    return BreakerRules(
+        failures=config.breaker_failures,
+        eject_share=config.breaker_eject_share,
+        open_s=config.breaker_open_s,
+        most_open_s=max(config.breaker_open_s, config.breaker_max_open_s),
+        silent_s=config.breaker_silent_s,
+    )
+
+
+def _count_circuit(metrics: Metrics, replica: Replica, state: State, why: str) -> None:
+    metrics.circuit_open.labels(replica.id).set(state == "open")
+    if state == "open":
+        metrics.circuit_openings.labels(replica.id, why).inc()
+    log.warning("circuit changed", worker=replica.id, state=state, why=why)
 
 
 def _count_shadow(metrics: Metrics, shadow: Shadowed) -> None:
@@ -200,6 +308,13 @@ async def _sweep(feeds: Feeds, metrics: Metrics) -> None:
             index.sweep(_SWEEP_BLOCKS)
 
     await forever(step, name="sweep", every_s=_SWEEP_EVERY_S, on_failure=metrics.loop_failures.labels("sweep").inc)
+
+
+async def _watch(mind: Mind, discovery: Discovery, metrics: Metrics) -> None:
+    async def step() -> None:
+        mind.watch(list(discovery.fleet.replicas.values()), time.monotonic())
+
+    await forever(step, name="watch", every_s=_WATCH_EVERY_S, on_failure=metrics.loop_failures.labels("watch").inc)
 
 
 def _count_shadow_failure(metrics: Metrics, name: str, exc: Exception) -> None:
@@ -218,24 +333,42 @@ async def _report_usage(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM: then not ready, finish what is in flight, and return."""
-    config = load_or_exit(RouterSettings, sys.argv[1:] if argv is None else argv, prog="python -m router")
+    args = list(sys.argv[1:] if argv is None else argv)
+    config = load_or_exit(RouterSettings, args, prog="python -m router")
     logs.configure("router", log_format=config.log_format, level=config.log_level)
+    me = multi.member()
     try:
-        app, parts = build(config)
-        sock = serve.bind(config.host, config.port)
-    except (KeyFileError, OSError) as exc:
+        if me is None and config.processes > 1:
+            sys.exit(
+                multi.run(
+                    multi.command_of(args),
+                    config.processes,
+                    host=config.host,
+                    port=config.port,
+                    port_file=config.port_file,
+                    stop_s=config.drain_s + config.grace_s,
+                )
+            )
+        app, parts = build(config, me)
+        sock = me.bind() if me else serve.bind(config.host, config.port)
+    except (KeyFileError, TracingUnavailable, OSError) as exc:
         sys.exit(f"python -m router: {exc}")
 
     def stopping() -> None:
         parts.stopping = True
 
-    log.info("serving", host=config.host, port=sock.getsockname()[1], orchestrator=config.orchestrator_url)
+    async def synced(within_s: float) -> None:
+        await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=within_s)
+
+    if me is None:
+        log.info("serving", host=config.host, port=sock.getsockname()[1], orchestrator=config.orchestrator_url)
     serve.run(
         lambda: serve.serve(
-            app,
+            multi.Joining(app, me, sock, synced=synced) if me else app,
             sock,
             http=app.state.http,
-            port_file=config.port_file,
+            port_file=None if me else config.port_file,
+            drain_s=config.drain_s,
             grace_s=config.grace_s,
             on_stop=stopping,
         )

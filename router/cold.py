@@ -79,6 +79,11 @@ class ColdStarts:
     def __post_init__(self) -> None:
         self._held = Room(Bounds(self.max_held, self.max_held_bytes, self.tenant_share))
 
+    @property
+    def held_bytes(self) -> int:
+        """What the bodies of all that wait take."""
+        return self._held.size_bytes
+
     def resident(self, lora_id: str, excluded: Excluded = frozenset()) -> Adapter | None:
         """The adapter if some replica reports its exact digest as ready and not as draining.
 

@@ -48,7 +48,25 @@ class RouterSettings(HouseSettings):
         default=10.0, gt=0, description="how long a base model's request waits when every replica has failed it"
     )
     max_held_requests: int = Field(default=1000, ge=1, description="requests that may wait for adapters at once")
+    max_held_bytes: int = Field(default=256 * 2**20, gt=0, description="and what their bodies may take together")
+    max_cold_adapters_per_tenant: int = Field(
+        default=32, ge=1, description="adapters that may be brought for one tenant at once; more: 429"
+    )
+    max_head_bytes: int = Field(default=64 * 2**10, ge=1024, description="largest head of a request; larger: 431")
     max_body_bytes: int = Field(default=32 * 2**20, gt=0, description="largest request body; larger: 413")
+    max_bodies_bytes: int = Field(
+        default=2**30, gt=0, description="all bodies that are being read or waited for; more: 429"
+    )
+    head_timeout_s: float = Field(default=15.0, gt=0, description="for a client to send a whole head; longer: 408")
+    body_timeout_s: float = Field(default=60.0, gt=0, description="for a client to send a whole body; longer: 408")
+    send_timeout_s: float = Field(
+        default=60.0, gt=0, description="how long a client may read nothing of its answer before it is hung up on"
+    )
+    keep_alive_s: float = Field(
+        default=75.0,
+        gt=0,
+        description="how long a client's connection may idle; a proxy in front must give up first",
+    )
     max_answer_bytes: int = Field(default=64 * 2**20, gt=0, description="largest unstreamed answer from an engine")
     max_tries: int = Field(default=3, ge=1, description="replicas that one request may be sent to before it fails")
     tokenizer: str = Field(
@@ -84,11 +102,41 @@ class RouterSettings(HouseSettings):
         description="seconds of work queued at an engine at most; the rest waits here, in fair order",
     )
     max_waiting_requests: int = Field(default=10_000, ge=1, description="requests that may wait for room at an engine")
+    max_waiting_bytes: int = Field(default=2**30, gt=0, description="and what their bodies may take together")
+    tenant_share: float = Field(
+        default=0.5, gt=0, le=1, description="of what may wait, for room or for adapters, that one tenant may take"
+    )
+    max_in_flight_tokens: int = Field(
+        default=0, ge=0, description="prompt tokens at one base model's engines at once, the rest waits; 0: no bound"
+    )
     max_wait_s: float = Field(default=60.0, gt=0, description="how long one of them may wait before it gets 429")
+    breaker_failures: int = Field(default=5, ge=1, description="failures in a row that open an engine's circuit")
+    breaker_open_s: float = Field(default=2.0, gt=0, description="how long a circuit stays open first; then twice, ...")
+    breaker_max_open_s: float = Field(default=60.0, gt=0, description="and at most")
+    breaker_eject_share: float = Field(
+        default=0.5, ge=0, le=1, description="of a base model's fleet that may be shut for failing more than the others"
+    )
+    breaker_silent_s: float = Field(
+        default=20.0, gt=0, description="silence, beyond what its work explains, that opens an engine's circuit"
+    )
+    retry_share: float = Field(default=0.2, ge=0, le=1, description="of recent requests that may be tried once more")
+    retry_floor_per_s: float = Field(default=3.0, ge=0, description="and so many a second besides")
     session_header: str = Field(
         default="x-session-id", description="names a client's session, for policy session; without it: the body's user"
     )
-    grace_s: float = Field(default=30.0, ge=0, description="on SIGTERM, how long requests in flight may still take")
+    drain_s: float = Field(
+        default=5.0,
+        ge=0,
+        description="on SIGTERM, how long to go on serving while /ready says no: balancers lag",
+    )
+    grace_s: float = Field(default=30.0, ge=0, description="then, how long requests in flight may still take")
+    processes: int = Field(default=1, ge=1, le=64, description="router processes on this port, each with its own index")
+    otlp_endpoint: str = Field(
+        default="", description="OpenTelemetry collector for traces, such as http://127.0.0.1:4318; empty: none"
+    )
+    trace_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="of requests to trace, where the client's traceparent has not decided"
+    )
 
     @field_validator("costs")
     @classmethod

@@ -1,6 +1,7 @@
 """Who the replicas are and what they hold: follows the orchestrator's catalog and every agent's own report."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ class Discovery:
         self.changes = Changes()
         self.has_catalog = False
         self.confirmed_at: float | None = None
+        self._was_synced = False
         self._client = client
         self._url = orchestrator_url.rstrip("/")
         self._listener = listener
@@ -94,8 +96,13 @@ class Discovery:
                     task.cancel()
 
     def is_synced(self) -> bool:
-        """Whether a catalog is in force and every worker of it has been asked at least once."""
-        return self.has_catalog and all(f.metadata is not None or f.heard_at for f in self._follows.values())
+        """Whether a catalog is in force and every worker of it has been asked; once so, a worker that comes or cannot
+        be reached does not change it.
+        """
+        if not self._was_synced:
+            asked = (f.metadata is not None or f.heard_at for f in self._follows.values())
+            self._was_synced = self.has_catalog and all(asked)
+        return self._was_synced
 
     def look_now(self, worker: str | None = None) -> None:
         """Ask the orchestrator and this worker's agent (None: every agent) again at once."""
@@ -234,7 +241,8 @@ class Discovery:
     def _save(self, content: bytes) -> None:
         if self._state_file is None:
             return
-        partial = self._state_file.with_suffix(".partial")
+        # Several processes may keep it in one place.
+        partial = self._state_file.with_suffix(f".{os.getpid()}.partial")
         try:
             partial.write_bytes(content)
             partial.replace(self._state_file)

@@ -70,7 +70,8 @@ class Inference:
         parts, tracer = self._parts, self._parts.tracer
         trace = None
         if tracer is not None:
-            trace = tracer.begin(route.path, exchange.received_at, exchange.header(b"traceparent"))
+            traceparent = exchange.header(b"traceparent")
+            trace = tracer.begin(route.path, exchange.received_at, traceparent, method=route.method)
         try:
             if trace is not None:
                 trace.stage("authenticate")

@@ -19,6 +19,7 @@ from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.upstream import Origin
 from router.stages import Question, decided, resolve_target, tokenize, warm
 from router.surface import generate
+from router.surface.routes import Route
 from router.surface.stored import gone, tagged_response_id, worker_of
 from router.surface.usage import EngineUsage
 from router.tokens import Tokens
@@ -75,6 +76,8 @@ class Journey:
         while True:
             attempts += 1
             if not is_refused:
+                if self.trace is not None:
+                    self.trace.stage("warm")
                 target = await warm(self.parts, self.caller, target, self.question, excluded)
             flight = await self._decided(target, tokens, excluded)
             try:
@@ -85,7 +88,7 @@ class Journey:
                 excluded |= {replica.incarnation}
                 # An engine that is up and says no will not be another one soon; one that died may be.
                 is_refused = exc.reason == "engine_unavailable"
-                self._failed(exc, replica, attempts, sent_at=flight.load.began_at)
+                self._failed(exc, flight, attempts)
                 if is_pinned:
                     raise NoReplica(f"only worker {replica.id!r} keeps the earlier response: {exc}") from exc
             except BaseException:
@@ -97,7 +100,7 @@ class Journey:
         self.usage = begun.attempt.usage()
         begun.flight.compare(self.usage)
         if self.trace is not None:
-            self.trace.attributes |= _told(begun.flight, self.usage)
+            self.trace.attributes |= _told(self.question.route, begun.flight, self.usage)
 
     def limit_headers(self) -> str:
         """Header lines: where the caller's key stands; empty for a key without limits."""
@@ -169,9 +172,12 @@ class Journey:
             # take the next one down together, and the one that did it is known.
             async with self.parts.alone(flight.routed.decision.replica.incarnation):
                 attempt = await open_attempt(self.parts.pool, call, limits)
-        if attempt.status < 500:
-            now = self.parts.clock()
-            self.parts.mind.succeeded(flight.routed.decision.replica, now, sent_at=flight.load.began_at)
+        replica, now, sent_at = flight.routed.decision.replica, self.parts.clock(), flight.load.began_at
+        if attempt.status < 400:
+            self.parts.mind.succeeded(replica, now, sent_at=sent_at)
+        elif attempt.status >= 500:
+            # The client's to have, and a word against the engine all the same.
+            self.parts.mind.failed(replica, "engine_error", now, sent_at=sent_at)
         self.is_served = attempt.status < 400
         return Begun(flight, attempt, call.engine_model)
 
@@ -216,9 +222,10 @@ class Journey:
         given = self.question.decoded.get("request_id")
         return tagged_response_id(given, token_hex(16), tenant=self.caller.tenant, worker=replica.id)
 
-    def _failed(self, exc: ReplicaUnreachable, replica: Replica, attempt: int, *, sent_at: float) -> None:
+    def _failed(self, exc: ReplicaUnreachable, flight: Flight, attempt: int) -> None:
         """Note a failed attempt; raises NoReplica when another would not help, or may not be made."""
         parts, now = self.parts, self.parts.clock()
+        replica, sent_at = flight.routed.decision.replica, flight.load.began_at
         log.warning(
             "attempt failed",
             request_id=self.question.request_id,
@@ -231,20 +238,27 @@ class Journey:
         if self.trace is not None:
             self.trace.stage_failed(exc.reason)
         parts.metrics.retries.labels(exc.reason).inc()
+        is_trial = parts.mind.breaker.is_trial(replica, flight.load)
         parts.mind.failed(replica, exc.reason, now, sent_at=sent_at)
         parts.discovery.look_now(replica.id)
         self.deaths += exc.reason in _DEATHS
         # A second engine that dies of it, or one too slow for it, says more about the request than about the engine.
-        is_hopeless = self.deaths >= _MAX_DEATHS or exc.reason in _HOPELESS or attempt >= parts.config.max_tries
+        is_hopeless = (
+            self.deaths >= _MAX_DEATHS
+            or (exc.reason in _HOPELESS and not is_trial)
+            or attempt >= parts.config.max_tries
+        )
         if is_hopeless or not parts.mind.may_retry(replica, now, sent_at=sent_at):
             raise NoReplica(f"{attempt} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
 
 
-def _told(flight: Flight, usage: EngineUsage | None) -> dict[str, AttributeValue]:
+def _told(route: Route, flight: Flight, usage: EngineUsage | None) -> dict[str, AttributeValue]:
     """A request's attributes in its trace, by the names of OpenTelemetry's conventions where they have one."""
     routed = flight.routed
     told: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": route.operation,
         "gen_ai.request.model": routed.target.asked,
+        "lorafleet.request_id": routed.request_id,
         "lorafleet.worker": routed.decision.replica.id,
         "lorafleet.adapter": routed.prompt.ask.engine_name or "base",
         "lorafleet.cached_tokens": routed.decision.score.cached_tokens,

@@ -62,6 +62,17 @@ class Metrics:
         self.kv_feeds = Gauge("kv_feeds", "Workers by where their blocks are learned from.", ("source",), **on)
         self.kv_bytes = Gauge("kv_bytes", "Memory of the index and of our own ledgers.", ("what",), **on)
         self.kv_sockets_waiting = Gauge("kv_sockets_waiting", "Engines whose events find no time yet.", **on)
+        self.circuit_open = Gauge("circuit_open", "1 while a replica is passed over.", ("worker",), **on)
+        self.circuit_openings = Counter("circuit_openings", "Circuits opened, by cause.", ("worker", "reason"), **on)
+        self.circuit_ignored = Counter("circuit_ignored", "Sent to a shut replica: every other was shut, too.", **on)
+        self.retries_refused = Counter("retries_refused", "Attempts not made again: the budget was spent.", **on)
+        self.rate_limited = Counter("rate_limited", "Requests beyond their key's limits.", ("limit",), **on)
+        self.waiting_bytes = Gauge("waiting_bytes", "Bodies of requests that wait for room.", **on)
+        self.held_bytes = Gauge("held_bytes", "Bodies of requests that wait for adapters.", **on)
+        self.connections = Gauge("client_connections", "Clients' connections that are open.", **on)
+        self.engine_connections = Gauge("engine_connections", "Connections to engines, idle ones too.", **on)
+        self.refused = Counter("refused_requests", "Not valid HTTP, too large or too slow, by code.", ("code",), **on)
+        self.traces = Counter("traces", "Traced requests, by what became of them.", ("outcome",), **on)
         self.replicas = Gauge("replicas", "Replicas known, by state.", ("state",), **on)
         self.catalog_age = Gauge("catalog_age_seconds", "Since the orchestrator last confirmed the catalog.", **on)
         self.catalog_revision = Gauge("catalog_revision", "Revision of the catalog in force.", **on)
@@ -76,7 +87,15 @@ class Metrics:
             self.kv_error,
             self.prefill_rate,
             self.decode_rate,
+            self.circuit_open,
         ):
             metric.remove_by_labels({"worker": worker})
-        for counter in (self.kv_events, self.kv_rejected, self.kv_gaps, self.kv_snapshots, self.kv_changed_blocks):
+        for counter in (
+            self.circuit_openings,
+            self.kv_events,
+            self.kv_rejected,
+            self.kv_gaps,
+            self.kv_snapshots,
+            self.kv_changed_blocks,
+        ):
             counter.remove_by_labels({"worker": worker})

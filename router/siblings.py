@@ -26,6 +26,7 @@ LARGEST = frozenset(
     for name in (
         "catalog_age_seconds",
         "catalog_revision",
+        "circuit_open",
         "kv_blocks",
         "kv_degraded",
         "kv_error_share",
@@ -39,11 +40,15 @@ LARGEST = frozenset(
 SUMMED = frozenset(
     f"lorafleet_router_{name}"
     for name in (
+        "client_connections",
+        "engine_connections",
+        "held_bytes",
         "held_requests",
         "in_flight_requests",
         "kv_bytes",
         "kv_sockets_waiting",
         "token_cache_bytes",
+        "waiting_bytes",
         "waiting_requests",
     )
 )

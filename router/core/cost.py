@@ -28,8 +28,8 @@ class Costs:
     # What one second of prefill takes from each decode that runs beside it.
     decode_harm: float = 0.05
     # How much a second counts that an answer takes longer, against one that its first token comes later. Above 0 the
-    # faster replicas draw work, and their caches turn over: with 0.05 hits are 0.01 to 0.02 lower in `benchmarks.trace`,
-    # replicas 20 % apart, and first tokens no sooner. For fleets of mixed GPUs.
+    # faster replicas draw work, and their caches turn over: with 0.05 hits are 0.01 to 0.02 lower in
+    # `benchmarks.trace`, replicas 20 % apart, and first tokens no sooner. For fleets of mixed GPUs.
     decode_share: float = 0.0
     # What a second of work costs later, for each e-fold by which its replica is more crowded than the least crowded: it
     # displaces blocks, and an adapter draws its traffic there. This and the next five: `benchmarks.trace`, loads 1 and

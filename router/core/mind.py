@@ -141,6 +141,11 @@ class Mind:
             if silent_s > self.breaker.rules.silent_s:
                 self.failed(replica, SILENT, now)
 
+    @property
+    def retries_refused(self) -> int:
+        """Attempts that were not made again because their base model's budget was spent."""
+        return sum(budget.refused for budget in self._budgets.values())
+
     def _current(self, replica: Replica) -> Replica | None:
         """It as it is now, if that is still the same incarnation."""
         same = (r for r in self.roster(replica.base_model).replicas if r.incarnation == replica.incarnation)
