@@ -19,6 +19,7 @@ from statistics import median
 import uvloop
 
 from benchmarks.relay.bench import FULL, QUICK, Bench
+from benchmarks.relay.client import Failed
 from benchmarks.relay.contenders import CONTENDERS, EXACT, HOW_TO_ADD, Contender, NotStarted, Stage, environment
 from benchmarks.relay.machine import busy_s, cores, described, own_s, stolen_s
 from benchmarks.relay.rows import GROUPS, Scene
@@ -58,7 +59,7 @@ def main() -> None:
         show("relay", rows, options.json)
         if options.profile is not None:
             _print_hot_spots(options.profile)
-    except NotStarted as exc:
+    except (NotStarted, Failed) as exc:
         sys.exit(f"python -m benchmarks.relay: {exc}")
     finally:
         guard.release()
@@ -116,11 +117,16 @@ async def _measured(bench: Bench, options: argparse.Namespace) -> list[Row]:
 
 
 def _chosen(options: argparse.Namespace) -> list[Contender]:
-    names = options.contenders
-    if names is None and (options.quick or options.profile):
-        names = ["lorafleet"]
+    wanted: list[str] | None = options.contenders
+    if wanted is None:
+        ours_alone = options.quick or options.profile
+        return [c for c in CONTENDERS if c.kind in ("ours", "direct") or not ours_alone]
+    whole_names = {c.name for c in CONTENDERS}
     return [
-        c for c in CONTENDERS if names is None or c.name == "direct" or any(c.name.startswith(name) for name in names)
+        c
+        for c in CONTENDERS
+        if c.kind == "direct"
+        or any(c.name == name or (name not in whole_names and c.name.startswith(name)) for name in wanted)
     ]
 
 
@@ -141,7 +147,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
     parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="ROWS", help=f"of {', '.join(GROUPS)}")
     parser.add_argument(
-        "--contenders", nargs="+", metavar="NAME", help="whose names begin so; direct is always among them"
+        "--contenders", nargs="+", metavar="NAME", help="names, or how they begin; direct is always among them"
     )
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with the peers' Python packages")
     parser.add_argument(

@@ -233,7 +233,7 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def _clients(runnings: Sequence[Running]) -> AsyncIterator[dict[str, Client]]:
-    clients = {running.name: Client(running.port) for running in runnings}
+    clients = {running.name: Client(running.name, running.port) for running in runnings}
     try:
         yield clients
     finally:

@@ -128,9 +128,10 @@ class _Lane(asyncio.Protocol):
 
 
 class Client:
-    """Keep-alive connections to one port."""
+    """Keep-alive connections to one contender."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, name: str, port: int) -> None:
+        self._name = name
         self._port = port
         self._lanes: list[_Lane] = []
 
@@ -144,7 +145,7 @@ class Client:
         outcome = await self.attempt(requests, total=total, connections=connections, over_s=over_s, most_s=most_s)
         if outcome.failures:
             count, first = len(outcome.failures), outcome.failures[0]
-            raise Failed(f"port {self._port}: {count} of {total} requests failed; the first: {first}")
+            raise Failed(f"{self._name}: {count} of {total} requests failed; the first: {first}")
         return outcome
 
     async def attempt(
@@ -215,7 +216,7 @@ async def first_chunks_s(port: int, requests: Requests, *, streams: int, turns: 
             taken = _clock() - began
             rest = await answer.read()
         if answer.status != 200 or not (first + rest).endswith(_DONE):
-            raise Failed(f"{answer.status} {(first + rest)[-300:]!r}")
+            raise Failed(f"port {port}: {answer.status} {(first + rest)[-300:]!r}")
         return taken
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
