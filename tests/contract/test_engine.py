@@ -132,6 +132,29 @@ def test_token_ids_come_back_when_asked_for(bench: Bench) -> None:
     assert (completion["usage"]["prompt_tokens"], completion["usage"]["completion_tokens"]) == (3, 4)
 
 
+def test_a_chat_runs_on_the_ids_that_came_with_it(bench: Bench) -> None:
+    ids = bench.tokens(1, extra=5)
+    body = {"messages": HELLO, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    chat = bench.client.post(CHAT, json=body | {"kv_transfer_params": {"prompt_token_ids": ids}}).json()
+    alone = bench.complete(ids, max_tokens=4, return_token_ids=True)
+    assert chat["prompt_token_ids"] == ids
+    assert chat["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+    assert (chat["usage"]["prompt_tokens"], chat["kv_transfer_params"]) == (len(ids), None)
+    without = bench.client.post(CHAT, json=body).json()["prompt_token_ids"]
+    for more in ({"kv_transfer_params": {}}, {"kv_transfer_params": {"prompt_token_ids": ids}, "echo": True}):
+        assert bench.client.post(CHAT, json=body | more).json()["prompt_token_ids"] == without
+    for odd in ([], "x", [-1], [True], [1.0]):
+        refused = bench.client.post(CHAT, json=body | {"kv_transfer_params": {"prompt_token_ids": odd}})
+        message = (
+            "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers. "
+            "(parameter=kv_transfer_params.prompt_token_ids)"
+        )
+        expected = envelope(message, "BadRequestError", 400, "kv_transfer_params.prompt_token_ids")
+        assert (refused.status_code, refused.json()) == (400, expected)
+    unknown = bench.client.post(CHAT, json=body | {"kv_transfer_params": {"prompt_token_ids": [9999]}})
+    assert (unknown.status_code, "9999 is out of vocabulary" in unknown.text) == (400, True)
+
+
 def test_several_prompts_and_choices_are_numbered_in_order(bench: Bench) -> None:
     answer = bench.complete(["one", "two"], n=2, temperature=1, max_tokens=2)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]

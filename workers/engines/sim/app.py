@@ -61,9 +61,10 @@ class Service:
         if not body.messages:
             raise Refused("Cannot apply chat template to an empty conversation. Provide at least one message.")
         try:
-            prompt = self.tokenizer.chat_ids(body.model_dump(exclude_unset=True))
+            prompt = body.given_ids or self.tokenizer.chat_ids(body.model_dump(exclude_unset=True))
         except Untokenizable as exc:
             raise Refused(str(exc)) from exc
+        self._check_vocabulary(body.given_ids or ())
         wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         bodies.check_length(len(prompt), self.settings.max_model_len, from_text=True)
         return await self._generate(request, body, adapter, [prompt], wanted, [""])
@@ -83,8 +84,7 @@ class Service:
             else:
                 ids = prompt
             bodies.check_length(len(ids), self.settings.max_model_len, from_text=isinstance(prompt, str))
-            if unknown := [token for token in ids if token >= self.vocabulary]:
-                raise Refused(f"Token id {max(unknown)} is out of vocabulary")
+            self._check_vocabulary(ids)
             prompts.append(ids)
         echoes = [(p if isinstance(p, str) else self.tokenizer.decode(p)) if body.echo else "" for p in asked]
         return await self._generate(request, body, adapter, prompts, body.max_tokens, echoes)
@@ -285,6 +285,10 @@ class Service:
         """POST /reset_prefix_cache, with VLLM_SERVER_DEV_MODE=1 only. The event goes out with the next step."""
         self.engine.batch.pool.clear()
         return Response(status_code=200)
+
+    def _check_vocabulary(self, ids: Sequence[int]) -> None:
+        if unknown := [token for token in ids if token >= self.vocabulary]:
+            raise Refused(f"Token id {max(unknown)} is out of vocabulary")
 
     def _adapter(self, model: str | None) -> Adapter | None:
         """What `model` names; None is the base model. Raises `Refused` with vLLM's 404."""

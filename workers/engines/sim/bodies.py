@@ -86,6 +86,20 @@ class Chat(Generate, Messages):
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
+    kv_transfer_params: dict[str, Any] | None = None
+    echo: bool = False
+
+    @property
+    def given_ids(self) -> list[int] | None:
+        """The prompt's ids, where they came along; vLLM 0.32 renderers/online_renderer.py _reused_prompt_token_ids."""
+        given = (self.kv_transfer_params or {}).get("prompt_token_ids")
+        if given is None or self.echo:
+            return None
+        if not isinstance(given, list) or not given or any(type(one) is not int or one < 0 for one in given):
+            name = "kv_transfer_params.prompt_token_ids"
+            message = "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers."
+            raise invalid(message, name)
+        return given
 
 
 class Completion(Generate):
