@@ -110,7 +110,7 @@ class _BoundedHead(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None] | None, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None] | None, drain_s: float = 0.0) -> None:
         super().__init__(config)
         self._on_stop = on_stop
         self._drain_s = drain_s

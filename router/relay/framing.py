@@ -4,7 +4,7 @@ httptools 0.9 (llhttp, strict) itself refuses, seen running: Content-Length besi
 either, a Content-Length with anything but digits before its end, folded lines, bare CR or LF, control characters,
 spaces before the colon, odd characters in names, bad or overflowing chunk sizes. What it lets through and is refused
 here: any coding besides `chunked`, chunked in HTTP/1.0, blanks after either value, HTTP/0.9 and 2.0, no Host or two,
-CONNECT and Upgrade (after which it would not read the body as a body).
+CONNECT, and Upgrade with a body (which it would not read as a body).
 """
 
 import functools
@@ -50,8 +50,6 @@ def checked_head(
             raise _invalid("no Host header")
     elif not _HOST.fullmatch(host):
         raise _invalid("a Host header that names no host")
-    if parser.should_upgrade():
-        raise _invalid("Upgrade and CONNECT are not served; send the request without them")
     content_length = 0
     length = fields.get(b"content-length")
     if length is not None:
@@ -60,6 +58,11 @@ def checked_head(
         content_length = int(length)
     elif b"transfer-encoding" in fields and (fields[b"transfer-encoding"].lower() != b"chunked" or not is_1_1):
         raise _invalid("a Transfer-Encoding other than `chunked`, or in HTTP/1.0")
+    # An Upgrade may be ignored, but httptools takes what follows such a head for the other protocol's, not for a body.
+    if parser.should_upgrade() and (
+        content_length or b"transfer-encoding" in fields or parser.get_method() == b"CONNECT"
+    ):
+        raise _invalid("CONNECT is not served, nor is Upgrade on a request with a body; send it without")
     return is_1_1, content_length, is_1_1 and b"expect" in fields and _expects(fields[b"expect"])
 
 

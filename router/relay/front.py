@@ -321,11 +321,25 @@ class _Connection(HttpToolsProtocol):
         self._read_bytes = self._unread_bytes = len(data)
         try:
             self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as exc:
+            self._read_on(data[exc.args[0] :])
         except httptools.HttpParserError as exc:
             self._stop_reading(exc)
             return
         if self._phase:
             self._count_unfinished()
+
+    def _read_on(self, data: bytes) -> None:
+        """After a message whose Upgrade is not taken up: what follows it is the next message."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as exc:
+                data = data[exc.args[0] :]  # how far the parser came
+                continue
+            except httptools.HttpParserError as exc:
+                self._stop_reading(exc)
+            return
 
     def pause_writing(self) -> None:
         self.is_write_paused = True

@@ -117,12 +117,13 @@ REFUSED = {
     "Host with a user": b"Host: a@b\r\n\r\n",
     "Expect of something else": HOST + b"Expect: 200-ok\r\nContent-Length: 3\r\n\r\nabc",
     "Upgrade with a body": HOST + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n\r\nabc" + SMUGGLED,
-    "Upgrade to websocket": HOST + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+    "Upgrade with chunks": HOST + b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + TE + b"\r\n" + EMPTY,
 }
 
 # Whole messages that no path is served for.
 REFUSED_WHOLE = {
     "CONNECT": b"CONNECT a:443 HTTP/1.1\r\nHost: a\r\n\r\n",
+    "CONNECT with Upgrade": b"CONNECT a:443 HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
     "OPTIONS of everything": b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n",
     "HTTP/0.9": b"GET /hot\r\n\r\n",
     "HTTP/0.9, said": b"GET /hot HTTP/0.9\r\n\r\n",
@@ -162,6 +163,12 @@ SERVED = {
     "Transfer_Encoding": (HOST + b"Transfer_Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
     "X-Transfer-Encoding": (HOST + b"X-Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
     "a request for a body": (HOST + b"Content-Length: %d\r\n\r\n" % len(SMUGGLED) + SMUGGLED, SMUGGLED),
+    # As Java's client begins, unasked.
+    "Upgrade to HTTP/2": (
+        HOST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: A\r\n\r\n",
+        b"",
+    ),
+    "Upgrade to websocket": (HOST + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n", b""),
     "an IPv6 Host": (b"Host: [::1]:8000\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
     "an empty Host": (b"Host:\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
 }
@@ -205,6 +212,16 @@ async def test_what_can_be_read_in_one_way_is_served_and_the_connection_goes_on(
                 client.send(post(path, b"next"))
                 assert (await client.answer())[2] == b"4", name
                 served.seen.clear()
+
+
+async def test_an_upgrade_that_is_not_taken_up_hides_nothing_that_follows_it():
+    upgrade = b"POST /hot HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    async with fronted() as served, await served.client() as client:
+        client.send((upgrade + post(HOT, b"abc")) * 3)
+        assert [(await client.answer())[2] for _ in range(6)] == [b"0", b"3"] * 3
+        client.send(upgrade + b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        assert (await client.answer())[2] == b"0"
+        assert error_of(await client.rest()) == (400, "invalid_http")
 
 
 @pytest.mark.parametrize("target", ["http://a/hot", "http://a:80/hot?x=1", "/hot?x=1", "/hot?", "/hot#x"])

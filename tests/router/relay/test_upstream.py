@@ -140,7 +140,7 @@ async def test_bytes_that_come_while_a_connection_is_idle_close_it(pool):
         await ask(pool, engine.url)
         assert pool.connections == 1
         go_on.set()
-        await until(lambda: not pool.connections)
+        await until(lambda: not pool.connections, limit_s=2)
         assert pool.idle(Origin.parse(engine.url)) is None
 
 
@@ -339,7 +339,7 @@ async def test_a_paused_connection_holds_the_engine_back_and_little_is_read(pool
         nonlocal sent
         await engine.request(reader)
         writer.write(CHUNKED)
-        for _ in range(400):
+        for _ in range(300):
             writer.write(b"%x\r\n%b\r\n" % (50_000, b"x" * 50_000))
             await writer.drain()
             sent += 50_000
@@ -354,20 +354,19 @@ async def test_a_paused_connection_holds_the_engine_back_and_little_is_read(pool
                 connection.pause()
 
     async with Engine(script) as engine:
-        connection, heard = await begin(pool, engine.url, sink=Slow(), within_s=0.6)
+        connection, heard = await begin(pool, engine.url, sink=Slow(), within_s=1.0)
         await asyncio.wait_for(heard.news.wait(), 5)
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.6)
         before = sent
-        await asyncio.sleep(0.4)  # past its deadline: a client that reads slowly is not the engine's fault
-        assert sent == before < 400 * 50_000
+        await asyncio.sleep(0.6)  # past its deadline: a client that reads slowly is not the engine's fault
+        assert sent == before < 300 * 50_000
         assert len(heard.body) <= 2 * 256 * 1024
         assert not heard.done.is_set()
-        connection.deadline += 5
         connection.resume()
         connection.resume()
         await asyncio.wait_for(heard.done.wait(), 10)
         assert heard.ended
-        assert len(heard.body) == 400 * 50_000
+        assert len(heard.body) == 300 * 50_000
 
 
 async def test_a_connection_that_was_paused_at_its_end_reads_again_for_the_next(pool):
