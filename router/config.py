@@ -80,8 +80,9 @@ class RouterSettings(HouseSettings):
     tokenize_timeout_s: float = Field(
         default=0.5, gt=0, description="how long an engine's /tokenize may hold up a request that is not tokenized here"
     )
-    send_token_ids: bool = Field(
-        default=True, description="give engines the ids of prompts tokenized here, where they then answer the same"
+    send_prompt_ids: Literal["off", "completions", "all"] = Field(
+        default="completions",
+        description="give vLLM the ids of prompts tokenized here; all: of chats, too, by kv_transfer_params",
     )
     kv_tail_poll_s: float = Field(
         default=5.0, gt=0, description="how often a silent engine is asked for KV events that got lost"

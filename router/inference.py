@@ -29,6 +29,7 @@ from router.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cach
 from router.surface import generate
 from router.surface.routes import ROUTES, ErrorShape, Route, find, response_id_of
 from router.surface.stored import gone, worker_of
+from router.surface.usage import HiddenUsage
 from router.tracing import Trace
 
 log = structlog.get_logger()
@@ -161,17 +162,18 @@ class Inference:
         if journey.grows is not None and attempt.streamed:
             echo = Growing(journey.grows.events)
         if attempt.streamed:
-            await self._streamed(attempt, about, echo, answer, hide_usage=question.hides_usage)
+            hidden = HiddenUsage(parts.signatures, routed.decision.replica.id) if question.hides_usage else None
+            await self._streamed(attempt, about, echo, answer, hidden)
         else:
             answer.whole(attempt.status, about, echo.whole(attempt.first))
         journey.learn(begun)
 
     async def _streamed(
-        self, attempt: Attempt, about: str, echo: Renamed, answer: "_Answer", *, hide_usage: bool = False
+        self, attempt: Attempt, about: str, echo: Renamed, answer: "_Answer", hidden: HiddenUsage | None = None
     ) -> None:
         answer.begin(attempt.status, about)
         try:
-            await attempt.relay(answer.exchange, echo, hide_usage=hide_usage)
+            await attempt.relay(answer.exchange, echo, hidden=hidden)
         except StreamBroken as exc:
             log.warning("stream broken", request_id=answer.request_id, error=str(exc), cause=str(exc.__cause__ or ""))
             answer.fail(exc)

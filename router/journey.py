@@ -188,7 +188,8 @@ class Journey:
         model = dialect.model(routed.target.base_model, engine_name)
         sends_ids = (
             tokens.source == "local"
-            and parts.config.send_token_ids
+            and parts.config.send_prompt_ids != "off"
+            and (route.prompt == "completion" or parts.config.send_prompt_ids == "all")
             and routed.prompt.ask.prompt_tokens > _FEW_TOKENS
             and may_send_ids(
                 route.prompt,

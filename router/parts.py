@@ -93,6 +93,8 @@ class Parts:
     credit: Credit = field(default_factory=Credit)
     clock: Callable[[], float] = time.monotonic
     decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))
+    # What each engine signs its streams with.
+    signatures: dict[str, bytes] = field(default_factory=dict)
     stopping: bool = False
     _alone: dict[Incarnation, asyncio.Lock] = field(default_factory=dict)
 

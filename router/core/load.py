@@ -37,6 +37,7 @@ class InFlight:
     began_at: float
     prompt_tokens: int = 0
     in_prefill: bool = True
+    is_unreported: bool = True
     ended: bool = False
     counted_in: "_Work | None" = None
 
@@ -118,10 +119,22 @@ _IDLE = Own()
 
 @dataclass(slots=True)
 class _Book:
-    """Of one worker. `history`: (when, in prefill, in flight) after every change."""
+    """Of one worker. Sums are kept as requests come and go: a decision must not cost more the more are in flight.
+
+    prefill_s, largest_s  of those in prefill: seconds of work together, and of the largest
+    unreported_tokens     uncached tokens of those that the engine's report does not know of, or that are in prefill
+    names                 how many requests run each; `engine_names` and `fresh` as in Own
+    history               (when, in prefill, in flight) after every change
+    """
 
     flights: set[InFlight] = field(default_factory=set)
     in_prefill: dict[InFlight, None] = field(default_factory=dict)
+    prefill_s: float = 0.0
+    largest_s: float = 0.0
+    unreported_tokens: int = 0
+    names: dict[str, int] = field(default_factory=dict)
+    engine_names: frozenset[str] = frozenset()
+    fresh: frozenset[str] = frozenset()
     busy_until: float = -inf
     freed_tokens: int = 0
     placed_tokens: float = 0.0
@@ -135,6 +148,67 @@ class _Book:
     others_until: float = -inf
     others_in_flight: int = 0
     own: Own | None = None
+
+    @property
+    def reported_at(self) -> float:
+        """When the engine's own counts were read."""
+        return self.replica.report.at if self.replica is not None else -inf
+
+    def add(self, flight: InFlight, now: float) -> None:
+        """One more, in prefill."""
+        self.flights.add(flight)
+        self.in_prefill[flight] = None
+        self.busy_until = max(self.busy_until, now) + flight.prefill_s
+        self.prefill_s += flight.prefill_s
+        self.largest_s = max(self.largest_s, flight.prefill_s)
+        self.unreported_tokens += flight.uncached_tokens
+        name = flight.engine_name
+        self.names[name] = self.names.get(name, 0) + 1
+        if name not in self.engine_names:
+            self.engine_names |= {name}
+        self.dispatched_at[name] = now
+        if name not in self.fresh and now > self.reported_at:
+            self.fresh |= {name}
+
+    def leave_prefill(self, flight: InFlight, now: float) -> None:
+        """Its prefill is over, or it is."""
+        flight.in_prefill = False
+        del self.in_prefill[flight]
+        # Summed anew when it may have been rounded, and when nothing is left of it.
+        self.prefill_s = self.prefill_s - flight.prefill_s if len(self.in_prefill) > 1 else self._summed_s()
+        if flight.prefill_s >= self.largest_s:
+            self.largest_s = max([left.prefill_s for left in self.in_prefill], default=0.0)
+        # What is left begins now: however wrong the predictions were, the error does not outlive them.
+        self.busy_until = now + self.prefill_s
+        self._is_known(flight)
+
+    def remove(self, flight: InFlight) -> None:
+        """It is over, and out of prefill."""
+        self.flights.discard(flight)
+        if flight.is_unreported:
+            self.unreported_tokens -= flight.uncached_tokens
+        name = flight.engine_name
+        self.names[name] -= 1
+        if not self.names[name]:
+            del self.names[name]
+            self.engine_names -= {name}
+
+    def reported(self) -> None:
+        """There are new counts of the engine's."""
+        self.freed_tokens = 0
+        at = self.reported_at
+        for flight in self.flights:
+            self._is_known(flight)
+        self.dispatched_at = {n: when for n, when in self.dispatched_at.items() if n in self.names or when > at}
+        self.fresh = frozenset([name for name, when in self.dispatched_at.items() if when > at])
+
+    def _is_known(self, flight: InFlight) -> None:
+        if flight.is_unreported and not flight.in_prefill and flight.began_at <= self.reported_at:
+            flight.is_unreported = False
+            self.unreported_tokens -= flight.uncached_tokens
+
+    def _summed_s(self) -> float:
+        return sum([left.prefill_s for left in self.in_prefill])
 
     def changed(self, now: float) -> None:
         self.history.append((now, len(self.in_prefill), len(self.flights)))
@@ -192,13 +266,10 @@ class LoadBook:
             work.in_flight_tokens += prompt_tokens
             flight.counted_in = work
         book = self._books.setdefault(worker, _Book())
-        book.flights.add(flight)
-        book.in_prefill[flight] = None
-        book.busy_until = max(book.busy_until, now) + prefill_s
+        book.add(flight, now)
         fading = exp((book.placed_at - now) / PLACED_S)
         book.placed_tokens = book.placed_tokens * fading + flight.uncached_tokens
         book.placed_at = now
-        book.dispatched_at[engine_name] = now
         book.changed(now)
         self._prefill_each_s += _SMOOTHING * (prefill_s - self._prefill_each_s)
         return flight
@@ -206,12 +277,12 @@ class LoadBook:
     def first_token(self, flight: InFlight, now: float) -> None:
         """Its prefill is over; repeats change nothing."""
         if flight.in_prefill and not flight.ended:
-            flight.in_prefill = False
             book = self._books.get(flight.worker)
             if book is not None and flight in book.flights:
                 book.heard_at = now
-                self._leave_prefill(book, flight, now)
+                book.leave_prefill(flight, now)
                 book.changed(now)
+            flight.in_prefill = False
 
     def heard(self, flight: InFlight, now: float) -> None:
         """More of its answer came: its engine is alive."""
@@ -245,7 +316,7 @@ class LoadBook:
         if book is None or flight not in book.flights:
             return
         if flight.in_prefill:
-            self._leave_prefill(book, flight, now)
+            book.leave_prefill(flight, now)
         else:
             # Only of those that were answered: a refusal takes no time, and says nothing of one. The plain mean at
             # first, so that one odd request does not count for ten.
@@ -253,7 +324,7 @@ class LoadBook:
             book.heard_at = now
             share = max(_SMOOTHING, 1 / book.ended)
             book.mean_request_s += share * (now - flight.began_at - book.mean_request_s)
-        book.flights.discard(flight)
+        book.remove(flight)
         if book.replica is not None and flight.began_at <= book.replica.report.at:
             book.freed_tokens += flight.uncached_tokens
         book.changed(now)
@@ -270,14 +341,12 @@ class LoadBook:
         book.replica, book.own = replica, None
         if not is_new:
             return
-        book.freed_tokens = 0
+        book.reported()
         in_prefill, in_flight = book.had(report.at)
         # Of ours in prefill the engine counts one as running already: it works on the first while the others wait.
         others_waiting = max(0, report.waiting - max(0, in_prefill - 1))
         book.others_until = report.at + others_waiting * self._prefill_each_s
         book.others_in_flight = max(0, report.running + report.waiting - in_flight)
-        running = {flight.engine_name for flight in book.flights}
-        book.dispatched_at = {n: at for n, at in book.dispatched_at.items() if n in running or at > report.at}
 
     def own(self, worker: WorkerId) -> Own:
         """What is known of a replica's load; the same object until something changes."""
@@ -295,10 +364,7 @@ class LoadBook:
     def in_flight(self) -> Iterable[tuple[WorkerId, str, int]]:
         """(worker, engine name, requests in flight) of everything that is in flight."""
         for worker, book in self._books.items():
-            counts: dict[str, int] = {}
-            for flight in book.flights:
-                counts[flight.engine_name] = counts.get(flight.engine_name, 0) + 1
-            for engine_name, count in counts.items():
+            for engine_name, count in book.names.items():
                 yield worker, engine_name, count
 
     def admit(self, base_model: str, seconds: float, now: float, *, context_tokens: float | None = None) -> None:
@@ -333,49 +399,43 @@ class LoadBook:
         work = self._work.get(base_model)
         return 0 if work is None else work.in_flight_tokens
 
-    def _leave_prefill(self, book: _Book, flight: InFlight, now: float) -> None:
-        del book.in_prefill[flight]
-        # What is left begins now: however wrong the predictions were, the error does not outlive them.
-        book.busy_until = now + sum(left.prefill_s for left in book.in_prefill)
-
 
 def _frozen(book: _Book) -> Own:
     replica = book.replica
     in_prefill = len(book.in_prefill)
     in_decode = len(book.flights) - in_prefill
-    waits = [flight.prefill_s for flight in book.in_prefill]
     in_flight = len(book.flights) + book.others_in_flight
     full_s = kv_token_s = 0.0
     kv_tokens = kv_free_tokens = inf
-    slot_at = report_at = placed = -inf
+    slot_at = placed = -inf
     total = 0
+    names = book.engine_names
+    slots_used = len(names) - ("" in names)
     if replica is not None:
-        report_at = replica.report.at
         beyond = in_flight + 1 - replica.max_num_seqs
         full_s = book.request_s * beyond / replica.max_num_seqs if beyond > 0 else 0.0
-        slot_at = _slot_at(book.flights, replica.max_loras, book.request_s)
+        if 0 < replica.max_loras <= slots_used:
+            slot_at = _slot_at(book.flights, replica.max_loras, book.request_s)
         total = replica.total_kv_blocks * replica.block_size
         if total:
             # What the engine says, less what has ended since, and with what it has not begun; a prefix that several
             # requests share is in use once.
-            sent = sum([f.uncached_tokens for f in book.flights if f.in_prefill or f.began_at > report_at])
-            in_use = max(0.0, replica.report.kv_usage * total + sent - book.freed_tokens)
+            in_use = max(0.0, replica.report.kv_usage * total + book.unreported_tokens - book.freed_tokens)
             kv_tokens, kv_free_tokens = total, total - in_use
             # Running requests give back all of theirs in the time that one takes.
             kv_token_s = book.request_s / max(in_use, 1.0)
     if book.placed_tokens > 0:
         placed = log(book.placed_tokens / (total or _KV_TOKENS)) + book.placed_at / PLACED_S
-    names = frozenset([flight.engine_name for flight in book.flights])
     return Own(
         busy_until=book.busy_until,
-        behind_s=sum(waits) - max(waits, default=0.0),
+        behind_s=max(0.0, book.prefill_s - book.largest_s),
         others_until=book.others_until,
         in_prefill=in_prefill,
         in_decode=in_decode,
         others_in_flight=book.others_in_flight,
         engine_names=names,
-        slots_used=len(names - {""}),
-        fresh=frozenset([name for name, at in book.dispatched_at.items() if at > report_at]),
+        slots_used=slots_used,
+        fresh=book.fresh,
         slot_at=slot_at,
         full_s=full_s,
         request_s=book.request_s,
@@ -387,10 +447,9 @@ def _frozen(book: _Book) -> Own:
 
 
 def _slot_at(flights: Iterable[InFlight], max_loras: int, request_s: float) -> float:
-    """When one adapter more gets a device slot: an adapter's is free when its last request has ended."""
+    """When one adapter more gets a device slot, all of them in use: each is free when its last request has ended."""
     ends: dict[str, float] = {}
     for flight in flights:
         if flight.engine_name:
             ends[flight.engine_name] = max(ends.get(flight.engine_name, -inf), flight.began_at + request_s)
-    beyond = len(ends) - max_loras
-    return sorted(ends.values())[beyond] if beyond >= 0 and max_loras > 0 else -inf
+    return sorted(ends.values())[len(ends) - max_loras]

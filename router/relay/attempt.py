@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.core.errors import ReplicaUnreachable, StreamBroken
-from router.relay.events import MAX_EVENT_BYTES, Renamed, Tail, event_error, has_first_event, without_usage
+from router.relay.events import MAX_EVENT_BYTES, Renamed, Tail, event_error, has_first_event
 from router.relay.front import Exchange
 from router.relay.upstream import Connection, EngineLost, Origin, Pool
 from router.surface.routes import Route, is_begun_only
-from router.surface.usage import EngineUsage, usage_of, usage_of_events
+from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
 
 # vLLM 0.32 answers so, with 500, while SIGTERM waits for requests in flight (seen running).
 _SHUTTING_DOWN = b"cannot schedule new futures after shutdown"
@@ -61,7 +61,7 @@ class Attempt:
         "_ended",
         "_exchange",
         "_got",
-        "_hide_usage",
+        "_hidden",
         "_limits",
         "_loop",
         "_lost",
@@ -84,7 +84,7 @@ class Attempt:
         self._ended: asyncio.Future[None] | None = None
         self._exchange: Exchange | None = None
         self._echo: Renamed | None = None
-        self._hide_usage = False
+        self._hidden: HiddenUsage | None = None
         self._got: list[bytes] = []
         self._size = 0
         self._lost: Exception | None = None
@@ -104,12 +104,12 @@ class Attempt:
         self._connection.send(self._call.request, self)
         await self._decided
 
-    async def relay(self, exchange: Exchange, echo: Renamed, *, hide_usage: bool) -> None:
+    async def relay(self, exchange: Exchange, echo: Renamed, *, hidden: HiddenUsage | None = None) -> None:
         """Send a stream's bytes on as they come, until it ends; raises StreamBroken when the engine leaves.
 
-        hide_usage  the event with the usage is ours: we asked for it, the client did not
+        hidden  takes out the event with the usage, where we asked for it and the client did not
         """
-        self._echo, self._hide_usage = echo, hide_usage
+        self._echo, self._hidden = echo, hidden
         self._tail = Tail()
         self._exchange = exchange
         exchange.on_pause, exchange.on_resume = self._pause, self._resume
@@ -120,9 +120,12 @@ class Attempt:
                 self._connection.deadline = self._loop.time() + self._limits.idle_s
                 self._ended = self._loop.create_future()
                 await self._ended
+            if self._lost is None:
+                self._send(echo.end())
+            if hidden is not None:
+                exchange.send(hidden.end())
             if self._lost is not None:
                 raise self._lost
-            self._send(echo.end())
         finally:
             exchange.on_pause = exchange.on_resume = None
 
@@ -211,10 +214,9 @@ class Attempt:
         assert self._tail is not None
         assert self._exchange is not None
         self._tail.note(ready)
-        if self._hide_usage:
-            ready = without_usage(ready)
-        if ready:
-            self._exchange.send(ready)
+        if self._hidden is not None:
+            ready = self._hidden.events(ready)
+        self._exchange.send(ready)
 
     def _fail(self, reason: str, what: str) -> None:
         self.close()

@@ -17,11 +17,8 @@ MAX_EVENT_BYTES = 8 * 2**20
 # The event with an answer's usage is the last but `[DONE]`, and each may come in a chunk of its own; a third for what
 # an engine sends without a closing blank line.
 _TAIL_CHUNKS = 3
-# The quotes would be escaped in an answer's text.
-_NO_CHOICES = b'"choices":[]'
 # A lora_id with the beginning of its digest, see workers/wire.py engine_name.
 _DATED = re.compile(rb'("model": ?"[^"@]+)@[0-9a-f]{12}"')
-_EVENT = re.compile(rb".+?(?:\r?\n\r?\n|$)", re.DOTALL)
 
 
 class Renamed(Protocol):
@@ -128,14 +125,6 @@ class Tail:
 
     def joined(self) -> bytes:
         return b"".join(self._chunks)
-
-
-def without_usage(events: bytes) -> bytes:
-    """Whole events without the one that has nothing but the usage: no choices (vLLM 0.32 serving.py, seen running)."""
-    if _NO_CHOICES not in events:
-        return events
-    kept = [event for event in _EVENT.findall(events) if not (_NO_CHOICES in event and b'"usage":{' in event)]
-    return b"".join(kept)
 
 
 def error_event(body: Mapping[str, Any], shape: ErrorShape = "openai") -> bytes:

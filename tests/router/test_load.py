@@ -40,6 +40,43 @@ def test_the_load_book_forgets_every_request_exactly_once(steps, rng):
     assert not list(book.in_flight())
 
 
+STEPS = st.tuples(st.sampled_from(["begin", "begin", "first_token", "end", "report"]), st.integers(0, 9))
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_sums_that_are_kept_are_those_of_all_that_is_in_flight(steps):
+    book, flights, dispatched, now, report_at = LoadBook(), [], {}, 0.0, -1.0
+    names, freed = ["", SQL, OTHERS[0]], 0
+    for step, number in steps:
+        now += 0.5
+        if step == "begin":
+            name = names[number % 3]
+            flights.append(book.begin("w0", name, 0.25 * number, now, prompt_tokens=10 * number))
+            dispatched[name] = now
+        elif step == "report":
+            report_at, freed = now - 0.25 * (number % 4), 0
+            book.reported(a_replica("w0", max_loras=1, total_kv_blocks=100, report=Report(at=report_at)))
+            dispatched = {
+                n: at for n, at in dispatched.items() if at > report_at or n in {f.engine_name for f in flights}
+            }
+        elif flights:
+            flight = flights[number % len(flights)]
+            if step == "first_token":
+                book.first_token(flight, now)
+            else:
+                flights.remove(flight)
+                book.end(flight, now)
+                freed += flight.uncached_tokens * (flight.began_at <= report_at)
+        own, waits = book.own("w0"), [f.prefill_s for f in flights if f.in_prefill]
+        assert own.behind_s == pytest.approx(sum(waits) - max(waits, default=0.0))
+        assert own.engine_names == {f.engine_name for f in flights}
+        assert own.fresh == {n for n, at in dispatched.items() if at > report_at}
+        if report_at >= 0:
+            sent = sum(f.uncached_tokens for f in flights if f.in_prefill or f.began_at > report_at)
+            assert own.kv_free_tokens == own.kv_tokens - max(0, sent - freed)
+            assert (own.slot_at > -1) == (len(own.engine_names - {""}) >= 1)
+
+
 def test_our_queue_drains_by_the_clock_but_not_below_what_must_still_be_behind_the_first():
     book = LoadBook()
     flights = [book.begin("w0", "", 1.0, 0.0) for _ in range(3)]
