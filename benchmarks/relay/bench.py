@@ -195,7 +195,7 @@ class Bench:
                     requests, client = self.requests(ask, running), clients[running.name]
                     before = cpu_ns(running.pid)
                     # Out of step, as clients are.
-                    over_s = 1.0 if ask.is_paced else 0.0
+                    over_s = min(1.0, self.size.seconds) if ask.is_paced else 0.0
                     outcome = await client.run(requests, total=total, connections=connections, over_s=over_s)
                     used.append((cpu_ns(running.pid) - before) / 1e3 - idle[running.name] * outcome.wall_s * 1e6)
                 found[running.name].append((used[1] - used[0]) / total / (many.chunks - few.chunks))

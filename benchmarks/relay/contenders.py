@@ -46,13 +46,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A contender that answers. models: what it is asked for, in turn."""
+    """A contender that answers. models: what it is asked for, in turn; grace_s: what it gets to end by itself."""
 
     name: str
     kind: Kind
     port: int
     models: tuple[str, ...]
     process: subprocess.Popen[bytes] | None = None
+    grace_s: float = 0.5
 
     @property
     def pid(self) -> int:
@@ -63,7 +64,7 @@ class Running:
         if self.process is not None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(15)
+                self.process.wait(self.grace_s)
             self.process.kill()
             self.process.wait()
 
@@ -108,7 +109,8 @@ def start_router(stage: Stage, name: str, models: tuple[str, ...], *flags: str) 
     _wait(port_file.exists, process, stage, name)
     port = int(port_file.read_text())
     _wait(lambda: _get(port, "/ready") == 200, process, stage, name)
-    return Running(name, "ours", port, models, process)
+    # A profile is written at an orderly end.
+    return Running(name, "ours", port, models, process, grace_s=15.0 if stage.profiles else 0.5)
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ async def open_rows(scene: Scene) -> list[Row]:
                 bench.requests(_paced(size.open_chunks), running),
                 total=size.open_streams,
                 connections=size.open_streams,
-                over_s=2.0,
+                over_s=size.open_streams / 1000,
             )
         )
         peak_mb = await bench.peak_mb(running, run)
