@@ -1,6 +1,7 @@
 """Builds the router and joins its parts."""
 
 import asyncio
+import gc
 import os
 import socket
 import sys
@@ -57,6 +58,8 @@ log = structlog.get_logger()
 
 _USAGE_EVERY_S = 1.0
 _WATCH_EVERY_S = 1.0
+# Objects made and not freed since the last look for cycles: of requests in flight and kept decisions, mostly.
+_COLLECT_EVERY = 50_000
 # What workers that went have left in an index is cleaned up in steps of a millisecond or two.
 _SWEEP_EVERY_S = 0.1
 _SWEEP_BLOCKS = 5_000
@@ -235,6 +238,7 @@ async def _running(parts: Parts, control: httpx.AsyncClient, siblings: Siblings 
         ]
         if siblings is not None:
             await siblings.start()
+        _rest_the_collector()
         try:
             yield
         finally:
@@ -248,6 +252,13 @@ async def _running(parts: Parts, control: httpx.AsyncClient, siblings: Siblings 
             parts.tokenizers.close()
             if parts.tracer is not None:
                 await parts.tracer.close()
+
+
+def _rest_the_collector() -> None:
+    """Garbage in cycles is rare here, and what lives long (the index, the tokenizers) need not be searched for it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_EVERY, 20, 50)
 
 
 def _tenant_share(config: RouterSettings, keys: Keys) -> float:

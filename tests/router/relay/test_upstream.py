@@ -40,7 +40,7 @@ async def pool():
     await made.close()
     assert not made.connections
     gc.collect()
-    made = [each for each in gc.get_objects() if isinstance(each, Connection) and each._transport is not None]
+    made = [each for each in gc.get_objects() if type(each) is Connection and each._transport is not None]
     assert all(each._closed for each in made)
 
 
