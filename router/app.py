@@ -255,7 +255,7 @@ async def _running(parts: Parts, control: httpx.AsyncClient, siblings: Siblings 
 
 
 def _rest_the_collector() -> None:
-    """Garbage in cycles is rare here, and what lives long (the index, the tokenizers) need not be searched for it again."""
+    """Garbage in cycles is rare here, and what lives long (index, tokenizers) need not be searched for it again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_EVERY, 20, 50)
