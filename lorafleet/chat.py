@@ -139,8 +139,8 @@ class ChatTokenizer:
 
     def render(self, body: Mapping[str, Any]) -> str:
         """The prompt text of a chat request. Does not modify `body`; raises Untokenizable."""
-        for key in _ENGINE_ONLY:
-            if body.get(key) is not None:
+        for key in body.keys() & _ENGINE_ONLY:
+            if body[key] is not None:
                 raise Untokenizable(f"{key} is for the engine to apply")
         tools = _tools(body.get("tools"))
         template = self._template(tools)
@@ -353,10 +353,12 @@ def _message(message: Any, *, as_parts: bool) -> Message:
 
 def _content(role: str, content: Any, *, as_parts: bool) -> str | list[Message]:
     """Text for templates that want text, a list of {"type", ...} for those that go through the parts themselves."""
-    if content is None:
-        content = []
-    elif isinstance(content, str):
+    if isinstance(content, str):
+        if not as_parts and not (role == "system" and content.startswith(_BILLING_HEADER)):
+            return content
         content = [content]
+    elif content is None:
+        content = []
     elif not isinstance(content, list):
         raise Untokenizable("content must be text, a list of parts, or null")
     parts = [read for part in content if (read := _part(part)) is not None]
@@ -478,8 +480,23 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)  # noqa: DTZ005  (Transformers gives templates local time)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+class _Environment(ImmutableSandboxedEnvironment):
+    """`message.role` of a plain object is looked up as its key at once: the sandbox tries an attribute first."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
+_DICT_ATTRIBUTES: Final = frozenset(dir(dict))
+
+
+def _environment() -> _Environment:
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         autoescape=False,
@@ -501,6 +518,8 @@ class _Template:
             self._compiled = environment.from_string(source)
         except jinja2.TemplateError as exc:
             raise Untokenizable(f"the chat template does not compile: {exc}") from exc
+        # Copied at each rendering: a plain dict takes a tenth of the time that the chain of dicts here does.
+        self._compiled.globals = dict(self._compiled.globals)
         self._source = source
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.takes_parts = _goes_through_parts(parsed)
