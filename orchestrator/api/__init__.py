@@ -1,0 +1,44 @@
+"""REST: translates bodies and answers. Every decision is made elsewhere.
+
+`lora_id` may contain '/', so the routes that end in a word (`…/ensure`) come before the bare `{lora_id:path}`.
+"""
+
+import time
+from collections.abc import Callable
+
+from fastapi import APIRouter
+
+from lorafleet.auth import Keys
+from orchestrator.api.adapters import adapter_routes
+from orchestrator.api.aliases import alias_routes
+from orchestrator.api.fleet import fleet_routes, worker_routes
+from orchestrator.api.health import health_routes
+from orchestrator.api.policy import policy_routes
+from orchestrator.api.routers import router_routes
+from orchestrator.api.views import Views
+from orchestrator.metrics import Metrics
+from orchestrator.reconcile import Reconciler
+from orchestrator.registry import Registry
+
+
+def build_router(
+    *,
+    keys: Keys,
+    registry: Registry,
+    reconciler: Reconciler,
+    metrics: Metrics,
+    is_stopping: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> APIRouter:
+    """All routes."""
+    views = Views(reconciler)
+    metrics.observe(views.counts, views.workers_by_state)
+    api = APIRouter()
+    api.include_router(health_routes(reconciler, metrics, is_stopping))
+    api.include_router(router_routes(keys, registry, reconciler, views, is_stopping, clock))
+    api.include_router(worker_routes(keys, reconciler, views))
+    api.include_router(adapter_routes(keys, registry, reconciler, views))
+    api.include_router(alias_routes(keys, registry, reconciler))
+    api.include_router(policy_routes(keys, registry, reconciler))
+    api.include_router(fleet_routes(keys, registry, reconciler, views))
+    return api

@@ -1,0 +1,91 @@
+"""Workers, placements, and passes on request."""
+
+from fastapi import APIRouter, Depends
+
+from lorafleet.auth import Keys, requires
+from orchestrator.api.paging import Cursor, Limit, page_of
+from orchestrator.api.views import Views
+from orchestrator.reconcile import Reconciler
+from orchestrator.registry import Registry
+from orchestrator.wire import Heartbeat, HeartbeatAnswer, PlacementList, Plan, WorkerDrain, WorkerItem, WorkerList
+
+
+def worker_routes(keys: Keys, reconciler: Reconciler, views: Views) -> APIRouter:
+    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "load"))])
+
+    @api.get("/v1/workers")
+    async def workers(limit: Limit = 1000, cursor: Cursor = None) -> WorkerList:
+        """The fleet."""
+        ids = sorted(reconciler.fleet.entries)
+        page, following = page_of(ids, limit, cursor)
+        return WorkerList(data=tuple(views.worker(worker_id) for worker_id in page), next=following)
+
+    @api.get("/v1/workers/{worker_id}")
+    async def worker(worker_id: str) -> WorkerItem:
+        """One worker."""
+        return views.worker(worker_id)
+
+    return api
+
+
+def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: Views) -> APIRouter:
+    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "admin"))])
+
+    @api.post("/v1/workers/register")
+    async def heartbeat(body: Heartbeat) -> HeartbeatAnswer:
+        """An agent's report; the answer says how soon to send the next."""
+        reconciler.hear(body.metadata)
+        return HeartbeatAnswer(
+            epoch=reconciler.store.epoch,
+            revision=reconciler.catalog.revision,
+            interval_s=reconciler.settings.heartbeat_interval_s,
+        )
+
+    @api.post("/v1/workers/{worker_id}/cordon")
+    async def cordon(worker_id: str) -> WorkerItem:
+        """Keep what it has, give it nothing new."""
+        return _set_worker(worker_id, "cordoned")
+
+    @api.post("/v1/workers/{worker_id}/uncordon")
+    async def uncordon(worker_id: str) -> WorkerItem:
+        """Use it again; also takes back a drain that has not reached the agent."""
+        return _set_worker(worker_id, None)
+
+    @api.post("/v1/workers/{worker_id}/drain")
+    async def drain(worker_id: str, body: WorkerDrain = WorkerDrain()) -> WorkerItem:  # noqa: B008
+        """Move its adapters elsewhere, make before break, then have it take no more requests."""
+        deadline_s = reconciler.store.rules.drain_deadline_s if body.deadline_s is None else body.deadline_s
+        return _set_worker(worker_id, "draining", drain_s=deadline_s)
+
+    def _set_worker(worker_id: str, state: str | None, *, drain_s: float | None = None) -> WorkerItem:
+        registry.set_worker(worker_id, state, drain_s=drain_s)
+        reconciler.undrained(worker_id)
+        reconciler.changed()
+        return views.worker(worker_id)
+
+    @api.get("/v1/placements")
+    async def placements(
+        limit: Limit = 1000, cursor: Cursor = None, lora_id: str | None = None, worker_id: str | None = None
+    ) -> PlacementList:
+        """What is where, and what should be."""
+        rows = {
+            f"{row.lora_id} {row.worker_id}": row
+            for row in views.placements()
+            if lora_id in (None, row.lora_id) and worker_id in (None, row.worker_id)
+        }
+        page, following = page_of(sorted(rows), limit, cursor)
+        return PlacementList(data=tuple(rows[key] for key in page), next=following)
+
+    @api.post("/v1/placements/plan")
+    async def plan() -> Plan:
+        """What the next pass would do, and why; does nothing."""
+        desired, actions = reconciler.plan()
+        return views.plan(actions, desired.unplaced)
+
+    @api.post("/v1/rebalance")
+    async def rebalance() -> Plan:
+        """One pass now; answers with what it started."""
+        actions = reconciler.run_pass()
+        return views.plan(actions, reconciler.view.desired.unplaced)
+
+    return api

@@ -1,0 +1,38 @@
+"""Alive, synced, and counted."""
+
+from collections.abc import Callable
+
+from fastapi import APIRouter, Response
+
+from orchestrator.core.errors import Unavailable
+from orchestrator.metrics import Metrics
+from orchestrator.reconcile import Reconciler
+from orchestrator.wire import Status
+
+
+def health_routes(reconciler: Reconciler, metrics: Metrics, is_stopping: Callable[[], bool]) -> APIRouter:
+    api = APIRouter(tags=["health"])
+
+    def status(word: str) -> Status:
+        return Status(status=word, epoch=reconciler.store.epoch, revision=reconciler.catalog.revision)
+
+    @api.get("/health")
+    async def health() -> Status:
+        """Alive."""
+        return status("ok")
+
+    @api.get("/ready")
+    async def ready() -> Status:
+        """Synced: the store is read and the fleet has had time to speak. 503 before that, and while stopping."""
+        if is_stopping():
+            raise Unavailable("stopping", code="stopping")
+        if not reconciler.is_settled:
+            raise Unavailable("started, listening to the fleet before anything is decided", code="starting")
+        return status("ready")
+
+    @api.get("/metrics")
+    async def prometheus() -> Response:
+        """Prometheus text."""
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return api

@@ -1,0 +1,47 @@
+"""The global placement policy."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Header, Response
+
+from lorafleet.auth import Keys, requires
+from orchestrator.reconcile import Reconciler
+from orchestrator.registry import Registry
+from orchestrator.wire import Policy
+
+IfMatch = Annotated[str | None, Header(description="ETag of the policy that this change is based on")]
+POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 1, "loads_per_worker": 1}
+
+
+def policy_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> APIRouter:
+    api = APIRouter(tags=["policy"], dependencies=[Depends(requires(keys, "admin"))])
+
+    @api.get("/v1/policy")
+    async def get_policy(response: Response) -> Policy:
+        """The global placement policy, with an ETag for a later change."""
+        response.headers["etag"] = registry.policy_etag()
+        return registry.policy()
+
+    @api.put("/v1/policy")
+    async def put_policy(
+        policy: Annotated[Policy, Body(examples=[POLICY_EXAMPLE])], response: Response, if_match: IfMatch = None
+    ) -> Policy:
+        """Replace it; what is left out takes its default."""
+        return _policy_written(registry.put_policy(policy, if_match), response)
+
+    @api.patch("/v1/policy")
+    async def patch_policy(
+        changes: Annotated[dict[str, Any], Body(examples=[{"loading": "eager"}])],
+        response: Response,
+        if_match: IfMatch = None,
+    ) -> Policy:
+        """Change what is named, keep the rest."""
+        return _policy_written(registry.patch_policy(changes, if_match), response)
+
+    def _policy_written(policy: Policy, response: Response) -> Policy:
+        reconciler.catalog.emit("policy_changed")
+        reconciler.changed()
+        response.headers["etag"] = registry.policy_etag()
+        return policy
+
+    return api

@@ -1,0 +1,121 @@
+"""What routers follow, tell and ask for: catalog, events, usage, ensure."""
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Depends, Header, Query, Response
+from fastapi.responses import StreamingResponse
+
+from lorafleet.auth import Keys, requires
+from orchestrator.api.views import Views
+from orchestrator.core.demand import Use
+from orchestrator.core.errors import Conflict, NotFound
+from orchestrator.core.state import Want
+from orchestrator.reconcile import Reconciler
+from orchestrator.registry import Registry
+from orchestrator.wire import Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
+
+ENSURE_EXAMPLE = {"replicas": 1, "wait_s": 10.0}
+USAGE_EXAMPLE = {
+    "router_id": "router-0",
+    "boot_id": "7c1e",
+    "seq": 12,
+    "revision_seen": 1794900000000,
+    "uses": [{"worker_id": "w0", "engine_name": "sql-expert/v1@3f9a1c2b77aa", "requests": 40, "in_flight": 2}],
+}
+
+
+def router_routes(
+    keys: Keys,
+    registry: Registry,
+    reconciler: Reconciler,
+    views: Views,
+    is_stopping: Callable[[], bool],
+    clock: Callable[[], float],
+) -> APIRouter:
+    api = APIRouter(tags=["routers"], dependencies=[Depends(requires(keys, "load"))])
+    catalog, settings = reconciler.catalog, reconciler.settings
+
+    @api.get("/v1/catalog", response_model=Catalog)
+    async def get_catalog(if_none_match: Annotated[str | None, Header()] = None) -> Response:
+        """Everything a router follows, at one revision; 304 when the ETag still holds."""
+        reconciler.refresh_catalog()
+        revision, body = catalog.body()
+        headers = {"etag": f'"{revision}"', "cache-control": "no-cache"}
+        seen = {tag.strip().removeprefix("W/") for tag in (if_none_match or "").split(",")}
+        if headers["etag"] in seen:
+            return Response(status_code=304, headers=headers)
+        return Response(body, media_type="application/json", headers=headers)
+
+    @api.get("/v1/events")
+    async def events(
+        since: Annotated[int | None, Query(description="last revision known")] = None,
+        last_event_id: Annotated[int | None, Header()] = None,
+    ) -> StreamingResponse:
+        """Events after a revision, as SSE; 410 when they are no longer kept: fetch the catalog, follow from there."""
+        reconciler.refresh_catalog()
+        start = last_event_id if last_event_id is not None else since
+        start = catalog.revision if start is None else start
+        catalog.since(start)
+        stream = catalog.follow(start, keep_alive_s=settings.keep_alive_s, is_stopping=is_stopping)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    @api.post("/v1/usage")
+    async def usage(report: Annotated[UsageReport, Body(examples=[USAGE_EXAMPLE])]) -> UsageAnswer:
+        """A router's counts. Repeats and late ones are recognised by `seq` and change nothing."""
+        uses = [
+            Use(
+                lora_id=use.engine_name.rpartition("@")[0],
+                worker_id=use.worker_id,
+                engine_name=use.engine_name,
+                requests=use.requests,
+                in_flight=use.in_flight,
+            )
+            for use in report.uses
+            if "@" in use.engine_name
+        ]
+        accepted = reconciler.demand.report(
+            report.router_id, report.boot_id, report.seq, report.revision_seen, uses, clock()
+        )
+        if accepted and reconciler.has_drains:
+            reconciler.poke()  # it may have been the last word that a drain waited for
+        return UsageAnswer(accepted=accepted, revision=catalog.revision)
+
+    @api.post("/v1/adapters/{lora_id:path}/ensure")
+    async def ensure(
+        lora_id: str,
+        ask: Annotated[EnsureRequest, Body(examples=[ENSURE_EXAMPLE])] = EnsureRequest(),  # noqa: B008
+    ) -> EnsureAnswer:
+        """Have the adapter somewhere; answers when it is, or after `wait_s` with what is known by then."""
+        return await _ensured(
+            lora_id, ask, registry=registry, reconciler=reconciler, views=views, is_stopping=is_stopping, clock=clock
+        )
+
+    return api
+
+
+async def _ensured(
+    lora_id: str,
+    ask: EnsureRequest,
+    *,
+    registry: Registry,
+    reconciler: Reconciler,
+    views: Views,
+    is_stopping: Callable[[], bool],
+    clock: Callable[[], float],
+) -> EnsureAnswer:
+    replicas, deadline = reconciler.clipped(lora_id, ask.replicas or 1), clock() + ask.wait_s
+    while True:
+        adapter = registry.adapter(lora_id)
+        if adapter.is_deleting:
+            raise NotFound(f"adapter {lora_id!r} is being deleted", param="lora_id")
+        if adapter.quarantine is not None:
+            raise Conflict(f"{lora_id!r} failed: {adapter.quarantine}", code="adapter_failed", param="lora_id")
+        left_s = deadline - clock()
+        if len(reconciler.ready_on(lora_id)) >= replicas or is_stopping():
+            return views.ensured(adapter, replicas)
+        reconciler.ensure(lora_id, Want(replicas=replicas))
+        if left_s <= 0:
+            return views.ensured(adapter, replicas)
+        # Looked at again each interval too: a replica that an agent reports need not make an event.
+        await reconciler.catalog.changed.wait(min(left_s, reconciler.settings.pass_interval_s))
