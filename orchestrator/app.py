@@ -67,7 +67,6 @@ def build(
         agents=Agents(client, token=settings.token, epoch=lambda: store.epoch),
         metrics=metrics,
         clock=clock,
-        wall=wall,
     )
 
     @contextlib.asynccontextmanager

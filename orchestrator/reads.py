@@ -1,0 +1,154 @@
+"""What reads see: where adapters are, what state they are in, and the catalog that routers follow."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.catalog import CatalogBook
+from orchestrator.core.state import Adapter, Desired, Observed
+from orchestrator.fleet import Fleet, answering, state_of
+from orchestrator.store import Store
+from orchestrator.underway import Underway
+from orchestrator.wire import CatalogWorker, Draining
+from workers.wire import LoadedLora
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the last pass saw and decided."""
+
+    observed: Observed
+    desired: Desired
+
+
+class Reads:
+    """Answers from what is stored, reported and under way; changes nothing but the catalog."""
+
+    def __init__(
+        self, *, store: Store, fleet: Fleet, catalog: CatalogBook, underway: Underway, clock: Callable[[], float]
+    ) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._catalog = catalog
+        self._underway = underway
+        self._clock = clock
+        self.view = View(Observed(), Desired())
+
+    def observe(self) -> Observed:
+        """The fleet now, with what we have under way in it."""
+        it = self._underway
+        return self._fleet.snapshot(
+            self._store.workers,
+            failures=it.failures,
+            busy=it.busy,
+            loading=it.loading,
+            draining=it.drains,
+            inspecting=it.inspecting,
+            owed=it.owed,
+            digests=self.digest,
+        )
+
+    def digest(self, lora_id: str) -> str | None:
+        """As registered or inspected."""
+        adapter = self._store.adapters.get(lora_id)
+        return None if adapter is None else adapter.digest
+
+    def ready_on(self, lora_id: str) -> list[str]:
+        """Workers where the adapter answers requests now: the right bytes, not draining."""
+        return sorted(
+            worker_id
+            for worker_id, entry in self._fleet.entries.items()
+            if any(lora.lora_id == lora_id and self._is_ready(lora, worker_id) for lora in answering(entry))
+        )
+
+    def ready_table(self) -> dict[str, list[str]]:
+        """`ready_on` of every adapter that is ready anywhere, in one walk over the fleet."""
+        table: dict[str, list[str]] = {}
+        for worker_id, entry in sorted(self._fleet.entries.items()):
+            for lora in answering(entry):
+                if self._is_ready(lora, worker_id):
+                    table.setdefault(lora.lora_id, []).append(worker_id)
+        return table
+
+    def _is_ready(self, lora: LoadedLora, worker_id: str) -> bool:
+        if lora.state != "ready" or (lora.lora_id, worker_id) in self._underway.drains:
+            return False
+        return lora.digest != "" and lora.digest == self.digest(lora.lora_id)
+
+    def loading_on(self, lora_id: str) -> list[str]:
+        return sorted(worker_id for name, worker_id in self._underway.loading if name == lora_id)
+
+    def expected_s(self, lora_id: str) -> float | None:
+        """Seconds until it should be there, by the median of the last hundred loads; None when none was measured."""
+        it = self._underway
+        if not it.load_seconds:
+            return None
+        median = statistics.median(it.load_seconds)
+        began = [at for (name, _), at in it.load_began.items() if name == lora_id]
+        return round(max(0.0, median - (self._clock() - min(began))) if began else median, 3)
+
+    def last_error(self, lora_id: str) -> str | None:
+        """Why the adapter is not, or not often enough, where it should be."""
+        adapter = self._store.adapters.get(lora_id)
+        if adapter is not None and adapter.quarantine is not None:
+            return adapter.quarantine
+        now = self._clock()
+        failures = [f for (name, _), f in self._underway.failures.items() if name == lora_id and f.until > now]
+        if failures:
+            newest = max(failures, key=lambda failure: failure.until)
+            return f"{newest.code}: {newest.message}"
+        return self.view.desired.unplaced.get(lora_id)
+
+    def states(self) -> dict[str, tuple[str, str | None]]:
+        """lora_id -> (adapter state, error), for all registered adapters at once."""
+        it, ready = self._underway, self.ready_table()
+        loading = {lora_id for lora_id, _ in it.loading}
+        failed = {lora_id for lora_id, _ in it.failures} | self.view.desired.unplaced.keys()
+        return {
+            lora_id: (
+                _state(adapter, lora_id in ready, lora_id in loading, lora_id in it.inspecting),
+                self.last_error(lora_id) if adapter.quarantine is not None or lora_id in failed else None,
+            )
+            for lora_id, adapter in self._store.adapters.items()
+        }
+
+    def state_of(self, adapter: Adapter, ready: Mapping[str, Sequence[str]]) -> str:
+        """One word for an adapter. `ready`: where it is ready, as `ready_table` says."""
+        it, lora_id = self._underway, adapter.lora_id
+        is_loading = any(name == lora_id for name, _ in it.loading)
+        return _state(adapter, bool(ready.get(lora_id)), is_loading, lora_id in it.inspecting)
+
+    def refresh_catalog(self) -> None:
+        """Make what routers follow agree with what is known now."""
+        workers = {
+            name: CatalogWorker.model_validate(
+                {
+                    "id": name,
+                    "agent_url": entry.report.agent_url,
+                    "state": state_of(entry, self._store.workers.get(name)),
+                }
+            )
+            for name, entry in self._fleet.entries.items()
+        }
+        draining = tuple(
+            Draining(worker_id=worker_id, lora_id=lora_id, digest=self._digest_on(lora_id, worker_id))
+            for lora_id, worker_id in sorted(self._underway.drains)
+        )
+        self._catalog.refresh(self.states(), workers, draining)
+
+    def _digest_on(self, lora_id: str, worker_id: str) -> str:
+        entry = self._fleet.entries.get(worker_id)
+        loras = entry.report.lora.loaded_loras if entry is not None else ()
+        return next((lora.digest for lora in loras if lora.lora_id == lora_id), "")
+
+
+def _state(adapter: Adapter, is_ready: bool, is_loading: bool, is_inspecting: bool) -> str:
+    if adapter.is_deleting:
+        return "deleting"
+    if adapter.quarantine is not None:
+        return "failed"
+    if not adapter.is_inspected:
+        return "inspecting" if is_inspecting else "registered"
+    if is_ready:
+        return "ready"
+    return "loading" if is_loading else "registered"

@@ -1,0 +1,29 @@
+"""Work that goes on beside the passes, each piece in a task of its own."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class Tasks:
+    """Starts coroutines and can wait for, or drop, all of them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def done(self) -> None:
+        """Until nothing is under way, including what was started meanwhile."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    async def drop(self) -> None:
+        """Cancel everything and wait for its end."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

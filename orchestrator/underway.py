@@ -1,0 +1,35 @@
+"""What we have begun and not yet heard the end of, and what failed: all that a pass knows beside the reports.
+
+Kept in memory only. A process that ends forgets it, and its successor reads from the agents what came of it.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from orchestrator.core.plan import Drain
+from orchestrator.core.state import Failure, Pair
+
+
+@dataclass(slots=True)
+class Underway:
+    """One writer: the event loop.
+
+    busy          worker_id -> loads and unloads on their way there
+    loading       (lora_id, worker_id) -> digest; `load_began`: since when
+    inspecting    lora_id -> worker_id that looks at its bytes
+    leaving       workers that were told to drain
+    drains        (lora_id, worker_id) that takes no new requests
+    owed          victims of loads that took the reserve -> what they made room for
+    failures      (lora_id, worker_id) -> what went wrong there, and until when that counts
+    load_seconds  of the last hundred loads
+    """
+
+    busy: Counter[str] = field(default_factory=Counter)
+    loading: dict[Pair, str] = field(default_factory=dict)
+    load_began: dict[Pair, float] = field(default_factory=dict)
+    inspecting: dict[str, str] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)
+    drains: dict[Pair, Drain] = field(default_factory=dict)
+    owed: dict[Pair, str] = field(default_factory=dict)
+    failures: dict[Pair, Failure] = field(default_factory=dict)
+    load_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=100))

@@ -1,0 +1,105 @@
+"""observe: agents' heartbeats in, and our own questions where a worker has gone silent."""
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from orchestrator.agents import Agents
+from orchestrator.config import OrchestratorSettings
+from orchestrator.core.demand import DemandBook
+from orchestrator.core.errors import Transient
+from orchestrator.core.state import Want
+from orchestrator.fleet import Change, Fleet
+from orchestrator.reads import Reads
+from orchestrator.store import Store
+from orchestrator.tasks import Tasks
+from orchestrator.underway import Underway
+from workers.wire import Metadata
+
+log = structlog.get_logger()
+
+
+class Watcher:
+    """Keeps the fleet's reports true. `poke` asks for a pass."""
+
+    def __init__(
+        self,
+        *,
+        settings: OrchestratorSettings,
+        store: Store,
+        fleet: Fleet,
+        demand: DemandBook,
+        agents: Agents,
+        underway: Underway,
+        reads: Reads,
+        tasks: Tasks,
+        poke: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._fleet = fleet
+        self._demand = demand
+        self._agents = agents
+        self._underway = underway
+        self._reads = reads
+        self._tasks = tasks
+        self._poke = poke
+        self._clock = clock
+
+    def hear(self, report: Metadata) -> None:
+        """An agent's heartbeat."""
+        if report.epoch >= self._store.epoch + 1:
+            self._store.raise_epoch(report.epoch)
+        self._take(report.instance_id, self._fleet.hear(report))
+
+    def probe_the_silent(self) -> None:
+        """Ask workers that have not spoken for a while, each in its own task."""
+        for worker_id in self._fleet.silent(self._settings.probe_after_s):
+            self._tasks.spawn(self._probe(worker_id))
+
+    def forget_the_lost(self) -> None:
+        for worker_id in self._fleet.forget(self._settings.forget_after_s):
+            log.info("worker forgotten", worker_id=worker_id)
+
+    def _take(self, worker_id: str, change: Change) -> None:
+        """Adapters that went with an engine or a worker, and not by our doing, are wanted back."""
+        now = self._clock()
+        for lora_id in change.vanished:
+            adapter = self._store.adapters.get(lora_id)
+            if adapter is None or adapter.is_deleting or (lora_id, worker_id) in self._underway.drains:
+                continue
+            is_hot = self._demand.rate(lora_id, now) > 0
+            want = Want(replicas=len(self._reads.ready_on(lora_id)) + 1, may_evict=is_hot)
+            self._demand.want(lora_id, want, now + self._settings.wanted_for_s)
+            log.info("adapter lost its place", lora_id=lora_id, worker_id=worker_id)
+        if change.is_news:
+            self._poke()
+
+    async def _probe(self, worker_id: str) -> None:
+        entry = self._fleet.entries[worker_id]
+        report, timeout_s = entry.report, self._settings.probe_timeout_s
+        try:
+            fresh = await self._agents.metadata(report.agent_url, timeout_s=timeout_s)
+        except Transient:
+            pass
+        else:
+            if fresh.instance_id == worker_id:
+                self.hear(fresh)
+                return
+        try:
+            models = await self._agents.engine_models(report.transport.engine_url, timeout_s=timeout_s)
+        except Transient:
+            if self._is_heard_again(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
+                return
+            log.warning("worker lost", worker_id=worker_id, silent_s=round(self._clock() - entry.heard_at, 1))
+            self._take(worker_id, self._fleet.nobody_answers(worker_id))
+        else:
+            if not self._is_heard_again(worker_id):
+                self._take(worker_id, self._fleet.engine_answers(worker_id, models))
+
+    def _is_heard_again(self, worker_id: str) -> bool:
+        """A heartbeat that came while we probed beats what the probe found."""
+        entry = self._fleet.entries.get(worker_id)
+        return entry is None or self._clock() - entry.heard_at < self._settings.probe_after_s
