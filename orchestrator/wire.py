@@ -133,6 +133,13 @@ class Policy(_Written):
     min_residency_s: float = Field(default=60.0, ge=0)
     drain_deadline_s: float = Field(default=30.0, ge=0)
     failure_expiry_s: float = Field(default=60.0, gt=0)
+    demand_window_s: float = Field(default=60.0, gt=0, description="demand is weighted exponentially over this time")
+    target_utilisation: float = Field(default=0.7, gt=0, le=1, description="of a worker, by one adapter alone")
+    scale_down_after_s: float = Field(default=300.0, ge=0, description="demand is less for so long before a copy goes")
+    storm_window_s: float = Field(default=60.0, ge=1)
+    storm_moves_per_worker: int = Field(
+        default=4, ge=0, description="more moves than this in the window, that no request waits for, freeze all moves"
+    )
 
 
 class AdapterBatch(_Written):
@@ -289,15 +296,38 @@ class FleetEvent(_Wire):
 
 
 class AdapterUse(_Wire):
-    """Of one engine name on one worker, since the router's boot: counts only grow."""
+    """Of one engine name on one worker, since the router's boot: counts and sums only grow.
+
+    output_tokens   of answers whose engine told its usage; the others add none
+    work_s          seconds of engine work: prefill, and each answer's share of the decode steps it rode in
+    errors          requests that the engine failed: a 5xx, a broken stream, an engine that died or never answered
+    first_tokens    streamed answers that began, and `first_token_s` from dispatch to then, summed
+    """
 
     worker_id: str
     engine_name: str
     requests: int = 0
     prompt_tokens: int = 0
-    completion_tokens: int = 0
+    output_tokens: int = 0
+    work_s: float = 0.0
+    errors: int = 0
+    first_tokens: int = 0
+    first_token_s: float = 0.0
     in_flight: int = 0
     last_dispatch_age_s: float | None = None
+
+
+class AdapterHold(_Wire):
+    """Of one adapter, since the router's boot: requests that it kept back for a load or for room.
+
+    held, hold_s   those whose wait is over, served or not, and how long they waited, summed
+    sheds          those turned away for want of room, or of time to wait for it
+    """
+
+    lora_id: str
+    held: int = 0
+    hold_s: float = 0.0
+    sheds: int = 0
 
 
 class UsageReport(_Wire):
@@ -308,6 +338,7 @@ class UsageReport(_Wire):
     seq: int
     revision_seen: int
     uses: tuple[AdapterUse, ...] = ()
+    holds: tuple[AdapterHold, ...] = ()
     wire: int = WIRE
 
 

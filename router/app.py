@@ -153,6 +153,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         clock=time.monotonic,
         most_waiting_bytes=config.max_waiting_bytes,
         tenant_share=_tenant_share(config, keys),
+        holds=usage.holds,
     )
     cold = ColdStarts(
         control,
@@ -164,6 +165,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         max_held_bytes=config.max_held_bytes,
         tenant_share=_tenant_share(config, keys),
         tenant_adapters=inf if keys.is_open else config.max_cold_adapters_per_tenant,
+        holds=usage.holds,
     )
     traces = tracer(
         config.otlp_endpoint,

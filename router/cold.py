@@ -28,6 +28,7 @@ from router.core.fleet import Adapter, Excluded, Replica
 from router.core.homes import rendezvous_home
 from router.discovery import Discovery
 from router.metrics import Metrics
+from router.usage import Holds
 from workers.wire import LoadRequest
 
 log = structlog.get_logger()
@@ -59,6 +60,7 @@ class ColdStarts:
     max_held, max_held_bytes  requests that may wait at once, and what they hold in memory
     tenant_share              of either, for one tenant
     tenant_adapters           that may be brought for one tenant at once
+    holds                     told of each request that waited or was turned away
     """
 
     client: httpx.AsyncClient
@@ -70,6 +72,7 @@ class ColdStarts:
     max_held_bytes: float = inf
     tenant_share: float = 1.0
     tenant_adapters: float = inf
+    holds: Holds = field(default_factory=Holds)
     clock: Callable[[], float] = time.monotonic
     _flights: dict[str, _Flight] = field(default_factory=dict)
     _held: Room = field(init=False)
@@ -137,9 +140,14 @@ class ColdStarts:
         self._held.enter(tenant, size_bytes)
         flight.waiting += 1
         self.metrics.held.set(len(self._held))
+        began_at = self.clock()
         try:
             return await self._wait(lora_id, excluded, flight, deadline_at)
+        except (ColdStartTimeout, NoCapacity, DeadlineExceeded):
+            self.holds.shed(lora_id, self.clock())
+            raise
         finally:
+            self.holds.held(lora_id, self.clock() - began_at, self.clock())
             self._held.leave(tenant, size_bytes)
             self.metrics.held.set(len(self._held))
             wanted[lora_id] -= 1
@@ -159,6 +167,7 @@ class ColdStarts:
         if refusal is None and lora_id not in wanted and len(wanted) >= self.tenant_adapters:
             refusal = f"{len(wanted)} adapters are being loaded for you already, as many as may be for one tenant"
         if refusal is not None:
+            self.holds.shed(lora_id, self.clock())
             raise Saturated(
                 f"adapter {lora_id!r} is not loaded, and this cannot wait for it: {refusal}; try again",
                 retry_after_s=self._usual_load_s(),

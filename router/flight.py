@@ -8,6 +8,7 @@ from router.core.estimate import Guess
 from router.core.load import InFlight
 from router.parts import Parts, Record, Routed
 from router.surface.usage import EngineUsage
+from router.usage import Use
 
 # A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.
 _SPECULATE_S = 2.0
@@ -24,8 +25,10 @@ class Flight:
     record: Record
     load: InFlight
     release: Callable[[], None]
+    use: Use
     guess: Guess | None = None
     released: bool = False
+    output_tokens: int = 0
 
     @classmethod
     def begin(cls, parts: Parts, routed: Routed, *, waited_s: float = 0.0) -> "Flight":
@@ -40,13 +43,13 @@ class Flight:
         index = parts.feeds.index(replica.base_model, replica.block_size)
         held = index.hold(parts.feeds.member(replica.id, decision.rank), routed.hashes)
         prompt_tokens = decision.ask.prompt_tokens if routed.prompt.chains else 0
-        parts.usage.dispatched(replica.id, routed.engine_model, prompt_tokens, now)
+        use = parts.usage.dispatched(replica.id, routed.engine_model, prompt_tokens, now)
         parts.metrics.in_flight.inc()
         parts.metrics.waited.observe(waited_s)
         parts.metrics.live_cost.inc(score.cost_s)
         parts.metrics.predicted_tokens.inc(score.cached_tokens)
         parts.metrics.prompt_tokens.inc(prompt_tokens)
-        return cls(parts, routed, record, flight, lambda: index.release(held))
+        return cls(parts, routed, record, flight, lambda: index.release(held), use)
 
     def first_token(self) -> None:
         """Prefill is over; the engine's own events take over from our guess in a moment."""
@@ -60,6 +63,7 @@ class Flight:
 
     def compare(self, usage: EngineUsage | None) -> None:
         """Hold the predicted hit against the engine's own word, where it gave one."""
+        self.output_tokens = (usage.completion_tokens or 0) if usage else 0
         if usage is None or usage.cached_tokens is None or not self.routed.prompt.chains:
             return
         parts, decision = self.parts, self.routed.decision
@@ -74,10 +78,24 @@ class Flight:
         if worker in parts.discovery.fleet.replicas:
             parts.metrics.kv_error.labels(worker).set(parts.trust.error_share(worker))
 
-    def end(self) -> None:
-        """Over, however it ended; repeats change nothing."""
+    def end(self, *, is_error: bool = False, is_streamed: bool = False) -> None:
+        """Over, however it ended; repeats change nothing.
+
+        is_error     the engine failed it
+        is_streamed  so that what came first of the answer was its first token
+        """
         if self.load.ended:
             return
+        record = self.record
+        if record.first_data_s is None:
+            self.use.ended(0.0, 0, None, is_error=is_error)
+        else:
+            report = record.decision.replica.report
+            work_s = record.decision.score.prefill_s
+            if report.decode_tokens_per_s:
+                # A step decodes for all that run, so each is charged its share of it.
+                work_s += self.output_tokens / report.decode_tokens_per_s / max(1, report.running)
+            self.use.ended(work_s, self.output_tokens, record.first_data_s if is_streamed else None, is_error=is_error)
         self.parts.mind.load.end(self.load, self.parts.clock())
         self.parts.metrics.in_flight.dec()
         self.parts.waiting.poke()

@@ -31,6 +31,8 @@ log = structlog.get_logger()
 # Reasons that may mean that the engine died with the request in it.
 _DEATHS = frozenset({"no_answer", "engine_dead", "first_event_error"})
 _MAX_DEATHS = 2
+# What may be the doing of what ran; that nobody was there, or had no room or no such adapter, is the fleet's.
+_FAULTS = _DEATHS | {"no_answer_in_time", "answer_too_large"}
 # Another replica would do no better.
 _HOPELESS = frozenset({"no_answer_in_time", "answer_too_large"})
 
@@ -48,8 +50,9 @@ class Begun:
 
     def close(self) -> None:
         """Free the connection and what the request counts for; an answer that is not over is aborted."""
-        self.attempt.close()
-        self.flight.end()
+        attempt = self.attempt
+        attempt.close()
+        self.flight.end(is_error=attempt.status >= 500 or attempt.is_broken, is_streamed=attempt.streamed)
 
 
 @dataclass(slots=True)
@@ -83,7 +86,7 @@ class Journey:
             try:
                 return await self._opened(flight, tokens)
             except ReplicaUnreachable as exc:
-                flight.end()
+                flight.end(is_error=exc.reason in _FAULTS)
                 replica = flight.routed.decision.replica
                 excluded |= {replica.incarnation}
                 # An engine that is up and says no will not be another one soon; one that died may be.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from orchestrator.wire import AdapterUse, UsageReport
+from orchestrator.wire import AdapterHold, AdapterUse, UsageReport
 from router.core.index import WorkerId
 from router.core.load import LoadBook
 
@@ -16,10 +16,67 @@ _FORGET_AFTER_S = 900.0
 
 
 @dataclass(slots=True)
-class _Use:
+class Use:
+    """What one engine name on one worker was given, and what came of it. Fields as in wire.AdapterUse."""
+
     requests: int = 0
     prompt_tokens: int = 0
+    output_tokens: int = 0
+    work_s: float = 0.0
+    errors: int = 0
+    first_tokens: int = 0
+    first_token_s: float = 0.0
     last_at: float = 0.0
+
+    def ended(self, work_s: float, output_tokens: int, first_token_s: float | None, *, is_error: bool) -> None:
+        """One of its requests is over; `first_token_s` is None where no first token was seen."""
+        self.work_s += work_s
+        self.output_tokens += output_tokens
+        self.errors += is_error
+        if first_token_s is not None:
+            self.first_tokens += 1
+            self.first_token_s += first_token_s
+
+
+@dataclass(slots=True)
+class _Hold:
+    held: int = 0
+    hold_s: float = 0.0
+    sheds: int = 0
+    last_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Holds:
+    """Per adapter, requests that were kept back or turned away; the base model's are nobody's."""
+
+    _holds: dict[str, _Hold] = field(default_factory=dict)
+
+    def held(self, lora_id: str, hold_s: float, now: float) -> None:
+        """Count one request whose wait is over."""
+        if lora_id:
+            hold = self._of(lora_id, now)
+            hold.held += 1
+            hold.hold_s += hold_s
+
+    def shed(self, lora_id: str, now: float) -> None:
+        """Count one request that was turned away."""
+        if lora_id:
+            self._of(lora_id, now).sheds += 1
+
+    def report(self, now: float) -> tuple[AdapterHold, ...]:
+        """Everything so far."""
+        for lora_id in [name for name, hold in self._holds.items() if now - hold.last_at > _FORGET_AFTER_S]:
+            del self._holds[lora_id]
+        return tuple(
+            AdapterHold(lora_id=lora_id, held=hold.held, hold_s=hold.hold_s, sheds=hold.sheds)
+            for lora_id, hold in self._holds.items()
+        )
+
+    def _of(self, lora_id: str, now: float) -> _Hold:
+        hold = self._holds.setdefault(lora_id, _Hold())
+        hold.last_at = now
+        return hold
 
 
 @dataclass(slots=True)
@@ -28,16 +85,18 @@ class Usage:
 
     router_id: str
     load: LoadBook
+    holds: Holds = field(default_factory=Holds)
     boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    _uses: dict[tuple[WorkerId, str], _Use] = field(default_factory=dict)
+    _uses: dict[tuple[WorkerId, str], Use] = field(default_factory=dict)
     _seq: "itertools.count[int]" = field(default_factory=itertools.count)
 
-    def dispatched(self, worker: WorkerId, engine_name: str, prompt_tokens: int, now: float) -> None:
-        """Count one request that is about to be sent."""
-        use = self._uses.setdefault((worker, engine_name), _Use())
+    def dispatched(self, worker: WorkerId, engine_name: str, prompt_tokens: int, now: float) -> Use:
+        """Count one request that is about to be sent; what is returned is told when it has `ended`."""
+        use = self._uses.setdefault((worker, engine_name), Use())
         use.requests += 1
         use.prompt_tokens += prompt_tokens
         use.last_at = now
+        return use
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a gone worker's counts."""
@@ -56,6 +115,11 @@ class Usage:
                 engine_name=name,
                 requests=use.requests,
                 prompt_tokens=use.prompt_tokens,
+                output_tokens=use.output_tokens,
+                work_s=use.work_s,
+                errors=use.errors,
+                first_tokens=use.first_tokens,
+                first_token_s=use.first_token_s,
                 in_flight=in_flight.get((worker, name), 0),
                 last_dispatch_age_s=now - use.last_at,
             )
@@ -67,6 +131,7 @@ class Usage:
             seq=next(self._seq),
             revision_seen=revision_seen,
             uses=uses,
+            holds=self.holds.report(now),
         )
 
 

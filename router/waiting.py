@@ -14,6 +14,7 @@ from router.core.dispatch import Ticket
 from router.core.errors import DeadlineExceeded, NoReplica, RouterError, Saturated
 from router.core.mind import Mind
 from router.metrics import Metrics
+from router.usage import Holds
 
 log = structlog.get_logger()
 
@@ -73,8 +74,13 @@ class WaitingRoom:
         clock: Callable[[], float],
         most_waiting_bytes: float = inf,
         tenant_share: float = 1.0,
+        holds: Holds | None = None,
     ) -> None:
-        """tenant_share: of `most_waiting` and of the bytes that one tenant may take."""
+        """
+        tenant_share  of `most_waiting` and of the bytes that one tenant may take
+        holds         told of each request that waited or was turned away
+        """
+        self._holds = holds or Holds()
         self._mind = mind
         self._metrics = metrics
         self._most_wait_s = most_wait_s
@@ -98,7 +104,11 @@ class WaitingRoom:
             if most_wait_s <= 0:
                 raise DeadlineExceeded("the deadline of this request passed before it could be sent to an engine")
         ticket.most_wait_s = most_wait_s
-        decision = self._mind.waiting.offer(ticket, now)
+        try:
+            decision = self._mind.waiting.offer(ticket, now)
+        except Saturated:
+            self._holds.shed(ticket.adapter, now)
+            raise
         self._metrics.decide.observe(self._clock() - now)
         return None if decision is None else begin(decision)
 
@@ -111,7 +121,7 @@ class WaitingRoom:
             sent = self.try_now(ticket, begin)
             if sent is not None:
                 return sent
-        waiting = self._mind.waiting
+        waiting, began_at = self._mind.waiting, self._clock()
         wait = _Wait(begin)
         ticket.payload = wait
         try:
@@ -121,11 +131,14 @@ class WaitingRoom:
                 return await wait.sent
         except TimeoutError as exc:
             wait.undo()
+            self._holds.shed(ticket.adapter, self._clock())
             raise self._too_late(ticket) from exc
         except BaseException:
             wait.undo()
             raise
         finally:
+            now = self._clock()
+            self._holds.held(ticket.adapter, now - began_at, now)
             waiting.withdraw(ticket)
             self._metrics.waiting.set(len(waiting))
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.core.errors import ReplicaUnreachable, StreamBroken
 from router.relay.events import MAX_EVENT_BYTES, Renamed, Tail, event_error, has_first_event
@@ -32,8 +33,7 @@ class Limits:
     answer_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """What is sent. `engine_model` is the name in it; `has_adapter`: that name is an adapter's."""
 
     route: Route
@@ -128,6 +128,11 @@ class Attempt:
                 raise self._lost
         finally:
             exchange.on_pause = exchange.on_resume = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the engine broke off in the middle of what it was streaming."""
+        return self._lost is not None
 
     def usage(self) -> EngineUsage | None:
         """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""

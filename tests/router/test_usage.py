@@ -1,0 +1,132 @@
+"""What a router reports of its requests: cumulative, of every end that a request may come to."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from orchestrator.wire import UsageReport
+from router.core.load import LoadBook
+from router.usage import Holds, Usage
+from tests.router.doubles import CHAT, Engine, chunk, fleet, until, with_sql
+
+SQL = {**CHAT, "lora_id": "sql/v1"}
+TOLD = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
+
+
+def the_use(parts):
+    (use,) = parts.usage.report(1, time.monotonic()).uses
+    return use
+
+
+async def whole(engine, body):
+    return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": TOLD})
+
+
+async def streamed(engine, body):
+    async def pieces():
+        yield chunk(body["model"], "one")
+        await engine.go_on.wait()
+        usage = {"id": "1", "model": body["model"], "choices": [], "usage": TOLD}
+        yield b"data: " + json.dumps(usage, separators=(",", ":")).encode() + b"\n\ndata: [DONE]\n\n"
+
+    return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+async def broken(engine, body):
+    async def pieces():
+        yield chunk(body["model"], "one")
+        raise ConnectionResetError
+
+    return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+async def failing(engine, body):
+    return JSONResponse({"error": {"message": "out of order"}}, 500)
+
+
+async def refusing(engine, body):
+    return JSONResponse({"error": {"message": "your fault"}}, 400)
+
+
+async def full(engine, body):
+    return Response(status_code=503)
+
+
+async def test_an_answers_tokens_and_work_are_counted_and_its_first_token_where_it_was_streamed():
+    for answer, first_tokens in ((whole, 0), (streamed, 1)):
+        async with fleet(Engine("w0", answer), control=with_sql("w0")) as (client, _, parts):
+            said = await client.post("/v1/chat/completions", json=SQL | {"stream": answer is streamed})
+            assert said.status_code == 200
+            use = the_use(parts)
+            assert (use.requests, use.output_tokens, use.errors, use.in_flight) == (1, 7, 0, 0)
+            assert use.first_tokens == first_tokens
+            assert (use.first_token_s > 0) == bool(first_tokens)
+            assert use.work_s > 0
+
+
+@pytest.mark.parametrize(("answer", "errors"), [(failing, 1), (broken, 1), (refusing, 0), (full, 0)])
+async def test_what_the_engine_failed_is_an_error_and_what_it_refused_is_none(answer, errors):
+    async with fleet(Engine("w0", answer), control=with_sql("w0"), max_tries=1, failover_wait_s=0.01) as (
+        client,
+        _,
+        parts,
+    ):
+        await client.post("/v1/chat/completions", json=SQL | {"stream": answer is broken})
+        use = the_use(parts)
+        assert (use.requests, use.errors, use.output_tokens, use.in_flight) == (1, errors, 0, 0)
+        if answer is not broken:
+            assert (use.work_s, use.first_tokens) == (0.0, 0)
+
+
+async def test_a_client_that_leaves_is_no_error_of_the_engines():
+    engine = Engine("w0", streamed)
+    engine.go_on.clear()
+    async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
+        async with client.stream("POST", "/v1/chat/completions", json=SQL | {"stream": True}) as answer:
+            await anext(answer.aiter_bytes())
+            assert the_use(parts).in_flight == 1
+        await until(lambda: the_use(parts).in_flight == 0)
+        use = the_use(parts)
+        assert (use.errors, use.output_tokens, use.first_tokens) == (0, 0, 1)
+
+
+async def test_a_held_request_is_a_hold_and_one_that_is_turned_away_is_a_shed_too():
+    async def never(control, lora_id):
+        await asyncio.sleep(60)
+
+    control = with_sql()
+    control.ensure = never
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.05) as (client, _, parts):
+        assert (await client.post("/v1/chat/completions", json=SQL)).status_code == 503
+        (hold,) = parts.usage.report(1, time.monotonic()).holds
+        assert (hold.lora_id, hold.held, hold.sheds) == ("sql/v1", 1, 1)
+        assert hold.hold_s >= 0.05
+
+
+def test_a_report_counts_up_and_what_another_version_leaves_out_is_zero():
+    usage = Usage("r0", LoadBook())
+    for _ in range(3):
+        usage.dispatched("w0", "sql/v1@ab", 10, 1.0).ended(0.5, 4, 0.25, is_error=False)
+    usage.dispatched("w0", "sql/v1@ab", 10, 1.0).ended(0.0, 0, None, is_error=True)
+    report = usage.report(1, 1.0)
+    (use,) = report.uses
+    assert (use.requests, use.prompt_tokens, use.output_tokens, use.errors) == (4, 40, 12, 1)
+    assert (use.work_s, use.first_tokens, use.first_token_s) == (1.5, 3, 0.75)
+    assert usage.report(1, 2.0).seq == report.seq + 1
+    # As a router of the version before sends it, and one of the version after.
+    old = {"router_id": "r", "boot_id": "b", "seq": 1, "revision_seen": 1, "later": {}}
+    read = UsageReport.model_validate(
+        old | {"uses": [{"worker_id": "w0", "engine_name": "a@b", "completion_tokens": 1}]}
+    )
+    assert (read.uses[0].errors, read.uses[0].work_s, read.holds) == (0, 0.0, ())
+
+
+def test_the_base_models_holds_are_not_kept_and_old_ones_are_forgotten():
+    holds = Holds()
+    holds.held("", 1.0, 0.0)
+    holds.shed("sql/v1", 0.0)
+    assert [hold.lora_id for hold in holds.report(1.0)] == ["sql/v1"]
+    assert holds.report(10_000.0) == ()
