@@ -180,9 +180,10 @@ class Reconciler:
 
     def _decide(self) -> tuple[Desired, Observed, list[Action]]:
         now = self._clock()
-        observed = self.observe()
+        observed = replace(self.observe(), memory=self.view.desired.memory)
         if not self.is_settled:
             return Desired(), observed, []
+        self.demand.window_s = self.store.rules.demand_window_s
         desired = place(self.store.intent, observed, self.demand.snapshot(now), self.store.rules, now)
         desired = replace(
             desired, leaving=tuple(name for name in desired.leaving if name not in self._underway.leaving)

@@ -1,31 +1,60 @@
 """What routers sent and ask for, kept in memory: usage reports in, one `Demand` snapshot out.
 
-Demand here is requests a second per adapter, exponentially weighted over 60 s, and who has requests in flight where.
-It ranks victims and repairs. It does not yet raise the number of replicas: that is the policy's minimum, or what an
-`ensure` asks for, up to the policy's maximum.
+Reports are cumulative since the router's boot, so a lost one costs nothing, and one that comes twice or late is told by
+its `seq`. What a report adds is taken as spread evenly over the time since the last one, so that a router that was cut
+off for minutes does not come back as a burst. Rates are exponentially weighted over `window_s`.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from orchestrator.core.state import Demand, Pair, Want
+from orchestrator.core.state import Demand, Flow, Pair, Want
 
 WINDOW_S = 60.0
 LIVE_S = 10.0
 """A router's word expires after this much silence (make before break)."""
 _BOOTS_REMEMBERED = 8
+_FORGET_ROUTER_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """One adapter on one worker, as one router counts it since its boot."""
+    """One adapter on one worker, as one router counts it since its boot; in_flight is now.
+
+    work_s        seconds of engine work that the router charges for the requests: prefill and decode
+    errors        answers that were the engine's failure, and streams that broke
+    first_tokens  requests that had a first token, and `first_token_s` the sum of the seconds until it
+    """
 
     lora_id: str
     worker_id: str
     engine_name: str
     requests: int
     in_flight: int
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    work_s: float = 0.0
+    errors: int = 0
+    first_tokens: int = 0
+    first_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """One adapter that is on no worker, as one router counts it since its boot: held, for how long, refused."""
+
+    lora_id: str
+    held: int = 0
+    hold_s: float = 0.0
+    sheds: int = 0
+
+
+_FLOWS = tuple(field.name for field in fields(Flow))
+_USED = tuple(name for name in _FLOWS if name in Use.__dataclass_fields__)
+_HELD = tuple(name for name in _FLOWS if name in Hold.__dataclass_fields__)
+_Source = tuple[str, str]
+"""(engine_name, worker_id) of a use; ("", lora_id) of a hold"""
 
 
 @dataclass(slots=True)
@@ -37,6 +66,8 @@ class Router:
     revision_seen: int
     heard_at: float
     uses: Mapping[tuple[str, str], Use]
+    counted: dict[_Source, Use | Hold] = field(default_factory=dict)
+    """The last count of all that was named since that boot: what a report omits must not be counted again later."""
     old_boots: list[str] = field(default_factory=list)
 
     def in_flight(self, engine_name: str, worker_id: str) -> int:
@@ -45,12 +76,12 @@ class Router:
 
 
 @dataclass(slots=True)
-class _Rate:
-    amount: float
-    at: float
+class _Sum:
+    """One adapter's amounts, in the order of `Flow`'s fields: in all, and weighted as of `at`."""
 
-    def value(self, now: float) -> float:
-        return self.amount * math.exp(-(now - self.at) / WINDOW_S)
+    at: float
+    total: list[float] = field(default_factory=lambda: [0.0] * len(_FLOWS))
+    weighted: list[float] = field(default_factory=lambda: [0.0] * len(_FLOWS))
 
 
 @dataclass(slots=True)
@@ -62,33 +93,60 @@ class _Asked:
 class DemandBook:
     """Takes reports and asks, answers with snapshots. One writer: the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self.window_s = window_s
         self._routers: dict[str, Router] = {}
-        self._rates: dict[str, _Rate] = {}
+        self._sums: dict[str, _Sum] = {}
         self._wants: dict[str, _Asked] = {}
+        self._counts_since: float | None = None
 
     def report(
-        self, router_id: str, boot_id: str, seq: int, revision_seen: int, uses: Iterable[Use], now: float
+        self,
+        router_id: str,
+        boot_id: str,
+        seq: int,
+        revision_seen: int,
+        uses: Iterable[Use],
+        now: float,
+        *,
+        holds: Iterable[Hold] = (),
     ) -> bool:
         """Take a router's cumulative counts; False for one already taken, or older than what was taken."""
         last = self._routers.get(router_id)
         if last is not None and (boot_id in last.old_boots or (boot_id == last.boot_id and seq <= last.seq)):
             return False
         is_same_boot = last is not None and boot_id == last.boot_id
-        before = last.uses if last is not None and is_same_boot else {}
         table = {(use.engine_name, use.worker_id): use for use in uses}
-        for key, use in table.items():
-            seen = before[key].requests if key in before else 0
-            # The first report after our own start counts from the router's boot: that is history, not a rate.
-            if use.requests > seen and (is_same_boot or last is not None):
-                self._add(use.lora_id, use.requests - seen, now)
+        fresh: dict[_Source, Use | Hold] = {**table, **{("", hold.lora_id): hold for hold in holds}}
+        counted = last.counted if last is not None and is_same_boot else {}
+        # The first report after our own start counts from the router's boot: that is history, not a rate.
+        if last is not None:
+            for source, count in fresh.items():
+                self._add(count, counted.get(source), now, now - last.heard_at)
+        elif self._counts_since is None:
+            self._counts_since = now
         old = [] if last is None else last.old_boots if is_same_boot else [*last.old_boots, last.boot_id]
-        self._routers[router_id] = Router(boot_id, seq, revision_seen, now, table, old[-_BOOTS_REMEMBERED:])
+        self._routers[router_id] = Router(
+            boot_id, seq, revision_seen, now, table, counted | fresh, old[-_BOOTS_REMEMBERED:]
+        )
         return True
 
-    def _add(self, lora_id: str, requests: int, now: float) -> None:
-        rate = self._rates.get(lora_id)
-        self._rates[lora_id] = _Rate((rate.value(now) if rate else 0.0) + requests / WINDOW_S, now)
+    def _add(self, count: Use | Hold, before: Use | Hold | None, now: float, over_s: float) -> None:
+        names = _USED if isinstance(count, Use) else _HELD
+        grown = [(name, _growth(getattr(count, name), getattr(before, name, 0))) for name in names]
+        if not any(amount for _, amount in grown):
+            return
+        entry = self._sums.get(count.lora_id)
+        if entry is None:
+            entry = self._sums[count.lora_id] = _Sum(now)
+        fade = math.exp(-(now - entry.at) / self.window_s)
+        # What n requests, spread evenly over the time since the last report, weigh at its end, as a rate.
+        share = -math.expm1(-over_s / self.window_s) / over_s if over_s > 0 else 1 / self.window_s
+        entry.weighted = [amount * fade for amount in entry.weighted]
+        entry.at = now
+        for name, amount in grown:
+            entry.total[_FLOWS.index(name)] += amount
+            entry.weighted[_FLOWS.index(name)] += amount * share
 
     def want(self, lora_id: str, want: Want, until: float) -> bool:
         """Remember that somebody asks; True when that says more than was known."""
@@ -97,7 +155,9 @@ class DemandBook:
             self._wants[lora_id] = _Asked(want, until)
             return True
         joined = Want(
-            replicas=max(want.replicas, asked.want.replicas), may_evict=want.may_evict or asked.want.may_evict
+            replicas=max(want.replicas, asked.want.replicas),
+            may_evict=want.may_evict or asked.want.may_evict,
+            is_repair=want.is_repair and asked.want.is_repair,
         )
         is_more = joined != asked.want
         self._wants[lora_id] = _Asked(joined, max(until, asked.until))
@@ -113,11 +173,24 @@ class DemandBook:
     def forget(self, lora_id: str) -> None:
         """It is deleted."""
         self._wants.pop(lora_id, None)
-        self._rates.pop(lora_id, None)
+        self._sums.pop(lora_id, None)
 
     def rate(self, lora_id: str, now: float) -> float:
-        rate = self._rates.get(lora_id)
-        return 0.0 if rate is None else rate.value(now)
+        """Requests a second."""
+        return self.flow(lora_id, now).requests
+
+    def flow(self, lora_id: str, now: float) -> Flow:
+        """Everything that is counted of an adapter, a second."""
+        entry = self._sums.get(lora_id)
+        if entry is None:
+            return Flow()
+        scale = self._scale(now) * math.exp(-(now - entry.at) / self.window_s)
+        return Flow(*(amount * scale for amount in entry.weighted))
+
+    def total(self, lora_id: str) -> Flow:
+        """Everything that is counted of an adapter, in all since our own start; two of these make an exact share."""
+        entry = self._sums.get(lora_id)
+        return Flow() if entry is None else Flow(*entry.total)
 
     def live_routers(self, now: float) -> list[Router]:
         return [router for router in self._routers.values() if now - router.heard_at < LIVE_S]
@@ -130,12 +203,33 @@ class DemandBook:
             for use in router.uses.values()
             if use.in_flight > 0
         }
-        rates = {lora_id: rate.value(now) for lora_id, rate in self._rates.items()}
-        return Demand(rates=rates, in_use=frozenset(in_use), wants=self.wants())
+        scale = self._scale(now)
+        requests, work_s = _FLOWS.index("requests"), _FLOWS.index("work_s")
+        rates: dict[str, float] = {}
+        work: dict[str, float] = {}
+        for lora_id, entry in self._sums.items():
+            fade = scale * math.exp(-(now - entry.at) / self.window_s)
+            rates[lora_id] = entry.weighted[requests] * fade
+            work[lora_id] = entry.weighted[work_s] * fade
+        return Demand(rates=rates, work=work, in_use=frozenset(in_use), wants=self.wants())
+
+    def _scale(self, now: float) -> float:
+        """What makes up for the part of the window before we first counted; never more than for a quarter of it."""
+        if self._counts_since is None:
+            return 1.0
+        return 1 / -math.expm1(-max(0.25, (now - self._counts_since) / self.window_s))
 
     def _expire(self, now: float) -> None:
         self._wants = {lora_id: asked for lora_id, asked in self._wants.items() if asked.until > now}
-        # Ten windows on, less than 1/20,000 of a rate is left: it ranks nothing any more.
-        self._rates = {lora_id: rate for lora_id, rate in self._rates.items() if now - rate.at < 10 * WINDOW_S}
+        # Ten windows on, less than 1/20,000 of a rate is left: it ranks nothing any more. Totals last an hour.
+        keep_s = max(10 * self.window_s, _FORGET_ROUTER_S)
+        self._sums = {lora_id: entry for lora_id, entry in self._sums.items() if now - entry.at < keep_s}
         # A router long gone may come back under its old boot id; an hour of memory keeps its counts from doubling.
-        self._routers = {name: router for name, router in self._routers.items() if now - router.heard_at < 3600}
+        self._routers = {
+            name: router for name, router in self._routers.items() if now - router.heard_at < _FORGET_ROUTER_S
+        }
+
+
+def _growth(count: float, before: float) -> float:
+    """What was added since; a count that fell began again from 0."""
+    return count - before if count >= before else count

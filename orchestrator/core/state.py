@@ -53,6 +53,11 @@ class Rules:
     min_residency_s: float = 60.0
     drain_deadline_s: float = 30.0
     failure_expiry_s: float = 60.0
+    demand_window_s: float = 60.0
+    target_utilisation: float = 0.7
+    scale_down_after_s: float = 300.0
+    storm_window_s: float = 60.0
+    storm_moves_per_worker: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,41 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """A replica target above 1 that stands, and since when demand has asked for clearly less."""
+
+    replicas: int
+    below_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storm:
+    """Steps of late that no request waited for.
+
+    named         those that the last pass named, so that one step is counted once however long it takes
+    counts        (second, how many were named in it), oldest first
+    frozen_since  when there were too many; None while all is calm
+    """
+
+    named: frozenset[tuple[str, str, str]] = frozenset()
+    counts: tuple[tuple[int, int], ...] = ()
+    frozen_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one pass hands to the next, and all that does: losing it costs no more than some patience.
+
+    scales   lora_id -> the target that stands
+    moves    (lora_id, worker_id it leaves) -> worker_id it goes to
+    """
+
+    scales: Mapping[str, Scale] = field(default_factory=dict)
+    moves: Mapping[Pair, str] = field(default_factory=dict)
+    storm: Storm = field(default_factory=Storm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """The fleet as reported, and what we know to be under way there."""
 
@@ -129,6 +169,8 @@ class Observed:
     loads_in_flight: int = 0
     owed: Mapping[Pair, str] = field(default_factory=dict)
     """named victims of loads that took the reserve, and what they made room for: they leave as soon as they drained"""
+    memory: Memory = field(default_factory=Memory)
+    """what the last pass left in `Desired.memory`"""
 
     def failed(self, lora_id: str, worker_id: str, now: float) -> Failure | None:
         failure = self.failures.get((lora_id, worker_id))
@@ -139,11 +181,33 @@ class Observed:
 class Want:
     """Somebody asks for an adapter that is not, or not often enough, there.
 
-    may_evict   True when a request waits for it; False when it only lost its place with a worker
+    may_evict   whether somebody else may be thrown out for it
+    is_repair   it lost its place with a worker, and no request waits for it
     """
 
     replicas: int
     may_evict: bool = True
+    is_repair: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What routers count of one adapter; a second, or in all.
+
+    work_s   seconds of engine work for its requests; a second, this is how many workers it keeps busy
+    held     requests that waited because it was nowhere, `hold_s` how long together; `sheds` were refused instead
+    """
+
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+    work_s: float = 0.0
+    errors: float = 0.0
+    first_tokens: float = 0.0
+    first_token_s: float = 0.0
+    held: float = 0.0
+    hold_s: float = 0.0
+    sheds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +215,13 @@ class Demand:
     """What routers say they sent, and what they ask for.
 
     rates    lora_id -> requests a second
+    work     lora_id -> seconds of engine work a second; 0 where routers do not say
     in_use   (lora_id, worker_id) with a request in flight
     wants    lora_id -> what is asked for and not there yet; none that has expired
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
+    work: Mapping[str, float] = field(default_factory=dict)
     in_use: frozenset[Pair] = frozenset()
     wants: Mapping[str, Want] = field(default_factory=dict)
 
@@ -196,6 +262,8 @@ class Desired:
     targets    lora_id -> how many replicas it should have (only where that is not 0)
     unplaced   lora_id -> why fewer replicas than the target could be placed
     leaving    workers that may now be told to drain, as nothing there has to be moved any more
+    frozen     why nothing is moved at present though it should be; None when nothing is frozen
+    memory     for the next pass
     """
 
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -205,3 +273,5 @@ class Desired:
     inspections: tuple[Inspection, ...] = ()
     unplaced: Mapping[str, str] = field(default_factory=dict)
     leaving: tuple[str, ...] = ()
+    frozen: str | None = None
+    memory: Memory = field(default_factory=Memory)

@@ -1,0 +1,124 @@
+"""Demand: what routers report becomes rates, whatever is lost, repeated or late."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.demand import DemandBook, Hold, Use
+from orchestrator.core.state import Flow, Want
+
+
+def use(requests, lora_id="a", in_flight=0, **more):
+    return Use(
+        lora_id=lora_id, worker_id="w0", engine_name=f"{lora_id}@1", requests=requests, in_flight=in_flight, **more
+    )
+
+
+def heard(book, *seconds, rate=3, boot="b0", first=0, router="r0"):
+    """One report at each of these seconds, of `rate` requests a second since the boot."""
+    for second in seconds:
+        count = rate * (second - first)
+        book.report(router, boot, second, 0, [use(count, work_s=count / 10, prompt_tokens=count * 7)], float(second))
+
+
+def test_constant_traffic_is_its_rate_from_the_first_quarter_of_a_window_on():
+    book = DemandBook()
+    heard(book, *range(1, 20))
+    assert book.rate("a", 19.0) == pytest.approx(3, rel=0.1)
+    heard(book, *range(20, 400))
+    assert book.rate("a", 399.0) == pytest.approx(3, rel=0.02)
+    flow = book.flow("a", 399.0)
+    assert (flow.work_s, flow.prompt_tokens) == (pytest.approx(0.3, rel=0.02), pytest.approx(21, rel=0.02))
+    assert book.snapshot(399.0).work["a"] == pytest.approx(0.3, rel=0.02)
+
+
+def test_a_rate_fades_by_its_window():
+    book = DemandBook(window_s=10)
+    heard(book, *range(1, 200))
+    assert book.rate("a", 209.0) == pytest.approx(book.rate("a", 199.0) / 2.71828, rel=0.001)
+
+
+def test_a_history_found_after_our_own_start_is_no_rate():
+    book = DemandBook()
+    book.report("r0", "b0", 1000, 0, [use(1_000_000)], 5.0)
+    assert book.rate("a", 5.0) == 0
+    assert book.total("a") == Flow()
+    book.report("r0", "b0", 1001, 0, [use(1_000_003)], 6.0)
+    assert book.total("a").requests == 3
+
+
+def test_a_router_that_was_cut_off_for_minutes_does_not_come_back_as_a_burst():
+    steady, gap = DemandBook(), DemandBook()
+    heard(steady, *range(1, 601))
+    heard(gap, *range(1, 301), 600)
+    assert gap.rate("a", 600.0) == pytest.approx(steady.rate("a", 600.0), rel=0.02)
+    assert gap.total("a").requests == steady.total("a").requests
+
+
+def test_a_restarted_router_loses_nothing_and_doubles_nothing():
+    book = DemandBook()
+    heard(book, *range(1, 301))
+    before = book.total("a").requests
+    heard(book, *range(302, 400), boot="b1", first=300)
+    assert book.total("a").requests - before == 3 * 99
+    assert book.rate("a", 399.0) == pytest.approx(3, rel=0.03)
+    heard(book, 301)  # the old process's last words, late
+    assert book.total("a").requests - before == 3 * 99
+
+
+def test_an_adapter_that_a_report_omits_is_not_counted_again_when_it_is_named_later():
+    book = DemandBook()
+    book.report("r0", "b0", 1, 0, [], 1.0)
+    book.report("r0", "b0", 2, 0, [use(50, in_flight=1)], 2.0)
+    book.report("r0", "b0", 3, 0, [], 3.0)
+    assert book.snapshot(3.0).in_use == frozenset()
+    book.report("r0", "b0", 4, 0, [use(51)], 4.0)
+    assert book.total("a").requests == 51
+
+
+def test_a_count_that_fell_began_again_from_nothing():
+    book = DemandBook()
+    for seq, count in enumerate((0, 50, 4)):
+        book.report("r0", "b0", seq, 0, [use(count)], float(seq))
+    assert book.total("a").requests == 54
+
+
+def test_holds_and_sheds_are_counted_of_an_adapter_that_is_nowhere():
+    book = DemandBook()
+    book.report("r0", "b0", 1, 0, [], 1.0)
+    book.report("r0", "b0", 2, 0, [], 2.0, holds=[Hold(lora_id="a", held=3, hold_s=4.5, sheds=1)])
+    assert book.total("a") == Flow(held=3, hold_s=4.5, sheds=1)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3))
+def test_lost_repeated_and_late_reports_change_no_total_and_hardly_a_rate(seed, routers):
+    rng = Random(seed)
+    clean, rough = DemandBook(), DemandBook()
+    reports = []
+    for router in range(routers):
+        count = 0
+        for second in range(1, 241):
+            count += rng.randrange(5)
+            reports.append((second, (f"r{router}", "b0", second, 0, [use(count, errors=count // 2)])))
+    reports.sort(key=lambda report: report[0])
+    late = []
+    for second, report in reports:
+        clean.report(*report, float(second))
+        if second in (1, 240) or rng.random() < 0.7:
+            rough.report(*report, float(second))
+            late.append(report)
+        if rng.random() < 0.3:
+            rough.report(*rng.choice(late or [report]), float(second))
+    assert rough.total("a") == clean.total("a")
+    assert rough.rate("a", 240.0) == pytest.approx(clean.rate("a", 240.0), rel=0.1)
+
+
+def test_a_request_that_waits_makes_a_repair_more_than_a_repair():
+    book = DemandBook()
+    book.want("a", Want(replicas=1, may_evict=False, is_repair=True), until=60.0)
+    assert book.want("a", Want(replicas=1), until=60.0)
+    assert book.wants()["a"] == Want(replicas=1)
+    assert not book.want("a", replace(Want(replicas=1), is_repair=True), until=60.0)
