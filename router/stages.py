@@ -3,10 +3,9 @@
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from random import getrandbits
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from xxhash import xxh3_128_hexdigest
@@ -39,8 +38,7 @@ _decode_body = msgspec.json.Decoder(Body).decode
 _decode_any = msgspec.json.Decoder().decode
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A request as read: the raw fields to send on, and those that were decoded to decide on.
 
     target       path and query to ask the engine for
@@ -135,6 +133,7 @@ def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
         lora_id=question.decoded.get("lora_id"),
         visible=lambda adapter: caller.may_use(adapter.tenants),
         rng=parts.mind.rng,
+        session=question.session,
     )
     # Where an adapter is but a name, its base model does the same, and nothing need be loaded.
     return target if question.route.adapter == "runs" else Target(target.base_model, None, target.asked)

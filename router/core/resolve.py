@@ -1,19 +1,22 @@
 """What a request names -> a base model, and perhaps an adapter."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from math import log
 from random import Random
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
 
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet
 
 Visible = Callable[[Adapter], bool]
 IsBase = Callable[[str], bool]
+Pick = Callable[[str], Adapter | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """What to run. `asked` is the name to answer with: what the client said, or the base model's name."""
 
     base_model: str
@@ -21,11 +24,14 @@ class Target:
     asked: str
 
 
-def resolve(fleet: Fleet, *, model: object, lora_id: object, visible: Visible, rng: Random) -> Target:
+def resolve(
+    fleet: Fleet, *, model: object, lora_id: object, visible: Visible, rng: Random, session: str = ""
+) -> Target:
     """The target of a request.
 
     model, lora_id  those fields of the body, as they came (None: absent)
     visible         whether the caller may use an adapter; what it may not use does not exist for it
+    session         keeps to one of an alias's targets; empty: each request is drawn anew
     raises          BadBody for wrong types or two fields that disagree, ModelNotFound, AdapterFailed, and
                     NoReplica when the adapter's base model is served by nobody or not known yet
     """
@@ -35,8 +41,9 @@ def resolve(fleet: Fleet, *, model: object, lora_id: object, visible: Visible, r
     assert model is None or isinstance(model, str)
     assert lora_id is None or isinstance(lora_id, str)
     is_base = partial(_is_base, fleet, visible)
+    pick = partial(_pick, fleet, visible, session, rng)
     if lora_id:
-        target = _adapter_target(fleet, lora_id, asked=model or lora_id, param="lora_id", visible=visible, rng=rng)
+        target = _adapter_target(fleet, lora_id, pick, asked=model or lora_id, param="lora_id")
         named_base = model if model and is_base(model) else None
         if named_base is None and model and not _agrees(is_base, model, lora_id, target):
             raise ModelNotFound(_unknown(model), param="model")
@@ -56,7 +63,7 @@ def resolve(fleet: Fleet, *, model: object, lora_id: object, visible: Visible, r
     if is_base(model):
         return Target(model, None, model)
     base, name = _split(is_base, model)
-    target = _adapter_target(fleet, name, asked=model, param="model", visible=visible, rng=rng)
+    target = _adapter_target(fleet, name, pick, asked=model, param="model")
     if base is not None and target.base_model != base:
         raise ModelNotFound(_unknown(model), param="model")
     return target
@@ -67,8 +74,8 @@ def visible_adapters(fleet: Fleet, visible: Visible) -> dict[str, Adapter]:
     return {lora_id: adapter for lora_id, adapter in fleet.adapters.items() if visible(adapter)}
 
 
-def _adapter_target(fleet: Fleet, name: str, *, asked: str, param: str, visible: Visible, rng: Random) -> Target:
-    adapter = _pick(fleet, name, visible, rng)
+def _adapter_target(fleet: Fleet, name: str, pick: Pick, *, asked: str, param: str) -> Target:
+    adapter = pick(name)
     if adapter is None:
         raise ModelNotFound(_unknown(name), param=param)
     if adapter.error is not None:
@@ -79,7 +86,7 @@ def _adapter_target(fleet: Fleet, name: str, *, asked: str, param: str, visible:
     return Target(base_model, adapter, asked)
 
 
-def _pick(fleet: Fleet, name: str, visible: Visible, rng: Random) -> Adapter | None:
+def _pick(fleet: Fleet, visible: Visible, session: str, rng: Random, name: str) -> Adapter | None:
     adapter = fleet.adapters.get(name)
     if adapter is not None:
         return adapter if visible(adapter) else None
@@ -88,9 +95,23 @@ def _pick(fleet: Fleet, name: str, visible: Visible, rng: Random) -> Adapter | N
         return None
     usable = [(fleet.adapters[lora_id], weight) for lora_id, weight in alias.targets if lora_id in fleet.adapters]
     usable = [(adapter, weight) for adapter, weight in usable if weight > 0 and visible(adapter)]
-    if not usable:
-        return None
+    if len(usable) < 2:
+        return usable[0][0] if usable else None
+    if session:
+        return max(usable, key=lambda target: _claim(name, session, target[0].lora_id, target[1]))[0]
     return rng.choices([adapter for adapter, _ in usable], [weight for _, weight in usable])[0]
+
+
+def _claim(alias: str, session: str, lora_id: str, weight: float) -> float:
+    """A target's claim on a session; the highest wins, each as often as its weight says.
+
+    A target whose weight grows takes sessions from the others and gives none away, whatever the others' weights were
+    (weighted rendezvous hashing: Schindelhauer and Schomaker, 2005). So every router names the same target, and of a
+    rollout's sessions those that moved to the new version stay there when its weight grows further.
+    """
+    drawn = xxh3_64_intdigest(f"{len(alias)}:{alias}{len(session)}:{session}{lora_id}".encode())
+    # 52 bits and a half: exact in a float, and never 0 or 1.
+    return -weight / log(((drawn >> 12) + 0.5) / 2**52)
 
 
 def _split(is_base: IsBase, model: str) -> tuple[str | None, str]:

@@ -2,6 +2,8 @@ from random import Random
 from types import MappingProxyType
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound
 from router.core.fleet import Adapter, Alias, Fleet
@@ -104,6 +106,63 @@ def test_an_alias_shares_its_requests_by_weight_among_what_the_caller_may_use():
     }
     assert picked == {"sql/v1", "secret/v1"}
     assert {resolved("sql")[1] for _ in range(50)} == {"sql/v1"}
+
+
+SESSIONS = [f"user-{number}" for number in range(2000)]
+WEIGHTS = st.dictionaries(st.sampled_from("abcde"), st.sampled_from([0.01, 0.5, 1.0, 3.0, 9.0]), min_size=2)
+
+
+def named(weights, *, alias="it", sessions=SESSIONS[:300]):
+    """session -> lora_id, of an alias with these weights; no two routers need agree on anything for it."""
+    fleet = Fleet(
+        1,
+        FLEET.replicas,
+        MappingProxyType({name: an_adapter(name) for name in weights}),
+        MappingProxyType({alias: Alias(alias, tuple(weights.items()))}),
+    )
+    return {
+        session: resolve(
+            fleet, model=alias, lora_id=None, visible=lambda _: True, rng=Random(), session=session
+        ).adapter.lora_id
+        for session in sessions
+    }
+
+
+def test_sessions_are_shared_by_weight_and_each_keeps_its_target():
+    found = named({"a": 6.0, "b": 3.0, "c": 1.0}, sessions=SESSIONS)
+    assert found == named({"c": 0.1, "b": 0.3, "a": 0.6}, sessions=SESSIONS)
+    shares = [sum(lora_id == name for lora_id in found.values()) / len(SESSIONS) for name in "abc"]
+    assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.04)
+
+
+def test_two_aliases_share_their_sessions_independently():
+    one, other = (named({"a": 1.0, "b": 1.0}, alias=alias, sessions=SESSIONS) for alias in ("it", "that"))
+    assert 0.4 < sum(one[session] == other[session] for session in SESSIONS) / len(SESSIONS) < 0.6
+
+
+@settings(max_examples=30, deadline=None)
+@given(WEIGHTS, st.sampled_from([1.5, 4.0, 100.0]))
+def test_a_weight_that_grows_draws_sessions_and_moves_no_other(weights, factor):
+    grown = max(weights)
+    before, after = named(weights), named(weights | {grown: weights[grown] * factor})
+    assert {after[session] for session in before if before[session] != after[session]} <= {grown}
+
+
+@settings(max_examples=30, deadline=None)
+@given(WEIGHTS)
+def test_a_target_that_leaves_moves_only_its_own_sessions(weights):
+    gone = max(weights)
+    before, after = named(weights), named({name: weight for name, weight in weights.items() if name != gone})
+    assert {before[session] for session in before if before[session] != after[session]} <= {gone}
+
+
+def test_a_rollouts_sessions_move_once_and_as_many_as_its_step_says():
+    before = dict.fromkeys(SESSIONS, "old")
+    for share in (0.05, 0.25, 0.5, 0.9):
+        after = named({"old": 1 - share, "new": share}, sessions=SESSIONS)
+        assert all(after[session] == "new" for session in SESSIONS if before[session] == "new")
+        assert sum(name == "new" for name in after.values()) / len(SESSIONS) == pytest.approx(share, abs=0.04)
+        before = after
 
 
 @pytest.mark.parametrize(
