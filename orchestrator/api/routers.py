@@ -8,12 +8,12 @@ from fastapi.responses import StreamingResponse
 
 from lorafleet.auth import Keys, requires
 from orchestrator.api.views import Views
-from orchestrator.core.demand import Use
+from orchestrator.core.demand import Hold, Use
 from orchestrator.core.errors import Conflict, NotFound
 from orchestrator.core.state import Want
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
-from orchestrator.wire import Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
+from orchestrator.wire import AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
 
 ENSURE_EXAMPLE = {"replicas": 1, "wait_s": 10.0}
 USAGE_EXAMPLE = {
@@ -21,7 +21,21 @@ USAGE_EXAMPLE = {
     "boot_id": "7c1e",
     "seq": 12,
     "revision_seen": 1794900000000,
-    "uses": [{"worker_id": "w0", "engine_name": "sql-expert/v1@3f9a1c2b77aa", "requests": 40, "in_flight": 2}],
+    "uses": [
+        {
+            "worker_id": "w0",
+            "engine_name": "sql-expert/v1@3f9a1c2b77aa",
+            "requests": 40,
+            "in_flight": 2,
+            "prompt_tokens": 48000,
+            "output_tokens": 9000,
+            "work_s": 3.5,
+            "errors": 0,
+            "first_tokens": 38,
+            "first_token_s": 5.7,
+        }
+    ],
+    "holds": [{"lora_id": "legal/v2", "held": 1, "hold_s": 4.4, "sheds": 0}],
 }
 
 
@@ -63,19 +77,14 @@ def router_routes(
     @api.post("/v1/usage")
     async def usage(report: Annotated[UsageReport, Body(examples=[USAGE_EXAMPLE])]) -> UsageAnswer:
         """A router's counts. Repeats and late ones are recognised by `seq` and change nothing."""
-        uses = [
-            Use(
-                lora_id=use.engine_name.rpartition("@")[0],
-                worker_id=use.worker_id,
-                engine_name=use.engine_name,
-                requests=use.requests,
-                in_flight=use.in_flight,
-            )
-            for use in report.uses
-            if "@" in use.engine_name
-        ]
         accepted = reconciler.demand.report(
-            report.router_id, report.boot_id, report.seq, report.revision_seen, uses, clock()
+            report.router_id,
+            report.boot_id,
+            report.seq,
+            report.revision_seen,
+            [_use(use) for use in report.uses if "@" in use.engine_name],
+            clock(),
+            holds=[Hold(lora_id=h.lora_id, held=h.held, hold_s=h.hold_s, sheds=h.sheds) for h in report.holds],
         )
         if accepted and reconciler.has_drains:
             reconciler.poke()  # it may have been the last word that a drain waited for
@@ -92,6 +101,14 @@ def router_routes(
         )
 
     return api
+
+
+def _use(use: AdapterUse) -> Use:
+    counts = {name: getattr(use, name) for name in _COUNTS}
+    return Use(lora_id=use.engine_name.rpartition("@")[0], **counts)
+
+
+_COUNTS = AdapterUse.model_fields.keys() & Use.__dataclass_fields__.keys()
 
 
 async def _ensured(
