@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+from orchestrator.backend import WorkerIntent
 from orchestrator.core.state import OCCUPYING, Failure, Held, Observed, Pair, Worker
-from orchestrator.store import WorkerIntent
 from workers.wire import LoadedLora, LoraInfo, Metadata
 
 _AGENT_STATES = {"starting": "starting", "engine_down": "starting", "draining": "draining", "ready": "ready"}

@@ -12,10 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from orchestrator.backend import WorkerIntent
 from orchestrator.core.errors import Conflict, NotFound, RequestError, Stale
 from orchestrator.core.state import Adapter, Rules
 from orchestrator.fleet import Fleet
-from orchestrator.store import Store, WorkerIntent
+from orchestrator.store import Store
 from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpec, Policy, checked_lora_id
 
 _IMMUTABLE = ("source", "digest", "base_model")

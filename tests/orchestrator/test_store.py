@@ -5,9 +5,11 @@ import sqlite3
 
 import pytest
 
+from orchestrator.backend import WorkerIntent
 from orchestrator.core.errors import StoreError
 from orchestrator.core.state import Adapter, Rules
-from orchestrator.store import SCHEMA, Store, WorkerIntent
+from orchestrator.sqlite import SCHEMA
+from orchestrator.store import Store
 
 ADAPTER = Adapter(
     lora_id="sql/v1",

@@ -1,0 +1,250 @@
+"""Intent in one SQLite file (WAL): what is written is on the disk when the call returns."""
+
+import json
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backend import Change, Entry, Stored, Tombstone, WorkerIntent
+from orchestrator.core.errors import StoreError
+from orchestrator.core.state import Adapter, Rules
+
+_MIGRATIONS: tuple[str, ...] = (
+    """
+    CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
+    CREATE TABLE adapters (
+        lora_id TEXT PRIMARY KEY, source TEXT NOT NULL, base_model TEXT, digest TEXT, rank INTEGER, size_bytes INTEGER,
+        policy TEXT NOT NULL, tenants TEXT, quarantine TEXT, is_deleting INTEGER NOT NULL DEFAULT 0
+    ) STRICT;
+    CREATE TABLE aliases (name TEXT PRIMARY KEY, targets TEXT NOT NULL) STRICT;
+    CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL) STRICT;
+    CREATE TABLE workers (id TEXT PRIMARY KEY, state TEXT NOT NULL, until REAL) STRICT;
+    CREATE TABLE tombstones (lora_id TEXT PRIMARY KEY, digest TEXT NOT NULL, at REAL NOT NULL) STRICT;
+    """,
+    """
+    CREATE TABLE history (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL,
+        actor TEXT NOT NULL, body TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX history_by_kind ON history (kind, id);
+    CREATE INDEX history_by_subject ON history (subject, id);
+    """,
+)
+SCHEMA = len(_MIGRATIONS)
+_POLICY_FIELDS = ("loading", "min_replicas", "max_replicas", "pinned", "priority", "weight")
+_KEYS = {"adapters": "lora_id", "aliases": "name", "workers": "id", "tombstones": "lora_id", "counters": "name"}
+_TRIM_EVERY = 64
+
+
+class SqliteFile:
+    """A Backend. Raises StoreError when the file is no store of ours, damaged, or of a newer version.
+
+    history_kept   entries of each kind; older ones go, so that many loads push out no change of policy
+    """
+
+    def __init__(self, path: Path | str, *, history_kept: int = 10_000) -> None:
+        self._path = str(path)
+        self._history_kept = history_kept
+        self._recorded: dict[str, int] = {}
+        self._db = _open(self._path)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def read(self) -> Stored:
+        try:
+            return self._read()
+        except (sqlite3.Error, ValueError, TypeError, KeyError) as exc:
+            raise StoreError(
+                f"store {self._path} cannot be read ({exc}); restore it from a backup, it was not changed"
+            ) from exc
+
+    def _read(self) -> Stored:
+        rows = self._db.execute
+        rules = Rules()
+        for (body,) in rows("SELECT body FROM policy"):
+            known = {f.name for f in fields(Rules)}
+            rules = Rules(**{name: value for name, value in json.loads(body).items() if name in known})
+        return Stored(
+            adapters={row["lora_id"]: _adapter(row) for row in rows("SELECT * FROM adapters")},
+            aliases={
+                name: tuple((lora_id, float(weight)) for lora_id, weight in json.loads(targets))
+                for name, targets in rows("SELECT name, targets FROM aliases")
+            },
+            workers={
+                worker_id: WorkerIntent(state, until)
+                for worker_id, state, until in rows("SELECT id, state, until FROM workers")
+            },
+            tombstones={
+                lora_id: Tombstone(digest, at)
+                for lora_id, digest, at in rows("SELECT lora_id, digest, at FROM tombstones")
+            },
+            rules=rules,
+            counters={name: int(value) for name, value in rows("SELECT name, value FROM counters")},
+        )
+
+    def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> None:
+        try:
+            for change in changes:
+                self._write(change)
+            for entry in entries:
+                self._record(entry)
+            self._db.commit()
+        except sqlite3.Error as exc:
+            self._db.rollback()
+            raise StoreError(f"store {self._path}: nothing was written: {exc}") from exc
+
+    def _write(self, change: Change) -> None:
+        if change.value is None:
+            key = _KEYS[change.table]
+            self._db.execute(f"DELETE FROM {change.table} WHERE {key} = ?", (change.key,))  # noqa: S608  (our own names)
+        else:
+            row = _row(change)
+            marks = ",".join("?" * len(row))
+            self._db.execute(f"REPLACE INTO {change.table} VALUES ({marks})", row)  # noqa: S608
+
+    def _record(self, entry: Entry) -> None:
+        row = (entry.at, entry.kind, entry.subject, entry.actor, json.dumps(dict(entry.body)))
+        self._db.execute("INSERT INTO history (at, kind, subject, actor, body) VALUES (?,?,?,?,?)", row)
+        count = self._recorded.get(entry.kind, _TRIM_EVERY)
+        self._recorded[entry.kind] = (count + 1) % _TRIM_EVERY if count < _TRIM_EVERY else 1
+        if count % _TRIM_EVERY == 0:
+            oldest = "SELECT id FROM history WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?"
+            self._db.execute(
+                f"DELETE FROM history WHERE kind = ? AND id <= ({oldest})",  # noqa: S608
+                (entry.kind, entry.kind, self._history_kept),
+            )
+
+    def history(
+        self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
+    ) -> list[Entry]:
+        wheres: list[str] = ["id < ?"]
+        values: list[Any] = [2**62 if before is None else min(before, 2**62)]
+        if kinds:
+            wheres.append(f"kind IN ({','.join('?' * len(kinds))})")
+            values += kinds
+        if subject is not None:
+            wheres.append("subject = ?")
+            values.append(subject)
+        query = f"SELECT * FROM history WHERE {' AND '.join(wheres)} ORDER BY id DESC LIMIT ?"  # noqa: S608
+        return [_entry(row) for row in self._db.execute(query, (*values, limit))]
+
+    def backup(self, path: Path) -> None:
+        """Without deletions and drains: what was deleted then may have been registered again since, and a store
+        that is put back must not take anything from the fleet."""
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except OSError as exc:
+            raise StoreError(f"backup {path}: {exc.strerror}; name a new file in a folder that can be written") from exc
+        os.close(handle)
+        try:
+            with closing(sqlite3.connect(path)) as copy:
+                self._db.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE")
+                with copy:
+                    copy.execute("DELETE FROM tombstones")
+                    copy.execute("UPDATE adapters SET is_deleting = 0")
+                    copy.execute("DELETE FROM workers WHERE state = 'draining'")
+        except sqlite3.Error as exc:
+            path.unlink(missing_ok=True)
+            raise StoreError(f"backup {path}: {exc}") from exc
+
+
+def _open(path: str) -> sqlite3.Connection:
+    try:
+        db = sqlite3.connect(path, timeout=5.0)
+    except sqlite3.Error as exc:
+        raise StoreError(f"store {path}: {exc}; name a file in a folder that exists and can be written") from exc
+    try:
+        _check(db, path)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        _migrate(db)
+    except sqlite3.Error as exc:
+        db.close()
+        raise StoreError(f"store {path}: {exc}; restore it from a backup or name another, it was not changed") from exc
+    except StoreError:
+        db.close()
+        raise
+    db.row_factory = sqlite3.Row
+    return db
+
+
+def _check(db: sqlite3.Connection, path: str) -> None:
+    found = [row[0] for row in db.execute("PRAGMA quick_check(1)")]
+    if found != ["ok"]:
+        raise StoreError(f"store {path} is damaged ({found[0]}); restore it from a backup, it was not changed")
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and not {"counters", "adapters", "policy"} <= tables:
+        found_there = ", ".join(sorted(tables))
+        raise StoreError(
+            f"store {path} is another program's database (tables {found_there}); name another file, it was not changed"
+        )
+    if version > SCHEMA:
+        raise StoreError(
+            f"store {path} has schema {version}, this version knows {SCHEMA}; start the newer version,"
+            " the file was not changed"
+        )
+
+
+def _migrate(db: sqlite3.Connection) -> None:
+    with closing(db.cursor()) as cursor:
+        version = cursor.execute("PRAGMA user_version").fetchone()[0]
+        for number, script in enumerate(_MIGRATIONS[version:], start=version + 1):
+            cursor.executescript(f"BEGIN; {script}; PRAGMA user_version = {number}; COMMIT;")
+
+
+def _row(change: Change) -> tuple[Any, ...]:
+    match change.value:
+        case Adapter() as adapter:
+            return _adapter_row(adapter)
+        case WorkerIntent(state, until):
+            return change.key, state, until
+        case Tombstone(digest, at):
+            return change.key, digest, at
+        case Rules() as rules:
+            return 1, json.dumps({f.name: getattr(rules, f.name) for f in fields(Rules)})
+        case int() as value:
+            return change.key, value
+        case targets:
+            return change.key, json.dumps(targets)
+
+
+def _entry(row: Mapping[str, Any]) -> Entry:
+    return Entry(
+        id=row["id"],
+        at=row["at"],
+        kind=row["kind"],
+        subject=row["subject"],
+        actor=row["actor"],
+        body=json.loads(row["body"]),
+    )
+
+
+def _adapter(row: Mapping[str, Any]) -> Adapter:
+    tenants = row["tenants"]
+    adapter = Adapter(
+        lora_id=row["lora_id"],
+        source=row["source"],
+        base_model=row["base_model"],
+        digest=row["digest"],
+        rank=row["rank"],
+        size_bytes=row["size_bytes"],
+        tenants=None if tenants is None else tuple(json.loads(tenants)),
+        quarantine=row["quarantine"],
+        is_deleting=bool(row["is_deleting"]),
+    )
+    policy = json.loads(row["policy"])
+    return replace(adapter, **{name: policy[name] for name in _POLICY_FIELDS if name in policy})
+
+
+def _adapter_row(a: Adapter) -> tuple[Any, ...]:
+    policy = json.dumps({name: getattr(a, name) for name in _POLICY_FIELDS})
+    tenants = None if a.tenants is None else json.dumps(a.tenants)
+    known = (a.lora_id, a.source, a.base_model, a.digest, a.rank, a.size_bytes)
+    return (*known, policy, tenants, a.quarantine, int(a.is_deleting))
