@@ -1,6 +1,8 @@
 """The inference routes: from a client's request to its answer, relayed or an error."""
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
@@ -84,6 +86,8 @@ class Inference:
             else:
                 await self._serve(route, caller, answer, trace)
         except (RouterError, HttpError) as exc:
+            if isinstance(exc, RateLimited):
+                parts.metrics.rate_limited.labels(exc.limit).inc()
             answer.fail(exc)
         except Exception as exc:
             log.exception("unexpected error", path=route.path, request_id=answer.request_id)
@@ -101,6 +105,7 @@ class Inference:
         answer = _Answer(exchange, request_id(None))
         answer.more = f"allow: {methods}\r\n"
         answer.fail(HttpError(405, "method_not_allowed", f"{exchange.path} takes {methods}, found {exchange.method}"))
+        self._parts.metrics.requests.labels(exchange.path, 405, answer.code).inc()
 
     async def _serve(self, route: Route, caller: Caller, answer: "_Answer", trace: Trace | None) -> None:
         exchange = answer.exchange
@@ -111,12 +116,18 @@ class Inference:
         if question.deadline_at is None:
             await self._travelled(journey, answer)
             return
+        async with self._in_time(question):
+            await self._travelled(journey, answer)
+
+    @asynccontextmanager
+    async def _in_time(self, question: Question) -> AsyncIterator[None]:
+        """For as long as its client waits; raises DeadlineExceeded then."""
+        left_s = None if question.deadline_at is None else question.deadline_at - self._parts.clock()
         try:
-            async with asyncio.timeout(question.deadline_at - self._parts.clock()):
-                await self._travelled(journey, answer)
-        except TimeoutError:
-            late = DeadlineExceeded(f"there was no whole answer within the time that {TIMEOUT_HEADER} allows")
-            answer.fail(late)
+            async with asyncio.timeout(left_s):
+                yield
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"there was no whole answer within the time that {TIMEOUT_HEADER} allows") from exc
 
     def _question(
         self, route: Route, answer: "_Answer", body: bytes, trace: Trace | None = None, name: str = ""
@@ -213,11 +224,15 @@ class Inference:
             Journey(parts, self._limits, caller, self._question(_ITEM, answer, item, name=f"{answer.request_id}-{i}"))
             for i, item in enumerate(batch.items)
         ]
-        if batch.is_streamed:
-            (journey,) = journeys
-            journey.grows = generate.Growing(batch.names[0])
-            await self._travelled(journey, answer)
-            return
+        async with self._in_time(journeys[0].question):
+            if batch.is_streamed:
+                (journey,) = journeys
+                journey.grows = generate.Growing(batch.names[0])
+                await self._travelled(journey, answer)
+            else:
+                await self._serve_items(batch, journeys, answer)
+
+    async def _serve_items(self, batch: generate.Batch, journeys: Sequence[Journey], answer: "_Answer") -> None:
         at_once = asyncio.Semaphore(_ITEMS_AT_ONCE)
         tasks = [asyncio.create_task(self._item(journey, at_once)) for journey in journeys]
         try:

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lorafleet.auth import Keys
 from lorafleet.kv.blocks import BlockHash
@@ -31,8 +32,7 @@ from router.waiting import WaitingRoom
 _KEPT_DECISIONS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
+class Routed(NamedTuple):
     """A decision with what it was made for, and when (wall clock)."""
 
     request_id: str
@@ -96,15 +96,19 @@ class Parts:
     # What each engine signs its streams with.
     signatures: dict[str, bytes] = field(default_factory=dict)
     stopping: bool = False
-    _alone: dict[Incarnation, asyncio.Lock] = field(default_factory=dict)
+    _turns: dict[Incarnation, asyncio.Lock] = field(default_factory=dict)
+    _suspects: Counter[Incarnation] = field(default_factory=Counter)
 
     @asynccontextmanager
     async def alone(self, incarnation: Incarnation) -> AsyncIterator[None]:
         """One at a time for each engine: of requests that may be what an earlier engine died of."""
-        lock = self._alone.setdefault(incarnation, asyncio.Lock())
+        lock = self._turns.setdefault(incarnation, asyncio.Lock())
+        self._suspects[incarnation] += 1
         try:
             async with lock:
                 yield
         finally:
-            if not lock.locked():
-                self._alone.pop(incarnation, None)
+            self._suspects[incarnation] -= 1
+            # Not before the last has gone: a lock that somebody still waits for looks free for a moment.
+            if not self._suspects[incarnation]:
+                del self._suspects[incarnation], self._turns[incarnation]

@@ -287,8 +287,8 @@ class Connection(asyncio.Protocol):
             return
         parser = self._parser
         status = parser.get_status_code()
-        if status < 200:
-            if status < 100 or status == 101:
+        if not 200 <= status <= 599:
+            if not 101 < status < 200 and status != 100:
                 raise httptools.HttpParserError(f"status {status}")
             self._interim = self._odd = True
             return

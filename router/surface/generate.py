@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from router.core.errors import BadBody
+from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
 
 PATH = "/generate"
 ITEM_PATH = "/v1/completions"
@@ -57,6 +57,8 @@ _ITEM_FIELDS = frozenset({"text", "input_ids", "lora_path", "sampling_params", "
 _SHARED_FIELDS = frozenset({"model", "stream", "cache_salt", "priority", "user"})
 # What each stands for is not offered; a client may still say that it does not want it.
 _OFF: Sequence[Any] = (None, False, [], {})
+# What reading an answer of another shape than a completion's raises.
+_NO_COMPLETION = (msgspec.DecodeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,11 @@ def completion_params(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join(batch: Batch, answers: Sequence[bytes]) -> bytes:
-    """The answer to a call, from the whole answers to its items, in their order."""
-    outputs = [output for answer, name in zip(answers, batch.names, strict=True) for output in _outputs(answer, name)]
+    """The answer to a call, from the whole answers to its items, in their order. Raises ReplicaUnreachable."""
+    try:
+        outputs = [one for answer, name in zip(answers, batch.names, strict=True) for one in _outputs(answer, name)]
+    except _NO_COMPLETION as exc:
+        raise ReplicaUnreachable("an engine's answer is no completion", reason="bad_answer") from exc
     alone = not batch.is_list and len(outputs) == 1
     return msgspec.json.encode(outputs[0] if alone else outputs)
 
@@ -151,9 +156,12 @@ class Growing:
         """Whole events of the engine's -> ours.
 
         The one that ends the text waits for the usage that follows it, which alone says how much was cached. What is
-        no completion (an error) goes on as it is.
+        no completion (an error) goes on as it is. Raises StreamBroken for what is no JSON, or of another shape.
         """
-        return b"".join(filter(None, map(self._event, _data_lines(events))))
+        try:
+            return b"".join(filter(None, map(self._event, _data_lines(events))))
+        except _NO_COMPLETION as exc:
+            raise StreamBroken("the engine sent what is no completion's event") from exc
 
     def _event(self, data: bytes) -> bytes:
         if data == b"[DONE]":

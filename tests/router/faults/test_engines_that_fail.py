@@ -1,0 +1,245 @@
+"""Engines that refuse, break off at any byte, hang, trickle or talk nonsense, behind a whole router."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.router.faults.house import (
+    DONE,
+    EVENTS,
+    STREAM,
+    STREAM_HEAD,
+    WHOLE,
+    answering,
+    error_of,
+    events_of,
+    house,
+    pieces,
+    saying,
+    sound,
+)
+
+CLEAN = b"".join(EVENTS)
+FIRST_EVENT_AT = len(STREAM_HEAD) + len(pieces(EVENTS[0])) - len(b"\r\n")
+
+
+def places(raw: bytes, *edges: int) -> list[int]:
+    """Where to break off: at the edges, a byte before and after, and every 23 bytes."""
+    near = {at + off for at in edges for off in (-1, 0, 1)}
+    return sorted(at for at in near | set(range(0, len(raw), 23)) if 0 <= at < len(raw))
+
+
+async def test_an_engine_that_refuses_is_passed_over_and_a_fleet_that_does_is_a_503():
+    async with house(2) as router:
+        router.engines[0]._server.close()
+        await router.engines[0]._server.wait_closed()
+        answers = await asyncio.gather(*(router.ask(f"p{n}") for n in range(20)))
+        assert [answer.status_code for answer in answers] == [200] * 20
+        assert {answer.headers["x-lorafleet-worker"] for answer in answers} == {"w1"}
+        router.engines[1]._server.close()
+        await router.engines[1]._server.wait_closed()
+        for engine in router.engines:
+            for writer in list(engine.open):
+                writer.transport.abort()
+        answer = await router.ask("nobody")
+        assert error_of(answer) == (503, "no_replica")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "127.0.0.1" not in answer.text
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_a_stream_that_breaks_off_at_any_byte_is_whole_from_another_engine_or_ends_with_an_error(how):
+    async with house(2) as router:
+        for at in places(STREAM, len(STREAM_HEAD), FIRST_EVENT_AT, FIRST_EVENT_AT + 60, len(STREAM) - 5):
+            answer = await router.ask(f"at {at}", saying(STREAM[:at], how), stream=True)
+            assert answer.status_code == 200, at
+            if at < FIRST_EVENT_AT:
+                assert (answer.content, router.play.asked[f"at {at}"]) == (CLEAN, 2), at
+                continue
+            events = events_of(answer.content)
+            if router.play.asked[f"at {at}"] == 2:
+                # A reset may take bytes with it that were sent before.
+                assert (how, answer.content) == ("reset", CLEAN), at
+                continue
+            *good, error, done = events
+            assert EVENTS[: len(good)] == tuple(good), at
+            assert good, at
+            assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "stream_broken", at
+            assert done == DONE, at
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_a_whole_answer_that_breaks_off_at_any_byte_comes_whole_from_another_engine(how):
+    raw = answering(WHOLE)
+    async with house(2) as router:
+        for at in places(raw, raw.index(b"\r\n\r\n") + 4, len(raw) - 1):
+            answer = await router.ask(f"at {at}", saying(raw[:at], how))
+            assert (answer.status_code, answer.content) == (200, WHOLE), at
+            assert router.play.asked[f"at {at}"] == 2, at
+
+
+async def test_an_engine_that_hangs_is_given_up_in_time_wherever_it_hangs():
+    before = {"nothing": b"", "half a head": STREAM_HEAD[:40], "no event": STREAM_HEAD, "half an event": STREAM[:150]}
+    async with house(2, first_data_timeout_s=0.2, idle_timeout_s=0.2) as router:
+        asked = {name: router.ask(name, saying(raw, "hang"), stream=True) for name, raw in before.items()}
+        asked["a whole answer"] = router.ask("a whole answer", saying(answering(WHOLE)[:80], "hang"))
+        asked["the middle"] = router.ask("the middle", saying(STREAM_HEAD + pieces(*EVENTS[:2]), "hang"), stream=True)
+        answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        *good, error, done = events_of(answers.pop("the middle").content)
+        assert (tuple(good), done) == (EVENTS[:2], DONE)
+        assert b'"stream_broken"' in error
+        for name, answer in answers.items():
+            assert (error_of(answer), router.play.asked[name]) == ((503, "no_replica"), 1), name
+
+
+async def test_an_answer_that_trickles_lives_however_long_it_takes():
+    async with house(1, first_data_timeout_s=3, idle_timeout_s=0.3) as router:
+        began_at = asyncio.get_running_loop().time()
+        slow = saying(STREAM, each=3, pause_s=0.004)
+        whole = saying(answering(WHOLE), each=1, pause_s=0.004)
+        streamed, unstreamed = await asyncio.gather(router.ask("a", slow, stream=True), router.ask("b", whole))
+        assert (streamed.content, unstreamed.content) == (CLEAN, WHOLE)
+        assert asyncio.get_running_loop().time() - began_at > 0.4
+
+
+async def test_an_engine_that_says_no_more_after_its_answer_is_asked_on_another_connection():
+    async with house(1) as router:
+        for number in range(3):
+            answer = await router.ask(f"{number}", saying(answering(WHOLE), "half_close"))
+            assert (answer.status_code, answer.content) == (200, WHOLE)
+        answer = await router.ask("cut", saying(STREAM_HEAD + pieces(EVENTS[0]), "half_close"), stream=True)
+        assert b'"stream_broken"' in answer.content
+
+
+async def test_a_head_without_measure_is_no_answer_and_another_engine_gives_one():
+    huge = b"x-huge: " + b"a" * 100_000
+    async with house(2) as router:
+        answer = await router.ask("huge", saying(answering(WHOLE, huge)))
+        assert (answer.status_code, answer.content) == (200, WHOLE)
+        many = [b"x-%d: a" % n for n in range(10_000)]
+        answer = await router.ask("many", saying(answering(WHOLE, *many)), saying(answering(WHOLE, *many)))
+        assert error_of(answer) == (503, "no_replica")
+
+
+@pytest.mark.parametrize("status", [b"000 x", b"099 x", b"101 Switching Protocols", b"600 x", b"999 x"])
+async def test_a_status_that_is_none_is_no_answer(status):
+    async with house(2) as router:
+        answer = await router.ask("odd", saying(answering(WHOLE, status=status)))
+        assert (answer.status_code, answer.content) == (200, WHOLE)
+
+
+NONSENSE = [
+    b"",
+    b"{",
+    b"nonsense",
+    b'{"choices": 3}',
+    b'{"choices":[{}],"usage":[]}',
+    b'{"id":"\xff\xfe"}',
+    b"[]",
+    b"null",
+]
+
+
+@pytest.mark.parametrize("body", NONSENSE)
+async def test_what_an_engine_says_reaches_the_client_as_it_is_and_breaks_nothing(body):
+    said = b"data: " + body + b"\n\n"
+    async with house(1) as router:
+        whole = await router.ask("whole", saying(answering(body)))
+        assert (whole.status_code, whole.content) == (200, body)
+        streamed = await router.ask("streamed", saying(STREAM_HEAD + pieces(said, DONE) + b"0\r\n\r\n"), stream=True)
+        assert (streamed.status_code, streamed.content) == (200, said + DONE)
+
+
+@pytest.mark.parametrize("body", NONSENSE)
+async def test_a_generate_whose_engine_talks_nonsense_is_a_502_or_ends_with_an_error(body):
+    good = {"index": 0, "text": "hi", "finish_reason": None, "token_ids": [1]}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    first = b"data: " + json.dumps({"id": "1", "choices": [good], "usage": usage}).encode() + b"\n\n"
+    said = b"data: " + body + b"\n\n"
+    async with house(1) as router:
+        router.play.acts["whole"] = [saying(answering(body))]
+        whole = await router.client.post("/generate", json={"text": "whole"})
+        assert error_of(whole) == (502, "replica_unreachable")
+        for name, events in (("at first", (said,)), ("later", (first, said))):
+            raw = STREAM_HEAD + b"".join(pieces(event) for event in events) + pieces(DONE) + b"0\r\n\r\n"
+            router.play.acts[name] = [saying(raw, each=len(STREAM_HEAD + pieces(events[0])), pause_s=0.01)]
+            answer = await router.client.post("/generate", json={"text": name, "stream": True})
+            assert events_of(answer.content)[-1] == DONE, (name, answer.content)
+            if body != b"null":
+                assert b'"error"' in answer.content or b"text" not in answer.content
+
+
+async def test_what_a_dying_engine_had_in_flight_is_retried_once_each_and_one_at_a_time():
+    at_once, most, served = 0, 0, []
+
+    async def careful(writer, body):
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0.005)
+        at_once -= 1
+        served.append(body["prompt"])
+        return await sound(writer, body)
+
+    async with house(2) as router:
+        dies = asyncio.Event()
+
+        async def doomed(writer, body):
+            await dies.wait()
+            return False
+
+        router.play.usual = careful
+        asking = [asyncio.create_task(router.ask(f"p{n}", doomed)) for n in range(12)]
+        await _until_asked(router, 12)
+        dies.set()
+        answers = await asyncio.gather(*asking)
+        assert [answer.status_code for answer in answers] == [200] * 12
+        assert sorted(served) == sorted(f"p{n}" for n in range(12))
+        assert set(router.play.asked.values()) == {2}
+        # Two engines, and each had only the other's: one at a time at each.
+        assert most <= 2
+
+
+async def _until_asked(router, count):
+    async with asyncio.timeout(5):
+        while sum(router.play.asked.values()) < count:
+            await asyncio.sleep(0.005)
+
+
+async def test_suspects_that_come_later_do_not_join_the_one_that_has_its_turn():
+    async with house(1) as router:
+        parts, inside, most = router.parts, 0, 0
+        go_on = asyncio.Event()
+
+        async def suspect(wait):
+            nonlocal inside, most
+            async with parts.alone("w0"):
+                inside += 1
+                most = max(most, inside)
+                await wait.wait()
+                inside -= 1
+
+        first_out = asyncio.Event()
+        tasks = [asyncio.create_task(suspect(first_out)), asyncio.create_task(suspect(go_on))]
+        await asyncio.sleep(0)
+        first_out.set()
+        while not tasks[0].done():
+            await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(suspect(go_on)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(*tasks)
+        assert most == 1
+
+
+async def test_an_answer_larger_than_may_be_held_is_no_answer_and_is_not_asked_for_again():
+    async with house(2, max_answer_bytes=10_000) as router:
+        answer = await router.ask("large", saying(answering(b"a" * 20_000)))
+        assert error_of(answer) == (503, "no_replica")
+        assert router.play.asked["large"] == 1
+        endless = b"data: " + b"a" * (9 * 2**20)
+        answer = await router.ask("endless", saying(STREAM_HEAD + pieces(EVENTS[0], endless), "hang"), stream=True)
+        *_, error, _done = events_of(answer.content)
+        assert b'"stream_broken"' in error
