@@ -211,7 +211,8 @@ class DemandBook:
             fade = scale * math.exp(-(now - entry.at) / self.window_s)
             rates[lora_id] = entry.weighted[requests] * fade
             work[lora_id] = entry.weighted[work_s] * fade
-        return Demand(rates=rates, work=work, in_use=frozenset(in_use), wants=self.wants())
+        is_blind = not self.live_routers(now)
+        return Demand(rates=rates, work=work, is_blind=is_blind, in_use=frozenset(in_use), wants=self.wants())
 
     def _scale(self, now: float) -> float:
         """What makes up for the part of the window before we first counted; never more than for a quarter of it."""

@@ -173,8 +173,12 @@ class Observed:
     """what the last pass left in `Desired.memory`"""
 
     def failed(self, lora_id: str, worker_id: str, now: float) -> Failure | None:
-        failure = self.failures.get((lora_id, worker_id))
-        return failure if failure is not None and failure.until > now else None
+        """The failure that counts there now; one under the worker_id "" counts everywhere."""
+        for where in (worker_id, ""):
+            failure = self.failures.get((lora_id, where))
+            if failure is not None and failure.until > now:
+                return failure
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,12 +220,14 @@ class Demand:
 
     rates    lora_id -> requests a second
     work     lora_id -> seconds of engine work a second; 0 where routers do not say
+    is_blind no router has reported of late: that nothing is counted is no sign that nothing is asked for
     in_use   (lora_id, worker_id) with a request in flight
     wants    lora_id -> what is asked for and not there yet; none that has expired
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
     work: Mapping[str, float] = field(default_factory=dict)
+    is_blind: bool = False
     in_use: frozenset[Pair] = frozenset()
     wants: Mapping[str, Want] = field(default_factory=dict)
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.placement import place, shares, usable_slots
+from orchestrator.core.placement import place, usable_slots
 from orchestrator.core.state import Adapter, Demand, Held, Intent, Observed, Rules, Want, Worker
+from orchestrator.core.targets import shares
 
 NOW = 10_000.0
 BASES = ("qwen", "llama")

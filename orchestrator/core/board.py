@@ -1,0 +1,193 @@
+"""The fleet while one pass fills it: who holds what, what is free, what has been named so far."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from heapq import nsmallest
+
+import xxhash
+
+from orchestrator.core.state import (
+    OCCUPYING,
+    SERVING,
+    Adapter,
+    Demand,
+    Failure,
+    Held,
+    Intent,
+    Load,
+    Observed,
+    Rules,
+    Worker,
+)
+
+HOME_LOAD = 1.25
+"""A worker with more than this share of the mean load is nobody's home: consistent hashing with bounded loads."""
+
+
+def usable_slots(slots: int, reserve: int) -> int:
+    """Slots that placement fills: some stay free for moves, but never the only one."""
+    return max(1, slots - reserve) if slots > 1 else slots
+
+
+def rendezvous(lora_id: str, worker_id: str) -> int:
+    """This worker's claim on the adapter; the highest is its home. A worker that leaves moves only its own adapters."""
+    return xxhash.xxh3_64_intdigest(f"{len(lora_id)}:{lora_id}{worker_id}".encode())
+
+
+def loading_of(adapter: Adapter, policy: Rules) -> str:
+    """lazy, eager or weighted: the adapter's own word, else the global one."""
+    return adapter.loading or policy.loading
+
+
+def is_placeable(adapter: Adapter) -> bool:
+    return adapter.is_inspected and not adapter.is_deleting and adapter.quarantine is None
+
+
+def is_same(adapter: Adapter, held: Held) -> bool:
+    """Whether these are the registered bytes."""
+    return adapter.digest is not None and adapter.digest == held.digest
+
+
+class Board:
+    """A pass's working state. `holders`: lora_id -> workers whose copy counts, those of loads named so far included."""
+
+    def __init__(self, intent: Intent, observed: Observed, demand: Demand, policy: Rules, now: float) -> None:
+        self.intent = intent
+        self.observed = observed
+        self.demand = demand
+        self.policy = policy
+        self.now = now
+        self.workers = [observed.workers[worker_id] for worker_id in sorted(observed.workers)]
+        self.free = {w.id: usable_slots(w.slots, policy.reserve_slots) - w.occupied for w in self.workers}
+        self.gone: dict[str, set[str]] = {w.id: set() for w in self.workers}
+        self.begun: Counter[str] = Counter()
+        self.targets: Mapping[str, int] = {}
+        self.needed: Mapping[str, int] = {}
+        self.holders: dict[str, set[str]] = {}
+        self.movers: set[str] = set()
+        self._find_holders()
+        self._able: dict[tuple[str | None, int], list[Worker]] = {}
+        self._failures: dict[str, dict[str, Failure]] = {}
+        for (lora_id, worker_id), failure in observed.failures.items():
+            if failure.until > now:
+                self._failures.setdefault(lora_id, {})[worker_id] = failure
+        self.weights = demand.work if any(demand.work.values()) else demand.rates
+        self.loads = self._loads()
+
+    def _find_holders(self) -> None:
+        """Holders, and movers: what a draining worker holds and what must be elsewhere before it may leave there."""
+        adapters = self.intent.adapters
+        for worker in self.workers:
+            if worker.state not in SERVING and worker.state != "draining":
+                continue
+            for held in worker.held.values():
+                adapter = adapters.get(held.lora_id)
+                if adapter is None or held.state not in OCCUPYING or not is_same(adapter, held):
+                    continue
+                if worker.state == "draining":
+                    self.movers.add(held.lora_id)
+                else:
+                    self.holders.setdefault(held.lora_id, set()).add(worker.id)
+
+    def _loads(self) -> dict[str, float]:
+        """worker_id -> its part of the demand for what it holds: busy seconds a second, or requests a second."""
+        found = dict.fromkeys(self.gone, 0.0)
+        for lora_id in sorted(self.holders.keys() & self.weights.keys()):
+            each = self.weight(lora_id) / len(self.holders[lora_id])
+            for worker_id in self.holders[lora_id]:
+                found[worker_id] += each
+        return found
+
+    def weight(self, lora_id: str) -> float:
+        return self.weights.get(lora_id, 0.0)
+
+    def copies(self, lora_id: str) -> int:
+        return len(self.holders.get(lora_id, ()))
+
+    def least(self, adapter: Adapter) -> int:
+        return self.policy.min_replicas if adapter.min_replicas is None else adapter.min_replicas
+
+    def most(self, adapter: Adapter) -> int:
+        return self.policy.max_replicas if adapter.max_replicas is None else adapter.max_replicas
+
+    def floor(self, adapter: Adapter) -> int:
+        """Replicas below which an adapter is never pushed."""
+        loading = loading_of(adapter, self.policy)
+        if loading == "weighted":
+            return self.targets.get(adapter.lora_id, 0)
+        return self.least(adapter) if loading == "eager" else adapter.min_replicas or 0
+
+    def failed(self, lora_id: str, worker_id: str) -> Failure | None:
+        """The failure that counts there now; one under the worker_id "" counts everywhere."""
+        known = self._failures.get(lora_id)
+        return None if known is None else known.get(worker_id) or known.get("")
+
+    def fits(self, base_model: str | None, rank: int) -> list[Worker]:
+        """Ready workers of the base model with slots for adapters of this rank, by id."""
+        key = (base_model, rank)
+        if key not in self._able:
+            self._able[key] = [
+                worker
+                for worker in self.workers
+                if worker.state == "ready"
+                and base_model in worker.base_models
+                and rank <= worker.max_lora_rank
+                and worker.slots > 0
+            ]
+        return self._able[key]
+
+    def able(self, adapter: Adapter) -> list[Worker]:
+        """Workers that could load it now: they fit, and it has not failed there of late."""
+        fitting = self.fits(adapter.base_model, adapter.rank or 0)
+        if adapter.lora_id not in self._failures:
+            return fitting
+        return [worker for worker in fitting if self.failed(adapter.lora_id, worker.id) is None]
+
+    def is_busy(self, worker_id: str) -> bool:
+        """Whether a load named for it now would wait for another there."""
+        return self.observed.busy.get(worker_id, 0) + self.begun[worker_id] >= self.policy.loads_per_worker
+
+    def homes(self, adapter: Adapter, able: list[Worker], count: int) -> list[str]:
+        """Where `count` copies belong: the highest claims, in other zones and on other nodes while there are any.
+
+        Workers far above the mean load are passed over while others are left.
+        """
+        bar = HOME_LOAD * self.mean_load(able)
+        calm = [worker for worker in able if self.loads[worker.id] <= bar]
+        ranked = nsmallest(len(calm) if count > 1 else 1, calm or able, key=claim_of(adapter.lora_id))
+        if count > 1 and len(ranked) < count:
+            ranked += sorted((w for w in able if w not in ranked), key=claim_of(adapter.lora_id))
+        homes: list[Worker] = []
+        while ranked and len(homes) < count:
+            zones, nodes = {w.zone for w in homes}, {w.node for w in homes}
+            best = min(range(len(ranked)), key=lambda i: (ranked[i].zone in zones, ranked[i].node in nodes, i))
+            homes.append(ranked.pop(best))
+        return [worker.id for worker in homes]
+
+    def mean_load(self, workers: Iterable[Worker]) -> float:
+        loads = [self.loads[worker.id] for worker in workers]
+        return sum(loads) / len(loads) if loads else 0.0
+
+    def take(self, load: Load) -> None:
+        """A load is named: from now on it counts as there, and its victim as gone."""
+        self.holders.setdefault(load.lora_id, set()).add(load.worker_id)
+        self.begun[load.worker_id] += 1
+        if load.evict is None:
+            self.free[load.worker_id] -= 1
+        else:
+            self.gone[load.worker_id].add(load.evict)
+            self.holders[load.evict].discard(load.worker_id)
+            self.loads[load.worker_id] -= self.weight(load.evict)
+        self.loads[load.worker_id] += self.weight(load.lora_id) / len(self.holders[load.lora_id])
+
+
+class claim_of:  # noqa: N801  (a key function with one argument bound)
+    """Workers in order of their claim on an adapter, the highest first."""
+
+    __slots__ = ("lora_id",)
+
+    def __init__(self, lora_id: str) -> None:
+        self.lora_id = lora_id
+
+    def __call__(self, worker: Worker) -> tuple[int, str]:
+        return -rendezvous(self.lora_id, worker.id), worker.id

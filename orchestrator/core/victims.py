@@ -1,0 +1,74 @@
+"""Who makes room for a load: the copy whose loss costs least, among those that may go at all."""
+
+from collections.abc import Iterable
+
+from orchestrator.core.board import Board, loading_of
+from orchestrator.core.state import Adapter, Held, Worker
+
+LOAD_S = 0.5
+BYTES_PER_S = 1e9
+SIZE_BYTES = 100_000_000
+"""What bringing an adapter back takes: a fixed part, its bytes at the speed of a network disk, and a size for those
+that do not say. Guesses; only their proportions matter, and the speed is the same for all."""
+
+
+def reload_s(adapter: Adapter) -> float:
+    """What bringing it back would take, about."""
+    size_bytes = SIZE_BYTES if adapter.size_bytes is None else adapter.size_bytes
+    return LOAD_S + size_bytes / BYTES_PER_S
+
+
+def worth(board: Board, adapter: Adapter) -> float:
+    """Seconds of waiting a second that a copy saves: demand x reload cost; nothing for one above what is needed."""
+    if is_surplus(board, adapter.lora_id):
+        return 0.0
+    return board.demand.rates.get(adapter.lora_id, 0.0) * reload_s(adapter)
+
+
+def is_surplus(board: Board, lora_id: str) -> bool:
+    """Whether there are more copies than anybody needs, such as those that a crashed worker brings back."""
+    copies = board.copies(lora_id)
+    return copies > 1 and copies > board.needed.get(lora_id, 1)
+
+
+def victim(board: Board, adapter: Adapter, worker: Worker, *, below: float | None = None) -> tuple[Held, float] | None:
+    """The copy there that is missed least, and what it is worth; None when all must stay.
+
+    One that already drains comes first, so that a choice once made stands.
+    below  only what is worth less than this
+    """
+    best: tuple[tuple[object, ...], Held, float] | None = None
+    for held in spares(board, adapter, worker):
+        known = board.intent.adapters[held.lora_id]
+        value = worth(board, known)
+        if below is not None and value >= below:
+            continue
+        order = (held.state != "draining", known.priority, value, held.since, held.lora_id)
+        if best is None or order < best[0]:
+            best = (order, held, value)
+    return None if best is None else (best[1], best[2])
+
+
+def spares(board: Board, adapter: Adapter, worker: Worker) -> Iterable[Held]:
+    """Copies there that may make room for the adapter."""
+    return (held for held in worker.held.values() if _is_spare(board, adapter, worker, held))
+
+
+def _is_spare(board: Board, adapter: Adapter, worker: Worker, held: Held) -> bool:
+    known = board.intent.adapters.get(held.lora_id)
+    if known is None or known.pinned or known.is_deleting or known.priority > adapter.priority:
+        return False
+    if held.state not in ("ready", "draining") or held.lora_id in board.gone[worker.id]:
+        return False
+    demand = board.demand
+    if held.lora_id in demand.wants or (held.lora_id, worker.id) in demand.in_use:
+        return False
+    if board.now - held.since < board.policy.min_residency_s and not is_surplus(board, held.lora_id):
+        return False
+    if board.failed(held.lora_id, worker.id) is not None:
+        return False
+    # Weighted adapters share only what the others leave; were they to throw others out, their shares would grow.
+    is_weighted = loading_of(adapter, board.policy) == "weighted"
+    if is_weighted and loading_of(known, board.policy) != "weighted":
+        return False
+    return board.copies(held.lora_id) > board.floor(known)
