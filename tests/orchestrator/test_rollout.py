@@ -1,0 +1,235 @@
+"""The state machine of a rollout: pure, so that every way through it can be walked."""
+
+import json
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.core.rollout import (
+    Guard,
+    Rollout,
+    Seen,
+    Step,
+    Tally,
+    aborted,
+    advance,
+    as_json,
+    floors,
+    from_json,
+    missing,
+    paused,
+    resumed,
+    targets_at,
+    targets_now,
+    with_last_step,
+    worse,
+)
+
+OLD, NEW = "sql/v1", "sql/v2"
+GUARD = Guard(max_error_rate_increase=0.02, max_first_token_ratio=1.5, min_requests=50)
+GOOD = Tally(100, 0, 100, 10.0)
+BAD = Tally(100, 30, 100, 10.0)
+SLOW = Tally(100, 0, 100, 40.0)
+BOTH = frozenset({OLD, NEW})
+
+
+def a_rollout(*steps, guard=GUARD, **more):
+    steps = with_last_step(steps or (Step(0.1, 60), Step(0.5, 60)))
+    return Rollout(
+        alias="sql",
+        before=((OLD, 1.0),),
+        after=((NEW, 1.0),),
+        steps=steps,
+        guard=guard,
+        began_at=0.0,
+        since=0.0,
+        **more,
+    )
+
+
+def seen(old=4, new=0, *, tally=GOOD, **more):
+    return Seen(ready={OLD: old, NEW: new}, known=BOTH, old=GOOD, new=tally, **more)
+
+
+def walked(rollout, looks):
+    """(rollout, all that the alias was told to point at) after these (now, Seen)."""
+    said = []
+    for now, look in looks:
+        for turn in range(10):
+            rollout, targets = advance(rollout, replace(look, old=Tally(), new=Tally()) if turn else look, now)
+            said += [dict(targets)] if targets is not None else []
+    return rollout, said
+
+
+def test_each_step_waits_for_its_share_of_the_old_ones_replicas_and_then_shifts():
+    rollout, said = walked(a_rollout(), [(0, seen(4, 0))])
+    assert (rollout.phase, said, floors(rollout)) == ("placing", [], {OLD: 4, NEW: 1})
+    rollout, said = walked(rollout, [(5, seen(4, 1))])
+    assert (rollout.phase, said) == ("watching", [{OLD: 0.9, NEW: 0.1}])
+    rollout, said = walked(rollout, [(66, seen(4, 1))])
+    assert (rollout.phase, rollout.step, said, floors(rollout)) == ("placing", 1, [], {OLD: 4, NEW: 2})
+    rollout, said = walked(rollout, [(70, seen(4, 2)), (131, seen(4, 2)), (140, seen(4, 3))])
+    assert (rollout.phase, rollout.step, said) == ("placing", 2, [{OLD: 0.5, NEW: 0.5}])
+    rollout, said = walked(rollout, [(150, seen(4, 4))])
+    assert (rollout.phase, said, floors(rollout)) == ("done", [{NEW: 1.0}], {})
+
+
+@pytest.mark.parametrize(("bad", "why"), [(BAD, "error rate 30.0%"), (SLOW, "first token after 0.4 s")])
+def test_a_worse_version_is_rolled_back_at_once(bad, why):
+    rollout, _ = walked(a_rollout(), [(0, seen(4, 4))])
+    rollout, said = walked(rollout, [(3, seen(4, 4, tally=bad))])
+    assert (rollout.phase, said) == ("rolled_back", [{OLD: 1.0}])
+    assert why in rollout.reason
+    assert walked(rollout, [(9, seen(4, 4))]) == (rollout, [])
+
+
+def test_a_paused_rollout_stays_where_it_is_and_still_goes_back():
+    rollout, _ = walked(a_rollout(), [(0, seen(4, 4))])
+    rollout = paused(rollout, 10.0)
+    assert walked(rollout, [(1000, seen(4, 4))])[1] == []
+    assert walked(rollout, [(1000, seen(4, 4, tally=BAD))])[1] == [{OLD: 1.0}]
+    rollout = resumed(rollout, 1000.0)
+    # Of its 60 s ten had passed.
+    assert walked(rollout, [(1049, seen(4, 4))])[1] == []
+    assert walked(rollout, [(1051, seen(4, 4))])[1] == [{OLD: 0.5, NEW: 0.5}]
+
+
+def test_a_step_without_enough_requests_to_tell_goes_on_until_there_are():
+    few = Tally(10, 0, 10, 1.0)
+    rollout, _ = walked(a_rollout(), [(0, seen(4, 4, tally=few))])
+    rollout, said = walked(rollout, [(1000, seen(4, 4, tally=few))])
+    assert (rollout.phase, said) == ("watching", [])
+    rollout, said = walked(rollout, [(1001, seen(4, 4, tally=Tally(40, 0, 40, 4.0)))])
+    assert said == [{OLD: 0.5, NEW: 0.5}]
+
+
+def test_a_version_that_cannot_be_placed_leaves_the_old_one_and_says_why():
+    look = seen(4, 1, unplaced={NEW: "no free slot on 3 workers"})
+    rollout, said = walked(a_rollout(Step(1.0, 0)), [(0, look), (299, look)])
+    assert (rollout.phase, said) == ("placing", [])
+    rollout, said = walked(rollout, [(300, look)])
+    assert (rollout.phase, said) == ("failed", [])
+    assert rollout.reason == "not placed within 300 s: sql/v2: 1 of 4 replicas ready (no free slot on 3 workers)"
+    look = seen(4, 4, unusable={NEW: "rank 512 is over 64"})
+    rollout, said = walked(a_rollout(), [(0, look)])
+    assert (rollout.phase, said) == ("failed", [])
+    assert "rank 512" in rollout.reason
+
+
+def test_a_later_step_that_cannot_be_placed_goes_back():
+    rollout, _ = walked(a_rollout(), [(0, seen(4, 1)), (61, seen(4, 1))])
+    assert (rollout.phase, rollout.step) == ("placing", 1)
+    rollout, said = walked(rollout, [(400, seen(4, 1))])
+    assert (rollout.phase, said) == ("rolled_back", [{OLD: 1.0}])
+
+
+def test_where_the_old_version_is_nowhere_nothing_is_waited_for_but_that_the_new_one_is_sound():
+    assert walked(a_rollout(Step(1.0, 0)), [(0, seen(0, 0))])[1] == [{NEW: 1.0}]
+    look = Seen(known=frozenset({OLD}))
+    assert missing(a_rollout(Step(1.0, 0)), look) == {NEW: "not inspected yet"}
+    assert missing(a_rollout(Step(1.0, 0)), Seen()) == {}
+
+
+def test_the_policys_most_replicas_are_enough():
+    assert walked(a_rollout(Step(1.0, 0)), [(0, seen(4, 2, most={NEW: 2}))])[1] == [{NEW: 1.0}]
+
+
+def test_an_abort_goes_back_and_one_that_is_over_stays_over():
+    rollout, _ = walked(a_rollout(), [(0, seen(4, 4))])
+    rollout, targets = aborted(rollout, 5.0)
+    assert (rollout.phase, targets) == ("aborted", ((OLD, 1.0),))
+    assert aborted(rollout, 6.0) == (rollout, None)
+
+
+def test_two_versions_that_do_alike_are_not_told_apart_by_chance():
+    """A sound version under a bad time: 5 % errors of either, looked at every 20 requests, 200 rollouts."""
+    rng, rolled_back = Random(7), 0
+    for _ in range(200):
+        old = new = Tally()
+        for _ in range(50):
+            old += Tally(20, sum(rng.random() < 0.05 for _ in range(20)))
+            new += Tally(20, sum(rng.random() < 0.05 for _ in range(20)))
+            if worse(GUARD, old, new) is not None:
+                rolled_back += 1
+                break
+    assert rolled_back < 10
+
+
+def test_a_version_with_a_tenth_more_errors_is_found_within_a_few_hundred_requests():
+    rng = Random(7)
+    for _ in range(50):
+        old, new = Tally(1000, 10), Tally()
+        while worse(GUARD, old, new) is None:
+            new += Tally(20, sum(rng.random() < 0.11 for _ in range(20)))
+        assert new.requests <= 400
+
+
+def test_few_requests_tell_nothing_and_without_first_tokens_only_errors_count():
+    assert worse(GUARD, GOOD, Tally(49, 49)) is None
+    assert worse(Guard(min_requests=0), GOOD, Tally(9, 9)) is None
+    assert worse(GUARD, Tally(100, 0), Tally(100, 0, 100, 99.0)) is None
+    assert worse(Guard(max_first_token_ratio=None), GOOD, SLOW) is None
+
+
+TALLIES = st.builds(
+    lambda requests, errors, first_s: Tally(requests, min(errors, requests), requests, requests * first_s),
+    st.sampled_from([0, 3, 60, 500]),
+    st.sampled_from([0, 0, 0, 1, 40]),
+    st.sampled_from([0.1, 0.1, 0.11, 0.9]),
+)
+LOOKS = st.lists(
+    st.tuples(st.sampled_from([0.0, 1.0, 30.0, 400.0]), st.integers(0, 5), st.integers(0, 5), TALLIES, TALLIES),
+    max_size=25,
+)
+WAYS = st.lists(
+    st.tuples(st.sampled_from([0.05, 0.25, 0.5, 0.75, 1.0]), st.sampled_from([0.0, 10.0, 60.0])), min_size=1, max_size=4
+).map(lambda pairs: with_last_step(tuple(Step(*pair) for pair in sorted(dict(pairs).items()))))
+
+
+@settings(max_examples=200, deadline=None)
+@given(WAYS, LOOKS, st.booleans())
+def test_whatever_happens_it_shifts_only_to_what_is_ready_and_only_forward_or_all_the_way_back(steps, looks, watched):
+    rollout = a_rollout(*steps, guard=GUARD if watched else None)
+    points_at, share, now = rollout.before, 0.0, 0.0
+    for after_s, old, new, old_tally, new_tally in looks:
+        now += after_s
+        look = Seen(ready={OLD: old, NEW: new}, known=BOTH, old=old_tally, new=new_tally)
+        previous = rollout
+        rollout, targets = advance(rollout, look, now)
+        assert from_json(json.loads(json.dumps(as_json(rollout)))) == rollout
+        if targets is not None:
+            points_at = targets
+            assert sum(weight for _, weight in targets) == pytest.approx(1.0)
+            gained = dict(targets).get(NEW, 0.0)
+            if rollout.phase == "rolled_back":
+                assert targets == rollout.before
+            else:
+                assert gained > share
+                assert new >= floors(rollout).get(NEW, 0)
+                assert targets == targets_at(rollout, rollout.step)
+            share = gained
+        if not previous.is_active:
+            assert (rollout, targets) == (previous, None)
+        assert points_at == targets_now(rollout)
+    if not rollout.is_active:
+        assert points_at == (rollout.after if rollout.phase == "done" else rollout.before)
+
+
+@settings(max_examples=50, deadline=None)
+@given(WAYS)
+def test_a_version_that_does_as_well_as_the_old_one_arrives(steps):
+    rollout, said = walked(a_rollout(*steps), [(100.0 * look, seen(3, 3)) for look in range(3 * len(steps))])
+    assert (rollout.phase, said[-1]) == ("done", {NEW: 1.0})
+    assert len(said) == len(steps)
+
+
+@settings(max_examples=50, deadline=None)
+@given(WAYS)
+def test_a_version_that_fails_its_requests_never_arrives_where_somebody_watches(steps):
+    steps = tuple(Step(step.weight, max(1.0, step.for_s)) for step in steps)
+    rollout, said = walked(a_rollout(*steps), [(100.0 * look, seen(3, 3, tally=BAD)) for look in range(9)])
+    assert (rollout.phase, said[-1]) == ("rolled_back", {OLD: 1.0})
+    assert len(said) == 2
