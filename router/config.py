@@ -55,7 +55,7 @@ class RouterSettings(HouseSettings):
     max_head_bytes: int = Field(default=64 * 2**10, ge=1024, description="largest head of a request; larger: 431")
     max_body_bytes: int = Field(default=32 * 2**20, gt=0, description="largest request body; larger: 413")
     max_bodies_bytes: int = Field(
-        default=2**30, gt=0, description="all bodies that are being read or waited for; more: 429"
+        default=2**30, gt=0, description="bodies of all requests that are not answered yet; more: 429"
     )
     head_timeout_s: float = Field(default=15.0, gt=0, description="for a client to send a whole head; longer: 408")
     body_timeout_s: float = Field(default=60.0, gt=0, description="for a client to send a whole body; longer: 408")
@@ -110,18 +110,18 @@ class RouterSettings(HouseSettings):
     max_in_flight_tokens: int = Field(
         default=0, ge=0, description="prompt tokens at one base model's engines at once, the rest waits; 0: no bound"
     )
-    max_wait_s: float = Field(default=60.0, gt=0, description="how long one of them may wait before it gets 429")
+    max_wait_s: float = Field(default=60.0, gt=0, description="how long a request may wait for room; longer: 429")
     breaker_failures: int = Field(default=5, ge=1, description="failures in a row that open an engine's circuit")
-    breaker_open_s: float = Field(default=2.0, gt=0, description="how long a circuit stays open first; then twice, ...")
-    breaker_max_open_s: float = Field(default=60.0, gt=0, description="and at most")
+    breaker_open_s: float = Field(default=2.0, gt=0, description="how long a circuit stays open first; it doubles")
+    breaker_max_open_s: float = Field(default=60.0, gt=0, description="and how long at most")
     breaker_eject_share: float = Field(
         default=0.5, ge=0, le=1, description="of a base model's fleet that may be shut for failing more than the others"
     )
     breaker_silent_s: float = Field(
         default=20.0, gt=0, description="silence, beyond what its work explains, that opens an engine's circuit"
     )
-    retry_share: float = Field(default=0.2, ge=0, le=1, description="of recent requests that may be tried once more")
-    retry_floor_per_s: float = Field(default=3.0, ge=0, description="and so many a second besides")
+    retry_share: float = Field(default=0.2, ge=0, le=1, description="share of recent requests that may be retried")
+    retry_floor_per_s: float = Field(default=3.0, ge=0, description="and so many retries a second besides")
     session_header: str = Field(
         default="x-session-id", description="names a client's session, for policy session; without it: the body's user"
     )
