@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _NEVER = float("inf")
-# What is still read from a client after its last answer, so that a reset does not take that answer from it, and how
-# long: the tail of a body that fits in socket buffers comes at once, and nobody may hold us up with more.
-_LINGER_BYTES = 16 * 2**20
+# What is still read (and thrown away) of a client after its last answer, so that a reset does not take that answer from
+# it, and for how long: most clients send all of a body that is too large before they read why it was refused.
+_LINGER_BYTES = 64 * 2**20
 _LINGER_S = 2.0
 _CLOSE = b"connection: close\r\n"
 _JSON = b"content-type: application/json\r\n"

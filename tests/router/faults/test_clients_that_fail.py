@@ -1,0 +1,168 @@
+"""Clients that leave at any moment, send nonsense, too much or too slowly, before a whole router."""
+
+import asyncio
+import json
+import socket
+import struct
+
+import pytest
+
+from tests.router.doubles import BASE
+from tests.router.faults.house import (
+    CHAT,
+    COMPLETIONS,
+    EVENTS,
+    STREAM_HEAD,
+    WHOLE,
+    error_of,
+    house,
+    pieces,
+    saying,
+)
+from tests.router.relay.wires import until
+
+ABORTS, AT_ONCE = 10_000, 200
+
+
+def request(body: bytes, path: str = COMPLETIONS) -> bytes:
+    return b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
+
+
+def asking(prompt: str, **more) -> bytes:
+    return request(json.dumps({"model": BASE, "prompt": prompt, **more}).encode())
+
+
+@pytest.mark.parametrize("leave", ["end", "reset"])
+async def test_ten_thousand_clients_that_leave_at_any_moment_leave_nothing_behind(leave):
+    """Half of them with a reset; before, in the middle of and after their request, and after the first event."""
+    begun = saying(STREAM_HEAD + pieces(EVENTS[0]), "hang")
+    async with house(2) as router:
+        router.play.usual = begun
+        loop = asyncio.get_running_loop()
+        whole = asking("gone", stream=True)
+        cuts = {"in the head": 40, "before the body": whole.index(b"\r\n\r\n") + 4, "in the body": len(whole) - 10}
+        moments = [*cuts, "after the request", "after the first event"]
+
+        async def abort(number: int) -> None:
+            moment = moments[number % len(moments)]
+            with socket.socket() as sock:
+                sock.setblocking(False)
+                await loop.sock_connect(sock, ("127.0.0.1", router.port))
+                await loop.sock_sendall(sock, whole[: cuts.get(moment, len(whole))])
+                if moment == "after the first event":
+                    await loop.sock_recv(sock, 65536)
+                if leave == "reset":
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+        for first in range(0, ABORTS // 2, AT_ONCE):
+            await asyncio.gather(*(abort(number) for number in range(first, first + AT_ONCE)))
+        assert router.play.asked["gone"] >= ABORTS // 2 // len(moments)
+        router.play.usual = saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(WHOLE), WHOLE))
+        assert (await router.ask("still here")).content == WHOLE
+        await until(lambda: not any(engine.open for engine in router.engines) or not router.left())
+
+
+async def test_a_client_that_says_no_more_has_left_and_its_engine_stops():
+    async with house(1) as router:
+        router.play.usual = saying(STREAM_HEAD + pieces(EVENTS[0]), "hang")
+        async with await router.raw() as client:
+            client.send(asking("half", stream=True))
+            await client.reader.readuntil(EVENTS[0])
+            client.writer.write_eof()
+            await asyncio.wait_for(router.engines[0].closed.wait(), 5)
+            assert router.engines[0].open == set()
+
+
+INVALID = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"3",
+    b'{"model": "tiny-qwen"',
+    b'\xff\xfe{"model": "tiny-qwen"}',
+    b'{"model": "\\ud800"}',
+    b'{"model": 3, "prompt": "x"}',
+    b'{"model": {"a": 1}}',
+    b'{"model": "tiny-qwen", "lora_id": [1]}',
+    b'{"model": "' + b"a" * 100_000 + b'"}',
+    b"a" * 1000,
+    '{"model": "tiny-qwen"}'.encode("utf-16"),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/generate", "/v1/messages", "/v1/responses", "/v1/route"])
+async def test_a_body_that_is_none_is_refused_in_the_envelope_and_reaches_no_engine(path):
+    async with house(1) as router:
+        for body in INVALID:
+            answer = await router.client.post(path, content=body)
+            assert 400 <= answer.status_code < 500, (body[:50], answer.text)
+            assert {"message", "type", "param", "code"} == answer.json()["error"].keys()
+        assert not router.play.asked
+
+
+@pytest.mark.parametrize("value", [b'"\xff\xfe"', b'"\x00"', b"nul", b"[1", b'"\\ud800"'])
+async def test_what_is_no_json_inside_a_field_that_is_not_read_here_is_the_engines_to_refuse(value):
+    refusal = b'{"error": {"message": "no"}}'
+
+    async def strict(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%b" % (len(refusal), refusal))
+
+    async with house(1) as router:
+        router.engines[0].script = strict
+        for field, path in ((b"prompt", COMPLETIONS), (b"messages", CHAT), (b"user", CHAT), (b"x", CHAT)):
+            answer = await router.client.post(path, content=b'{"model": "tiny-qwen", "%b": %b}' % (field, value))
+            assert answer.status_code == 400, (field, answer.text)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_of_fifty_megabytes_is_refused_or_reaches_its_engine_whole(chunked):
+    prompt = "a" * 50_000_000
+    body = json.dumps({"model": BASE, "prompt": prompt}).encode()
+
+    async def parts():
+        for at in range(0, len(body), 10**6):
+            yield body[at : at + 10**6]
+
+    async with house(1) as router:
+        answer = await router.client.post(COMPLETIONS, content=parts() if chunked else body)
+        assert error_of(answer) == (413, "body_too_large")
+        assert not router.play.asked
+    async with house(1, max_body_bytes=64 * 2**20) as router:
+        answer = await router.client.post(COMPLETIONS, content=parts() if chunked else body)
+        assert (answer.status_code, answer.content) == (200, WHOLE)
+        assert len(router.engines[0].requests[0]) >= len(prompt)
+
+
+async def test_clients_that_send_a_byte_at_a_time_are_ended_and_slow_down_nobody():
+    async with house(1, head_timeout_s=0.3, body_timeout_s=0.3) as router:
+        whole = asking("slow")
+        halves = [whole[:20], whole[:-5]]  # in the head, in the body
+
+        async def slow(number: int) -> bytes:
+            async with await router.raw() as client:
+                client.send(halves[number % 2])
+                for _ in range(4):
+                    await asyncio.sleep(0.05)
+                    client.send(b"x")
+                return await client.rest()
+
+        slow_ones = [asyncio.create_task(slow(number)) for number in range(200)]
+        quick = [await router.ask(f"quick {number}") for number in range(20)]
+        assert [answer.status_code for answer in quick] == [200] * 20
+        said = await asyncio.gather(*slow_ones)
+        assert {answer.split(b"\r\n", 1)[0] for answer in said} == {b"HTTP/1.1 408 Request Timeout"}
+        assert router.play.asked["slow"] == 0
+        assert router.front.refused["request_timeout"] == 200
+
+
+async def test_a_client_that_reads_nothing_is_hung_up_on_and_its_engine_stops():
+    event = b"data: " + b"a" * 60_000 + b"\n\n"
+    async with house(1, send_timeout_s=0.3) as router:
+        router.play.usual = saying(STREAM_HEAD + pieces(EVENTS[0]) + pieces(event) * 1000, "hang")
+        async with await router.raw() as client:
+            client.writer.transport.pause_reading()
+            client.send(asking("greedy", stream=True))
+            await asyncio.wait_for(router.engines[0].closed.wait(), 10)
+            await until(lambda: not router.left())
