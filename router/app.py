@@ -44,6 +44,7 @@ from router.kv_events import Feeds
 from router.metrics import Metrics
 from router.multi import Member
 from router.parts import Parts
+from router.relay.fetch import fetch
 from router.relay.front import FrontLimits, front
 from router.relay.upstream import Pool
 from router.siblings import Siblings
@@ -143,7 +144,8 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         tokenizers=tokenizers,
         metrics=metrics,
     )
-    discovery = _discovery(config, control, joined, metrics)
+    reports = Pool(connect_s=config.control_timeout_s)
+    discovery = _discovery(config, control, reports, joined, metrics)
     mind = _mind(config, discovery, feeds, load, breaker, metrics)
     waiting = WaitingRoom(
         mind,
@@ -195,7 +197,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     siblings = None
     if me is not None:
         siblings = Siblings(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(parts))
-    app = FastAPI(title="lorafleet router", lifespan=lambda _app: _running(parts, control, siblings))
+    app = FastAPI(title="lorafleet router", lifespan=lambda _app: _running(parts, control, reports, siblings))
     app.include_router(control_routes(parts, siblings))
     app.include_router(health_routes(parts, own_metrics, siblings))
     install_error_handlers(app, RouterError)
@@ -224,7 +226,9 @@ def _mind(
 
 
 @asynccontextmanager
-async def _running(parts: Parts, control: httpx.AsyncClient, siblings: Siblings | None) -> AsyncIterator[None]:
+async def _running(
+    parts: Parts, control: httpx.AsyncClient, reports: Pool, siblings: Siblings | None
+) -> AsyncIterator[None]:
     """Everything that runs beside the requests, from the app's start to its end."""
     discovery, metrics = parts.discovery, parts.metrics
     async with control, aiohttp.ClientSession(auto_decompress=False, trust_env=False) as session:
@@ -251,6 +255,7 @@ async def _running(parts: Parts, control: httpx.AsyncClient, siblings: Siblings 
             await asyncio.gather(*running, return_exceptions=True)
             await parts.feeds.close()
             await parts.pool.close()
+            await reports.close()
             parts.tokenizers.close()
             if parts.tracer is not None:
                 await parts.tracer.close()
@@ -267,9 +272,12 @@ def _tenant_share(config: RouterSettings, keys: Keys) -> float:
     return 1.0 if keys.is_open else config.tenant_share  # without keys everybody is one tenant
 
 
-def _discovery(config: RouterSettings, control: httpx.AsyncClient, listener: _Joined, metrics: Metrics) -> Discovery:
+def _discovery(
+    config: RouterSettings, control: httpx.AsyncClient, reports: Pool, listener: _Joined, metrics: Metrics
+) -> Discovery:
     return Discovery(
         control,
+        partial(fetch, reports, token=config.token, timeout_s=config.control_timeout_s),
         orchestrator_url=config.orchestrator_url.rstrip("/"),
         listener=listener,
         state_file=config.state_dir / "catalog.json" if config.state_dir else None,

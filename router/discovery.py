@@ -16,6 +16,8 @@ from lorafleet.loops import Changes, forever
 from orchestrator.wire import Catalog, CatalogWorker
 from router.core.fleet import Adapter, Alias, Fleet, Replica, ReplicaState, Report, Resident
 from router.core.index import WorkerId
+from router.relay.fetch import Refused
+from router.relay.upstream import EngineLost
 from workers.wire import Metadata, engine_name
 
 log = structlog.get_logger()
@@ -50,6 +52,7 @@ class Discovery:
     def __init__(
         self,
         client: httpx.AsyncClient,
+        ask: Callable[[str, str], Awaitable[bytes]],
         *,
         orchestrator_url: str,
         listener: Listener,
@@ -60,12 +63,17 @@ class Discovery:
         clock: Callable[[], float],
         on_failure: Callable[[str], object],
     ) -> None:
+        """ask: the body that a GET of a path below a worker's URL answers; may raise EngineLost and Refused.
+
+        Each worker is asked every second, and an HTTP client takes a millisecond of the router's core for that.
+        """
         self.fleet = Fleet()
         self.changes = Changes()
         self.has_catalog = False
         self.confirmed_at: float | None = None
         self._was_synced = False
         self._client = client
+        self._ask = ask
         self._url = orchestrator_url.rstrip("/")
         self._listener = listener
         self._state_file = state_file
@@ -183,10 +191,8 @@ class Discovery:
 
     async def _hear(self, follow: _Follow) -> None:
         try:
-            answer = await self._client.get(f"{follow.worker.agent_url}/metadata")
-            answer.raise_for_status()
-            metadata = Metadata.model_validate_json(answer.content)
-        except (httpx.HTTPError, ValidationError):
+            metadata = Metadata.model_validate_json(await self._ask(follow.worker.agent_url, "/metadata"))
+        except (EngineLost, Refused, ValueError):  # pydantic's ValidationError is a ValueError, as that of a bad URL
             follow.heard_at = follow.heard_at or self._clock()
             if self._clock() - follow.heard_at > self._unreachable_after_s:
                 follow.engine_answers = await self._engine_answers(follow)
@@ -205,10 +211,10 @@ class Discovery:
         if follow.metadata is None:
             return False
         try:
-            answer = await self._client.get(f"{follow.metadata.transport.engine_url}/health")
-        except httpx.HTTPError:
+            await self._ask(follow.metadata.transport.engine_url, "/health")
+        except (EngineLost, Refused, ValueError):
             return False
-        return answer.status_code == 200
+        return True
 
     def _rebuild(self) -> None:
         replicas = {

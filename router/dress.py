@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -98,8 +98,7 @@ def refuse_steering(body: Mapping[str, Any], extra_args: object) -> None:
                 raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class Wishes(NamedTuple):
     """What the router itself asks of an engine for one request.
 
     ask_usage    of a stream whose client did not; its last event must then not reach the client

@@ -5,9 +5,8 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import httpx
 import structlog
@@ -101,8 +100,7 @@ PROBES: tuple[dict[str, Any], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Token ids of a prompt, unsigned 32-bit, and who made them; `ids` is None when nobody could: then no KV term."""
 
     ids: "array[int] | None"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from router.core.fleet import Replica, Report
 from router.core.index import WorkerId
@@ -60,8 +61,7 @@ class Costs:
                 raise ValueError(f"{name} must be between 0 and 1, found {getattr(self, name):g}")
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     """One replica's terms, in seconds but for `depth_blocks` and `cached_tokens`."""
 
     replica: WorkerId

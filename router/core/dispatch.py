@@ -14,11 +14,11 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from lorafleet.kv.blocks import BlockHash
 from router.core.admission import Drain, Room, wait_s
-from router.core.decision import Ask, Decision
+from router.core.decision import NOTHING, Ask, Decision
 from router.core.errors import NoReplica, Saturated
 from router.core.index import WorkerId
 
@@ -31,21 +31,19 @@ _LOOKED_OVER = 1000
 _LEAST_WORK_S = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A request's question and its block hashes, by block size; none when it could not be tokenized."""
 
     ask: Ask
-    chains: Chains = field(default_factory=dict)
+    chains: Chains = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """What the fleet has cached of one prompt; all three as in Scene."""
 
-    depths: Mapping[WorkerId, int] = field(default_factory=dict)
-    lower: Mapping[WorkerId, tuple[int, int]] = field(default_factory=dict)
-    ranks: Mapping[WorkerId, int] = field(default_factory=dict)
+    depths: Mapping[WorkerId, int] = NOTHING
+    lower: Mapping[WorkerId, tuple[int, int]] = NOTHING
+    ranks: Mapping[WorkerId, int] = NOTHING
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

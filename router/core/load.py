@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log
+from typing import NamedTuple
 
 from router.core.fleet import Replica
 from router.core.index import WorkerId
@@ -42,8 +43,7 @@ class InFlight:
     counted_in: "_Work | None" = None
 
 
-@dataclass(frozen=True, slots=True)
-class Own:
+class Own(NamedTuple):
     """The load of one replica as this router knows it, frozen. Every time is one of our clock's.
 
     busy_until     when what we sent there will have been prefilled, going by its predicted work

@@ -1,7 +1,7 @@
 """A decision as plain data, complete enough to be made again: JSON in, the same choice out."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from router.core.index import WorkerId
 from router.core.load import Own
 from router.core.policies import POLICIES
 
+_NO_DEFAULT = object()
 _SETS = ("engine_names", "fresh", "draining")
 
 
@@ -61,13 +62,22 @@ def replayed(record: Mapping[str, Any]) -> Decision:
 def _plain(thing: Any) -> dict[str, Any]:
     """The fields that differ from their default, sets as sorted lists."""
     found = {}
-    for field in fields(thing):
-        value = getattr(thing, field.name)
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
+    for name, default in _defaults(type(thing)):
+        value = getattr(thing, name)
         if value != default:
             assert not isinstance(value, float) or math.isfinite(value), "JSON has no infinity; only defaults may be"
-            found[field.name] = sorted(value) if isinstance(value, frozenset) else value
+            found[name] = sorted(value) if isinstance(value, frozenset) else value
     return found
+
+
+def _defaults(kind: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a named tuple or a dataclass with their defaults, `_NO_DEFAULT` where there is none."""
+    if issubclass(kind, tuple):
+        for name in kind._fields:
+            yield name, kind._field_defaults.get(name, _NO_DEFAULT)
+        return
+    for field in fields(kind):
+        yield field.name, field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def _plain_replica(replica: Replica, engine_name: str) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_a_replica_with_all_slots_in_use_opens_no_further_adapter_while_another_
     assert choose(Ask("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "free"
     assert choose(Ask("m", SQL, 100), fleet[:1], {}, own).replica.id == "full"
     # Its own adapter runs there already: no slot is opened.
-    own["full"] = replace(own["full"], engine_names=frozenset({SQL, OTHERS[0]}))
+    own["full"] = own["full"]._replace(engine_names=frozenset({SQL, OTHERS[0]}))
     assert choose(Ask("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "full"
 
 
@@ -186,7 +186,7 @@ def test_the_last_free_adapter_slots_are_left_to_who_needs_them():
     fleet = [a_replica("tight", residents=[SQL], max_loras=4), a_replica("roomy", residents=[SQL], max_loras=4)]
     own = {"tight": Own(in_decode=3, slots_used=3), "roomy": Own(in_decode=3, slots_used=1)}
     assert {choose(Ask("m", SQL, 200), fleet, own=own, seed=s).replica.id for s in range(20)} == {"roomy"}
-    own["tight"] = replace(own["tight"], engine_names=frozenset({SQL}))
+    own["tight"] = own["tight"]._replace(engine_names=frozenset({SQL}))
     assert choose(Ask("m", SQL, 200), fleet, own=own).replica.id == "tight"
 
 
@@ -282,7 +282,7 @@ def test_the_loop_that_decides_and_the_terms_that_explain_are_one_formula(moment
 @given(moments())
 def test_the_winner_is_never_dearer_than_a_tie_and_never_predicted_to_hold_all_of_a_prompt(moment):
     ask, scene = moment
-    decision = decide(KvLora(), ask, replace(scene, costs=Costs()))
+    decision = decide(KvLora(), ask, scene._replace(costs=Costs()))
     fits = {scene.roster.replicas[i].id for i in within_slots(ask, scene, scene.able(ask))}
     best = min(s.cost_s for s in decision.scores if s.replica in fits)
     assert decision.score.replica in fits
