@@ -48,6 +48,7 @@ class KeyLimits:
 class Caller:
     """A tenant and what it may do. `tenant` is None for a caller that stands above tenants.
 
+    name    as accounts and histories say it
     key_id  the beginning of the key's hash, never of the key; empty where no key is needed
     limits  None: none, and nothing to count
     """
@@ -56,6 +57,11 @@ class Caller:
     scopes: frozenset[str]
     key_id: str = ""
     limits: KeyLimits | None = None
+
+    @property
+    def name(self) -> str:
+        who = "operator" if self.tenant is None else f"tenant {self.tenant}"
+        return f"{who} (key {self.key_id})" if self.key_id else "anyone"
 
     def may(self, scope: str) -> bool:
         """Whether this scope is held; `admin` includes the others, `load` includes `infer`."""
@@ -154,6 +160,7 @@ def requires(keys: Keys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
     async def caller(request: Request) -> Caller:
         found = keys.caller(request.headers.get("authorization"))
         check_scope(found, scope)
+        request.state.caller = found
         return found
 
     return caller

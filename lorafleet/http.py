@@ -1,6 +1,7 @@
 """One error envelope for every house: `{"error": {"message", "type", "param", "code"}}`, as OpenAI has it."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -34,6 +35,23 @@ def envelope(status: int, code: str, message: str, param: str | None = None) -> 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def said_wrong(errors: Sequence[Any]) -> str:
+    """Pydantic's findings as one line: where, what is allowed there, and what was found."""
+    return "; ".join(f"{_where(error['loc'])}: {error['msg']}{_found(error)}" for error in errors)
+
+
+def _where(loc: Sequence[object]) -> str:
+    return ".".join(str(part) for part in loc if part != "body") or "body"
+
+
+def _found(error: Any) -> str:
+    found = error.get("input")
+    if error["type"] in ("missing", "json_invalid") or not isinstance(found, str | int | float | bool | None):
+        return ""
+    text = ascii(found)
+    return f", found {text if len(text) <= 80 else text[:77] + '...'}"
+
+
 def error_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
     """`Retry-After` in whole seconds, rounded up so that nobody comes back early; `WWW-Authenticate` on 401."""
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
@@ -62,9 +80,7 @@ def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
         assert isinstance(exc, RequestValidationError)
         first = exc.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = "; ".join(
-            f"{'.'.join(str(p) for p in e['loc'] if p != 'body') or 'body'}: {e['msg']}" for e in exc.errors()
-        )
+        message = said_wrong(exc.errors())
         return JSONResponse(envelope(400, "invalid_request", message, where or None), 400)
 
     async def unexpected(request: Request, exc: Exception) -> JSONResponse:

@@ -12,11 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lorafleet.http import said_wrong
 from orchestrator.backend import WorkerIntent
-from orchestrator.core.errors import Conflict, NotFound, RequestError, Stale
+from orchestrator.core.errors import Conflict, NotFound, RequestError, Stale, Unconditional
 from orchestrator.core.state import Adapter, Rules
 from orchestrator.fleet import Fleet
-from orchestrator.store import Store
+from orchestrator.store import NOBODY, Store
 from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpec, Policy, checked_lora_id
 
 _IMMUTABLE = ("source", "digest", "base_model")
@@ -61,13 +62,16 @@ class Registry:
             raise Conflict(message, code="already_registered", param="lora_id")
         return known
 
-    def register(self, spec: AdapterSpec) -> tuple[Adapter, bool]:
+    def register(self, spec: AdapterSpec, actor: str = NOBODY) -> tuple[Adapter, bool]:
         """The adapter, and whether it is new. Raises Conflict."""
         known = self.check(spec)
         if known is not None:
             return self._fill_in(known, spec), False
         adapter = new_adapter(spec)
-        self._store.put_adapter(adapter)
+        with self._store.together():
+            self._store.put_adapter(adapter)
+            body = spec.model_dump(mode="json", exclude_defaults=True, exclude={"lora_id"})
+            self._store.record("adapter_registered", spec.lora_id, body, actor)
         return adapter, True
 
     def _fill_in(self, known: Adapter, spec: AdapterSpec) -> Adapter:
@@ -77,37 +81,57 @@ class Registry:
             self._store.put_adapter(filled)
         return filled
 
-    def patch(self, lora_id: str, patch: AdapterPatch) -> Adapter:
-        """Policy fields that are named change, the others stay; so do tenants. Raises NotFound."""
-        adapter = self.adapter(lora_id)
+    def patch(self, lora_id: str, patch: AdapterPatch, actor: str = NOBODY, *, if_match: str | None = None) -> Adapter:
+        """Policy fields that are named change, the others stay; so do tenants. Raises NotFound, Stale."""
+        before = adapter = self.adapter(lora_id)
+        _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
         if patch.policy is not None:
             for name in patch.policy.model_fields_set:
                 adapter = replace(adapter, **{name: getattr(patch.policy, name)})
         if "tenants" in patch.model_fields_set:
             adapter = replace(adapter, tenants=_sorted(patch.tenants))
         _check_bounds(adapter, self._store.rules)
-        self._store.put_adapter(adapter)
+        if adapter != before:
+            with self._store.together():
+                self._store.put_adapter(adapter)
+                self._store.record("adapter_changed", lora_id, _changes(asdict(before), asdict(adapter)), actor)
         return adapter
 
-    def delete(self, lora_id: str) -> None:
-        """Mark it; it goes when no worker holds it any more. Raises NotFound, Conflict while an alias points at it."""
+    def delete(self, lora_id: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
+        """Mark it; it goes when no worker holds it any more.
+
+        Raises NotFound, Conflict while an alias points at it, Stale.
+        """
         adapter = self.adapter(lora_id)
+        _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
         names = [name for name, targets in self._store.aliases.items() if any(t[0] == lora_id for t in targets)]
         if names:
             message = f"{lora_id!r} is the target of alias {', '.join(map(repr, names))}; change or delete that first"
             raise Conflict(message, code="in_use", param="lora_id")
         if not adapter.is_deleting:
-            self._store.put_adapter(replace(adapter, is_deleting=True))
+            with self._store.together():
+                self._store.put_adapter(replace(adapter, is_deleting=True))
+                self._store.record("adapter_deleted", lora_id, {"digest": adapter.digest}, actor)
 
-    def unquarantine(self, lora_id: str) -> Adapter:
+    def unquarantine(self, lora_id: str, actor: str = NOBODY) -> Adapter:
         """Forget why it failed. What an agent once found of its bytes stays: those may not change."""
-        adapter = replace(self.adapter(lora_id), quarantine=None)
-        self._store.put_adapter(adapter)
+        before = self.adapter(lora_id)
+        adapter = replace(before, quarantine=None)
+        if before.quarantine is not None:
+            with self._store.together():
+                self._store.put_adapter(adapter)
+                self._store.record("adapter_retried", lora_id, {"quarantine": before.quarantine}, actor)
         return adapter
 
-    def put_alias(self, name: str, spec: AliasSpec) -> bool:
-        """Whether it is new. Raises Conflict for a taken name, NotFound for a target that is not registered."""
+    @staticmethod
+    def adapter_etag(adapter: Adapter) -> str:
+        """Of what callers may change of it; what agents find and report leaves it as it is."""
+        return _etag([adapter.lora_id, adapter.source, adapter.tenants, asdict_policy(adapter)])
+
+    def put_alias(self, name: str, spec: AliasSpec, actor: str = NOBODY, *, if_match: str | None = None) -> bool:
+        """Whether it is new. Raises Conflict for a taken name, NotFound for a target that is not registered, Stale."""
         self.require_name(name)
+        _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
         is_new = name not in self._store.aliases
         if is_new:
             self._require_free(name, "name")
@@ -117,8 +141,17 @@ class Registry:
                 raise Conflict(message, code="adapter_deleting", param="targets")
         if not sum(target.weight for target in spec.targets) > 0:
             raise RequestError("at least one target needs a weight above 0", param="targets")
-        self._store.put_alias(name, tuple((target.lora_id, target.weight) for target in spec.targets))
+        targets, was = _targets(spec), self._store.aliases.get(name)
+        if targets != was:
+            with self._store.together():
+                self._store.put_alias(name, targets)
+                self._store.record("alias_set", name, {"targets": targets, "was": was}, actor)
         return is_new
+
+    def alias_etag(self, name: str) -> str | None:
+        """None while there is no such alias."""
+        targets = self._store.aliases.get(name)
+        return None if targets is None else _etag([name, targets])
 
     def alias(self, name: str) -> tuple[tuple[str, float], ...]:
         """Raises NotFound."""
@@ -127,10 +160,13 @@ class Registry:
             raise NotFound(f"alias {name!r} does not exist", code="alias_not_found", param="name")
         return found
 
-    def drop_alias(self, name: str) -> None:
-        """Raises NotFound."""
-        self.alias(name)
-        self._store.drop_alias(name)
+    def drop_alias(self, name: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
+        """Raises NotFound, Stale."""
+        was = self.alias(name)
+        _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
+        with self._store.together():
+            self._store.drop_alias(name)
+            self._store.record("alias_deleted", name, {"was": was}, actor)
 
     @staticmethod
     def require_name(name: str) -> None:
@@ -152,38 +188,51 @@ class Registry:
             raise Conflict(f"{name!r} is the name of {taken}; choose another", code="name_taken", param=param)
 
     def policy_etag(self) -> str:
-        body = json.dumps(asdict(self._store.rules), sort_keys=True)
-        return f'"{hashlib.sha256(body.encode()).hexdigest()[:16]}"'
+        return _etag(asdict(self._store.rules))
 
     def policy(self) -> Policy:
         return Policy.model_validate(asdict(self._store.rules))
 
-    def put_policy(self, policy: Policy, if_match: str | None) -> Policy:
-        """Raises Stale when the policy is no longer the one that the caller saw."""
-        if if_match is not None and if_match.strip() not in ("*", self.policy_etag()):
-            raise Stale(f"the policy has changed since {if_match}; GET /v1/policy and decide again")
-        if policy.min_replicas > policy.max_replicas:
-            raise RequestError(_BOUNDS.format(policy.min_replicas, policy.max_replicas), param="min_replicas")
-        self._store.put_rules(Rules(**policy.model_dump()))
-        return policy
+    def put_policy(self, policy: Policy, if_match: str | None, actor: str = NOBODY) -> Policy:
+        """Raises Stale when the policy is no longer the one that the caller saw, Unconditional when it does not say."""
+        if if_match is None:
+            raise Unconditional(
+                "PUT replaces the whole policy, so it needs If-Match with the ETag that GET /v1/policy answered"
+                " (or * for whatever is there); PATCH changes only what it names"
+            )
+        return self._replace_policy(policy, if_match, actor)
 
-    def patch_policy(self, changes: dict[str, Any], if_match: str | None) -> Policy:
+    def patch_policy(self, changes: dict[str, Any], if_match: str | None, actor: str = NOBODY) -> Policy:
         """Raises RequestError naming what is wrong, Stale like `put_policy`."""
         try:
             policy = Policy.model_validate(asdict(self._store.rules) | changes)
         except ValidationError as exc:
-            first = exc.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise RequestError(f"{where}: {first['msg']}", param=where) from exc
-        return self.put_policy(policy, if_match)
+            where = ".".join(str(part) for part in exc.errors()[0]["loc"])
+            raise RequestError(said_wrong(exc.errors()), param=where) from exc
+        return self._replace_policy(policy, if_match, actor)
 
-    def set_worker(self, worker_id: str, state: str | None, *, drain_s: float | None = None) -> None:
+    def _replace_policy(self, policy: Policy, if_match: str | None, actor: str) -> Policy:
+        _require_match(if_match, self.policy_etag(), "the policy")
+        if policy.min_replicas > policy.max_replicas:
+            raise RequestError(_BOUNDS.format(policy.min_replicas, policy.max_replicas), param="min_replicas")
+        before, rules = self._store.rules, Rules(**policy.model_dump())
+        if rules != before:
+            with self._store.together():
+                self._store.put_rules(rules)
+                self._store.record("policy_changed", "", _changes(asdict(before), asdict(rules)), actor)
+        return policy
+
+    def set_worker(
+        self, worker_id: str, state: str | None, *, drain_s: float | None = None, actor: str = NOBODY
+    ) -> None:
         """cordoned, draining, or None for neither. Raises NotFound."""
         if worker_id not in self._fleet.entries and worker_id not in self._store.workers:
             known = ", ".join(sorted(self._fleet.entries)) or "none"
             raise NotFound(f"worker {worker_id!r} has not registered; known: {known}", code="worker_not_found")
         until = None if drain_s is None else self._wall() + drain_s
-        self._store.put_worker(worker_id, None if state is None else WorkerIntent(state, until))
+        with self._store.together():
+            self._store.put_worker(worker_id, None if state is None else WorkerIntent(state, until))
+            self._store.record(f"worker_{state or 'uncordoned'}", worker_id, {"drain_s": drain_s}, actor)
 
 
 _BOUNDS = "min_replicas {} is above max_replicas {}"
@@ -203,7 +252,34 @@ def new_adapter(spec: AdapterSpec) -> Adapter:
 
 def policy_of(adapter: Adapter) -> AdapterPolicy:
     """The wire's form of an adapter's own policy."""
-    return AdapterPolicy.model_validate({name: getattr(adapter, name) for name in AdapterPolicy.model_fields})
+    return AdapterPolicy.model_validate(asdict_policy(adapter))
+
+
+def asdict_policy(adapter: Adapter) -> dict[str, Any]:
+    """Its own policy by field."""
+    return {name: getattr(adapter, name) for name in AdapterPolicy.model_fields}
+
+
+def _targets(spec: AliasSpec) -> tuple[tuple[str, float], ...]:
+    return tuple((target.lora_id, target.weight) for target in spec.targets)
+
+
+def _etag(what: object) -> str:
+    return f'"{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}"'
+
+
+def _require_match(if_match: str | None, etag: str | None, what: str) -> None:
+    if if_match is None:
+        return
+    asked = {tag.strip().removeprefix("W/") for tag in if_match.split(",")}
+    if etag is None or (etag not in asked and "*" not in asked):
+        now = "does not exist" if etag is None else f"is {etag} now"
+        raise Stale(f"{what} {now}, If-Match says {if_match}: read it again and decide again", param="If-Match")
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
+    """name -> [before, after], of what differs."""
+    return {name: [before[name], after[name]] for name in after if before[name] != after[name]}
 
 
 def _with_policy(adapter: Adapter, policy: AdapterPolicy) -> Adapter:

@@ -5,7 +5,7 @@ would be obeyed in silence; bodies between our own processes ignore them, so tha
 """
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -45,7 +45,7 @@ class _Wire(BaseModel):
 class _Written(BaseModel):
     """A body that a person writes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class AdapterPolicy(_Written):
@@ -231,6 +231,22 @@ class WorkerDrain(_Written):
     """`POST /v1/workers/{id}/drain`: how long its adapters may take to find a place elsewhere."""
 
     deadline_s: float | None = Field(default=None, ge=0, le=86400)
+
+
+class HistoryItem(_Wire):
+    """What happened to what, and who asked. `subject` is a lora_id, an alias or a worker; "" for the policy."""
+
+    id: int
+    at: str
+    kind: str
+    subject: str
+    actor: str
+    body: dict[str, Any]
+
+
+class HistoryList(_Wire):
+    data: tuple[HistoryItem, ...]
+    next: str | None = None
 
 
 class Heartbeat(_Wire):

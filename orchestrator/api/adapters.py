@@ -1,14 +1,18 @@
 """Adapters: register, list, show, change, delete."""
 
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Query, Response
+from pydantic import BaseModel, Field
 
 from lorafleet.auth import Keys, requires
-from orchestrator.api.paging import Cursor, Limit, page_of
+from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
 from orchestrator.api.views import Views
 from orchestrator.core.errors import OrchestratorError, Permanent, RequestError, Transient, Unavailable
 from orchestrator.core.placement import rendezvous
+from orchestrator.core.state import Adapter
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry, new_adapter
 from orchestrator.wire import (
@@ -17,6 +21,7 @@ from orchestrator.wire import (
     AdapterList,
     AdapterPatch,
     AdapterSpec,
+    AdapterState,
     BatchAnswer,
     BatchResult,
 )
@@ -30,79 +35,121 @@ ADAPTER_EXAMPLE = {
 }
 
 
+PATCH_EXAMPLE = {"policy": {"min_replicas": 2, "priority": 5}, "tenants": None}
+BATCH_EXAMPLE = {"adapters": [ADAPTER_EXAMPLE, {"lora_id": "legal/v2", "source": "s3://bucket/legal-v2"}]}
+
+
+class Wanted(BaseModel):
+    """Which adapters a list is to have."""
+
+    state: AdapterState | None = None
+    base_model: str | None = None
+    tenant: str | None = Field(default=None, description="that this tenant may use, those open to everyone too")
+    worker: str | None = Field(default=None, description="that are ready on this worker")
+    prefix: str | None = Field(default=None, description="that the lora_id begins with")
+    quarantined: bool | None = None
+    limit: Limit = 1000
+    cursor: Cursor = None
+
+
 def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: Views) -> APIRouter:
     api = APIRouter(tags=["adapters"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
+
+    def shown(adapter: Adapter, response: Response) -> AdapterItem:
+        response.headers["etag"] = registry.adapter_etag(adapter)
+        return views.adapter(adapter)
 
     @api.post("/v1/adapters", status_code=201, response_model=AdapterItem)
     async def register(
         spec: Annotated[AdapterSpec, Body(examples=[ADAPTER_EXAMPLE])],
         response: Response,
+        actor: Actor,
         dry_run: Annotated[bool, Query(description="only fetch and verify it, register nothing")] = False,
     ) -> AdapterItem:
         """Register an adapter: 201; the same body again: 200; another source, digest or base model: 409 `immutable`."""
         if dry_run:
             response.status_code = 200
             return await _dry_run(spec, registry, reconciler, views)
-        adapter, is_new = registry.register(spec)
+        adapter, is_new = registry.register(spec, actor)
         reconciler.changed()
         response.status_code = 201 if is_new else 200
-        return views.adapter(adapter)
+        return shown(adapter, response)
 
     @api.post("/v1/adapters:batch")
-    async def batch(body: AdapterBatch) -> BatchAnswer:
+    async def batch(body: Annotated[AdapterBatch, Body(examples=[BATCH_EXAMPLE])], actor: Actor) -> BatchAnswer:
         """Register many; each is taken or refused on its own."""
         with store.together():
-            results = [_registered(registry, spec) for spec in body.adapters]
+            results = [_registered(registry, spec, actor) for spec in body.adapters]
         reconciler.changed()
         return BatchAnswer(data=tuple(results))
 
     @api.get("/v1/adapters", response_model=AdapterList)
-    async def adapters(
-        limit: Limit = 1000, cursor: Cursor = None, state: str | None = None, base_model: str | None = None
-    ) -> Response:
-        """Registered adapters by lora_id."""
+    async def adapters(wanted: Annotated[Wanted, Query()]) -> Response:
+        """Registered adapters by lora_id; all that is asked for must hold."""
         ready = reconciler.ready_table()
-        rows = store.adapter_ids
-        if base_model is not None:
-            rows = [name for name in rows if store.adapters[name].base_model == base_model]
-        if state is not None:
-            rows = [name for name in rows if reconciler.state_of(store.adapters[name], ready) == state]
-        page, following = page_of(rows, limit, cursor)
+        rows = _chosen(wanted, reconciler, ready)
+        page, following = page_of(rows, wanted.limit, wanted.cursor)
         items = tuple(views.adapter(store.adapters[name], ready=ready) for name in page)
         # Dumped here: the framework would validate thousands of items, that we have just made, once more.
         return Response(AdapterList(data=items, next=following).model_dump_json(), media_type="application/json")
 
     @api.post("/v1/adapters/{lora_id:path}/retry")
-    async def retry(lora_id: str) -> AdapterItem:
+    async def retry(lora_id: str, actor: Actor) -> AdapterItem:
         """Forget a failure and try again."""
-        adapter = registry.unquarantine(lora_id)
+        adapter = registry.unquarantine(lora_id, actor)
         reconciler.forget_failures(lora_id)
         reconciler.changed()
         return views.adapter(adapter)
 
     @api.get("/v1/adapters/{lora_id:path}")
-    async def adapter(lora_id: str) -> AdapterItem:
-        """One adapter."""
-        return views.adapter(registry.adapter(lora_id))
+    async def adapter(lora_id: str, response: Response) -> AdapterItem:
+        """One adapter, with an ETag for a later change."""
+        return shown(registry.adapter(lora_id), response)
 
     @api.patch("/v1/adapters/{lora_id:path}")
-    async def patch(lora_id: str, body: AdapterPatch) -> AdapterItem:
-        """Change policy or tenants."""
-        changed = registry.patch(lora_id, body)
+    async def patch(
+        lora_id: str,
+        body: Annotated[AdapterPatch, Body(examples=[PATCH_EXAMPLE])],
+        response: Response,
+        actor: Actor,
+        if_match: IfMatch = None,
+    ) -> AdapterItem:
+        """Change what is named of policy and tenants, keep the rest; in force at the next pass."""
+        changed = registry.patch(lora_id, body, actor, if_match=if_match)
         reconciler.changed()
-        return views.adapter(changed)
+        return shown(changed, response)
 
     @api.delete("/v1/adapters/{lora_id:path}", status_code=202, responses={204: {"description": "gone already"}})
-    async def delete(lora_id: str) -> Response:
+    async def delete(lora_id: str, actor: Actor, if_match: IfMatch = None) -> Response:
         """Drain it everywhere, unload it, forget it: 204 when that is done at once, else 202."""
-        registry.delete(lora_id)
+        registry.delete(lora_id, actor, if_match=if_match)
         reconciler.changed()
         if reconciler.is_settled:
             reconciler.run_pass()
         return Response(status_code=202 if lora_id in store.adapters else 204)
 
     return api
+
+
+def _chosen(wanted: Wanted, reconciler: Reconciler, ready: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """lora_ids in order, of the adapters that are all that."""
+    store = reconciler.store
+    rows = store.adapter_ids
+    if wanted.prefix:
+        rows = rows[bisect_left(rows, wanted.prefix) : bisect_left(rows, wanted.prefix + chr(0x10FFFF))]
+    if wanted.worker is not None:
+        rows = [name for name in rows if wanted.worker in ready.get(name, ())]
+    tests: list[Callable[[Adapter], bool]] = []
+    if wanted.base_model is not None:
+        tests.append(lambda adapter: adapter.base_model == wanted.base_model)
+    if wanted.tenant is not None:
+        tests.append(lambda adapter: adapter.tenants is None or wanted.tenant in adapter.tenants)
+    if wanted.quarantined is not None:
+        tests.append(lambda adapter: (adapter.quarantine is not None) == wanted.quarantined)
+    if wanted.state is not None:
+        tests.append(lambda adapter: reconciler.state_of(adapter, ready) == wanted.state)
+    return [name for name in rows if all(test(store.adapters[name]) for test in tests)] if tests else rows
 
 
 async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler, views: Views) -> AdapterItem:
@@ -126,9 +173,9 @@ async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler
         raise Unavailable(f"worker {home.id} could not look at it: {exc}", code=exc.code) from exc
 
 
-def _registered(registry: Registry, spec: AdapterSpec) -> BatchResult:
+def _registered(registry: Registry, spec: AdapterSpec, actor: str) -> BatchResult:
     try:
-        _, is_new = registry.register(spec)
+        _, is_new = registry.register(spec, actor)
     except OrchestratorError as exc:
         return BatchResult(lora_id=spec.lora_id, status=exc.status, code=exc.code, error=str(exc))
     return BatchResult(lora_id=spec.lora_id, status=201 if is_new else 200)

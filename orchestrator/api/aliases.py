@@ -5,11 +5,12 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.auth import Keys, requires
-from orchestrator.api.paging import Cursor, Limit, page_of
+from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
+from orchestrator.api.history import ALIAS_KINDS, HistoryCursor, history_page
 from orchestrator.catalog import alias_item
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
-from orchestrator.wire import AliasItem, AliasList, AliasSpec
+from orchestrator.wire import AliasItem, AliasList, AliasSpec, HistoryList
 
 ALIAS_EXAMPLE = {"targets": [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_id": "sql-expert/v2", "weight": 1}]}
 
@@ -17,6 +18,10 @@ ALIAS_EXAMPLE = {"targets": [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_i
 def alias_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> APIRouter:
     api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
+
+    def shown(name: str, response: Response) -> AliasItem:
+        response.headers["etag"] = registry.alias_etag(name) or ""
+        return alias_item(name, store.aliases[name])
 
     @api.get("/v1/aliases")
     async def aliases(limit: Limit = 1000, cursor: Cursor = None) -> AliasList:
@@ -26,22 +31,33 @@ def alias_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> APIR
 
     @api.put("/v1/aliases/{name:path}", response_model=AliasItem)
     async def put_alias(
-        name: str, spec: Annotated[AliasSpec, Body(examples=[ALIAS_EXAMPLE])], response: Response
+        name: str,
+        spec: Annotated[AliasSpec, Body(examples=[ALIAS_EXAMPLE])],
+        response: Response,
+        actor: Actor,
+        if_match: IfMatch = None,
     ) -> AliasItem:
         """Point a name at adapters: 201 when new, else 200."""
-        response.status_code = 201 if registry.put_alias(name, spec) else 200
+        response.status_code = 201 if registry.put_alias(name, spec, actor, if_match=if_match) else 200
         reconciler.changed()
-        return alias_item(name, store.aliases[name])
+        return shown(name, response)
+
+    @api.get("/v1/aliases/{name:path}/history")
+    async def alias_history(name: str, limit: Limit = 100, cursor: HistoryCursor = None) -> HistoryList:
+        """What the name pointed at, since when, and who said so; newest first. Also of a name that is gone."""
+        registry.require_name(name)
+        return history_page(store, limit, cursor, kinds=ALIAS_KINDS, subject=name)
 
     @api.get("/v1/aliases/{name:path}")
-    async def get_alias(name: str) -> AliasItem:
-        """One alias."""
-        return alias_item(name, registry.alias(name))
+    async def get_alias(name: str, response: Response) -> AliasItem:
+        """One alias, with an ETag for a later change."""
+        registry.alias(name)
+        return shown(name, response)
 
     @api.delete("/v1/aliases/{name:path}", status_code=204)
-    async def drop_alias(name: str) -> Response:
+    async def drop_alias(name: str, actor: Actor, if_match: IfMatch = None) -> Response:
         """Forget the name; its adapters stay."""
-        registry.drop_alias(name)
+        registry.drop_alias(name, actor, if_match=if_match)
         reconciler.changed()
         return Response(status_code=204)
 

@@ -1,9 +1,11 @@
 """Workers, placements, and passes on request."""
 
-from fastapi import APIRouter, Depends
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Depends
 
 from lorafleet.auth import Keys, requires
-from orchestrator.api.paging import Cursor, Limit, page_of
+from orchestrator.api.given import Actor, Cursor, Limit, page_of
 from orchestrator.api.views import Views
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
@@ -42,23 +44,27 @@ def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: 
         )
 
     @api.post("/v1/workers/{worker_id}/cordon")
-    async def cordon(worker_id: str) -> WorkerItem:
+    async def cordon(worker_id: str, actor: Actor) -> WorkerItem:
         """Keep what it has, give it nothing new."""
-        return _set_worker(worker_id, "cordoned")
+        return _set_worker(worker_id, "cordoned", actor)
 
     @api.post("/v1/workers/{worker_id}/uncordon")
-    async def uncordon(worker_id: str) -> WorkerItem:
+    async def uncordon(worker_id: str, actor: Actor) -> WorkerItem:
         """Use it again; also takes back a drain that has not reached the agent."""
-        return _set_worker(worker_id, None)
+        return _set_worker(worker_id, None, actor)
 
     @api.post("/v1/workers/{worker_id}/drain")
-    async def drain(worker_id: str, body: WorkerDrain = WorkerDrain()) -> WorkerItem:  # noqa: B008
+    async def drain(
+        worker_id: str,
+        actor: Actor,
+        body: Annotated[WorkerDrain, Body(examples=[{"deadline_s": 60}])] = WorkerDrain(),  # noqa: B008
+    ) -> WorkerItem:
         """Move its adapters elsewhere, make before break, then have it take no more requests."""
         deadline_s = reconciler.store.rules.drain_deadline_s if body.deadline_s is None else body.deadline_s
-        return _set_worker(worker_id, "draining", drain_s=deadline_s)
+        return _set_worker(worker_id, "draining", actor, drain_s=deadline_s)
 
-    def _set_worker(worker_id: str, state: str | None, *, drain_s: float | None = None) -> WorkerItem:
-        registry.set_worker(worker_id, state, drain_s=drain_s)
+    def _set_worker(worker_id: str, state: str | None, actor: str, *, drain_s: float | None = None) -> WorkerItem:
+        registry.set_worker(worker_id, state, drain_s=drain_s, actor=actor)
         reconciler.undrained(worker_id)
         reconciler.changed()
         return views.worker(worker_id)

@@ -2,14 +2,14 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Header, Response
+from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.auth import Keys, requires
+from orchestrator.api.given import Actor, IfMatch
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
 from orchestrator.wire import Policy
 
-IfMatch = Annotated[str | None, Header(description="ETag of the policy that this change is based on")]
 POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 1, "loads_per_worker": 1}
 
 
@@ -24,19 +24,23 @@ def policy_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> API
 
     @api.put("/v1/policy")
     async def put_policy(
-        policy: Annotated[Policy, Body(examples=[POLICY_EXAMPLE])], response: Response, if_match: IfMatch = None
+        policy: Annotated[Policy, Body(examples=[POLICY_EXAMPLE])],
+        response: Response,
+        actor: Actor,
+        if_match: IfMatch = None,
     ) -> Policy:
-        """Replace it; what is left out takes its default."""
-        return _policy_written(registry.put_policy(policy, if_match), response)
+        """Replace it: what is left out takes its default. Needs If-Match: the ETag of what was read, or *."""
+        return _policy_written(registry.put_policy(policy, if_match, actor), response)
 
     @api.patch("/v1/policy")
     async def patch_policy(
         changes: Annotated[dict[str, Any], Body(examples=[{"loading": "eager"}])],
         response: Response,
+        actor: Actor,
         if_match: IfMatch = None,
     ) -> Policy:
         """Change what is named, keep the rest."""
-        return _policy_written(registry.patch_policy(changes, if_match), response)
+        return _policy_written(registry.patch_policy(changes, if_match, actor), response)
 
     def _policy_written(policy: Policy, response: Response) -> Policy:
         reconciler.catalog.emit("policy_changed")

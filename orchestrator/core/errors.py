@@ -5,10 +5,12 @@ OrchestratorError
 │   ├── NotFound            404
 │   ├── Conflict            409: immutable, adapter_failed, name_taken, in_use, …
 │   ├── Stale               412: somebody else wrote in between (If-Match)
+│   ├── Unconditional       428: a whole replacement that does not say which version it replaces
 │   └── Expired             410: the event buffer no longer reaches back that far
 ├── Unavailable             503: nobody is there who could answer now; with Retry-After
 ├── Transient               a worker could not do it now; tried again after `retry_after_s`, perhaps elsewhere
-├── Permanent               the adapter's bytes or source are wrong; quarantined until someone says `retry`
+├── Permanent               the adapter's bytes or source are wrong, as a worker found them; kept as data
+├── LeaseLost               another orchestrator leads: nothing more may be done here
 └── StoreError              the store cannot be used; the process refuses to start, the file is left as it is
 """
 
@@ -45,6 +47,11 @@ class Stale(RequestError):
     code = "precondition_failed"
 
 
+class Unconditional(RequestError):
+    status = 428
+    code = "precondition_required"
+
+
 class Expired(RequestError):
     status = 410
     code = "events_expired"
@@ -71,6 +78,11 @@ class Transient(OrchestratorError):
 class Permanent(OrchestratorError):
     status = 422
     code = "adapter_refused"
+
+
+class LeaseLost(OrchestratorError):
+    status = 503
+    code = "not_leading"
 
 
 class StoreError(OrchestratorError):

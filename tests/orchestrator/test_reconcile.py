@@ -76,7 +76,7 @@ async def test_a_fresh_store_on_a_full_fleet_unloads_nothing_and_reports_orphans
     agent = await house.worker(slots=2)
     agent.put("a/v1", "a")
     agent.put("b/v1", "b")
-    await house.http.put("/v1/policy", json={"loading": "eager"})
+    await house.http.patch("/v1/policy", json={"loading": "eager"})
     await house.register("c/v1")
     await house.ensure("c/v1")
     await house.settle()

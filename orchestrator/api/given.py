@@ -1,13 +1,24 @@
-"""Pages of long lists, by a cursor that stays right while others come and go."""
+"""What several routes are given in the same form: who asks, which page, on which version."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import Query
+from fastapi import Depends, Header, Query, Request
 
+from lorafleet.auth import Caller
+
+
+def _actor(request: Request) -> str:
+    """Who asks, for the history. The route's scope has been checked by then, and so its caller is known."""
+    caller: Caller = request.state.caller
+    return caller.name
+
+
+Actor = Annotated[str, Depends(_actor)]
 Limit = Annotated[int, Query(ge=1, le=10_000, description="most items in one answer")]
 Cursor = Annotated[str | None, Query(description="`next` of the answer before")]
+IfMatch = Annotated[str | None, Header(description="ETag that this change is based on; * for whatever is there")]
 
 
 def page_of(rows: Sequence[str], limit: int, cursor: str | None) -> tuple[Sequence[str], str | None]:

@@ -1,0 +1,50 @@
+"""What was changed, when, and by whom."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query
+
+from lorafleet.auth import Keys, requires
+from orchestrator.api.given import Limit
+from orchestrator.backend import Entry
+from orchestrator.store import Store
+from orchestrator.wire import HistoryItem, HistoryList
+
+ALIAS_KINDS = ("alias_set", "alias_deleted", "alias_rollout")
+HistoryCursor = Annotated[int | None, Query(ge=1, description="`next` of the answer before")]
+
+
+def history_routes(keys: Keys, store: Store) -> APIRouter:
+    api = APIRouter(tags=["history"], dependencies=[Depends(requires(keys, "admin"))])
+
+    @api.get("/v1/history")
+    async def history(
+        kind: Annotated[list[str] | None, Query(description="such as adapter_registered; may be repeated")] = None,
+        subject: Annotated[str | None, Query(description="a lora_id, an alias, or a worker")] = None,
+        limit: Limit = 100,
+        cursor: HistoryCursor = None,
+    ) -> HistoryList:
+        """Changes of intent, newest first; of each kind the newest are kept."""
+        return history_page(store, limit, cursor, kinds=tuple(kind or ()), subject=subject)
+
+    return api
+
+
+def history_page(
+    store: Store, limit: int, cursor: int | None, *, kinds: tuple[str, ...], subject: str | None
+) -> HistoryList:
+    """One page, newest first, and where the next begins."""
+    # One more than asked for, to know whether there is a next page.
+    found = store.history(kinds=kinds, subject=subject, before=cursor, limit=limit + 1)
+    page = found[:limit]
+    return HistoryList(
+        data=tuple(_item(entry) for entry in page), next=str(page[-1].id) if len(found) > limit else None
+    )
+
+
+def _item(entry: Entry) -> HistoryItem:
+    at = datetime.fromtimestamp(entry.at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return HistoryItem(
+        id=entry.id, at=at, kind=entry.kind, subject=entry.subject, actor=entry.actor, body=dict(entry.body)
+    )
