@@ -5,10 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import Adapter, Rules
-
-Targets = tuple[tuple[str, float], ...]
-"""An alias's targets: (lora_id, weight) each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +30,14 @@ class Stored:
 
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     aliases: Mapping[str, Targets] = field(default_factory=dict)
+    rollouts: Mapping[str, Rollout] = field(default_factory=dict)
     workers: Mapping[str, WorkerIntent] = field(default_factory=dict)
     tombstones: Mapping[str, Tombstone] = field(default_factory=dict)
     rules: Rules = field(default_factory=Rules)
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
-Table = Literal["adapters", "aliases", "workers", "tombstones", "policy", "counters"]
+Table = Literal["adapters", "aliases", "rollouts", "workers", "tombstones", "policy", "counters"]
 
 
 class Change(NamedTuple):
@@ -46,7 +45,7 @@ class Change(NamedTuple):
 
     table: Table
     key: str
-    value: Adapter | Targets | WorkerIntent | Tombstone | Rules | int | None
+    value: Adapter | Targets | Rollout | WorkerIntent | Tombstone | Rules | int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from orchestrator.backend import Change, Entry, Stored, Tombstone, WorkerIntent
 from orchestrator.core.errors import StoreError
+from orchestrator.core.rollout import Rollout, as_json, from_json
 from orchestrator.core.state import Adapter, Rules
 
 _MIGRATIONS: tuple[str, ...] = (
@@ -33,10 +34,20 @@ _MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX history_by_kind ON history (kind, id);
     CREATE INDEX history_by_subject ON history (subject, id);
     """,
+    """
+    CREATE TABLE rollouts (alias TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
+    """,
 )
 SCHEMA = len(_MIGRATIONS)
 _POLICY_FIELDS = ("loading", "min_replicas", "max_replicas", "pinned", "priority", "weight")
-_KEYS = {"adapters": "lora_id", "aliases": "name", "workers": "id", "tombstones": "lora_id", "counters": "name"}
+_KEYS = {
+    "adapters": "lora_id",
+    "aliases": "name",
+    "rollouts": "alias",
+    "workers": "id",
+    "tombstones": "lora_id",
+    "counters": "name",
+}
 _TRIM_EVERY = 64
 
 
@@ -75,6 +86,7 @@ class SqliteFile:
                 name: tuple((lora_id, float(weight)) for lora_id, weight in json.loads(targets))
                 for name, targets in rows("SELECT name, targets FROM aliases")
             },
+            rollouts={alias: from_json(json.loads(body)) for alias, body in rows("SELECT alias, body FROM rollouts")},
             workers={
                 worker_id: WorkerIntent(state, until)
                 for worker_id, state, until in rows("SELECT id, state, until FROM workers")
@@ -203,6 +215,8 @@ def _row(change: Change) -> tuple[Any, ...]:
     match change.value:
         case Adapter() as adapter:
             return _adapter_row(adapter)
+        case Rollout() as rollout:
+            return change.key, json.dumps(as_json(rollout))
         case WorkerIntent(state, until):
             return change.key, state, until
         case Tombstone(digest, at):

@@ -1,4 +1,4 @@
-"""What was asked for: adapters, aliases, policy, workers' cordons, tombstones, history, and two counters.
+"""What was asked for: adapters, aliases, rollouts, policy, workers' cordons, tombstones, history, and two counters.
 
 Nothing that was observed is stored. All but the history is also kept in memory, so reads never touch the backend;
 writes are small, synchronous and durable when the call returns.
@@ -12,7 +12,8 @@ from typing import Any, cast
 
 from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 
-from orchestrator.backend import Backend, Change, Entry, Stored, Targets, Tombstone, WorkerIntent
+from orchestrator.backend import Backend, Change, Entry, Stored, Tombstone, WorkerIntent
+from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import Adapter, Intent, Rules
 from orchestrator.sqlite import SqliteFile
 
@@ -34,6 +35,7 @@ class Store:
         self._entries: list[Entry] = []
         self.adapters: MutableMapping[str, Adapter] = SortedDict()
         self.aliases: MutableMapping[str, Targets] = SortedDict()
+        self.rollouts: dict[str, Rollout] = {}
         self.workers: dict[str, WorkerIntent] = {}
         self.tombstones: dict[str, str] = {}
         self._deleted_at: dict[str, float] = {}
@@ -64,6 +66,10 @@ class Store:
         self._count_on(stored)
         with self.together():
             self._put("counters", "revision", self._reserved)
+
+    def refresh(self) -> None:
+        """Read again what another process may have written, and write nothing. Raises StoreError."""
+        self._take(self._backend.read())
 
     def backup(self, path: Path) -> None:
         """A copy at a new path, without what would take anything from a fleet. Raises StoreError."""
@@ -167,6 +173,17 @@ class Store:
         with self.together():
             self._put("aliases", name, None)
             del self.aliases[name]
+            self.put_rollout(name, None)
+
+    def put_rollout(self, alias: str, rollout: Rollout | None) -> None:
+        """Where an alias's rollout stands; None forgets it."""
+        with self.together():
+            if rollout is None:
+                if self.rollouts.pop(alias, None) is not None:
+                    self._put("rollouts", alias, None)
+            else:
+                self._put("rollouts", alias, rollout)
+                self.rollouts[alias] = rollout
 
     def put_rules(self, rules: Rules) -> None:
         with self.together():
@@ -188,6 +205,7 @@ class Store:
     def _take(self, stored: Stored) -> None:
         self.adapters = SortedDict(stored.adapters)
         self.aliases = SortedDict(stored.aliases)
+        self.rollouts = dict(stored.rollouts)
         self.workers = dict(stored.workers)
         self.tombstones = {lora_id: stone.digest for lora_id, stone in stored.tombstones.items()}
         self._deleted_at = {lora_id: stone.at for lora_id, stone in stored.tombstones.items()}

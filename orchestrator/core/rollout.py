@@ -8,7 +8,7 @@ A new version is worse when, with at least `min_requests` of its requests over s
 
 - its error rate is above the old one's by more than the margin, and by more than chance explains: the lower bound of
   the difference (Newcombe's, from two Wilson scores, one-sided 99.5 %) is above 0. It is looked at again and
-  again: with 95 % every fifth sound version of a fleet in trouble would go back, with this one in thirty;
+  again: with 95 % every fifth sound version of a fleet in trouble would go back, with this one in fifty;
 - or its mean first-token time is above the old one's by more than the ratio, with as many first tokens of each. Only
   the sum is known, so there is no test for chance here: the number of requests must do.
 

@@ -7,6 +7,7 @@ import pytest
 
 from orchestrator.backend import WorkerIntent
 from orchestrator.core.errors import StoreError
+from orchestrator.core.rollout import Guard, Rollout, Step, Tally
 from orchestrator.core.state import Adapter, Rules
 from orchestrator.sqlite import SCHEMA
 from orchestrator.store import Store
@@ -28,11 +29,25 @@ ADAPTER = Adapter(
     quarantine="adapter_invalid: no",
 )
 
+ROLLOUT = Rollout(
+    alias="sql",
+    before=(("sql/v1", 1.0),),
+    after=(("sql/v2", 1.0),),
+    steps=(Step(0.1, 60.0), Step(1.0, 0.0)),
+    guard=Guard(min_requests=7),
+    began_at=5.0,
+    since=6.0,
+    phase="watching",
+    scale=3,
+    new=Tally(10, 1, 9, 0.5),
+)
+
 
 def test_everything_asked_for_is_there_after_a_restart(tmp_path):
     store = Store(tmp_path / "s.db")
     store.put_adapter(ADAPTER)
     store.put_alias("sql", (("sql/v1", 1.0),))
+    store.put_rollout("sql", ROLLOUT)
     store.put_rules(Rules(loading="weighted", loads_per_worker=3))
     store.put_worker("w0", WorkerIntent("draining", 17.5))
     store.put_adapter(Adapter(lora_id="old", source="x", digest="e" * 64))
@@ -42,11 +57,14 @@ def test_everything_asked_for_is_there_after_a_restart(tmp_path):
     again = Store(tmp_path / "s.db")
     assert dict(again.adapters) == {"sql/v1": ADAPTER}
     assert dict(again.aliases) == {"sql": (("sql/v1", 1.0),)}
+    assert again.rollouts == {"sql": ROLLOUT}
     assert again.rules == Rules(loading="weighted", loads_per_worker=3)
     assert again.workers == {"w0": WorkerIntent("draining", 17.5)}
     assert again.tombstones == {"old": "e" * 64}
     assert again.epoch == store.epoch + 1
+    again.drop_alias("sql")
     again.close()
+    assert Store(tmp_path / "s.db").rollouts == {}
 
 
 def test_revisions_grow_over_a_restart_even_when_the_clock_runs_backwards(tmp_path):
