@@ -52,7 +52,9 @@ C = TypeVar("C", Count, Spread)
 
 
 class _Family(Collector, Generic[C]):
-    """One metric with a child for each combination of its labels' values."""
+    """One metric with a child for each combination of its labels' values; `_only` is there without labels."""
+
+    _only: C
 
     def __init__(
         self,
@@ -68,6 +70,8 @@ class _Family(Collector, Generic[C]):
         self._documentation = documentation
         self._labelnames = tuple(labelnames)
         self._children: dict[tuple[object, ...], C] = {}
+        if not self._labelnames:
+            self._only = self.labels()
         registry.register(self)
 
     def _new(self) -> C:
@@ -102,13 +106,11 @@ class _Numbers(_Family[Count]):
         return Count()
 
     def inc(self, amount: float = 1.0) -> None:
-        self.labels().inc(amount)
+        self._only.value += amount
 
     def collect(self) -> Iterable[Metric]:
         metric = self._metric()
         assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
-        if not self._labelnames:
-            self.labels()
         for values, child in list(self._children.items()):
             metric.add_metric([str(value) for value in values], child.value)
         yield metric
@@ -121,10 +123,10 @@ class Counter(_Numbers):
 
 class Gauge(_Numbers):
     def dec(self, amount: float = 1.0) -> None:
-        self.labels().dec(amount)
+        self._only.value -= amount
 
     def set(self, value: float) -> None:
-        self.labels().set(value)
+        self._only.value = value
 
     def _metric(self) -> Metric:
         return GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)
@@ -149,12 +151,10 @@ class Histogram(_Family[Spread]):
         return Spread(self._bounds)
 
     def observe(self, value: float) -> None:
-        self.labels().observe(value)
+        self._only.observe(value)
 
     def collect(self) -> Iterable[Metric]:
         metric = HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
-        if not self._labelnames:
-            self.labels()
         for values, child in list(self._children.items()):
             below, buckets = 0, []
             for bound, count in zip((*self._bounds, inf), child.counts, strict=True):

@@ -87,7 +87,8 @@ def read(
     if route.has_body:
         try:
             fields = _decode_body(raw)
-            decoded = {name: _decode_any(fields[name]) for name in fields.keys() & route.fields}
+            wanted = route.fields
+            decoded = {name: _decode_any(fields[name]) for name in fields if name in wanted}
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise BadBody(f"the body is not a JSON object: {exc}") from exc
         except RecursionError as exc:
@@ -195,8 +196,7 @@ def asked(parts: Parts, target: Target, question: Question, tokens: Tokens, excl
     if tokens.ids is not None:
         salt = question.decoded.get("cache_salt")
         root = root_hash(target.base_model, engine_name, salt if isinstance(salt, str) else "")
-        # 0: an engine that has not said yet, because it is still starting.
-        for block_size in {r.block_size for r in parts.discovery.fleet.roster(target.base_model).replicas} - {0}:
+        for block_size in parts.discovery.fleet.roster(target.base_model).block_sizes:
             chains[block_size] = block_hashes(tokens.ids, block_size=block_size, root=root)
     prompt_tokens = _prompt_tokens(question, tokens)
     return Prompt(
@@ -206,6 +206,9 @@ def asked(parts: Parts, target: Target, question: Question, tokens: Tokens, excl
 
 def match(feeds: Feeds, prompt: Prompt) -> Match:
     """Every replica's contiguous cached blocks, at its own block size."""
+    if len(prompt.chains) == 1:
+        ((block_size, chain),) = prompt.chains.items()
+        return feeds.match(prompt.ask.base_model, block_size, chain)
     whole = Match()
     for block_size, chain in prompt.chains.items():
         found = feeds.match(prompt.ask.base_model, block_size, chain)

@@ -1,6 +1,9 @@
 """Request body -> token ids: here when our tokenizer provably agrees with the engine's, else at the engine."""
 
 import asyncio
+import contextlib
+import os
+import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +52,8 @@ FIELDS = frozenset({*_TOKENIZE_FIELDS, *_ENGINE_ONLY_FIELDS})
 # second number in other threads, so that a short prompt never waits behind a book.
 _INLINE_CHARS = 4_096
 _LONG_CHARS = 65_536
+# Of the threads: a third of the event loop's share of a core that both want.
+_THREAD_NICENESS = 5
 # Prompts that may wait for a thread; beyond, a prompt is routed without a KV term. A guess, nothing measured.
 _MAX_WAITING = 64
 # A worker whose files made no agreeing tokenizer, and an engine that was too slow, are left alone for so long.
@@ -311,7 +316,7 @@ class _Threads:
     """A few threads, and a bound on who may wait for one."""
 
     def __init__(self, threads: int, name: str) -> None:
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=_step_back)
         self._most = threads + _MAX_WAITING
         self._taken = 0
 
@@ -327,6 +332,12 @@ class _Threads:
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _step_back() -> None:
+    """This thread yields to the event loop where both want one core: it may take long, the loop may not."""
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has a niceness for each thread
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)
 
 
 def _given(prompt: list[Any]) -> Tokens:

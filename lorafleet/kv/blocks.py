@@ -14,6 +14,7 @@ BlockHash = NewType("BlockHash", int)
 _UINT32 = "I"
 
 
+@lru_cache(maxsize=4096)
 def root_hash(base_model: str, engine_name: str = "", cache_salt: str = "") -> BlockHash:
     """The start of a chain: same tokens under another adapter or salt never share a block.
 

@@ -116,6 +116,11 @@ class Roster:
         return able
 
     @cached_property
+    def block_sizes(self) -> frozenset[int]:
+        """Of all replicas whose engines have said theirs; one that is still starting has not."""
+        return frozenset(replica.block_size for replica in self.replicas) - {0}
+
+    @cached_property
     def middle(self) -> Report:
         """The median over the replicas of each learned figure, those that have none left out; 0.0 without any."""
 

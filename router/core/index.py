@@ -163,11 +163,16 @@ class KvIndex:
             self.add(worker, hashes, tier)
 
     def hold(self, worker: WorkerId, hashes: Iterable[BlockHash]) -> Hold:
-        """Count a prompt's blocks as stored until `release`: it was just sent and will be cached in a moment."""
+        """Count a prompt's blocks as stored until `release`: it was just sent and will be cached in a moment.
+
+        Those that the worker has, from the first on, are left out: they are stored as it is.
+        """
         entry = self._entry(worker)
-        hold = Hold(worker, tuple(dict.fromkeys(hashes)))
-        entry.holds.add(hold)
-        self._hold(entry, hold.hashes)
+        blocks = tuple(hashes)
+        hold = Hold(worker, tuple(dict.fromkeys(blocks[self._stored(blocks, entry) :])))
+        if hold.hashes:
+            entry.holds.add(hold)
+            self._hold(entry, hold.hashes)
         return hold
 
     def release(self, hold: Hold) -> None:
@@ -235,6 +240,13 @@ class KvIndex:
         del self._by_bit[entry.added]
         self._live ^= entry.added
         self._retired.append(entry.added)
+
+    def _stored(self, blocks: tuple[BlockHash, ...], entry: _Worker) -> int:
+        """How many of these, from the first on, its engine has stored on the device."""
+        for position, mask in self._device.walk(blocks):
+            if not mask & entry.added:
+                return position
+        return len(blocks)
 
     def _hold(self, entry: _Worker, blocks: tuple[BlockHash, ...]) -> None:
         for block in self._device.set(blocks, entry.held, is_chain=True):

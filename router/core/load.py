@@ -230,13 +230,14 @@ class _Book:
 
 @dataclass(slots=True)
 class _Work:
-    """Of one base model: admitted seconds (decaying), when, the middle context of its prefills, and the prompt tokens
-    of all that is in flight.
+    """Of one base model: admitted seconds (decaying), when, the middle context of its prefills, and how many requests
+    are in flight with how many prompt tokens.
     """
 
     seconds: float = 0.0
     at: float = 0.0
     context_tokens: float = _FIRST_CONTEXT_TOKENS
+    in_flight: int = 0
     in_flight_tokens: int = 0
 
 
@@ -263,6 +264,7 @@ class LoadBook:
         flight = InFlight(worker, engine_name, prefill_s, prompt_tokens - cached_tokens, now, prompt_tokens)
         work = self._work.get(base_model)
         if work is not None:
+            work.in_flight += 1
             work.in_flight_tokens += prompt_tokens
             flight.counted_in = work
         book = self._books.setdefault(worker, _Book())
@@ -311,6 +313,7 @@ class LoadBook:
             return
         flight.ended = True
         if flight.counted_in is not None:
+            flight.counted_in.in_flight -= 1
             flight.counted_in.in_flight_tokens -= flight.prompt_tokens
         book = self._books.get(flight.worker)
         if book is None or flight not in book.flights:
@@ -384,7 +387,7 @@ class LoadBook:
         work = self._work.get(base_model)
         if work is None:
             return 0.0
-        ours = sum([own.in_flight for own in loads])
+        ours = work.in_flight
         others = sum([own.others_in_flight for own in loads])
         share = max(_LEAST_SHARE, (ours + 1) / (ours + others + 1))
         return work.seconds * exp((work.at - now) / _HORIZON_S) / (_HORIZON_S * max(1, len(loads)) * share)

@@ -13,6 +13,7 @@ Not offered, on purpose:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 PromptKind = Literal["chat", "completion", "responses", "messages", "none"]
@@ -111,8 +112,13 @@ class Route:
     @property
     def fields(self) -> frozenset[str]:
         """Fields of the body to decode; the rest is sent on without being looked at."""
-        more = frozenset({"previous_response_id", "request_id"}) if self.state == "makes" else frozenset()
-        return _COMMON | _PROMPT_FIELDS[self.prompt] | more
+        return _fields(self.prompt, self.state == "makes")
+
+
+@lru_cache(maxsize=64)
+def _fields(prompt: PromptKind, makes_state: bool) -> frozenset[str]:
+    more = frozenset({"previous_response_id", "request_id"}) if makes_state else frozenset()
+    return _COMMON | _PROMPT_FIELDS[prompt] | more
 
 
 _BEGUN = frozenset({b"response.queued", b"response.created", b"response.in_progress"})

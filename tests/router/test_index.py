@@ -90,8 +90,9 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(target=held, worker=workers, part=parts)
     def hold(self, worker, part):
         model = self.of(worker)
-        model.held.update(set(part))
-        return self.index.hold(worker, part), model, set(part)
+        missing = set(part[run(part, model.has["device"]) :])
+        model.held.update(missing)
+        return self.index.hold(worker, part), model, missing
 
     @rule(hold=consumes(held), twice=st.booleans())
     def release(self, hold, twice):

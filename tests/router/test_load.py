@@ -196,8 +196,12 @@ def test_utilisation_fades_and_is_shared_by_the_fleet():
 def test_what_other_routers_admit_counts_by_their_share_of_what_is_in_flight():
     book = LoadBook()
     book.admit("m", 6.0, now=0.0)
-    alone = book.utilisation("m", [Own(in_decode=9)], now=0.0)
-    assert book.utilisation("m", [Own(in_decode=9, others_in_flight=30)], now=0.0) == pytest.approx(4 * alone)
+    flights = [book.begin("w0", "", 0.1, now=0.0, base_model="m") for _ in range(9)]
+    alone = book.utilisation("m", [Own()], now=0.0)
+    assert book.utilisation("m", [Own(others_in_flight=30)], now=0.0) == pytest.approx(4 * alone)
+    for flight in flights:
+        book.end(flight, now=0.0)
+    assert book.utilisation("m", [Own(others_in_flight=3)], now=0.0) == pytest.approx(4 * alone)
 
 
 def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():

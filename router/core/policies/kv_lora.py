@@ -37,34 +37,58 @@ class KvLora:
         faded, least = now / PLACED_S, scene.least_crowding
         per_context = 1 / (attention_tokens + scene.context_tokens)
         last = max(0, prompt - 1)
+        # Most replicas have nothing of a prompt: for them this is the same.
+        whole_tokens = prompt * (attention_tokens + prompt / 2) * per_context
         found = []
         for i in able:
             replica, own = replicas[i], loads[i]
-            cached = depth_of(replica.id, 0) * replica.block_size
-            extra = 0.0
-            if lower and replica.id in lower:
-                host, storage = lower[replica.id]
-                cached += (host + storage) * replica.block_size
-                extra = replica.block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
-            if cached > last:
-                cached = last - last % replica.block_size  # trust.hit_tokens
-            uncached = prompt - cached
-            attention = (attention_tokens + cached + uncached / 2) * per_context
-            work_s = (uncached + extra) * attention * token_s[i]
-            ours_s, others_s = own.busy_until - now, own.others_until - now
-            wait_s = ours_s if ours_s > own.behind_s else own.behind_s  # noqa: FURB136  (as above)
+            # In one go: reading them one by one would take most of this loop's time.
+            (
+                busy_until,
+                behind_s,
+                others_until,
+                in_prefill,
+                in_decode,
+                others_in_flight,
+                _,
+                _,
+                _,
+                _,
+                full_s,
+                _,
+                _,
+                kv_free_tokens,
+                _,
+                placed,
+            ) = own
+            id_ = replica.id
+            depth = depth_of(id_, 0)
+            if depth or (lower and id_ in lower):
+                cached, extra = depth * replica.block_size, 0.0
+                if lower and id_ in lower:
+                    host, storage = lower[id_]
+                    cached += (host + storage) * replica.block_size
+                    extra = replica.block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
+                if cached > last:
+                    cached = last - last % replica.block_size  # trust.hit_tokens
+                uncached = prompt - cached
+                work_s = (uncached + extra) * (attention_tokens + cached + uncached / 2) * per_context * token_s[i]
+            else:
+                work_s = whole_tokens * token_s[i]
+            ours_s, others_s = busy_until - now, others_until - now
+            wait_s = ours_s if ours_s > behind_s else behind_s  # noqa: FURB136  (a call of max takes longer)
             if others_s > 0.0:
                 wait_s += others_s
-            wait_s += own.full_s + harm * work_s * (own.in_prefill + own.in_decode + own.others_in_flight)
-            if prompt > own.kv_free_tokens:
+            wait_s += full_s + harm * work_s * (in_prefill + in_decode + others_in_flight)
+            if prompt > kv_free_tokens:
                 wait_s += own.room_s(prompt)
             if backlog:
-                wait_s += backlog.get(replica.id, 0.0)
+                wait_s += backlog.get(id_, 0.0)
             if name:
                 move_s, slot_wait_s = _adapter(name, replica, own, scene)
                 work_s += move_s
                 wait_s += slot_wait_s
-            crowded = own.placed - faded
+            crowded = placed - faded
             if crowded > least:
                 wait_s += costs.crowding * work_s * (crowded - least)
             found.append(price * work_s + wait_s + answer_s[i])
