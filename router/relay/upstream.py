@@ -190,7 +190,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
-        self._pool._add(self)
+        if self._closed:
+            transport.abort()  # nobody waits for it any more
+        else:
+            self._pool._add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose("no_answer", "the engine closed the connection" if exc is None else f"{type(exc).__name__}: {exc}")
@@ -379,16 +382,17 @@ class Pool:
         loop = self._loop = asyncio.get_running_loop()
         self._require_open(origin)
         tls = self._tls_context() if origin.tls else None
-        connection: Connection | None = None
+        connection = Connection(self, origin, loop)
         try:
             async with asyncio.timeout(self._connect_s):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self, origin, loop), origin.host, origin.port, ssl=tls
-                )
+                await loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
         except TimeoutError as exc:
             raise EngineLost("connection", f"{origin.url}: not connected in {self._connect_s} s") from exc
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a host name may be no name at all
             raise EngineLost("connection", f"{origin.url}: {exc}") from exc
+        except BaseException:
+            connection.close()  # uvloop may have connected it already, or be about to
+            raise
         self._require_open(origin)  # closed meanwhile: this connection was among those closed
         connection.deadline = _NEVER
         return connection

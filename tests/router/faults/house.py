@@ -160,6 +160,10 @@ class House:
         }
         return {name: what for name, what in found.items() if (any(what) if isinstance(what, tuple) else what)}
 
+    def is_idle(self) -> bool:
+        """Nothing is at work; clients' connections may be open."""
+        return self.left().keys() <= {"clients' connections"}
+
     async def nothing_is_left(self) -> None:
         """All that requests held was given back, and nothing happened that nobody thought of."""
         with contextlib.suppress(TimeoutError):

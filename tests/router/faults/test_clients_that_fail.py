@@ -59,7 +59,7 @@ async def test_ten_thousand_clients_that_leave_at_any_moment_leave_nothing_behin
         assert router.play.asked["gone"] >= ABORTS // 2 // len(moments)
         router.play.usual = saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(WHOLE), WHOLE))
         assert (await router.ask("still here")).content == WHOLE
-        await until(lambda: not any(engine.open for engine in router.engines) or not router.left())
+        await until(router.is_idle)
 
 
 async def test_a_client_that_says_no_more_has_left_and_its_engine_stops():
@@ -165,4 +165,4 @@ async def test_a_client_that_reads_nothing_is_hung_up_on_and_its_engine_stops():
             client.writer.transport.pause_reading()
             client.send(asking("greedy", stream=True))
             await asyncio.wait_for(router.engines[0].closed.wait(), 10)
-            await until(lambda: not router.left())
+            await until(router.is_idle)

@@ -1,0 +1,311 @@
+"""What one key, one tenant or one deadline may take, end to end; and that each refusal is counted."""
+
+import asyncio
+import json
+
+import pytest
+
+from lorafleet.auth import hash_key
+from tests.router.doubles import BASE, Control
+from tests.router.faults.house import (
+    CHAT,
+    COMPLETIONS,
+    DONE,
+    EVENTS,
+    STREAM_HEAD,
+    answering,
+    error_of,
+    events_of,
+    house,
+    pieces,
+    saying,
+)
+from tests.router.relay.wires import until
+
+USAGE = {"prompt_tokens": 10, "completion_tokens": 50, "total_tokens": 60}
+COUNTED = json.dumps({"id": "1", "model": BASE, "choices": [{"index": 0, "text": "hi"}], "usage": USAGE}).encode()
+USAGE_EVENT = b"data: " + json.dumps({"choices": [], "usage": USAGE}, separators=(",", ":")).encode() + b"\n\n"
+
+
+def key_file(folder, **limits):
+    """Keys `a` and `b` of tenants of the same names; `a` has these limits, if any."""
+    path = folder / "keys.yaml"
+    mine = {"limits": limits} if limits else {}
+    keys = [
+        {"sha256": hash_key(name), "tenant": name, "scopes": ["infer"], **(mine if name == "a" else {})}
+        for name in "ab"
+    ]
+    path.write_text(json.dumps({"keys": keys}))
+    return {"key_files": (path,)}
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+def counted(router, name, *labels):
+    """A counter's value, by the metric's name here and its labels' values."""
+    child = getattr(router.parts.metrics, name)._children.get(labels)
+    return child.value if child else 0
+
+
+async def test_a_key_has_its_requests_a_minute_and_is_told_where_it_stands(tmp_path):
+    async with house(1, **key_file(tmp_path, requests_per_minute=3)) as router:
+        for left in (2, 1, 0):
+            answer = await router.ask("x", headers=bearer("a"))
+            assert answer.status_code == 200
+            assert answer.headers["x-ratelimit-limit-requests"] == "3"
+            assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
+            assert answer.headers["x-ratelimit-reset-requests"].endswith("s")
+        refused = await router.ask("x", headers=bearer("a"))
+        assert error_of(refused) == (429, "rate_limited")
+        assert 15 <= int(refused.headers["retry-after"]) <= 20
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert "3 requests per minute" in refused.json()["error"]["message"]
+        assert router.play.asked["x"] == 3
+        other = await router.ask("x", headers=bearer("b"))
+        assert other.status_code == 200
+        assert not [name for name in other.headers if name.startswith("x-ratelimit")]
+        assert counted(router, "rate_limited", "requests_per_minute") == 1
+        assert counted(router, "requests", COMPLETIONS, 429, "rate_limited") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_key_pays_for_the_tokens_that_the_engine_counted_and_a_debt_is_paid_off_first(tmp_path, stream):
+    said = saying(STREAM_HEAD + pieces(*EVENTS[:2], USAGE_EVENT, DONE) + b"0\r\n\r\n" if stream else answering(COUNTED))
+    async with house(1, **key_file(tmp_path, tokens_per_minute=100)) as router:
+        for _ in range(2):
+            answer = await router.ask("x", said, stream=stream, headers=bearer("a"))
+            assert answer.status_code == 200
+            assert b"usage" not in answer.content or not stream
+            assert answer.headers["x-ratelimit-limit-tokens"] == "100"
+        (account,) = router.parts.quotas._accounts.values()
+        assert -20 <= account.tokens.level < -15
+        refused = await router.ask("x", said, stream=stream, headers=bearer("a"))
+        assert error_of(refused) == (429, "rate_limited")
+        assert int(refused.headers["retry-after"]) > 10
+        assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+        assert counted(router, "rate_limited", "tokens_per_minute") == 1
+
+
+async def test_what_no_engine_answered_costs_no_tokens_and_every_end_gives_the_slot_back(tmp_path):
+    refusal = answering(b'{"error": {"message": "no"}}', status=b"400 Bad Request")
+    limits = key_file(tmp_path, tokens_per_minute=1000, concurrent_requests=1)
+    async with house(1, **limits, failover_wait_s=0.05) as router:
+        key = bearer("a")
+        assert (await router.ask("refused", saying(refusal), headers=key)).status_code == 400
+        assert error_of(await router.ask("broken", saying(b"", "close"), headers=key)) == (503, "no_replica")
+        assert error_of(await router.ask("absent", model="absent", headers=key)) == (404, "model_not_found")
+        late = await router.ask("late", saying(b"", "hang"), headers=key | {"x-lorafleet-timeout-s": "0.1"})
+        assert error_of(late) == (504, "deadline_exceeded")
+        leaving = asyncio.create_task(router.ask("left", saying(b"", "hang"), headers=key))
+        await until(lambda: router.play.asked["left"])
+        over = await router.ask("second", headers=key)
+        assert error_of(over) == (429, "rate_limited")
+        assert "1 requests at once" in over.json()["error"]["message"]
+        assert counted(router, "rate_limited", "concurrent_requests") == 1
+        leaving.cancel()
+        await until(router.is_idle)
+        (account,) = router.parts.quotas._accounts.values()
+        assert account.tokens.level == 1000
+        assert (await router.ask("well", headers=key)).status_code == 200
+
+
+async def test_each_item_of_a_batch_counts_and_one_beyond_the_limit_refuses_all(tmp_path):
+    async with house(1, **key_file(tmp_path, requests_per_minute=3, concurrent_requests=3)) as router:
+        key = bearer("a")
+        refused = await router.client.post("/generate", json={"text": ["a", "b", "c", "d"]}, headers=key)
+        assert error_of(refused) == (429, "rate_limited")
+        assert counted(router, "rate_limited", "concurrent_requests") == 1
+
+
+async def never(control, lora_id):
+    await asyncio.sleep(60)
+
+
+async def test_a_tenant_fills_neither_the_hold_nor_the_loads_and_its_place_is_free_when_it_leaves(tmp_path):
+    control = Control(ensure=never)
+    for number in range(4):
+        control.add_adapter(f"cold-{number}/v1")
+    limits = {"max_held_requests": 4, "tenant_share": 0.5, "max_cold_adapters_per_tenant": 1}
+    async with house(1, control=control, **key_file(tmp_path), **limits) as router:
+
+        def ask(key, number):
+            return router.ask("x", lora_id=f"cold-{number}/v1", model=None, headers=bearer(key))
+
+        def held(key, number):
+            return asyncio.create_task(ask(key, number))
+
+        waiting = [held("a", 0)]
+        await until(lambda: router.parts.cold._held.requests == 1)
+        another = await ask("a", 1)
+        assert error_of(another) == (429, "saturated")
+        assert int(another.headers["retry-after"]) >= 1
+        assert "1 adapters are being loaded for you" in another.json()["error"]["message"]
+        waiting.append(held("a", 0))
+        await until(lambda: router.parts.cold._held.requests == 2)
+        assert "2 requests of yours" in (await ask("a", 0)).text
+        waiting += [held("b", 2), held("b", 2)]
+        await until(lambda: router.parts.cold._held.requests == 4)
+        assert "4 requests wait already" in (await ask("b", 2)).text
+        assert control.ensured == ["cold-0/v1", "cold-2/v1"]
+        assert counted(router, "requests", COMPLETIONS, 429, "saturated") == 3
+        waiting[0].cancel()
+        await until(lambda: router.parts.cold._held.requests == 3)
+        waiting.append(held("a", 0))
+        await until(lambda: router.parts.cold._held.requests == 4)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await until(router.is_idle)
+
+
+async def test_a_deadline_ends_a_request_wherever_it_is_and_its_engine_stops():
+    control = Control(ensure=never)
+    control.add_adapter("cold/v1")
+    limit = {"x-lorafleet-timeout-s": "0.15"}
+    begun = saying(STREAM_HEAD + pieces(EVENTS[0]), "hang")
+    async with house(1, control=control) as router:
+        cold = router.ask("cold", lora_id="cold/v1", model=None, headers=limit)
+        hanging = router.ask("hanging", saying(b"", "hang"), headers=limit)
+        streaming = router.ask("streaming", begun, stream=True, headers=limit)
+        router.play.acts["batch"] = [saying(b"", "hang")]
+        router.play.acts["batch, streamed"] = [begun]
+        batch = router.client.post("/generate", json={"text": ["batch", "well"]}, headers=limit)
+        streamed = router.client.post("/generate", json={"text": "batch, streamed", "stream": True}, headers=limit)
+        *ended, broken, _grown = await asyncio.wait_for(asyncio.gather(cold, hanging, batch, streaming, streamed), 5)
+        assert [error_of(answer) for answer in ended] == [(504, "deadline_exceeded")] * 3
+        *_, error, done = events_of(broken.content)
+        assert (b'"deadline_exceeded"' in error, done) == (True, DONE)
+        assert counted(router, "requests", "/generate", 504, "deadline_exceeded") == 1
+        await until(router.is_idle)
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "soon", "", "1e400"])
+async def test_a_deadline_that_is_none_is_a_400_and_a_distant_one_is_none(given):
+    async with house(1) as router:
+        refused = await router.ask("x", headers={"x-lorafleet-timeout-s": given})
+        assert error_of(refused) == (400, "invalid_request_body")
+        assert (await router.ask("y", headers={"x-lorafleet-timeout-s": "1e300"})).status_code == 200
+
+
+async def test_every_refusal_is_counted_under_its_own_code(tmp_path):
+    control = Control(ensure=never)
+    control.add_adapter("cold/v1")
+    settings = {"max_body_bytes": 1000, "cold_start_timeout_s": 0.1, "failover_wait_s": 0.05, **key_file(tmp_path)}
+    async with house(1, control=control, **settings) as router:
+        key = bearer("a")
+        broken = saying(b"", "close")
+        await router.ask("no key")
+        await router.ask("absent", model="absent", headers=key)
+        await router.ask("cold", lora_id="cold/v1", model=None, headers=key)
+        await router.ask("broken", broken, headers=key)
+        await router.client.post(COMPLETIONS, content=b"{", headers=key)
+        await router.client.post(COMPLETIONS, content=b"a" * 2000, headers=key)
+        await router.client.get(COMPLETIONS)
+        async with await router.raw() as client:
+            client.send(b"GET / HTTP/1.1\r\n\r\n")
+            await client.rest()
+        shown = (await router.client.get("/metrics")).text
+        for status, code in (
+            (400, "invalid_request_body"),
+            (401, "invalid_api_key"),
+            (404, "model_not_found"),
+            (405, "method_not_allowed"),
+            (503, "adapter_loading"),
+            (503, "no_replica"),
+        ):
+            labels = f'{{code="{code}",route="{COMPLETIONS}",status="{status}"}}'
+            assert f"lorafleet_router_requests_total{labels} 1.0" in shown, (code, shown)
+        for code in ("body_too_large", "invalid_http"):
+            assert f'lorafleet_router_refused_requests_total{{code="{code}"}} 1.0' in shown
+        assert 'lorafleet_router_retries_total{reason="no_answer"} 1.0' in shown
+
+
+# --- other ways to be refused
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/generate", "/v1/messages", "/tokenize", "/v1/rerank"])
+async def test_a_wrong_method_is_a_405_that_names_the_right_one(path):
+    async with house(1) as router:
+        for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"):
+            answer = await router.client.request(method, path)
+            assert (answer.status_code, answer.headers["allow"]) == (405, "POST"), method
+            if method != "HEAD":
+                assert error_of(answer) == (405, "method_not_allowed")
+        for method, app_path, allowed in (("DELETE", "/v1/models", "GET"), ("GET", "/v1/route", "POST")):
+            answer = await router.client.request(method, app_path)
+            assert (error_of(answer), answer.headers["allow"]) == ((405, "method_not_allowed"), allowed)
+        assert error_of(await router.client.get("/nowhere")) == (404, "not_found")
+
+
+async def test_anthropics_clients_use_their_own_header_and_hear_errors_in_their_own_shape(tmp_path):
+    ask = {"model": BASE, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+    limits = key_file(tmp_path, requests_per_minute=2)
+    first = b'event: message_start\ndata: {"type":"message_start","message":{"model":"tiny-qwen"}}\n\n'
+    async with house(1, **limits) as router:
+
+        async def said(body, key="a", **headers):
+            found = await router.client.post("/v1/messages", json=body, headers={"x-api-key": key, **headers})
+            told = found.json()
+            assert told["type"] == "error"
+            assert isinstance(told["error"]["message"], str)
+            return found.status_code, told["error"]["code"]
+
+        assert await said(ask, key="wrong") == (401, "invalid_api_key")
+        assert await said({**ask, "model": "absent"}) == (404, "model_not_found")
+        router.play.acts["None"] = [saying(STREAM_HEAD + pieces(first), "close")]
+        broken = await router.client.post("/v1/messages", json={**ask, "stream": True}, headers={"x-api-key": "a"})
+        assert broken.status_code == 200
+        start, error = events_of(broken.content)
+        assert start == first
+        assert error.startswith(b"event: error\ndata: ")
+        assert json.loads(error.split(b"data: ")[1])["type"] == "error"
+        assert await said(ask) == (429, "rate_limited")
+        assert await said(ask, key="b", **{"x-lorafleet-timeout-s": "no"}) == (400, "invalid_request_body")
+
+
+async def test_a_stored_response_is_asked_of_the_engine_that_keeps_it_and_of_no_other(tmp_path):
+    async with house(2, **key_file(tmp_path)) as router:
+        targets = []
+
+        async def keeping(engine, reader, writer):
+            """Answers with what was asked; `hang` hangs."""
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
+                size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                body = json.loads(await reader.readexactly(size) or b"{}")
+                targets.append((router.engines.index(engine), method, target))
+                if "hang" in target:
+                    await asyncio.sleep(60)
+                told = {"id": body.get("request_id", target.split("/")[-1]), "object": "response", "model": BASE}
+                writer.write(answering(json.dumps(told).encode()))
+
+        for engine in router.engines:
+            engine.script = keeping
+        made = await router.client.post("/v1/responses", json={"model": BASE, "input": "hi"}, headers=bearer("a"))
+        name, home = made.json()["id"], int(made.headers["x-lorafleet-worker"][1:])
+        for method, path in (("GET", f"/v1/responses/{name}"), ("POST", f"/v1/responses/{name}/cancel")):
+            kept = await router.client.request(method, path, headers=bearer("a"))
+            assert (kept.status_code, kept.headers["x-lorafleet-worker"]) == (200, f"w{home}")
+            assert targets[-1] == (home, method, path)
+            asked = len(targets)
+            foreign = await router.client.request(method, path, headers=bearer("b"))
+            assert error_of(foreign) == (404, "response_not_found")
+            assert len(targets) == asked
+        with_query = await router.client.get(f"/v1/responses/{name}?starting_after=3&include=x", headers=bearer("a"))
+        assert with_query.status_code == 200
+        assert targets[-1][2].endswith("?starting_after=3&include=x")
+        follow = {"model": BASE, "input": "more", "previous_response_id": name}
+        for _ in range(4):
+            answer = await router.client.post("/v1/responses", json=follow, headers=bearer("a"))
+            assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, f"w{home}")
+        router.engines[home]._server.close()
+        for writer in list(router.engines[home].open):
+            writer.transport.abort()
+        for ask in (
+            router.client.get(f"/v1/responses/{name}", headers=bearer("a")),
+            router.client.post("/v1/responses", json=follow, headers=bearer("a")),
+        ):
+            assert error_of(await ask) == (503, "no_replica")
