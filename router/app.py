@@ -13,7 +13,6 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
-import aiohttp
 import httpx
 import structlog
 from fastapi import FastAPI
@@ -131,7 +130,8 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         remote_timeout_s=config.tokenize_timeout_s,
         metrics=metrics,
     )
-    feeds = Feeds(metrics, config.kv_tail_poll_s, trust, config.token)
+    agents = Pool(connect_s=config.control_timeout_s)
+    feeds = Feeds(metrics, config.kv_tail_poll_s, trust, config.token, agents)
     usage = Usage(router_id, load)
     if config.state_dir is not None:
         config.state_dir.mkdir(parents=True, exist_ok=True)
@@ -144,8 +144,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         tokenizers=tokenizers,
         metrics=metrics,
     )
-    reports = Pool(connect_s=config.control_timeout_s)
-    discovery = _discovery(config, control, reports, joined, metrics)
+    discovery = _discovery(config, control, agents, joined, metrics)
     mind = _mind(config, discovery, feeds, load, breaker, metrics)
     waiting = WaitingRoom(
         mind,
@@ -197,7 +196,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     siblings = None
     if me is not None:
         siblings = Siblings(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(parts))
-    app = FastAPI(title="lorafleet router", lifespan=lambda _app: _running(parts, control, reports, siblings))
+    app = FastAPI(title="lorafleet router", lifespan=lambda _app: _running(parts, control, agents, siblings))
     app.include_router(control_routes(parts, siblings))
     app.include_router(health_routes(parts, own_metrics, siblings))
     install_error_handlers(app, RouterError)
@@ -227,12 +226,11 @@ def _mind(
 
 @asynccontextmanager
 async def _running(
-    parts: Parts, control: httpx.AsyncClient, reports: Pool, siblings: Siblings | None
+    parts: Parts, control: httpx.AsyncClient, agents: Pool, siblings: Siblings | None
 ) -> AsyncIterator[None]:
     """Everything that runs beside the requests, from the app's start to its end."""
     discovery, metrics = parts.discovery, parts.metrics
-    async with control, aiohttp.ClientSession(auto_decompress=False, trust_env=False) as session:
-        parts.feeds.session = session
+    async with control:
         running = [
             asyncio.create_task(discovery.run()),
             asyncio.create_task(parts.waiting.run()),
@@ -255,7 +253,7 @@ async def _running(
             await asyncio.gather(*running, return_exceptions=True)
             await parts.feeds.close()
             await parts.pool.close()
-            await reports.close()
+            await agents.close()
             parts.tokenizers.close()
             if parts.tracer is not None:
                 await parts.tracer.close()
@@ -273,11 +271,11 @@ def _tenant_share(config: RouterSettings, keys: Keys) -> float:
 
 
 def _discovery(
-    config: RouterSettings, control: httpx.AsyncClient, reports: Pool, listener: _Joined, metrics: Metrics
+    config: RouterSettings, control: httpx.AsyncClient, agents: Pool, listener: _Joined, metrics: Metrics
 ) -> Discovery:
     return Discovery(
         control,
-        partial(fetch, reports, token=config.token, timeout_s=config.control_timeout_s),
+        partial(fetch, agents, token=config.token, timeout_s=config.control_timeout_s),
         orchestrator_url=config.orchestrator_url.rstrip("/"),
         listener=listener,
         state_file=config.state_dir / "catalog.json" if config.state_dir else None,

@@ -10,8 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import aiohttp
-
 from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.ledger import TRAITS
 from lorafleet.kv.subscribe import Hub
@@ -22,6 +20,7 @@ from router.core.index import KvIndex, WorkerId
 from router.core.trust import Trust
 from router.kv_feed import Feed, Source, member
 from router.metrics import Metrics
+from router.relay.upstream import Pool
 from workers.wire import Metadata
 
 _KEEP_S = 1.0
@@ -42,7 +41,7 @@ class _Estimated:
 class Feeds:
     """A feed for each worker that has one, and an index for each (base model, block size).
 
-    session   for agents' ledgers; without one every engine is followed itself
+    pool      of connections to agents, for their ledgers; without one every engine is followed itself
     token     the router's own key, for agents
     fall_back_after_s  what is known is kept this long while an agent does not answer; then its engine is asked
     """
@@ -51,7 +50,7 @@ class Feeds:
     tail_poll_s: float
     trust: Trust = field(default_factory=Trust)
     token: str = ""
-    session: aiohttp.ClientSession | None = None
+    pool: Pool | None = None
     fall_back_after_s: float = 3.0
     indexes: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
     _running: dict[WorkerId, Feed] = field(default_factory=dict)

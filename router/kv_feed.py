@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import urlencode
 
-import aiohttp
 import msgspec
 import structlog
 import zmq
@@ -19,6 +19,8 @@ from lorafleet.loops import forever
 from router.core.index import KvIndex, WorkerId
 from router.core.trust import Trust
 from router.metrics import Metrics
+from router.relay.fetch import Refused, fetch, stream
+from router.relay.upstream import Pool
 from workers.wire import KV_HASHING, KvFrame, KvSnapshot, unpack_hashes
 
 log = structlog.get_logger()
@@ -26,6 +28,8 @@ log = structlog.get_logger()
 # Agents send a sign of life every second.
 _SILENCE_S = 5.0
 _RESUME_S = 0.05
+# A million blocks are 8 MB.
+_SNAPSHOT_S, _MOST_SNAPSHOT_BYTES = 30.0, 1 << 30
 _MOST_FRAME_BYTES = 64 << 20
 # Blocks of a snapshot put into the index before requests get a turn: about a millisecond.
 _TURN_BLOCKS = 2000
@@ -62,7 +66,7 @@ class Shared(Protocol):
     metrics: Metrics
     trust: Trust
     token: str
-    session: aiohttp.ClientSession | None
+    pool: Pool | None
     fall_back_after_s: float
 
     def hub(self) -> Hub:
@@ -196,7 +200,7 @@ class Feed:
         return self.intos.setdefault(name, _Into(self._index, name))
 
     def start(self) -> None:
-        if self.source.ledger == KV_HASHING and self.source.agent_url and self._feeds.session is not None:
+        if self.source.ledger == KV_HASHING and self.source.agent_url and self._feeds.pool is not None:
             self._task = asyncio.create_task(self._follow_ledger())
         else:
             self._follow_engine()
@@ -281,11 +285,8 @@ class Feed:
         async def step() -> None:
             try:
                 await self._follow_once()
-            except Exception as exc:
+            except Exception:
                 self._fall_back_if_silent()
-                if isinstance(exc, aiohttp.ClientError):
-                    # The loop knows it as somebody who is away, and logs no traceback.
-                    raise ConnectionError(f"{self.source.agent_url}: {exc!r}") from exc
                 raise
 
         await forever(
@@ -300,14 +301,16 @@ class Feed:
         """A snapshot if we have none, and the stream that follows it, until it ends or breaks."""
         if not self._epoch:
             await self._take_snapshot()
-        params = {"epoch": self._epoch, "since": str(self._seq)}
-        async with self._get("/v1/kv/stream", params, aiohttp.ClientTimeout(connect=5.0, sock_read=_SILENCE_S)) as told:
+        pool, url = self._pool, self.source.agent_url
+        path = f"/v1/kv/stream?{urlencode({'epoch': self._epoch, 'since': self._seq})}"
+        async with stream(pool, url, path, token=self._feeds.token, idle_s=_SILENCE_S) as told:
             if told.status == 410:
                 self._retake()
                 return
-            told.raise_for_status()
+            if told.status != 200:
+                raise Refused(f"GET {url}{path}: {told.status}")
             waiting = bytearray()
-            async for data in told.content.iter_any():
+            async for data in told:
                 waiting += data
                 self._heard_at = self._clock()
                 if not self._take_frames(waiting):
@@ -354,10 +357,16 @@ class Feed:
         return bool(self._epoch)
 
     async def _take_snapshot(self) -> None:
-        async with self._get("/v1/kv/snapshot", {}, aiohttp.ClientTimeout(total=30.0, connect=5.0)) as told:
-            told.raise_for_status()
-            taken = _SNAPSHOT.decode(await told.read())
-        source = self.source
+        source, token = self.source, self._feeds.token
+        body = await fetch(
+            self._pool,
+            source.agent_url,
+            "/v1/kv/snapshot",
+            token=token,
+            timeout_s=_SNAPSHOT_S,
+            most_bytes=_MOST_SNAPSHOT_BYTES,
+        )
+        taken = _SNAPSHOT.decode(body)
         theirs, ours = (
             (taken.hashing, taken.base_model, taken.block_size),
             (KV_HASHING, source.base_model, source.block_size),
@@ -403,11 +412,10 @@ class Feed:
         # Whatever the engine still tells of its past, what changed meanwhile may be missing.
         self.lost()
 
-    def _get(self, path: str, params: Mapping[str, str], timeout: aiohttp.ClientTimeout) -> Any:
-        assert self._feeds.session is not None
-        headers = {"authorization": f"Bearer {self._feeds.token}"} if self._feeds.token else {}
-        url = f"{self.source.agent_url}{path}"
-        return self._feeds.session.get(url, params=params, headers=headers, timeout=timeout)
+    @property
+    def _pool(self) -> Pool:
+        assert self._feeds.pool is not None
+        return self._feeds.pool
 
 
 _FRAME = msgspec.msgpack.Decoder(KvFrame)

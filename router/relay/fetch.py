@@ -1,11 +1,16 @@
-"""One small request and its whole answer, over the pool: what an HTTP client does, at a twentieth of the time."""
+"""Small requests over the pool, answered whole or as a stream: what an HTTP client does, at a twentieth of the time."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from router.relay.upstream import Connection, EngineLost, Headers, Origin, Pool
 
+# What a stream may keep unread before its sender is held back.
+_MOST_UNREAD_BYTES = 1 << 20
 
-class Refused(Exception):
+
+class Refused(ConnectionError):
     """The answer's status is not 200."""
 
 
@@ -45,19 +50,103 @@ class _Whole:
             self.done.set_exception(exc)
 
 
+class Stream:
+    """An answer as it comes: a Sink, and an iterator over what each read brought. Raises EngineLost when it breaks."""
+
+    def __init__(self, connection: Connection, idle_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[int] = self._loop.create_future()
+        self._connection = connection
+        self._idle_s = idle_s
+        self._unread = bytearray()
+        self._news = asyncio.Event()
+        self._ended = False
+        self._lost: EngineLost | None = None
+
+    @property
+    def status(self) -> int:
+        """Of its head."""
+        return self.begun.result()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._unread:
+                data = bytes(self._unread)
+                self._unread.clear()
+                if not self._ended:  # afterwards it is somebody else's
+                    self._connection.resume()
+                yield data
+            if self._lost is not None:
+                raise self._lost
+            if self._ended and not self._unread:
+                return
+
+    def head(self, status: int, _headers: Headers) -> None:
+        if not self.begun.done():
+            self.begun.set_result(status)
+
+    def data(self, data: bytes) -> None:
+        self._connection.deadline = self._loop.time() + self._idle_s
+        self._unread += data
+        if len(self._unread) > _MOST_UNREAD_BYTES:
+            self._connection.pause()
+        self._news.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._news.set()
+
+    def lost(self, exc: EngineLost) -> None:
+        self._lost = exc
+        if not self.begun.done():
+            self.begun.set_exception(exc)
+        self._news.set()
+
+    def close(self) -> None:
+        if not self._ended:
+            self._connection.close()
+
+
 async def fetch(
     pool: Pool, url: str, path: str, *, token: str = "", timeout_s: float, most_bytes: int = 64 * 2**20
 ) -> bytes:
     """The body that a GET of `path` below `url` answers. Raises EngineLost, Refused, and ValueError for a bad URL."""
-    origin = Origin.parse(url)
-    connection = pool.idle(origin) or await pool.connect(origin)
+    connection = await _connected(pool, url)
     whole = _Whole(connection, url + path, most_bytes)
     connection.deadline = asyncio.get_running_loop().time() + timeout_s
-    authorization = f"authorization: Bearer {token}\r\n" if token else ""
-    head = f"{path} HTTP/1.1\r\nhost: {origin.host_header.decode()}\r\naccept-encoding: identity\r\n{authorization}\r\n"
-    connection.send(b"GET " + origin.prefix + head.encode("latin-1"), whole)
+    connection.send(_get(connection.origin, path, token), whole)
     try:
         return await whole.done
     except asyncio.CancelledError:
         connection.close()
         raise
+
+
+@asynccontextmanager
+async def stream(pool: Pool, url: str, path: str, *, token: str = "", idle_s: float) -> AsyncIterator[Stream]:
+    """The answer to a GET of `path` below `url`, from its head on; given up when nothing comes for `idle_s`.
+
+    raises  EngineLost, and ValueError for a bad URL
+    """
+    connection = await _connected(pool, url)
+    answer = Stream(connection, idle_s)
+    connection.deadline = asyncio.get_running_loop().time() + idle_s
+    connection.send(_get(connection.origin, path, token), answer)
+    try:
+        await answer.begun
+        yield answer
+    finally:
+        answer.close()
+
+
+async def _connected(pool: Pool, url: str) -> Connection:
+    origin = Origin.parse(url)
+    return pool.idle(origin) or await pool.connect(origin)
+
+
+def _get(origin: Origin, path: str, token: str) -> bytes:
+    authorization = f"authorization: Bearer {token}\r\n" if token else ""
+    head = f"{path} HTTP/1.1\r\nhost: {origin.host_header.decode()}\r\naccept-encoding: identity\r\n{authorization}\r\n"
+    return b"GET " + origin.prefix + head.encode("latin-1")

@@ -24,7 +24,7 @@ _HOST = re.compile(r"[A-Za-z0-9._~:%-]+")
 Headers = list[tuple[bytes, bytes]]
 
 
-class EngineLost(Exception):
+class EngineLost(ConnectionError):
     """An engine that gave no answer, or half of one.
 
     reason  "connection" (never connected: nothing was sent), "no_answer" (closed, reset, or not HTTP),

@@ -5,7 +5,6 @@ import contextlib
 import time
 from dataclasses import replace
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -15,6 +14,7 @@ from router.core.trust import Trust
 from router.kv_events import Feeds
 from router.kv_feed import Source, member
 from router.metrics import Metrics
+from router.relay.upstream import Pool
 from tests.engines import free_port
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
 from tests.router.doubles import until
@@ -44,15 +44,16 @@ def source(*engines, agent_url="", ledger=0, boot="boot"):
 
 
 @contextlib.asynccontextmanager
-async def following(*engines, session=True, tail_poll_s=60.0, follow=True):
+async def following(*engines, agents=True, tail_poll_s=60.0, follow=True):
     """(feeds, trust) that follow these engines' sockets, one a rank."""
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine.running())
         trust = Trust()
         feeds = Feeds(Metrics(), tail_poll_s, trust)
-        if session:
-            feeds.session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+        if agents:
+            feeds.pool = Pool(connect_s=2.0)
+            stack.push_async_callback(feeds.pool.close)
         stack.push_async_callback(feeds.close)
         if follow:
             feeds.follow(source(*engines))
@@ -207,7 +208,7 @@ async def test_a_router_that_starts_late_knows_everything_though_the_engine_has_
     async with beside(engine) as (feeds, trust, agent):
         await filled(engine, agent, *chain(4), stored([77], [], block_size=0, medium="CPU"))
         engine.kept_from = len(engine.batches)
-        late = Feeds(Metrics(), 60.0, Trust(), session=feeds.session)
+        late = Feeds(Metrics(), 60.0, Trust(), pool=feeds.pool)
         try:
             late.follow(source(engine, agent_url=agent.url, ledger=1))
             await until(lambda: depth(late, range(8)) == 4)
@@ -343,7 +344,7 @@ async def test_a_snapshot_of_16000_blocks_is_in_the_index_in_well_under_a_second
     async with beside(engine) as (feeds, _trust, agent):
         events = [stored([p << 20 | i for i in range(200)], [p, *range(399)]) for p in range(80)]
         await filled(engine, agent, *events)
-        late = Feeds(Metrics(), 60.0, Trust(), session=feeds.session)
+        late = Feeds(Metrics(), 60.0, Trust(), pool=feeds.pool)
         try:
             began = time.perf_counter()
             late.follow(source(engine, agent_url=agent.url, ledger=1))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.relay.fetch import Refused, fetch
+from router.relay.fetch import Refused, fetch, stream
 from router.relay.upstream import EngineLost, Pool
 from tests.router.relay.wires import Engine, finished, until
 
@@ -75,3 +75,60 @@ async def test_one_that_is_cancelled_leaves_no_connection(pool):
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert not pool.connections
+
+
+async def test_a_stream_comes_as_it_is_sent_and_its_connection_is_used_again(pool):
+    more = asyncio.Event()
+
+    async def script(engine, reader, writer):
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+            await more.wait()
+            writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
+
+    async with Engine(script) as agent:
+        for _ in range(2):
+            got = []
+            more.clear()
+            async with stream(pool, agent.url, "/v1/kv/stream?since=1", idle_s=5) as told:
+                assert told.status == 200
+                async for data in told:
+                    got.append(data)
+                    more.set()
+            assert b"".join(got) == b"onetwo"
+            assert got[0] == b"one"
+        assert agent.connections == 1
+
+
+async def test_a_stream_that_is_left_is_closed_and_one_that_falls_silent_is_lost(pool):
+    async with answering(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n") as agent:
+        async with stream(pool, agent.url, "/events", idle_s=5) as told:
+            async for data in told:
+                assert data == b"one"
+                break
+        await until(lambda: not agent.open)
+        assert not pool.connections
+        async with stream(pool, agent.url, "/events", idle_s=0.1) as told:
+            with pytest.raises(EngineLost) as lost:
+                _ = [data async for data in told]
+        assert lost.value.reason == "no_answer_in_time"
+
+
+async def test_a_stream_that_nobody_reads_holds_its_sender_back(pool):
+    sent = 0
+
+    async def script(engine, reader, writer):
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (64 << 20))
+        for _ in range(64):
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+            sent += 1
+
+    async with Engine(script) as agent, stream(pool, agent.url, "/events", idle_s=5) as told:
+        await until(lambda: told._connection._paused_at is not None)
+        held_back_at = sent
+        assert held_back_at < 32
+        assert sum([len(data) async for data in told]) == 64 << 20
