@@ -74,6 +74,14 @@ class Registry:
             self._store.record("adapter_registered", spec.lora_id, body, actor)
         return adapter, True
 
+    def adopt(self, adapter: Adapter, actor: str = NOBODY) -> None:
+        """Register what a worker holds already, with all that its agent found. Raises Conflict."""
+        self._require_free(adapter.lora_id, "lora_id")
+        with self._store.together():
+            self._store.put_adapter(adapter)
+            body = {"source": adapter.source, "base_model": adapter.base_model, "digest": adapter.digest}
+            self._store.record("adapter_adopted", adapter.lora_id, body, actor)
+
     def _fill_in(self, known: Adapter, spec: AdapterSpec) -> Adapter:
         """Said now what was left open then; an inspection that finds something else will say so."""
         filled = replace(known, digest=known.digest or spec.digest, base_model=known.base_model or spec.base_model)

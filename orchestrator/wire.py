@@ -5,9 +5,9 @@ would be obeyed in silence; bodies between our own processes ignore them, so tha
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from workers.wire import Metadata
 
@@ -194,6 +194,61 @@ class PlacementList(_Wire):
     next: str | None = None
 
 
+class DemandChange(_Written):
+    """Demand for one adapter: so many times what it is, or so many requests a second."""
+
+    factor: float | None = Field(default=None, ge=0, le=1e6)
+    requests_per_s: float | None = Field(default=None, ge=0, le=1e6)
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.factor is None) == (self.requests_per_s is None):
+            raise ValueError("name one of factor and requests_per_s")
+        return self
+
+
+class MoreWorkers(_Written):
+    """`count` empty workers like one that there is; `like` left out means the first that is ready."""
+
+    like: str | None = None
+    count: int = Field(default=1, ge=1, le=1000)
+
+
+class SupposedAdapter(AdapterSpec):
+    """An adapter that is not registered; what is left out is taken from those that are: middle rank and size."""
+
+    rank: int | None = Field(default=None, ge=1, le=1024)
+    size_bytes: int | None = Field(default=None, ge=0, le=1 << 50)
+
+
+class PlanRequest(_Written):
+    """`POST /v1/placements/plan`: what to suppose. `passes`: how far ahead to look, at most."""
+
+    demand: dict[LoraId, DemandChange] = Field(default={}, max_length=10_000)
+    workers_gone: tuple[str, ...] = Field(default=(), max_length=10_000)
+    workers_more: tuple[MoreWorkers, ...] = Field(default=(), max_length=100)
+    policy: dict[str, Any] = Field(default={}, description="fields of the global policy that are different")
+    adapter_policies: dict[LoraId, AdapterPolicy] = Field(default={}, max_length=10_000)
+    adapters: tuple[SupposedAdapter, ...] = Field(default=(), max_length=1000, description="registered besides")
+    passes: int = Field(default=30, ge=1, le=200)
+
+
+class TargetChange(_Wire):
+    """Replicas wanted: as things are, and as supposed."""
+
+    before: int
+    after: int
+
+
+class PlanCost(_Wire):
+    """`bytes` is of all loads, where sizes are known; `seconds` until the last of them has ended."""
+
+    loads: int
+    unloads: int
+    bytes: int
+    seconds: float
+
+
 class ActionItem(_Wire):
     """One step that a pass takes or, in a plan, would take, and why."""
 
@@ -202,11 +257,43 @@ class ActionItem(_Wire):
     worker_id: str
     reason: str
     evict: str | None = None
+    turn: int = 0
+    size_bytes: int | None = None
+    seconds: float | None = None
 
 
 class Plan(_Wire):
     actions: tuple[ActionItem, ...]
     unplaced: tuple[str, ...] = ()
+    reasons: dict[str, str] = {}
+    targets: dict[str, TargetChange] = {}
+    cost: PlanCost
+    is_settled: bool | None = None
+
+
+class OrphanItem(_Wire):
+    """What workers hold and nobody registered, or registered with other bytes. `problem`: why it cannot be adopted."""
+
+    lora_id: str
+    digest: str
+    engine_name: str
+    base_model: str
+    rank: int
+    size_bytes: int | None
+    source: str
+    workers: tuple[str, ...]
+    problem: str | None = None
+
+
+class OrphanList(_Wire):
+    data: tuple[OrphanItem, ...]
+    next: str | None = None
+
+
+class AdoptRequest(_Written):
+    """`POST /v1/orphans/adopt`: null means every one that can be."""
+
+    lora_ids: tuple[str, ...] | None = Field(default=None, max_length=10_000)
 
 
 class WorkerItem(_Wire):

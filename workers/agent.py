@@ -693,6 +693,8 @@ class Agent:
             rank=record.rank,
             base_model=record.base_model,
             path=record.path,
+            source=record.source,
+            size_bytes=record.size_bytes,
             loaded_at=record.loaded_at,
             last_used=record.last_used,
             memory_mb=round(record.size_bytes / 1e6, 3),

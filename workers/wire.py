@@ -87,6 +87,8 @@ class LoadedLora(_Wire):
     rank: int = 0
     base_model: str = ""
     path: str = ""
+    source: str = ""
+    size_bytes: int = 0
     loaded_at: str | None = None
     last_used: str | None = None
     memory_mb: float = 0.0

@@ -14,6 +14,7 @@ from orchestrator.api.aliases import alias_routes
 from orchestrator.api.fleet import fleet_routes, worker_routes
 from orchestrator.api.health import health_routes
 from orchestrator.api.history import history_routes
+from orchestrator.api.placements import placement_routes
 from orchestrator.api.policy import policy_routes
 from orchestrator.api.routers import router_routes
 from orchestrator.api.views import Views
@@ -43,4 +44,5 @@ def build_router(
     api.include_router(policy_routes(keys, registry, reconciler))
     api.include_router(history_routes(keys, reconciler.store))
     api.include_router(fleet_routes(keys, registry, reconciler, views))
+    api.include_router(placement_routes(keys, registry, reconciler, views, clock))
     return api

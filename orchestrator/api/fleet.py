@@ -1,4 +1,4 @@
-"""Workers, placements, and passes on request."""
+"""Workers: heartbeats, cordons, drains."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from orchestrator.api.given import Actor, Cursor, Limit, page_of
 from orchestrator.api.views import Views
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
-from orchestrator.wire import Heartbeat, HeartbeatAnswer, PlacementList, Plan, WorkerDrain, WorkerItem, WorkerList
+from orchestrator.wire import Heartbeat, HeartbeatAnswer, WorkerDrain, WorkerItem, WorkerList
 
 
 def worker_routes(keys: Keys, reconciler: Reconciler, views: Views) -> APIRouter:
@@ -68,30 +68,5 @@ def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: 
         reconciler.undrained(worker_id)
         reconciler.changed()
         return views.worker(worker_id)
-
-    @api.get("/v1/placements")
-    async def placements(
-        limit: Limit = 1000, cursor: Cursor = None, lora_id: str | None = None, worker_id: str | None = None
-    ) -> PlacementList:
-        """What is where, and what should be."""
-        rows = {
-            f"{row.lora_id} {row.worker_id}": row
-            for row in views.placements()
-            if lora_id in (None, row.lora_id) and worker_id in (None, row.worker_id)
-        }
-        page, following = page_of(sorted(rows), limit, cursor)
-        return PlacementList(data=tuple(rows[key] for key in page), next=following)
-
-    @api.post("/v1/placements/plan")
-    async def plan() -> Plan:
-        """What the next pass would do, and why; does nothing."""
-        desired, actions = reconciler.plan()
-        return views.plan(actions, desired.unplaced)
-
-    @api.post("/v1/rebalance")
-    async def rebalance() -> Plan:
-        """One pass now; answers with what it started."""
-        actions = reconciler.run_pass()
-        return views.plan(actions, reconciler.view.desired.unplaced)
 
     return api

@@ -1,15 +1,28 @@
 """What is stored and what was reported, as the wire shows it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 from orchestrator.core.errors import NotFound
 from orchestrator.core.plan import Action
-from orchestrator.core.state import OCCUPYING, Adapter
+from orchestrator.core.state import OCCUPYING, Adapter, Desired
+from orchestrator.core.what_if import Outcome, Step
 from orchestrator.fleet import state_of
 from orchestrator.metrics import Counts
+from orchestrator.orphans import is_orphan
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import policy_of
-from orchestrator.wire import ActionItem, AdapterItem, EnsureAnswer, PlacementItem, Plan, Replicas, WorkerItem
+from orchestrator.wire import (
+    ActionItem,
+    AdapterItem,
+    EnsureAnswer,
+    PlacementItem,
+    Plan,
+    PlanCost,
+    Replicas,
+    TargetChange,
+    WorkerItem,
+)
 
 
 class Views:
@@ -50,12 +63,7 @@ class Views:
             raise NotFound(f"worker {worker_id!r} has not registered", code="worker_not_found")
         report, store = entry.report, self._it.store
         held = [lora for lora in report.lora.loaded_loras if lora.state in OCCUPYING]
-        orphans = [
-            lora.lora_id
-            for lora in held
-            if (known := store.adapters.get(lora.lora_id)) is None
-            or (known.digest is not None and known.digest != lora.digest)
-        ]
+        orphans = [lora.lora_id for lora in held if is_orphan(lora, store)]
         return WorkerItem.model_validate(
             {
                 "id": worker_id,
@@ -94,18 +102,38 @@ class Views:
             )
         return [rows[pair] for pair in sorted(rows)]
 
-    def plan(self, actions: Iterable[Action], unplaced: Iterable[str]) -> Plan:
-        items = [
-            ActionItem(
-                operation=action.operation,
-                lora_id=action.lora_id,
-                worker_id=action.worker_id,
-                reason=action.reason,
-                evict=action.evict or action.evict_after,
-            )
+    def plan(self, actions: Sequence[Action], desired: Desired) -> Plan:
+        """The next pass, with what it costs."""
+        load_s = self.load_s()
+        sizes = {name: adapter.size_bytes or 0 for name, adapter in self._it.store.adapters.items()}
+        steps = [
+            Step(action=action, turn=0, size_bytes=sizes.get(action.lora_id, 0), seconds=load_s)
+            if action.operation == "load"
+            else Step(action=action, turn=0)
             for action in actions
         ]
-        return Plan(actions=tuple(items), unplaced=tuple(sorted(unplaced)))
+        seconds = max((step.seconds for step in steps), default=0.0)
+        return _plan(steps, desired.unplaced, seconds)
+
+    def outcome(self, outcome: Outcome) -> Plan:
+        """What a hypothesis leads to."""
+        names = sorted(outcome.before.keys() | outcome.after.keys())
+        counts = {name: (outcome.before.get(name, 0), outcome.after.get(name, 0)) for name in names}
+        targets = {
+            name: TargetChange(before=before, after=after)
+            for name, (before, after) in counts.items()
+            if before != after
+        }
+        plan = _plan(outcome.steps, outcome.unplaced, outcome.seconds)
+        return plan.model_copy(update={"targets": targets, "is_settled": outcome.is_settled})
+
+    def load_s(self) -> float:
+        """How long a load takes: as measured here, else by the agents' own measure, else 1 s, which is a guess."""
+        measured = self._it.expected_s("")
+        if measured is not None:
+            return measured
+        said = [entry.report.load.load_seconds for entry in self._it.fleet.entries.values()]
+        return median([seconds for seconds in said if seconds > 0] or [1.0])
 
     def ensured(self, adapter: Adapter, replicas: int) -> EnsureAnswer:
         ready = tuple(self._it.ready_on(adapter.lora_id))
@@ -134,3 +162,28 @@ class Views:
         for worker_id, entry in self._it.fleet.entries.items():
             counts[state_of(entry, self._it.store.workers.get(worker_id))] += 1
         return counts
+
+
+def _plan(steps: Sequence[Step], unplaced: Mapping[str, str], seconds: float) -> Plan:
+    items = tuple(
+        ActionItem(
+            operation=step.action.operation,
+            lora_id=step.action.lora_id,
+            worker_id=step.action.worker_id,
+            reason=step.action.reason,
+            evict=step.action.evict or step.action.evict_after,
+            turn=step.turn,
+            size_bytes=step.size_bytes or None,
+            seconds=step.seconds if step.action.operation == "load" else None,
+        )
+        for step in steps
+    )
+    operations = [item.operation for item in items]
+    cost = PlanCost(
+        loads=operations.count("load"),
+        # An eviction is the unload that a load does by itself.
+        unloads=operations.count("unload") + sum(step.action.evict is not None for step in steps),
+        bytes=sum(step.size_bytes for step in steps),
+        seconds=round(seconds, 3),
+    )
+    return Plan(actions=items, unplaced=tuple(sorted(unplaced)), reasons=dict(unplaced), cost=cost)

@@ -54,6 +54,9 @@ class FakeAgent:
             "state": "ready",
             "location": "device",
             "rank": self.ranks.get(source, 8),
+            "base_model": self.base_model,
+            "source": source,
+            "size_bytes": 1000,
             "loaded_at": loaded_at,
         }
         return self.loaded[lora_id]

@@ -1,0 +1,158 @@
+"""What is where, what would happen if, a pass now, and what nobody registered."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Depends, Query
+from pydantic import BaseModel, ValidationError
+
+from lorafleet.auth import Keys, requires
+from lorafleet.http import said_wrong
+from orchestrator.api.given import Actor, Cursor, Limit, page_of
+from orchestrator.api.views import Views
+from orchestrator.core.errors import NotFound, RequestError
+from orchestrator.core.state import Adapter, Intent, Rules
+from orchestrator.core.what_if import Hypothesis, Scene, what_if
+from orchestrator.orphans import adopt, orphans
+from orchestrator.reconcile import Reconciler
+from orchestrator.registry import Registry, new_adapter
+from orchestrator.wire import (
+    AdoptRequest,
+    BatchAnswer,
+    OrphanList,
+    PlacementList,
+    Plan,
+    PlanRequest,
+    Policy,
+    SupposedAdapter,
+)
+
+PLAN_EXAMPLE = {
+    "demand": {"sql-expert/v1": {"factor": 10}},
+    "workers_gone": ["w0"],
+    "workers_more": [{"like": "w1", "count": 2}],
+    "policy": {"reserve_slots": 0},
+    "adapter_policies": {"legal/v2": {"min_replicas": 2}},
+    "adapters": [{"lora_id": "tax/v1", "source": "file:///srv/adapters/tax/v1", "policy": {"loading": "eager"}}],
+}
+
+
+class Wanted(BaseModel):
+    """Which placements a list is to have."""
+
+    lora_id: str | None = None
+    worker_id: str | None = None
+    state: str | None = None
+    desired: bool | None = None
+    limit: Limit = 1000
+    cursor: Cursor = None
+
+
+def placement_routes(
+    keys: Keys, registry: Registry, reconciler: Reconciler, views: Views, clock: Callable[[], float]
+) -> APIRouter:
+    api = APIRouter(tags=["placements"], dependencies=[Depends(requires(keys, "admin"))])
+    fleet, store = reconciler.fleet, reconciler.store
+
+    @api.get("/v1/placements")
+    async def placements(wanted: Annotated[Wanted, Query()]) -> PlacementList:
+        """What is where, and what should be; all that is asked for must hold."""
+        asked = wanted.model_dump(include={"lora_id", "worker_id", "state", "desired"}, exclude_none=True)
+        rows = {
+            f"{row.lora_id} {row.worker_id}": row
+            for row in views.placements()
+            if all(getattr(row, name) == value for name, value in asked.items())
+        }
+        page, following = page_of(sorted(rows), wanted.limit, wanted.cursor)
+        return PlacementList(data=tuple(rows[key] for key in page), next=following)
+
+    @api.post("/v1/placements/plan")
+    async def plan(ask: Annotated[PlanRequest | None, Body(examples=[PLAN_EXAMPLE])] = None) -> Plan:
+        """What would be done, why, and at what cost; does nothing.
+
+        Without a body: the next pass. With one: every pass from now on, if that were so, until nothing is left to do.
+        """
+        if ask is None:
+            desired, actions = reconciler.plan()
+            return views.plan(actions, desired)
+        scene = _scene(reconciler, clock())
+        hypothesis = _hypothesis(ask, scene)
+        # In a thread: on a large fleet this is seconds of work, and heartbeats must not wait for it.
+        outcome = await asyncio.to_thread(what_if, scene, hypothesis, load_s=views.load_s(), passes=ask.passes)
+        return views.outcome(outcome)
+
+    @api.post("/v1/rebalance")
+    async def rebalance() -> Plan:
+        """One pass now; answers with what it started."""
+        actions = reconciler.run_pass()
+        return views.plan(actions, reconciler.view.desired)
+
+    @api.get("/v1/orphans")
+    async def list_orphans(limit: Limit = 1000, cursor: Cursor = None) -> OrphanList:
+        """What workers hold and nobody registered: it serves nobody, and is neither used nor taken away."""
+        rows = {f"{item.lora_id} {item.digest}": item for item in orphans(fleet, store)}
+        page, following = page_of(sorted(rows), limit, cursor)
+        return OrphanList(data=tuple(rows[key] for key in page), next=following)
+
+    @api.post("/v1/orphans/adopt")
+    async def adopt_orphans(
+        actor: Actor,
+        ask: Annotated[AdoptRequest, Body(examples=[{"lora_ids": ["sql-expert/v1"]}])] = AdoptRequest(),  # noqa: B008
+    ) -> BatchAnswer:
+        """Register orphans as they are, all or those named; nothing moves. Each is taken or refused on its own."""
+        results = adopt(ask, fleet, store, registry, actor)
+        reconciler.changed()
+        return BatchAnswer(data=tuple(results))
+
+    return api
+
+
+def _scene(reconciler: Reconciler, now: float) -> Scene:
+    store = reconciler.store
+    return Scene(
+        intent=Intent(adapters=dict(store.adapters), tombstones=dict(store.tombstones)),
+        observed=replace(reconciler.observe(), memory=reconciler.view.desired.memory),
+        demand=reconciler.demand.snapshot(now),
+        policy=store.rules,
+        now=now,
+    )
+
+
+def _hypothesis(ask: PlanRequest, scene: Scene) -> Hypothesis:
+    workers, known = scene.observed.workers, scene.intent.adapters
+    for worker_id in (*ask.workers_gone, *(more.like for more in ask.workers_more if more.like is not None)):
+        if worker_id not in workers:
+            there = ", ".join(sorted(workers)) or "none"
+            raise NotFound(f"worker {worker_id!r} has not registered; known: {there}", code="worker_not_found")
+    added = {spec.lora_id: _supposed(spec) for spec in ask.adapters}
+    for lora_id in (*ask.demand, *ask.adapter_policies):
+        if lora_id not in known and lora_id not in added:
+            raise NotFound(f"adapter {lora_id!r} is not registered, and not among `adapters`", param=lora_id)
+    for lora_id, policy in ask.adapter_policies.items():
+        said = {name: getattr(policy, name) for name in policy.model_fields_set}
+        added[lora_id] = replace(added.get(lora_id) or known[lora_id], **said)
+    ready = [worker.id for worker in workers.values() if worker.state == "ready"]
+    if ask.workers_more and not ready:
+        raise RequestError("no worker is ready that others could be like; name one in `like`", param="workers_more")
+    return Hypothesis(
+        factors={name: change.factor for name, change in ask.demand.items() if change.factor is not None},
+        rates={name: change.requests_per_s for name, change in ask.demand.items() if change.requests_per_s is not None},
+        workers_gone=ask.workers_gone,
+        workers_more=[(more.like or min(ready), more.count) for more in ask.workers_more],
+        policy=_rules(scene.policy, ask) if ask.policy else None,
+        adapters=added,
+    )
+
+
+def _supposed(spec: SupposedAdapter) -> Adapter:
+    return replace(new_adapter(spec), rank=spec.rank, size_bytes=spec.size_bytes)
+
+
+def _rules(rules: Rules, ask: PlanRequest) -> Rules:
+    try:
+        policy = Policy.model_validate(asdict(rules) | ask.policy)
+    except ValidationError as exc:
+        raise RequestError(f"policy: {said_wrong(exc.errors())}", param="policy") from exc
+    return Rules(**policy.model_dump())

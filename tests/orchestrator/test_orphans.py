@@ -1,0 +1,117 @@
+"""Tombstones, not absence: a store that knows nothing takes nothing from a fleet, and gets it back with one call."""
+
+import pytest
+
+from orchestrator.store import Store
+
+
+async def filled(house, count=4):
+    """A fleet of three workers that holds what was asked for."""
+    agents = [await house.worker(f"w{n}") for n in range(3)]
+    for number in range(count):
+        await house.register(f"a{number}/v1")
+        await house.ensure(f"a{number}/v1")
+    await house.settle()
+    assert sum(len(agent.loaded) for agent in agents) == count
+    return agents
+
+
+async def move(agents, house):
+    """The same agents, in front of another orchestrator."""
+    for agent in agents:
+        agent.calls.clear()
+        await house.join(agent)
+
+
+def state(agents):
+    return {agent.worker_id: sorted(agent.loaded) for agent in agents}
+
+
+@pytest.mark.parametrize("kind", ["empty", "another one's", "old backup"])
+async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_with_one_call(
+    open_house, tmp_path, kind
+):
+    house = open_house()
+    agents = await filled(house)
+    before = state(agents)
+    path = tmp_path / "other.db"
+    if kind == "another one's":
+        store = Store(path)
+        store.close()
+        other = open_house(path)
+        await other.register("elsewhere/v1")
+    elif kind == "old backup":
+        house.store.backup(path)
+        await house.register("later/v1")
+        await house.ensure("later/v1")
+        await house.settle()
+        before = state(agents)
+        fresh = open_house(path)
+    if kind != "old backup":
+        fresh = other if kind == "another one's" else open_house(path)
+    await move(agents, fresh)
+    for _ in range(5):
+        await fresh.turn()
+    assert state(agents) == before
+    assert [verb for agent in agents for verb, _ in agent.calls if verb not in {"inspect_lora", "claim"}] == []
+
+    there = {name for names in before.values() for name in names}
+    known = {item["lora_id"] for item in (await fresh.http.get("/v1/adapters")).json()["data"]}
+    listed = (await fresh.http.get("/v1/orphans")).json()["data"]
+    assert {item["lora_id"] for item in listed} == there - known != set()
+    adopted = (await fresh.http.post("/v1/orphans/adopt")).json()["data"]
+    assert {(item["lora_id"], item["status"]) for item in adopted} == {(name, 201) for name in there - known}
+    assert (await fresh.http.get("/v1/orphans")).json()["data"] == []
+    await fresh.turn()
+    assert (await fresh.adapter("a0/v1"))["state"] == "ready"
+    assert (await fresh.adapter("a0/v1"))["source"] == "file:///a0/v1"
+    assert state(agents) == before
+
+
+async def test_a_backup_taken_in_the_middle_of_a_deletion_does_not_delete_when_it_is_put_back(open_house, tmp_path):
+    house = open_house()
+    agents = await filled(house, 2)
+    await house.http.delete("/v1/adapters/a0/v1")
+    house.store.backup(tmp_path / "middle.db")
+    house.clock.now += 60
+    await house.settle()
+    assert "a0/v1" not in house.store.adapters
+    house.store.backup(tmp_path / "after.db")
+    await house.register("a0/v1")
+    await house.ensure("a0/v1")
+    await house.settle()
+    before = state(agents)
+    for name in ("middle.db", "after.db"):
+        restored = open_house(tmp_path / name)
+        await move(agents, restored)
+        for _ in range(5):
+            await restored.turn()
+        assert state(agents) == before, name
+
+
+async def test_what_cannot_be_adopted_says_why_and_holds_up_nothing_else(house):
+    one, two = await house.worker("w0"), await house.worker("w1")
+    one.put("two-kinds", "file:///x")
+    two.put("two-kinds", "file:///y")
+    one.put("sql/v1", "file:///other")
+    one.put("fine/v1", "file:///fine")
+    one.loaded["nameless"] = one.put("stranger", "file:///s") | {"source": "", "lora_id": "nameless"}
+    del one.loaded["stranger"]
+    await house.beat()
+    await house.register(digest="f" * 64)
+    asked = ["two-kinds", "sql/v1", "nameless", "fine/v1", "gone"]
+    answer = (await house.http.post("/v1/orphans/adopt", json={"lora_ids": asked})).json()["data"]
+    told = {item["lora_id"]: (item["status"], item["code"]) for item in answer}
+    assert told == {
+        "two-kinds": (409, "not_adoptable"),
+        "sql/v1": (409, "not_adoptable"),
+        "nameless": (409, "not_adoptable"),
+        "fine/v1": (201, None),
+        "gone": (404, "not_adoptable"),
+    }
+    problems = {item["lora_id"]: item["problem"] for item in (await house.http.get("/v1/orphans")).json()["data"]}
+    assert "2 digests" in problems["two-kinds"]
+    assert "by hand" in problems["nameless"]
+    assert "registered with digest" in problems["sql/v1"]
+    history = (await house.http.get("/v1/history", params={"subject": "fine/v1"})).json()["data"]
+    assert [entry["kind"] for entry in history] == ["adapter_adopted"]

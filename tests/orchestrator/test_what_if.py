@@ -1,0 +1,179 @@
+"""What would happen if: the same decisions as the passes to come would make, with their cost, and nothing is done."""
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.core.state import Adapter, Demand, Held, Intent, Observed, Rules, Worker
+from orchestrator.core.what_if import Hypothesis, Scene, what_if
+
+NOW = 10_000.0
+RULES = Rules(reserve_slots=0)
+
+
+def adapter(name, **changes):
+    known = {"base_model": "qwen", "digest": f"digest-{name}", "rank": 8, "size_bytes": 1000}
+    return replace(Adapter(lora_id=name, source="s", **known), **changes)
+
+
+def worker(name, *names, slots=4, **changes):
+    held = {n: Held(lora_id=n, digest=f"digest-{n}", engine_name=f"{n}@", state="ready") for n in names}
+    base = Worker(id=name, state="ready", base_models=frozenset({"qwen"}), slots=slots, max_lora_rank=64, node=name)
+    return replace(base, held=held, **changes)
+
+
+def scene(workers, adapters, *, rates=None, work=None, policy=RULES):
+    return Scene(
+        intent=Intent(adapters={a.lora_id: a for a in adapters}),
+        observed=Observed(workers={w.id: w for w in workers}),
+        demand=Demand(rates=rates or {}, work=work or {}),
+        policy=policy,
+        now=NOW,
+    )
+
+
+def asked(where, passes=50, load_s=2.0, **hypothesis):
+    return what_if(where, Hypothesis(**hypothesis), load_s=load_s, passes=passes)
+
+
+def loads(outcome):
+    return [(s.action.lora_id, s.action.worker_id) for s in outcome.steps if s.action.operation == "load"]
+
+
+def test_supposing_nothing_on_a_fleet_at_rest_moves_nothing():
+    outcome = asked(scene([worker("w0", "a"), worker("w1")], [adapter("a")], rates={"a": 1.0}, work={"a": 0.1}))
+    assert (outcome.steps, outcome.is_settled, outcome.seconds) == ((), True, 0.0)
+
+
+def test_ten_times_the_demand_is_more_replicas_with_their_cost_in_bytes_and_seconds():
+    workers = [worker("w0", "a"), *(worker(f"w{n}") for n in range(1, 4))]
+    outcome = asked(scene(workers, [adapter("a")], rates={"a": 1.0}, work={"a": 0.2}), factors={"a": 10.0})
+    assert outcome.after["a"] > outcome.before.get("a", 0)
+    assert len(loads(outcome)) >= outcome.after["a"] - 1
+    assert {step.size_bytes for step in outcome.steps if step.action.operation == "load"} == {1000}
+    assert outcome.seconds >= 2.0
+    assert all(step.action.reason for step in outcome.steps)
+    assert outcome.is_settled
+
+
+def test_so_many_requests_a_second_weigh_what_the_adapters_own_requests_weigh():
+    workers = [worker("w0", "a"), *(worker(f"w{n}") for n in range(1, 4))]
+    where = scene(workers, [adapter("a")], rates={"a": 1.0}, work={"a": 0.2})
+    assert loads(asked(where, rates={"a": 10.0})) == loads(asked(where, factors={"a": 10.0})) != []
+
+
+def test_what_a_lost_worker_held_is_loaded_elsewhere():
+    workers = [worker("w0", "a", "b"), worker("w1", "c"), worker("w2")]
+    outcome = asked(scene(workers, [adapter("a"), adapter("b"), adapter("c")]), workers_gone=("w0",))
+    assert {name for name, _ in loads(outcome)} == {"a", "b"}
+    assert {where for _, where in loads(outcome)} <= {"w1", "w2"}
+    assert outcome.is_settled
+
+
+def test_workers_more_take_what_had_no_place():
+    adapters = [adapter(name, loading="eager") for name in "abcd"]
+    where = scene([worker("w0", "a", "b", slots=2)], adapters)
+    tight = asked(where)
+    assert (loads(tight), set(tight.unplaced)) == ([], {"c", "d"})
+    wide = asked(where, workers_more=(("w0", 1),))
+    assert sorted(loads(wide)) == [("c", "w0+1"), ("d", "w0+1")]
+    assert wide.unplaced == {}
+
+
+def test_another_policy_is_followed():
+    where = scene([worker("w0"), worker("w1")], [adapter("a")])
+    assert loads(asked(where)) == []
+    assert len(loads(asked(where, policy=replace(RULES, loading="eager", min_replicas=2)))) == 2
+    assert len(loads(asked(where, adapters={"a": adapter("a", min_replicas=1)}))) == 1
+
+
+def test_an_adapter_that_nobody_has_seen_is_taken_for_an_ordinary_one():
+    new = Adapter(lora_id="new", source="s", loading="eager")
+    known = [adapter("a", size_bytes=500), adapter("b", size_bytes=500), adapter("c", size_bytes=9)]
+    outcome = asked(scene([worker("w0")], known), adapters={"new": new})
+    assert [(s.action.lora_id, s.size_bytes) for s in outcome.steps] == [("new", 500)]
+
+
+def test_a_drained_worker_is_emptied_and_told_to_leave_once():
+    workers = [worker("w0", "a", "b", state="draining"), worker("w1")]
+    outcome = asked(scene(workers, [adapter("a"), adapter("b")]))
+    operations = [(s.action.operation, s.action.lora_id, s.action.worker_id) for s in outcome.steps]
+    assert [o for o in operations if o[0] == "load"] == [("load", "a", "w1"), ("load", "b", "w1")]
+    assert [o for o in operations if o[0] == "unload"] == [("unload", "a", "w0"), ("unload", "b", "w0")]
+    assert operations.count(("drain", "", "w0")) == 1
+    assert outcome.is_settled
+
+
+def test_passes_that_do_not_suffice_are_said_not_to():
+    workers = [worker("w0", *"abcd", slots=4, state="draining"), worker("w1")]
+    outcome = asked(scene(workers, [adapter(n) for n in "abcd"]), passes=1)
+    assert not outcome.is_settled
+
+
+# --- over REST ---------------------------------------------------------------------------------------------------
+
+
+async def plan(house, body=None):
+    answer = await house.http.post("/v1/placements/plan", json=body)
+    return answer.status_code, answer.json()
+
+
+async def test_a_plan_says_moves_reasons_targets_and_cost_and_does_nothing(house):
+    agents = [await house.worker(f"w{n}") for n in range(3)]
+    await house.register()
+    await house.ensure()
+    await house.settle()
+    holder = next(agent for agent in agents if agent.loaded)
+    calls = [len(agent.calls) for agent in agents]
+    status, answer = await plan(
+        house,
+        {
+            "workers_gone": [holder.worker_id],
+            "adapters": [{"lora_id": "new/v1", "source": "file:///n", "policy": {"loading": "eager"}, "size_bytes": 7}],
+        },
+    )
+    assert status == 200, answer
+    assert sorted(a["lora_id"] for a in answer["actions"]) == ["new/v1", "sql/v1"]
+    assert all(a["reason"] and a["seconds"] is not None for a in answer["actions"])
+    assert answer["cost"]["loads"] == 2
+    assert answer["cost"]["bytes"] == 1000 + 7
+    assert answer["targets"]["new/v1"] == {"before": 0, "after": 1}
+    assert answer["is_settled"]
+    assert (await house.http.get("/v1/adapters/new/v1")).status_code == 404
+    assert [len(agent.calls) for agent in agents] == calls
+    assert await house.turn() == []
+
+
+async def test_a_plan_of_ten_times_the_replicas_by_policy_leaves_the_policy_as_it_is(house):
+    for number in range(3):
+        await house.worker(f"w{number}")
+    await house.register()
+    await house.settle()
+    tag = (await house.http.get("/v1/policy")).headers["etag"]
+    _, answer = await plan(house, {"policy": {"loading": "eager", "min_replicas": 3}})
+    assert answer["cost"]["loads"] == 3
+    _, answer = await plan(house, {"adapter_policies": {"sql/v1": {"min_replicas": 2}}})
+    assert answer["cost"]["loads"] == 2
+    assert (await house.http.get("/v1/policy")).headers["etag"] == tag
+    assert (await plan(house))[1]["actions"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"workers_gone": ["w9"]}, 404, "w9"),
+        ({"workers_more": [{"like": "w9"}]}, 404, "w9"),
+        ({"demand": {"nobody": {"factor": 2}}}, 404, "nobody"),
+        ({"demand": {"sql/v1": {}}}, 400, "factor"),
+        ({"demand": {"sql/v1": {"factor": -1}}}, 400, "-1"),
+        ({"policy": {"loading": "eagre"}}, 400, "'eager'"),
+        ({"polcy": {}}, 400, "polcy"),
+        ({"passes": 0}, 400, "passes"),
+    ],
+)
+async def test_a_hypothesis_about_what_is_not_there_is_refused_by_name(house, body, status, says):
+    await house.worker()
+    await house.register()
+    found, answer = await plan(house, body)
+    assert found == status
+    assert says in answer["error"]["message"]
