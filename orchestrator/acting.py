@@ -3,18 +3,21 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import structlog
 
-from orchestrator.agents import Agents
+from orchestrator.agents import SOURCE_CODES, Agents
+from orchestrator.audit import Audit
 from orchestrator.catalog import CatalogBook
 from orchestrator.config import OrchestratorSettings
-from orchestrator.core.errors import Permanent, Transient
+from orchestrator.core.errors import LeaseLost, Permanent, Transient
+from orchestrator.core.failures import ANYWHERE, LONGEST_S
 from orchestrator.core.plan import Action, Drain
-from orchestrator.core.state import Adapter, Failure, Held
+from orchestrator.core.state import Adapter, Held
 from orchestrator.fleet import Fleet
 from orchestrator.metrics import Metrics
 from orchestrator.reads import Reads
@@ -28,6 +31,17 @@ log = structlog.get_logger()
 # Failures of the moment, and how long one counts: less than a restart takes, more than a pass.
 PASSING_CODES = frozenset({"worker_unreachable", "engine_unreachable", "engine_down", "not_ready", "draining"})
 PASSING_S = 1.0
+# What an engine says of bytes whose digest is the registered one: no other engine will take them.
+QUARANTINE_CODES = frozenset({"adapter_refused"})
+MOST_TRIED = 3
+"""Workers that look for an adapter at its source before it counts as absent everywhere; a guess, nothing measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    outcome: str
+    code: str
+    error: str
 
 
 class Actor:
@@ -45,7 +59,11 @@ class Actor:
         underway: Underway,
         reads: Reads,
         tasks: Tasks,
+        audit: Audit,
         poke: Callable[[], None],
+        claim: Callable[[str], Awaitable[None]],
+        on_lease_lost: Callable[[str], None],
+        rng: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -57,106 +75,136 @@ class Actor:
         self._underway = underway
         self._reads = reads
         self._tasks = tasks
+        self._audit = audit
+        self._claim = claim
+        self._on_lease_lost = on_lease_lost
+        self._rng = rng
         self._poke = poke
         self._clock = clock
 
     def start(self, action: Action) -> None:
         """Begin an action. A drain is a mark in the catalog and done at once; the rest are calls to an agent."""
         where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
-        log.info(
-            "action",
-            operation=action.operation,
-            **where,
-            reason=action.reason,
-            evict=action.evict or action.evict_after,
-        )
+        evict = action.evict or action.evict_after
+        log.info("action", operation=action.operation, **where, reason=action.reason, evict=evict)
+        it, settings = self._underway, self._settings
         if action.operation == "drain" and action.lora_id:
             self._mark_draining(action)
         elif action.operation == "drain":
-            self._underway.leaving.add(action.worker_id)
+            it.leaving.add(action.worker_id)
             self._tasks.spawn(self._drain_worker(action))
         elif action.operation == "inspect":
-            self._underway.inspecting[action.lora_id] = action.worker_id
-            self._tasks.spawn(self._guarded(action, self._inspect(action), self._settings.inspect_timeout_s))
+            it.inspecting[action.lora_id] = action.worker_id
+            self._tasks.spawn(self._guarded(action, self._inspect(action), settings.inspect_timeout_s))
         elif action.operation == "load":
             adapter = self._store.adapters[action.lora_id]
             pair = (action.lora_id, action.worker_id)
-            self._underway.busy[action.worker_id] += 1
-            self._underway.loading[pair] = adapter.digest or ""
-            self._underway.load_began[pair] = self._clock()
-            self._tasks.spawn(self._guarded(action, self._load(action, adapter), self._settings.load_timeout_s))
+            it.busy[action.worker_id] += 1
+            it.loading[pair] = adapter.digest or ""
+            it.load_began[pair] = self._clock()
+            self._tasks.spawn(self._guarded(action, self._load(action, adapter), settings.load_timeout_s))
         else:
-            self._underway.busy[action.worker_id] += 1
-            self._tasks.spawn(self._guarded(action, self._unload(action), self._settings.unload_timeout_s))
+            it.busy[action.worker_id] += 1
+            self._tasks.spawn(self._guarded(action, self._unload(action), settings.unload_timeout_s))
 
     async def _guarded(self, action: Action, work: Coroutine[Any, Any, None], deadline_s: float) -> None:
         """Run one action to its end or its deadline; whatever it raises becomes data, and the next pass is due."""
-        outcome, began = "ok", self._clock()
+        began, who = self._clock(), self._audit.who(action.lora_id)
+        end = _Ending("dropped", "", "")
         try:
             async with asyncio.timeout(deadline_s):
+                await self._claim(action.worker_id)
                 await work
+            end = _Ending("ok", "", "")
+            self._underway.failures.succeeded((action.lora_id, action.worker_id))
+        except LeaseLost as exc:
+            end = _Ending("dropped", exc.code, str(exc))
+            self._on_lease_lost(str(exc))
         except Permanent as exc:
-            outcome = "refused"
+            end = _Ending("refused", exc.code, str(exc))
             self._refused(action, exc)
         except Transient as exc:
-            outcome = "failed"
+            end = _Ending("failed", exc.code, str(exc))
             self._failed(action, exc.code, str(exc), exc.retry_after_s)
         except TimeoutError:
-            outcome = "timeout"
-            self._failed(action, "deadline", f"{action.operation} not done within {deadline_s} s", None)
+            end = _Ending("timeout", "deadline", f"{action.operation} not done within {deadline_s} s")
+            self._failed(action, end.code, end.error, None)
         except Exception as exc:
-            outcome = "error"
+            end = _Ending("error", "internal_error", f"{action.operation}: {exc!r}")
             log.exception("action broke", operation=action.operation, lora_id=action.lora_id)
-            self._failed(action, "internal_error", f"{action.operation}: {exc!r}", None)
+            self._failed(action, end.code, end.error, None)
         finally:
-            self._ended(action)
-        if outcome == "ok":
-            where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
-            log.info("action done", operation=action.operation, **where, seconds=round(self._clock() - began, 3))
-        self._metrics.operations.labels(action.operation, outcome).inc()
+            self._ended(action, end, who, self._clock() - began)
         self._reads.refresh_catalog()
         self._poke()
 
-    def _ended(self, action: Action) -> None:
+    def _ended(self, action: Action, end: "_Ending", who: str, duration_s: float) -> None:
+        it = self._underway
         if action.operation == "inspect":
-            self._underway.inspecting.pop(action.lora_id, None)
-            return
-        self._underway.busy[action.worker_id] -= 1
+            it.inspecting.pop(action.lora_id, None)
+        else:
+            it.busy[action.worker_id] -= 1
         if action.operation == "load":
-            self._underway.loading.pop((action.lora_id, action.worker_id), None)
-            self._underway.load_began.pop((action.lora_id, action.worker_id), None)
+            it.loading.pop((action.lora_id, action.worker_id), None)
+            it.load_began.pop((action.lora_id, action.worker_id), None)
+        self._metrics.ended(action.operation, end.outcome, duration_s)
+        if end.outcome != "dropped":  # what is dropped was not ours to finish: nor is the store ours to write
+            self._audit.ended(
+                action, who=who, outcome=end.outcome, duration_s=duration_s, code=end.code, error=end.error
+            )
 
     def _failed(self, action: Action, code: str, message: str, retry_after_s: float | None) -> None:
+        """It counts against this adapter on this worker, for longer each time in a row."""
+        expiry_s = self._store.rules.failure_expiry_s
         # A worker that is starting again is a matter of moments, and somebody's request may be waiting for it.
-        expiry_s = PASSING_S if code in PASSING_CODES else self._store.rules.failure_expiry_s
-        until = self._clock() + max(expiry_s, retry_after_s or 0.0)
-        self._underway.failures[action.lora_id, action.worker_id] = Failure(until=until, code=code, message=message)
+        is_passing = code in PASSING_CODES
+        self._underway.failures.add(
+            (action.lora_id, action.worker_id),
+            code,
+            message,
+            first_s=min(PASSING_S, expiry_s) if is_passing else expiry_s,
+            most_s=expiry_s if is_passing else LONGEST_S,
+            least_s=retry_after_s or 0.0,
+            now=self._clock(),
+            rng=self._rng,
+        )
         where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
-        log.warning("action failed", operation=action.operation, **where, code=code, error=message)
         self._catalog.emit(f"{action.operation}_failed", **where, message=f"{code}: {message}")
 
     def _refused(self, action: Action, exc: Permanent) -> None:
-        """The bytes are at fault: quarantine. Unless only the base model did not fit, and there are others to try."""
+        """An agent says that source or bytes are wrong.
+
+        The engine's own refusal of bytes that have their registered digest is the adapter's fault for good:
+        quarantine. All else is wrong with one worker's way to them; the digest was found right before. Unless nobody
+        ever found good bytes: then the failure is everybody's, until somebody looks again.
+        """
         self._failed(action, exc.code, str(exc), None)
         adapter = self._store.adapters.get(action.lora_id)
         if adapter is None or adapter.is_deleting:
             return
-        if exc.code == "base_model_mismatch" and adapter.base_model is None and self._has_other_base(action):
-            return
-        self._store.put_adapter(replace(adapter, quarantine=f"{exc.code}: {exc}"))
-        log.warning("adapter quarantined", lora_id=action.lora_id, code=exc.code, error=str(exc))
+        if adapter.is_inspected:
+            if exc.code in QUARANTINE_CODES:
+                self._store.put_adapter(replace(adapter, quarantine=f"{exc.code}: {exc}"))
+                log.warning("adapter quarantined", lora_id=action.lora_id, code=exc.code, error=str(exc))
+        elif not self._has_others_to_ask(action, adapter, exc.code):
+            self._failed(replace(action, worker_id=ANYWHERE), exc.code, str(exc), None)
+            log.warning("adapter failed", lora_id=action.lora_id, code=exc.code, error=str(exc))
 
-    def _has_other_base(self, action: Action) -> bool:
-        """Whether a worker of another base model, that has not refused this adapter, could be asked."""
+    def _has_others_to_ask(self, action: Action, adapter: Adapter, code: str) -> bool:
+        """Whether another worker might find good bytes where this one found none."""
         now, observed = self._clock(), self._reads.observe()
-        tried = observed.workers.get(action.worker_id)
-        refused = tried.base_models if tried is not None else frozenset()
-        others = [w for w in observed.workers.values() if w.state == "ready" and not (w.base_models & refused)]
-        for worker in observed.workers.values():
-            if worker.base_models & refused:
-                failure = self._underway.failures[action.lora_id, action.worker_id]
-                self._underway.failures[action.lora_id, worker.id] = failure
-        return any(observed.failed(action.lora_id, w.id, now) is None for w in others)
+        ready = [worker for worker in observed.workers.values() if worker.state == "ready"]
+        if code == "base_model_mismatch" and adapter.base_model is None:
+            tried = observed.workers.get(action.worker_id)
+            refused = tried.base_models if tried is not None else frozenset()
+            failure = self._underway.failures.current[action.lora_id, action.worker_id]
+            for worker in ready:
+                if worker.base_models & refused:
+                    self._underway.failures.put((action.lora_id, worker.id), failure)
+        elif code not in SOURCE_CODES or self._underway.failures.count(action.lora_id, now) >= MOST_TRIED:
+            return False
+        observed = replace(observed, failures=self._underway.failures.current)
+        return any(observed.failed(action.lora_id, worker.id, now) is None for worker in ready)
 
     async def _inspect(self, action: Action) -> None:
         adapter = self._store.adapters[action.lora_id]
@@ -202,6 +250,9 @@ class Actor:
             self._underway.owed[action.evict_after, action.worker_id] = action.lora_id
         if action.evict is not None:
             self._underway.drains.pop((action.evict, action.worker_id), None)
+            self._metrics.evicted(action.evict, "lru")
+            who = self._audit.who(action.lora_id)
+            self._audit.evicted(action.evict, action.worker_id, made_room_for=action.lora_id, who=who)
             self._catalog.emit(
                 "evicted", lora_id=action.evict, worker_id=action.worker_id, message=f"made room for {action.lora_id}"
             )
@@ -213,7 +264,19 @@ class Actor:
         await self._agents.unload(self._agent_url(action.worker_id), ask, key=_key(action), timeout_s=timeout_s)
         self._fleet.unloaded(action.worker_id, held.engine_name)
         self._underway.drains.pop((action.lora_id, action.worker_id), None)
+        if (why := self._why_evicted(action)) is not None:
+            self._metrics.evicted(action.lora_id, why)
         self._catalog.emit("unloaded", lora_id=action.lora_id, worker_id=action.worker_id, message=action.reason)
+
+    def _why_evicted(self, action: Action) -> str | None:
+        """lru: made room for another; capacity: its worker is to be empty; ttl: nobody needs this copy any more."""
+        if (action.lora_id, action.worker_id) in self._underway.owed:
+            return "lru"
+        adapter = self._store.adapters.get(action.lora_id)
+        if adapter is None or adapter.is_deleting:
+            return None  # deleted: nothing was evicted
+        intent = self._store.workers.get(action.worker_id)
+        return "capacity" if intent is not None and intent.state == "draining" else "ttl"
 
     async def _drain_worker(self, action: Action) -> None:
         try:
@@ -221,10 +284,13 @@ class Actor:
             # The agent answers when its engine is empty, or at that deadline.
             timeout_s = ask.deadline_s + self._settings.unload_timeout_s
             url = self._agent_url(action.worker_id)
+            await self._claim(action.worker_id)
             await self._agents.drain(url, ask, key=_key(action), timeout_s=timeout_s)
         except (Transient, Permanent) as exc:
             self._underway.leaving.discard(action.worker_id)  # the next pass asks again
             log.warning("worker not drained", worker_id=action.worker_id, error=str(exc))
+        except LeaseLost as exc:
+            self._on_lease_lost(str(exc))
         else:
             self._catalog.emit("worker_draining", worker_id=action.worker_id)
 

@@ -1,6 +1,6 @@
 """The client of the workers' agents: one method a call, foreign failures translated once.
 
-Which failures are the adapter's own is decided by the agent's error code, in `CONTENT_CODES`.
+What kind of failure it was is decided by the agent's error code.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,29 +9,32 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from orchestrator.core.errors import Permanent, Transient
-from workers.wire import AvailableLora, DrainRequest, InspectRequest, LoadedLora, LoadRequest, Metadata, UnloadRequest
+from orchestrator.core.errors import LeaseLost, Permanent, Transient
+from workers.wire import (
+    AvailableLora,
+    ClaimRequest,
+    DrainRequest,
+    InspectRequest,
+    LoadedLora,
+    LoadRequest,
+    Metadata,
+    UnloadRequest,
+)
 
 M = TypeVar("M", bound=BaseModel)
 
-CONTENT_CODES = frozenset(
-    {
-        "adapter_invalid",
-        "adapter_refused",
-        "base_model_mismatch",
-        "digest_mismatch",
-        "invalid_lora_id",
-        "source_forbidden",
-        "source_invalid",
-        "source_not_found",
-        "source_too_big",
-        "source_unsupported",
-    }
+SOURCE_CODES = frozenset(
+    {"source_forbidden", "source_invalid", "source_not_found", "source_too_big", "source_unsupported"}
 )
-"""Agent error codes (workers/core/errors.py) that name the adapter's own fault, on whatever worker it is tried.
+"""Agent error codes (workers/core/errors.py) for what a worker finds at a source: another one may find more there."""
 
-Everything else is the worker's trouble of the moment and is tried again, elsewhere if possible; so is `rank_too_big`,
-which another worker may allow.
+CONTENT_CODES = frozenset(
+    {"adapter_invalid", "adapter_refused", "base_model_mismatch", "digest_mismatch", "invalid_lora_id"}
+)
+"""Those for what is wrong with the bytes that it did find.
+
+Everything else is the worker's trouble of the moment; so are `disk_full` and `rank_too_big`, which another worker
+may have room for.
 """
 
 
@@ -39,6 +42,7 @@ class Agents:
     """Calls agents; every action carries our epoch and an idempotency key that says which action it is."""
 
     def __init__(self, client: httpx.AsyncClient, *, token: str, epoch: Callable[[], int]) -> None:
+        """`epoch`: ours, asked for right before each action; raises LeaseLost when we may not act."""
         self._client = client
         self._epoch = epoch
         self._auth = {"authorization": f"Bearer {token}"} if token else {}
@@ -47,12 +51,16 @@ class Agents:
         """Raises Transient when the agent does not answer with its metadata."""
         return _parsed(Metadata, await self._call("GET", agent_url, "/metadata", timeout_s=timeout_s))
 
+    async def claim(self, agent_url: str, *, key: str, timeout_s: float) -> Metadata:
+        """Have the agent refuse every older epoch from now on; its state after that. Raises Transient, LeaseLost."""
+        return _parsed(Metadata, await self._act(agent_url, "claim", ClaimRequest(), key=key, timeout_s=timeout_s))
+
     async def inspect(self, agent_url: str, ask: InspectRequest, *, key: str, timeout_s: float) -> AvailableLora:
-        """Raises Permanent for what is wrong with the bytes, Transient for everything else."""
+        """Raises Permanent for what is wrong with source or bytes, Transient for everything else, LeaseLost."""
         return _parsed(AvailableLora, await self._act(agent_url, "inspect_lora", ask, key=key, timeout_s=timeout_s))
 
     async def load(self, agent_url: str, ask: LoadRequest, *, key: str, timeout_s: float) -> LoadedLora:
-        """Raises Permanent for what is wrong with the bytes, Transient for everything else."""
+        """Raises Permanent for what is wrong with source or bytes, Transient for everything else, LeaseLost."""
         return _parsed(LoadedLora, await self._act(agent_url, "load_lora", ask, key=key, timeout_s=timeout_s))
 
     async def unload(self, agent_url: str, ask: UnloadRequest, *, key: str, timeout_s: float) -> None:
@@ -109,14 +117,16 @@ class Agents:
         raise _refusal(method, url, answer)
 
 
-def _refusal(method: str, url: str, answer: httpx.Response) -> Transient | Permanent:
+def _refusal(method: str, url: str, answer: httpx.Response) -> Transient | Permanent | LeaseLost:
     code, message = "worker_failed", f"{method} {url}: HTTP {answer.status_code}"
     try:
         error = answer.json()["error"]
         code, message = str(error["code"] or code), str(error["message"])
     except (ValueError, KeyError, TypeError):
         message = f"{message}: {answer.text[:200]!r}"
-    if code in CONTENT_CODES:
+    if code == "stale_epoch":
+        return LeaseLost(message)
+    if code in CONTENT_CODES or code in SOURCE_CODES:
         return Permanent(message, code=code)
     return Transient(message, code=code)
 

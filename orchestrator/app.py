@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 
 from lorafleet.auth import Keys, refuse_open_server
 from lorafleet.http import install_error_handlers
+from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
 from orchestrator.agents import Agents
 from orchestrator.api import build_router
@@ -21,9 +23,13 @@ from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorError
 from orchestrator.fleet import Fleet
+from orchestrator.forward import Forwarder
+from orchestrator.leadership import Leadership
+from orchestrator.lease import FileLease
 from orchestrator.metrics import Metrics
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
+from orchestrator.standby import Standby
 from orchestrator.store import Store
 
 log = structlog.get_logger()
@@ -36,6 +42,7 @@ class Orchestrator:
     app: FastAPI
     reconciler: Reconciler
     store: Store
+    leadership: Leadership
     client: httpx.AsyncClient
     is_stopping: bool = False
 
@@ -48,36 +55,71 @@ class Orchestrator:
 def build(
     settings: OrchestratorSettings,
     *,
+    url: str = "",
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
 ) -> Orchestrator:
-    """Everything, joined. Raises StoreError and KeyFileError; nothing runs until the app is served."""
+    """Everything, joined. Raises StoreError, KeyFileError, OSError; nothing runs until the app is served.
+
+    url   where other orchestrators reach this one
+    """
     keys = Keys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     store = Store(settings.store, wall=wall)
     store.expire_tombstones(settings.tombstones_kept_s)
     client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256))
     fleet, metrics = Fleet(clock=clock, wall=wall), Metrics()
+    holder = secrets.token_hex(8)
+    lease = FileLease(settings.store.with_name(f"{settings.store.name}.lease"), holder=holder)
+    leadership = Leadership(
+        lease,
+        holder=holder,
+        url=settings.advertise_url or url,
+        duration_s=settings.lease_duration_s,
+        renew_s=settings.lease_renew_s,
+        margin_s=settings.lease_margin_s,
+        clock=clock,
+    )
+
+    def epoch() -> int:
+        leadership.require()
+        return store.epoch
+
+    agents = Agents(client, token=settings.token, epoch=epoch)
     reconciler = Reconciler(
         settings=settings,
         store=store,
         fleet=fleet,
         demand=DemandBook(),
         catalog=CatalogBook(store, wall=wall, buffer=settings.event_buffer),
-        agents=Agents(client, token=settings.token, epoch=lambda: store.epoch),
+        agents=agents,
         metrics=metrics,
+        leadership=leadership,
         clock=clock,
+    )
+
+    standby = Standby(
+        leadership=leadership,
+        reconciler=reconciler,
+        agents=agents,
+        client=client,
+        token=settings.token,
+        timeout_s=settings.probe_timeout_s,
     )
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        loop = asyncio.create_task(reconciler.run())
+        await leadership.start()
+        follow = forever(standby.step, name="standby", every_s=settings.heartbeat_interval_s)
+        loops = [asyncio.create_task(work) for work in (leadership.run(), reconciler.run(), follow)]
         try:
             yield
         finally:
-            loop.cancel()
-            await asyncio.gather(loop, return_exceptions=True)
+            for loop in loops:
+                loop.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
             await reconciler.stop()
+            await leadership.release()
             await client.aclose()
             store.close()
 
@@ -87,7 +129,7 @@ def build(
         description="Decides which adapter lives on which worker, and makes it so.",
         lifespan=lifespan,
     )
-    whole = Orchestrator(app, reconciler, store, client)
+    whole = Orchestrator(app, reconciler, store, leadership, client)
     app.include_router(
         build_router(
             keys=keys,
@@ -99,13 +141,28 @@ def build(
         )
     )
     install_error_handlers(app, OrchestratorError)
+    app.add_middleware(
+        Forwarder,
+        leadership=leadership,
+        client=client,
+        metrics=metrics,
+        refresh=store.refresh,
+        connect_timeout_s=settings.forward_timeout_s,
+        retry_after_s=settings.lease_renew_s,
+        clock=clock,
+    )
     return whole
 
 
 async def main(settings: OrchestratorSettings) -> None:
     """Serve until SIGTERM. Raises StoreError, KeyFileError, OSError when it cannot start."""
-    whole = build(settings)
     sock = bind(settings.host, settings.port)
     port = sock.getsockname()[1]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    try:
+        whole = build(settings, url=f"http://{host}:{port}")
+    except BaseException:
+        sock.close()
+        raise
     log.info("serving", host=settings.host, port=port, epoch=whole.store.epoch, adapters=len(whole.store.adapters))
     await serve(whole.app, sock, port_file=settings.port_file, grace_s=settings.stop_grace_s, on_stop=whole.stop)

@@ -1,8 +1,9 @@
 """The orchestrator's settings; see `lorafleet.settings` for where they come from."""
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.settings import HouseSettings
@@ -16,6 +17,19 @@ class OrchestratorSettings(HouseSettings):
     port: int = Field(default=8080, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     store: Path = Field(
         default=Path("lorafleet-orchestrator.db"), description="SQLite file with what was asked for; made when missing"
+    )
+    advertise_url: str = Field(
+        default="", description="where other orchestrators reach this one; empty: http, at host and port"
+    )
+    lease_duration_s: float = Field(
+        default=5.0, gt=0, description="another orchestrator takes over after the leader was silent this long"
+    )
+    lease_renew_s: float = Field(default=1.0, gt=0, description="time between looks at the lease")
+    lease_margin_s: float = Field(
+        default=1.0, ge=0, description="a leader that could not renew stops this long before another may take over"
+    )
+    forward_timeout_s: float = Field(
+        default=2.0, gt=0, description="deadline of the connection to the orchestrator that leads"
     )
     pass_interval_s: float = Field(default=2.0, gt=0, description="time between passes when nothing happens")
     heartbeat_interval_s: float = Field(default=1.0, gt=0, description="how often agents are told to report")
@@ -43,3 +57,9 @@ class OrchestratorSettings(HouseSettings):
         default=7 * 86400.0, gt=0, description="a worker that returns within this time still gives up what was deleted"
     )
     stop_grace_s: float = Field(default=10.0, ge=1, description="on SIGTERM, time for requests in flight to finish")
+
+    @model_validator(mode="after")
+    def _lease_can_be_renewed_in_time(self) -> Self:
+        if self.lease_renew_s + self.lease_margin_s >= self.lease_duration_s:
+            raise ValueError("lease_renew_s and lease_margin_s together must be less than lease_duration_s")
+        return self

@@ -1,29 +1,47 @@
 """Prometheus metrics, on a registry of their own. Per-adapter series are bounded: the largest, then the rest."""
 
+import contextlib
+import heapq
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 MOST_SERIES = 200
-"""Adapters with a series of their own; a guess at what a dashboard can bear, nothing measured."""
-REST = "_other"
+"""Adapters with series of their own; a guess at what a dashboard can bear, nothing measured."""
+REST = "other"
 
 Counts = Mapping[str, tuple[int, int]]
 """lora_id -> (replicas now, replicas wanted)"""
+_LOADS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """What the reconcile loop counts. `observe` binds what is read at scrape time."""
+    """What the reconcile loop counts. `observe` and `watch` bind what is read at scrape time."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.shown = Shown(MOST_SERIES)
         self.operations = Counter(
             "lora_placement_operations",
             "Placement operations by outcome",
             ["operation", "outcome"],
             registry=self.registry,
+        )
+        self.evictions = Counter(
+            "lora_evictions",
+            "Adapters unloaded though nobody deleted them: for another one (lru), to empty a worker (capacity),"
+            " or because a copy is not needed any more (ttl)",
+            ["lora_id", "reason"],
+            registry=self.registry,
+        )
+        self.usage = Counter("lora_usage_requests", "Requests that routers report", ["lora_id"], registry=self.registry)
+        self.load_seconds = Histogram(
+            "lorafleet_orchestrator_load_seconds", "Time of one load", buckets=_LOADS, registry=self.registry
+        )
+        self.unload_seconds = Histogram(
+            "lorafleet_orchestrator_unload_seconds", "Time of one unload", buckets=_LOADS, registry=self.registry
         )
         self.pass_seconds = Histogram(
             "lorafleet_orchestrator_pass_seconds",
@@ -34,17 +52,95 @@ class Metrics:
         self.passes_failed = Counter(
             "lorafleet_orchestrator_passes_failed", "Passes that ended in an error of ours", registry=self.registry
         )
+        self.failed = Gauge(
+            "lorafleet_orchestrator_adapters_failed", "Adapters that no worker can load", registry=self.registry
+        )
+        self.leading = Gauge(
+            "lorafleet_orchestrator_leading", "1 while this orchestrator holds the lease", registry=self.registry
+        )
+        self.epoch = Gauge("lorafleet_orchestrator_epoch", "The epoch of our last term", registry=self.registry)
+        self.frozen = Gauge(
+            "lorafleet_orchestrator_frozen", "1 while moves wait for a storm to pass", registry=self.registry
+        )
+        self.forwarded = Counter(
+            "lorafleet_orchestrator_forwarded",
+            "Requests handed on to the orchestrator that leads",
+            ["outcome"],
+            registry=self.registry,
+        )
 
     def observe(self, replicas: Callable[[], Counts], workers: Callable[[], Mapping[str, int]]) -> None:
         """Read these at each scrape: adapters' replicas, and workers by state."""
-        self.registry.register(_Gauges(replicas, workers))
+        self.registry.register(_Gauges(self.shown, replicas, workers))
+
+    def watch(self, *, failed: Callable[[], float], leading: Callable[[], float], epoch: Callable[[], float]) -> None:
+        """Read these at each scrape too."""
+        self.failed.set_function(failed)
+        self.leading.set_function(leading)
+        self.epoch.set_function(epoch)
+
+    def ended(self, operation: str, outcome: str, seconds: float) -> None:
+        """An action came to its end."""
+        self.operations.labels(operation, outcome).inc()
+        if outcome == "ok" and operation == "load":
+            self.load_seconds.observe(seconds)
+        elif outcome == "ok" and operation == "unload":
+            self.unload_seconds.observe(seconds)
+
+    def evicted(self, lora_id: str, reason: str) -> None:
+        self.evictions.labels(self.shown.label(lora_id), reason).inc()
+
+    def used(self, lora_id: str, requests: float) -> None:
+        """Requests that are new since the last call."""
+        self.usage.labels(self.shown.label(lora_id)).inc(requests)
+
+    def show(self, rates: Mapping[str, float]) -> None:
+        """Give the series to the adapters with the most traffic; those of others end."""
+        for lora_id in self.shown.choose(rates):
+            _remove(self.usage, lora_id)
+            for reason in ("lru", "capacity", "ttl"):
+                _remove(self.evictions, lora_id, reason)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
 
+class Shown:
+    """Which adapters have series of their own: at most so many, by traffic. The rest are `other`.
+
+    What is counted goes to the series that an adapter has at that moment and stays there: every request is counted
+    once, and no series ever falls. An adapter keeps its place until it is clearly not among the first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.names: set[str] = set()
+
+    def label(self, lora_id: str) -> str:
+        if lora_id in self.names:
+            return lora_id
+        if len(self.names) < self._most:
+            self.names.add(lora_id)
+            return lora_id
+        return REST
+
+    def choose(self, rates: Mapping[str, float]) -> set[str]:
+        """By these rates; returns the adapters that lost their place."""
+        if len(self.names) < self._most or len(rates) <= self._most:
+            return set()
+        order = heapq.nlargest(2 * self._most, rates, key=lambda lora_id: (rates[lora_id], lora_id))
+        gone = self.names - set(order)
+        self.names -= gone
+        for lora_id in order:
+            if len(self.names) >= self._most:
+                break
+            self.names.add(lora_id)
+        return gone
+
+
 class _Gauges(Collector):
-    def __init__(self, replicas: Callable[[], Counts], workers: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, shown: Shown, replicas: Callable[[], Counts], workers: Callable[[], Mapping[str, int]]) -> None:
+        self._shown = shown
         self._replicas = replicas
         self._workers = workers
 
@@ -54,20 +150,20 @@ class _Gauges(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         current = GaugeMetricFamily("lora_replicas_current", "Ready replicas of an adapter", labels=["lora_id"])
         target = GaugeMetricFamily("lora_replicas_target", "Replicas an adapter should have", labels=["lora_id"])
-        for lora_id, (now, wanted) in bounded(self._replicas()).items():
-            current.add_metric([lora_id], now)
-            target.add_metric([lora_id], wanted)
+        sums: dict[str, tuple[int, int]] = {}
+        for lora_id, (now, wanted) in self._replicas().items():
+            label = self._shown.label(lora_id)
+            before = sums.get(label, (0, 0))
+            sums[label] = (before[0] + now, before[1] + wanted)
+        for label, (now, wanted) in sums.items():
+            current.add_metric([label], now)
+            target.add_metric([label], wanted)
         workers = GaugeMetricFamily("lorafleet_orchestrator_workers", "Workers by state", labels=["state"])
         for state, count in self._workers().items():
             workers.add_metric([state], count)
         yield from (current, target, workers)
 
 
-def bounded(counts: Counts) -> Counts:
-    """The adapters with the most replicas, and everything else as one."""
-    if len(counts) <= MOST_SERIES:
-        return counts
-    order = sorted(counts, key=lambda lora_id: (-max(counts[lora_id]), lora_id))
-    kept = {lora_id: counts[lora_id] for lora_id in order[:MOST_SERIES]}
-    rest = [counts[lora_id] for lora_id in order[MOST_SERIES:]]
-    return kept | {REST: (sum(now for now, _ in rest), sum(wanted for _, wanted in rest))}
+def _remove(metric: Counter, *labels: str) -> None:
+    with contextlib.suppress(KeyError):
+        metric.remove(*labels)

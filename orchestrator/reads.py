@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.catalog import CatalogBook
 from orchestrator.core.state import Adapter, Desired, Observed
@@ -37,9 +37,9 @@ class Reads:
     def observe(self) -> Observed:
         """The fleet now, with what we have under way in it."""
         it = self._underway
-        return self._fleet.snapshot(
+        seen = self._fleet.snapshot(
             self._store.workers,
-            failures=it.failures,
+            failures=it.failures.current,
             busy=it.busy,
             loading=it.loading,
             draining=it.drains,
@@ -47,6 +47,7 @@ class Reads:
             owed=it.owed,
             digests=self.digest,
         )
+        return replace(seen, memory=self.view.desired.memory)
 
     def digest(self, lora_id: str) -> str | None:
         """As registered or inspected."""
@@ -87,36 +88,50 @@ class Reads:
         began = [at for (name, _), at in it.load_began.items() if name == lora_id]
         return round(max(0.0, median - (self._clock() - min(began))) if began else median, 3)
 
+    def quarantine(self, lora_id: str) -> str | None:
+        """Why the adapter cannot be loaded anywhere: the engine refused its bytes, or nobody finds good ones."""
+        adapter = self._store.adapters.get(lora_id)
+        if adapter is None or adapter.quarantine is not None:
+            return None if adapter is None else adapter.quarantine
+        failure = None if adapter.is_inspected else self._underway.failures.shared(lora_id, self._clock())
+        return None if failure is None else f"{failure.code}: {failure.message}"
+
     def last_error(self, lora_id: str) -> str | None:
         """Why the adapter is not, or not often enough, where it should be."""
-        adapter = self._store.adapters.get(lora_id)
-        if adapter is not None and adapter.quarantine is not None:
-            return adapter.quarantine
-        now = self._clock()
-        failures = [f for (name, _), f in self._underway.failures.items() if name == lora_id and f.until > now]
-        if failures:
-            newest = max(failures, key=lambda failure: failure.until)
-            return f"{newest.code}: {newest.message}"
-        return self.view.desired.unplaced.get(lora_id)
+        quarantine = self.quarantine(lora_id)
+        if quarantine is not None:
+            return quarantine
+        newest = self._underway.failures.newest(lora_id, self._clock())
+        return f"{newest.code}: {newest.message}" if newest is not None else self.view.desired.unplaced.get(lora_id)
 
     def states(self) -> dict[str, tuple[str, str | None]]:
         """lora_id -> (adapter state, error), for all registered adapters at once."""
         it, ready = self._underway, self.ready_table()
         loading = {lora_id for lora_id, _ in it.loading}
-        failed = {lora_id for lora_id, _ in it.failures} | self.view.desired.unplaced.keys()
-        return {
-            lora_id: (
-                _state(adapter, lora_id in ready, lora_id in loading, lora_id in it.inspecting),
-                self.last_error(lora_id) if adapter.quarantine is not None or lora_id in failed else None,
-            )
-            for lora_id, adapter in self._store.adapters.items()
-        }
+        troubled = it.failures.adapters | self.view.desired.unplaced.keys()
+        found: dict[str, tuple[str, str | None]] = {}
+        for lora_id, adapter in self._store.adapters.items():
+            has_error = adapter.quarantine is not None or lora_id in troubled
+            is_failed = has_error and self.quarantine(lora_id) is not None
+            state = _state(adapter, lora_id in ready, lora_id in loading, lora_id in it.inspecting, is_failed)
+            found[lora_id] = (state, self.last_error(lora_id) if has_error else None)
+        return found
+
+    def failed_count(self) -> int:
+        """Adapters in state `failed`."""
+        it, store = self._underway, self._store
+        shared = sum(self.quarantine(lora_id) is not None for lora_id in it.failures.adapters)
+        return shared + sum(
+            adapter.quarantine is not None and lora_id not in it.failures.adapters
+            for lora_id, adapter in store.adapters.items()
+        )
 
     def state_of(self, adapter: Adapter, ready: Mapping[str, Sequence[str]]) -> str:
         """One word for an adapter. `ready`: where it is ready, as `ready_table` says."""
         it, lora_id = self._underway, adapter.lora_id
         is_loading = any(name == lora_id for name, _ in it.loading)
-        return _state(adapter, bool(ready.get(lora_id)), is_loading, lora_id in it.inspecting)
+        is_failed = self.quarantine(lora_id) is not None
+        return _state(adapter, bool(ready.get(lora_id)), is_loading, lora_id in it.inspecting, is_failed)
 
     def refresh_catalog(self) -> None:
         """Make what routers follow agree with what is known now."""
@@ -142,10 +157,10 @@ class Reads:
         return next((lora.digest for lora in loras if lora.lora_id == lora_id), "")
 
 
-def _state(adapter: Adapter, is_ready: bool, is_loading: bool, is_inspecting: bool) -> str:
+def _state(adapter: Adapter, is_ready: bool, is_loading: bool, is_inspecting: bool, is_failed: bool) -> str:
     if adapter.is_deleting:
         return "deleting"
-    if adapter.quarantine is not None:
+    if is_failed:
         return "failed"
     if not adapter.is_inspected:
         return "inspecting" if is_inspecting else "registered"

@@ -16,6 +16,7 @@ import structlog
 
 from orchestrator.acting import Actor
 from orchestrator.agents import Agents
+from orchestrator.audit import Audit
 from orchestrator.catalog import CatalogBook
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
@@ -23,9 +24,10 @@ from orchestrator.core.placement import place
 from orchestrator.core.plan import Action, diff, drains_wanted, is_drained
 from orchestrator.core.state import Adapter, Desired, Failure, Observed, Pair, Want
 from orchestrator.fleet import Fleet
+from orchestrator.leadership import Leadership
 from orchestrator.metrics import Metrics
 from orchestrator.reads import Reads, View
-from orchestrator.store import Store
+from orchestrator.store import NOBODY, Store
 from orchestrator.tasks import Tasks
 from orchestrator.underway import Underway
 from orchestrator.watch import Watcher
@@ -47,6 +49,7 @@ class Reconciler:
         catalog: CatalogBook,
         agents: Agents,
         metrics: Metrics,
+        leadership: Leadership,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
@@ -58,9 +61,11 @@ class Reconciler:
         self._metrics = metrics
         self._clock = clock
         self._rng = rng or Random()
-        self._started_at = clock()
+        self._leadership = leadership
+        self._started_at = self._term_began_at = clock()
         self._due = asyncio.Event()
         self._tasks = Tasks()
+        self._audit = Audit(store)
         self._underway = underway = Underway()
         self._reads = reads = Reads(store=store, fleet=fleet, catalog=catalog, underway=underway, clock=clock)
         self._watcher = Watcher(
@@ -73,6 +78,8 @@ class Reconciler:
             reads=reads,
             tasks=self._tasks,
             poke=self.poke,
+            is_leading=lambda: leadership.is_leading,
+            on_lease_lost=leadership.doubt,
             clock=clock,
         )
         self._actor = Actor(
@@ -85,9 +92,30 @@ class Reconciler:
             underway=underway,
             reads=reads,
             tasks=self._tasks,
+            audit=self._audit,
+            claim=self._watcher.claim,
             poke=self.poke,
+            on_lease_lost=leadership.doubt,
+            rng=self._rng,
             clock=clock,
         )
+        metrics.watch(failed=reads.failed_count, leading=lambda: leadership.is_leading, epoch=lambda: store.epoch)
+        leadership.on_begin, leadership.on_end = self.begin_term, self.end_term
+
+    # -- terms ------------------------------------------------------------------------------------------------
+
+    def begin_term(self) -> None:
+        """We lead: from the intent as it is stored now, above every epoch that anybody has seen. Raises StoreError."""
+        self.store.reload()
+        self.store.raise_epoch(max(self.store.epoch, self._watcher.highest_epoch()))
+        self._term_began_at = self._clock()
+        self._watcher.claim_all()
+        self.poke()
+
+    def end_term(self) -> None:
+        """Somebody else may lead: all that is under way is dropped. Agents finish what they were told, or refuse it."""
+        self._tasks.cancel()
+        self._underway.clear()
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -119,10 +147,15 @@ class Reconciler:
         self.refresh_catalog()
         self.poke()
 
-    def ensure(self, lora_id: str, want: Want) -> None:
+    def ensure(self, lora_id: str, want: Want, by: str = NOBODY) -> None:
         """Somebody needs this adapter; a pass is due if that is news."""
+        self.asked(lora_id, by)
         if self.demand.want(lora_id, want, self._clock() + self.settings.wanted_for_s):
             self.poke()
+
+    def asked(self, lora_id: str, by: str) -> None:
+        """Who wants this adapter loaded, or gone: the audit log will say so."""
+        self._audit.asked_by[lora_id] = by
 
     def clipped(self, lora_id: str, replicas: int) -> int:
         """No more replicas than the policy allows, however many are asked for."""
@@ -132,9 +165,7 @@ class Reconciler:
 
     def forget_failures(self, lora_id: str) -> None:
         """Let the adapter be tried anywhere again."""
-        self._underway.failures = {
-            pair: failure for pair, failure in self._underway.failures.items() if pair[0] != lora_id
-        }
+        self._underway.failures.forget(lora_id)
 
     @property
     def has_drains(self) -> bool:
@@ -153,8 +184,13 @@ class Reconciler:
         """Whether the fleet has had time to speak since our start, so that silence means absence."""
         return self._clock() - self._started_at >= self.settings.settle_s
 
+    @property
+    def _may_decide(self) -> bool:
+        """Whether the fleet has had time to speak since our term began, too."""
+        return self.is_settled and self._clock() - self._term_began_at >= self.settings.settle_s
+
     def _next_pass_s(self) -> float:
-        left = self._started_at + self.settings.settle_s - self._clock()
+        left = max(self._started_at, self._term_began_at) + self.settings.settle_s - self._clock()
         return min(self.settings.pass_interval_s, left) if left > 0 else self.settings.pass_interval_s
 
     # -- one pass ---------------------------------------------------------------------------------------------
@@ -163,12 +199,15 @@ class Reconciler:
         """Observe, place, diff, act. Returns what was started. Safe to repeat, to miss, and to interrupt."""
         began = time.perf_counter()
         self._watcher.probe_the_silent()
+        if not self._leadership.is_leading:
+            return []
         self._drop_what_is_over()
         desired, observed, actions = self._decide()
         self._reads.view = View(observed, desired)
         self._end_drains(desired)
         for action in actions:
             self._actor.start(action)
+        self._metrics.frozen.set(desired.frozen is not None)
         self.refresh_catalog()
         self._metrics.pass_seconds.observe(time.perf_counter() - began)
         return actions
@@ -180,8 +219,8 @@ class Reconciler:
 
     def _decide(self) -> tuple[Desired, Observed, list[Action]]:
         now = self._clock()
-        observed = replace(self.observe(), memory=self.view.desired.memory)
-        if not self.is_settled:
+        observed = self.observe()
+        if not self._may_decide:
             return Desired(), observed, []
         self.demand.window_s = self.store.rules.demand_window_s
         desired = place(self.store.intent, observed, self.demand.snapshot(now), self.store.rules, now)
@@ -201,14 +240,14 @@ class Reconciler:
 
     def _drop_what_is_over(self) -> None:
         now = self._clock()
-        self._underway.failures = {
-            pair: failure for pair, failure in self._underway.failures.items() if failure.until > now
-        }
+        self._underway.failures.expire(now)
         self._watcher.forget_the_lost()
-        for lora_id, want in self.demand.wants().items():
-            if lora_id not in self.store.adapters or len(self.ready_on(lora_id)) >= want.replicas:
+        wants = self.demand.wants()
+        ready = self.ready_table() if wants else {}
+        for lora_id, want in wants.items():
+            if lora_id not in self.store.adapters or len(ready.get(lora_id, ())) >= want.replicas:
                 self.demand.satisfied(lora_id)
-        if self.is_settled:
+        if self._may_decide:
             self._finish_deletions()
 
     def _finish_deletions(self) -> None:
@@ -221,11 +260,12 @@ class Reconciler:
             if adapter.lora_id not in held:
                 self.store.drop_adapter(adapter.lora_id)
                 self.demand.forget(adapter.lora_id)
+                self._audit.asked_by.pop(adapter.lora_id, None)
                 log.info("adapter deleted", lora_id=adapter.lora_id)
 
     def _end_drains(self, desired: Desired) -> None:
         """A mark that no pass asks for any more is lifted, unless an action that relies on it is under way."""
-        if not self.is_settled:
+        if not self._may_decide:
             return
         wanted = drains_wanted(desired)
         for pair in [pair for pair in self._underway.drains if pair not in wanted and not self._underway.busy[pair[1]]]:
@@ -245,7 +285,7 @@ class Reconciler:
 
     @property
     def failures(self) -> Mapping[Pair, Failure]:
-        return self._underway.failures
+        return self._underway.failures.current
 
     def hear(self, report: Metadata) -> None:
         """An agent's heartbeat."""
@@ -277,6 +317,10 @@ class Reconciler:
     def expected_s(self, lora_id: str) -> float | None:
         """Seconds until it should be there; None when no load was measured yet."""
         return self._reads.expected_s(lora_id)
+
+    def quarantine(self, lora_id: str) -> str | None:
+        """Why the adapter cannot be loaded anywhere; None while it may be tried."""
+        return self._reads.quarantine(lora_id)
 
     def last_error(self, lora_id: str) -> str | None:
         """Why the adapter is not, or not often enough, where it should be."""

@@ -6,8 +6,9 @@ Kept in memory only. A process that ends forgets it, and its successor reads fro
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from orchestrator.core.failures import FailureBook
 from orchestrator.core.plan import Drain
-from orchestrator.core.state import Failure, Pair
+from orchestrator.core.state import Pair
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class Underway:
     leaving       workers that were told to drain
     drains        (lora_id, worker_id) that takes no new requests
     owed          victims of loads that took the reserve -> what they made room for
-    failures      (lora_id, worker_id) -> what went wrong there, and until when that counts
+    failures      what went wrong where, and until when that counts
     load_seconds  of the last hundred loads
     """
 
@@ -31,5 +32,11 @@ class Underway:
     leaving: set[str] = field(default_factory=set)
     drains: dict[Pair, Drain] = field(default_factory=dict)
     owed: dict[Pair, str] = field(default_factory=dict)
-    failures: dict[Pair, Failure] = field(default_factory=dict)
+    failures: FailureBook = field(default_factory=FailureBook)
     load_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+
+    def clear(self) -> None:
+        """Our term is over: drains and debts are our successor's to find. What is cancelled settles its own count."""
+        self.leaving.clear()
+        self.drains.clear()
+        self.owed.clear()

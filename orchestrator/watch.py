@@ -8,7 +8,7 @@ import structlog
 from orchestrator.agents import Agents
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
-from orchestrator.core.errors import Transient
+from orchestrator.core.errors import LeaseLost, Transient
 from orchestrator.core.state import Want
 from orchestrator.fleet import Change, Fleet
 from orchestrator.reads import Reads
@@ -35,6 +35,8 @@ class Watcher:
         reads: Reads,
         tasks: Tasks,
         poke: Callable[[], None],
+        is_leading: Callable[[], bool],
+        on_lease_lost: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -46,13 +48,53 @@ class Watcher:
         self._reads = reads
         self._tasks = tasks
         self._poke = poke
+        self._is_leading = is_leading
+        self._on_lease_lost = on_lease_lost
+        self._claimed: dict[str, int] = {}
         self._clock = clock
 
     def hear(self, report: Metadata) -> None:
         """An agent's heartbeat."""
-        if report.epoch >= self._store.epoch + 1:
+        # Only a leader may go above what an agent has obeyed: whoever was replaced would overtake its successor.
+        if report.epoch > self._store.epoch and self._is_leading():
             self._store.raise_epoch(report.epoch)
         self._take(report.instance_id, self._fleet.hear(report))
+
+    async def claim(self, worker_id: str) -> None:
+        """Have the agent refuse every older leader, unless it does already. Raises Transient, LeaseLost."""
+        entry, epoch = self._fleet.entries.get(worker_id), self._store.epoch
+        if entry is None or entry.report.epoch >= epoch or self._claimed.get(worker_id) == epoch:
+            return
+        try:
+            fresh = await self._agents.claim(
+                entry.report.agent_url, key=f"claim-{epoch}", timeout_s=self._settings.probe_timeout_s
+            )
+        except Transient as exc:
+            if exc.code not in ("not_found", "method_not_allowed"):
+                raise
+            # An agent of the version before: our first action there tells it the epoch.
+        else:
+            if fresh.instance_id == worker_id:
+                self.hear(fresh)
+        self._claimed[worker_id] = epoch
+
+    def claim_all(self) -> None:
+        """Claim everybody, each in its own task; whoever cannot be reached now is claimed before it is acted on."""
+        self._claimed.clear()
+        for worker_id in self._fleet.entries:
+            self._tasks.spawn(self._try_to_claim(worker_id))
+
+    async def _try_to_claim(self, worker_id: str) -> None:
+        try:
+            await self.claim(worker_id)
+        except Transient as exc:
+            log.info("worker not claimed yet", worker_id=worker_id, error=str(exc))
+        except LeaseLost as exc:
+            self._on_lease_lost(str(exc))
+
+    def highest_epoch(self) -> int:
+        """That any agent has reported."""
+        return max((entry.report.epoch for entry in self._fleet.entries.values()), default=0)
 
     def probe_the_silent(self) -> None:
         """Ask workers that have not spoken for a while, each in its own task."""

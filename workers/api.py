@@ -14,6 +14,7 @@ from workers.core.errors import EngineError, RequestError
 from workers.wire import (
     AvailableLora,
     AvailableLoras,
+    ClaimRequest,
     DrainAnswer,
     DrainRequest,
     InspectRequest,
@@ -132,6 +133,12 @@ def _done(agent: Agent, keys: Keys) -> APIRouter:
     async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> AvailableLora:
         agent.fence(epoch, is_destructive=False)
         return await agent.inspect(body)
+
+    @api.post("/v1/admin/claim", dependencies=operator)
+    async def claim(_body: ClaimRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> Metadata:
+        """A new leader's first word: whoever led before is refused from now on."""
+        agent.fence(epoch, is_destructive=True)
+        return agent.metadata()
 
     @api.post("/v1/admin/drain", dependencies=operator)
     async def drain(body: DrainRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> DrainAnswer:

@@ -190,6 +190,12 @@ class InspectRequest(_Wire):
     wire: int = WIRE
 
 
+class ClaimRequest(_Wire):
+    """`POST /v1/admin/claim`: older epochs than the caller's are refused from now on; answers with the `Metadata`."""
+
+    wire: int = WIRE
+
+
 class DrainRequest(_Wire):
     deadline_s: float = Field(default=30.0, ge=0)
     wire: int = WIRE

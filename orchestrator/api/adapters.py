@@ -124,6 +124,7 @@ def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views
     async def delete(lora_id: str, actor: Actor, if_match: IfMatch = None) -> Response:
         """Drain it everywhere, unload it, forget it: 204 when that is done at once, else 202."""
         registry.delete(lora_id, actor, if_match=if_match)
+        reconciler.asked(lora_id, actor)
         reconciler.changed()
         if reconciler.is_settled:
             reconciler.run_pass()
@@ -146,7 +147,7 @@ def _chosen(wanted: Wanted, reconciler: Reconciler, ready: Mapping[str, Sequence
     if wanted.tenant is not None:
         tests.append(lambda adapter: adapter.tenants is None or wanted.tenant in adapter.tenants)
     if wanted.quarantined is not None:
-        tests.append(lambda adapter: (adapter.quarantine is not None) == wanted.quarantined)
+        tests.append(lambda it: (reconciler.quarantine(it.lora_id) is not None) == wanted.quarantined)
     if wanted.state is not None:
         tests.append(lambda adapter: reconciler.state_of(adapter, ready) == wanted.state)
     return [name for name in rows if all(test(store.adapters[name]) for test in tests)] if tests else rows

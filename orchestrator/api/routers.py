@@ -7,6 +7,7 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
 from lorafleet.auth import Keys, requires
+from orchestrator.api.given import Actor
 from orchestrator.api.views import Views
 from orchestrator.core.demand import Hold, Use
 from orchestrator.core.errors import Conflict, NotFound
@@ -93,11 +94,19 @@ def router_routes(
     @api.post("/v1/adapters/{lora_id:path}/ensure")
     async def ensure(
         lora_id: str,
+        actor: Actor,
         ask: Annotated[EnsureRequest, Body(examples=[ENSURE_EXAMPLE])] = EnsureRequest(),  # noqa: B008
     ) -> EnsureAnswer:
         """Have the adapter somewhere; answers when it is, or after `wait_s` with what is known by then."""
         return await _ensured(
-            lora_id, ask, registry=registry, reconciler=reconciler, views=views, is_stopping=is_stopping, clock=clock
+            lora_id,
+            ask,
+            actor,
+            registry=registry,
+            reconciler=reconciler,
+            views=views,
+            is_stopping=is_stopping,
+            clock=clock,
         )
 
     return api
@@ -114,6 +123,7 @@ _COUNTS = AdapterUse.model_fields.keys() & Use.__dataclass_fields__.keys()
 async def _ensured(
     lora_id: str,
     ask: EnsureRequest,
+    actor: str,
     *,
     registry: Registry,
     reconciler: Reconciler,
@@ -126,12 +136,12 @@ async def _ensured(
         adapter = registry.adapter(lora_id)
         if adapter.is_deleting:
             raise NotFound(f"adapter {lora_id!r} is being deleted", param="lora_id")
-        if adapter.quarantine is not None:
-            raise Conflict(f"{lora_id!r} failed: {adapter.quarantine}", code="adapter_failed", param="lora_id")
+        if (why := reconciler.quarantine(lora_id)) is not None:
+            raise Conflict(f"{lora_id!r} failed: {why}", code="adapter_failed", param="lora_id")
         left_s = deadline - clock()
         if len(reconciler.ready_on(lora_id)) >= replicas or is_stopping():
             return views.ensured(adapter, replicas)
-        reconciler.ensure(lora_id, Want(replicas=replicas))
+        reconciler.ensure(lora_id, Want(replicas=replicas), actor)
         if left_s <= 0:
             return views.ensured(adapter, replicas)
         # Looked at again each interval too: a replica that an agent reports need not make an event.

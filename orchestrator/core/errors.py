@@ -11,6 +11,7 @@ OrchestratorError
 ├── Transient               a worker could not do it now; tried again after `retry_after_s`, perhaps elsewhere
 ├── Permanent               the adapter's bytes or source are wrong, as a worker found them; kept as data
 ├── LeaseLost               another orchestrator leads: nothing more may be done here
+├── LeaseUnreachable        the lease can be neither read nor written now; tried again at the next renewal
 └── StoreError              the store cannot be used; the process refuses to start, the file is left as it is
 """
 
@@ -83,6 +84,11 @@ class Permanent(OrchestratorError):
 class LeaseLost(OrchestratorError):
     status = 503
     code = "not_leading"
+
+
+class LeaseUnreachable(OrchestratorError):
+    status = 503
+    code = "lease_unreachable"
 
 
 class StoreError(OrchestratorError):

@@ -1,5 +1,6 @@
 """An orchestrator whose passes are run by hand, in front of agents served for real."""
 
+import math
 from contextlib import AsyncExitStack
 
 import httpx
@@ -28,6 +29,7 @@ class House:
         self.settings = OrchestratorSettings(store=path, settle_s=0, **settings)
         self.whole = build(self.settings, clock=clock, wall=lambda: 1_800_000_000.0 + clock.now)
         self.reconciler = self.whole.reconciler
+        self.whole.leadership.lead_until(math.inf)
         self.store = self.whole.store
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.whole.app), base_url="http://orchestrator")
         self.agents = {}
@@ -87,6 +89,7 @@ class House:
     async def close(self):
         await self.http.aclose()
         await self.reconciler.stop()
+        await self.whole.leadership.release()
         await self.whole.client.aclose()
         self.store.close()
         await self.stack.aclose()

@@ -32,6 +32,8 @@ class FakeAgent:
         self.url = ""
         self.loaded = {}
         self.calls = []
+        self.claims = []
+        self.refused = []
         self.epochs = []
         self.keys = []
         self.fail_calls = set()
@@ -120,9 +122,21 @@ class FakeAgent:
         async def models():
             return {"data": [{"id": lora["engine_name"]} for lora in self.loaded.values()]}
 
+        @app.post("/v1/admin/claim")
+        async def claim(request: Request):
+            epoch = int(request.headers["x-lorafleet-epoch"])
+            if epoch < self.epoch:
+                return JSONResponse(envelope(409, "stale_epoch", f"epoch {epoch} is over"), 409)
+            self.epoch = epoch
+            self.claims.append(epoch)
+            return self.metadata()
+
         @app.post("/v1/admin/{verb}")
         async def act(verb: str, request: Request):
             body = await request.json()
+            if int(request.headers["x-lorafleet-epoch"]) < self.epoch:
+                self.refused.append((verb, body))
+                return JSONResponse(envelope(409, "stale_epoch", "another one leads"), 409)
             self.calls.append((verb, body))
             self.epochs.append(int(request.headers["x-lorafleet-epoch"]))
             self.keys.append(request.headers["x-lorafleet-idempotency-key"])

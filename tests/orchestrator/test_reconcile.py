@@ -148,15 +148,16 @@ async def test_an_engine_that_restarts_empty_gets_back_what_it_held(house):
     assert list(agent.loaded) == ["sql/v1"]
 
 
-@pytest.mark.parametrize("code", ["adapter_invalid", "adapter_refused", "source_not_found", "digest_mismatch"])
-async def test_wrong_bytes_are_quarantined_with_the_reason_until_retry(house, clock, code):
+async def test_bytes_of_the_right_digest_that_an_engine_refuses_are_quarantined_until_retry(house, clock):
     agent = await house.worker()
-    agent.refuse["sql/v1"] = code
     await house.register()
+    await house.settle()
+    agent.refuse["sql/v1"] = "adapter_refused"
+    await house.ensure()
     await house.settle()
     item = await house.adapter()
     assert item["state"] == "failed"
-    assert code in item["error"]
+    assert "adapter_refused" in item["error"]
     answer = await house.ensure()
     assert answer.status_code == 409
     assert answer.json()["error"]["code"] == "adapter_failed"
@@ -168,6 +169,65 @@ async def test_wrong_bytes_are_quarantined_with_the_reason_until_retry(house, cl
     await house.ensure()
     await house.settle()
     assert (await house.adapter())["state"] == "ready"
+
+
+@pytest.mark.parametrize("code", ["adapter_invalid", "adapter_refused", "source_not_found", "digest_mismatch"])
+async def test_an_adapter_that_nobody_ever_found_good_is_failed_and_looked_at_again_ever_more_seldom(
+    house, clock, code
+):
+    agent = await house.worker()
+    agent.refuse["sql/v1"] = code
+    await house.register()
+    await house.settle()
+    item = await house.adapter()
+    assert item["state"] == "failed"
+    assert code in item["error"]
+    assert (await house.ensure()).json()["error"]["code"] == "adapter_failed"
+    lasts_s = wait_s = house.store.rules.failure_expiry_s
+    for _ in range(3):
+        clock.now += wait_s
+        assert [action.operation for action in await house.settle()] == ["inspect"]
+        assert (await house.adapter())["state"] == "failed"
+        clock.now += 1.4 * lasts_s
+        assert await house.settle() == []  # twice as long as before, less a quarter by chance
+        lasts_s, wait_s = 2 * lasts_s, 0.6 * lasts_s
+
+    agent.refuse.clear()
+    assert (await house.http.post("/v1/adapters/sql/v1/retry")).json()["error"] is None
+    await house.ensure()
+    await house.settle()
+    assert (await house.adapter())["state"] == "ready"
+
+
+@pytest.mark.parametrize(
+    "code", ["source_forbidden", "adapter_invalid", "digest_mismatch", "disk_full", "rank_too_big"]
+)
+async def test_what_one_worker_cannot_get_right_is_no_fault_of_an_adapter_that_was_found_good(house, code):
+    agents = [await house.worker(f"w{i}") for i in range(2)]
+    await house.register()
+    await house.settle()
+    for agent in agents:
+        agent.refuse["sql/v1"] = code
+    await house.ensure()
+    await house.turn()
+    (first,) = [agent for agent in agents if ("load_lora", "sql/v1") in agent.operations()]
+    for agent in agents:
+        if agent is not first:
+            agent.refuse.clear()
+    await house.settle()
+    assert (await house.adapter())["state"] == "ready"
+    assert first.loaded == {}
+    assert len([verb for verb, _ in first.operations() if verb == "load_lora"]) == 1
+
+
+async def test_a_source_is_looked_for_on_a_few_workers_and_not_on_every_one(house):
+    agents = [await house.worker(f"w{i}") for i in range(6)]
+    for agent in agents:
+        agent.refuse["sql/v1"] = "source_not_found"
+    await house.register()
+    await house.settle()
+    assert (await house.adapter())["state"] == "failed"
+    assert sum(len(agent.calls) for agent in agents) == 3
 
 
 async def test_a_workers_trouble_is_kept_for_a_while_and_tried_elsewhere(house, clock):

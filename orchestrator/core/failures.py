@@ -1,0 +1,90 @@
+"""What failed where, until when that counts, and how much longer it counts each time it happens again."""
+
+from collections.abc import Set
+from random import Random
+
+from orchestrator.core.state import Failure, Pair
+
+ANYWHERE = ""
+"""The worker_id of a failure that every worker shares: nobody has found good bytes at an adapter's source."""
+LONGEST_S = 3600.0
+_JITTER = 0.25
+"""Expiries are up to this much shorter, so that what failed together is not tried again together."""
+
+
+class FailureBook:
+    """Failures by (lora_id, worker_id). One writer; `current` may be read at any time, expired ones included."""
+
+    def __init__(self) -> None:
+        self.current: dict[Pair, Failure] = {}
+        self._of: dict[str, dict[Pair, Failure]] = {}
+        self._streaks: dict[Pair, tuple[int, float]] = {}
+
+    def add(
+        self,
+        pair: Pair,
+        code: str,
+        message: str,
+        *,
+        first_s: float,
+        most_s: float,
+        now: float,
+        rng: Random,
+        least_s: float = 0.0,
+    ) -> Failure:
+        """It failed, perhaps again: each time in a row counts twice as long, from `first_s` up to `most_s`."""
+        count, _ = self._streaks.get(pair, (0, 0.0))
+        lasts_s = min(first_s * 2.0 ** min(count, 30), max(first_s, most_s))
+        until = now + max(lasts_s * (1.0 - _JITTER * rng.random()), least_s)
+        # The row is forgotten when the next failure comes later than the wait and as long again.
+        self._streaks[pair] = (count + 1, until + lasts_s)
+        failure = Failure(until=until, code=code, message=message)
+        self.put(pair, failure)
+        return failure
+
+    def put(self, pair: Pair, failure: Failure) -> None:
+        """This failure counts there, though nobody tried there."""
+        self.current[pair] = self._of.setdefault(pair[0], {})[pair] = failure
+
+    def succeeded(self, pair: Pair) -> None:
+        """The row ends."""
+        self._streaks.pop(pair, None)
+        self._drop(pair)
+
+    def forget(self, lora_id: str) -> None:
+        """Let the adapter be tried anywhere, as if it had never failed."""
+        for pair in self._of.pop(lora_id, {}):
+            del self.current[pair]
+        self._streaks = {pair: row for pair, row in self._streaks.items() if pair[0] != lora_id}
+
+    def expire(self, now: float) -> None:
+        for pair in [pair for pair, failure in self.current.items() if failure.until <= now]:
+            self._drop(pair)
+        for pair in [pair for pair, (_, until) in self._streaks.items() if until <= now]:
+            del self._streaks[pair]
+
+    def newest(self, lora_id: str, now: float) -> Failure | None:
+        """Of this adapter, wherever: the one that counts longest."""
+        failures = [failure for failure in self._of.get(lora_id, {}).values() if failure.until > now]
+        return max(failures, key=lambda failure: failure.until, default=None)
+
+    def count(self, lora_id: str, now: float) -> int:
+        """On how many workers it counts as failed."""
+        return sum(failure.until > now for failure in self._of.get(lora_id, {}).values())
+
+    def shared(self, lora_id: str, now: float) -> Failure | None:
+        """The failure that every worker shares, while it counts."""
+        failure = self.current.get((lora_id, ANYWHERE))
+        return failure if failure is not None and failure.until > now else None
+
+    @property
+    def adapters(self) -> Set[str]:
+        """Those with any failure at all."""
+        return self._of.keys()
+
+    def _drop(self, pair: Pair) -> None:
+        if self.current.pop(pair, None) is not None:
+            mine = self._of[pair[0]]
+            del mine[pair]
+            if not mine:
+                del self._of[pair[0]]

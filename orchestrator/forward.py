@@ -1,0 +1,130 @@
+"""Any orchestrator takes any request: what it does not answer itself goes on to the one that leads.
+
+Reads too, as long as there is a leader to ask, so that whoever wrote through one orchestrator reads it back through
+another. Without one, reads of what is stored are answered from the store; everything else is refused with
+`not_leading` and a time to come back.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lorafleet.http import error_response
+from orchestrator.core.errors import Unavailable
+from orchestrator.core.lease import Hold
+from orchestrator.leadership import Leadership
+from orchestrator.metrics import Metrics
+
+LOCAL = frozenset({"/health", "/ready", "/metrics", "/docs", "/redoc", "/openapi.json"})
+"""About this very process."""
+LEADERS = frozenset({"/v1/catalog", "/v1/events"})
+"""Reads whose revisions are one orchestrator's own: two of them would confuse whoever follows."""
+FORWARDED = "x-lorafleet-forwarded-by"
+_HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host"})
+_LOOK_EVERY_S = 0.2
+
+
+class Forwarder:
+    """ASGI middleware in front of all routes.
+
+    refresh   reads the store again, before a read is answered from it
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        leadership: Leadership,
+        client: httpx.AsyncClient,
+        metrics: Metrics,
+        refresh: Callable[[], None],
+        connect_timeout_s: float,
+        retry_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app = app
+        self._leadership = leadership
+        self._client = client
+        self._metrics = metrics
+        self._refresh = refresh
+        self._timeout = httpx.Timeout(None, connect=connect_timeout_s)
+        self._retry_after_s = retry_after_s
+        self._clock = clock
+        self._refreshed_at: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in LOCAL or self._leadership.is_leading:
+            await self._app(scope, receive, send)
+            return
+        answer = await self._elsewhere(Request(scope, receive))
+        if answer is None:
+            self._refresh_the_store()
+            await self._app(scope, receive, send)
+        else:
+            await answer(scope, receive, send)
+
+    async def _elsewhere(self, request: Request) -> Response | None:
+        """The leader's answer, or a refusal; None for a read that we may answer, as nobody leads."""
+        leader = self._leadership.other
+        why = "this orchestrator does not lead, and knows of none that does"
+        if FORWARDED in request.headers:
+            why = "this orchestrator does not lead, and the request has been forwarded already"
+        elif leader is not None and leader.url:
+            try:
+                return await self._asked(leader, request)
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
+                self._metrics.forwarded.labels("unreachable").inc()
+                why = f"the orchestrator that leads, {leader.url}, does not answer ({exc!r})"
+        if request.method == "GET" and request.url.path not in LEADERS and FORWARDED not in request.headers:
+            self._metrics.forwarded.labels("answered_here").inc()
+            return None
+        self._metrics.forwarded.labels("refused").inc()
+        return error_response(Unavailable(why, code="not_leading", retry_after_s=self._retry_after_s))
+
+    async def _asked(self, leader: Hold, request: Request) -> Response:
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        headers = [(k, v) for k, v in request.headers.items() if k not in _HOP_BY_HOP]
+        upstream = self._client.build_request(
+            request.method,
+            leader.url.rstrip("/") + target,
+            headers=[*headers, (FORWARDED, self._leadership.holder)],
+            content=await request.body(),
+            timeout=self._timeout,
+        )
+        answer = await self._while_it_leads(leader, self._client.send(upstream, stream=True))
+        self._metrics.forwarded.labels("ok").inc()
+        kept = {k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP}
+        return StreamingResponse(_body(answer), status_code=answer.status_code, headers=kept)
+
+    async def _while_it_leads(self, leader: Hold, sending: Any) -> httpx.Response:
+        """Its answer. Some calls wait for minutes, so what ends the wait is that it leads no longer: TimeoutError."""
+        task: asyncio.Task[httpx.Response] = asyncio.ensure_future(sending)
+        try:
+            while not (await asyncio.wait([task], timeout=_LOOK_EVERY_S))[0]:
+                now = self._leadership.other
+                if now is None or now.holder != leader.holder:
+                    raise TimeoutError("it leads no longer")
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _refresh_the_store(self) -> None:
+        now = self._clock()
+        if self._refreshed_at is None or now - self._refreshed_at >= 1.0:
+            self._refreshed_at = now
+            self._refresh()
+
+
+async def _body(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """As it comes; the connection to the leader ends with it, however that ends."""
+    try:
+        async for piece in answer.aiter_raw():
+            yield piece
+    finally:
+        await answer.aclose()

@@ -1,0 +1,145 @@
+"""One orchestrator acts: takes the lease, renews it, and stops acting before anybody else can have it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from random import Random
+
+import structlog
+
+from orchestrator.core.errors import LeaseLost, LeaseUnreachable
+from orchestrator.core.lease import Candidate, Hold
+from orchestrator.lease import Lease
+
+log = structlog.get_logger()
+
+
+def _nothing() -> None:
+    pass
+
+
+class Leadership:
+    """Holds the lease or watches who does. `on_begin` and `on_end` bracket each term.
+
+    on_begin   may raise: then the term does not begin, and is tried again
+    on_end     everything under way is dropped
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        *,
+        holder: str,
+        url: str,
+        duration_s: float,
+        renew_s: float,
+        margin_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Random | None = None,
+    ) -> None:
+        self.holder = holder
+        self.on_begin: Callable[[], None] = _nothing
+        self.on_end: Callable[[], None] = _nothing
+        self._lease = lease
+        self._candidate = Candidate(holder=holder, url=url, duration_s=duration_s, margin_s=margin_s)
+        self._renew_s = renew_s
+        self._clock = clock
+        self._rng = rng or Random()
+        self._is_term = False
+        self._due = asyncio.Event()
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether we may act at this moment."""
+        return self._is_term and self._candidate.left_s(self._clock()) > 0
+
+    @property
+    def other(self) -> Hold | None:
+        """Who leads, when we do not and somebody does."""
+        return None if self.is_leading else self._candidate.other(self._clock())
+
+    def require(self) -> None:
+        """Raises LeaseLost unless we may act at this moment."""
+        if not self.is_leading:
+            raise LeaseLost("this orchestrator does not hold the lease")
+
+    def doubt(self, reason: str) -> None:
+        """An agent has obeyed somebody newer: stop at once, and look at the lease."""
+        if self._is_term:
+            self._end(reason)
+        self._due.set()
+
+    def lead_until(self, until: float) -> None:
+        """Begin a term without asking for the lease, up to this time: for whoever knows that nobody else is there."""
+        self._candidate.hold_until(until)
+        self._settle()
+
+    async def start(self) -> None:
+        """The first look, before anything is served: so that who starts alone leads from its first answer on."""
+        try:
+            await self.step()
+        except LeaseUnreachable as exc:
+            log.warning("lease not reached", error=str(exc))
+
+    async def run(self) -> None:
+        """Take, renew or watch until cancelled; a lease that cannot be reached ends a term in time."""
+        while True:
+            self._due.clear()
+            left_s = self._candidate.left_s(self._clock())
+            try:
+                # A lease that hangs must not keep a term from ending.
+                async with asyncio.timeout(left_s or self._renew_s * 5):
+                    await self.step()
+            except (LeaseUnreachable, TimeoutError) as exc:
+                log.warning("lease not reached", error=repr(exc), left_s=round(left_s, 2))
+            except Exception:
+                log.exception("lease step failed")
+            self._settle()
+            left_s = self._candidate.left_s(self._clock())
+            wait_s = self._renew_s * self._rng.uniform(0.8, 1.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(wait_s, left_s) if left_s else wait_s):
+                    await self._due.wait()
+
+    async def step(self) -> None:
+        """One look at the lease, and one write if it is ours to renew or free to take. Raises LeaseUnreachable."""
+        candidate, clock = self._candidate, self._clock
+        candidate.look(await self._lease.read(), clock())
+        other = candidate.seen if candidate.seen and candidate.seen.holder != self.holder else None
+        is_gone = other is not None and await self._lease.is_gone(other)
+        asked_at = clock()
+        wanted = candidate.wanted(asked_at, is_holder_gone=is_gone)
+        if wanted is not None and await self._lease.write(wanted, candidate.seen):
+            candidate.wrote(wanted, asked_at)
+        self._settle()
+
+    async def release(self) -> None:
+        """An orderly end: whoever is next need not wait."""
+        held = self._candidate.seen if self._candidate.left_s(self._clock()) else None
+        if self._is_term:
+            self._end("stopping")
+        if held is not None and held.holder == self.holder:
+            gone = Hold(holder=held.holder, url="", beat=held.beat + 1, duration_s=held.duration_s, is_released=True)
+            with contextlib.suppress(LeaseUnreachable):
+                await self._lease.write(gone, held)
+        self._lease.close()
+
+    def _settle(self) -> None:
+        """Begin or end the term as the lease has it."""
+        has_lease = self._candidate.left_s(self._clock()) > 0
+        if has_lease and not self._is_term:
+            try:
+                self.on_begin()
+            except Exception:
+                log.exception("cannot lead, though the lease is ours")
+            else:
+                self._is_term = True
+                log.info("leading", holder=self.holder)
+        elif self._is_term and not has_lease:
+            self._end("the lease was not renewed in time, or somebody else has it")
+
+    def _end(self, reason: str) -> None:
+        self._is_term = False
+        log.warning("not leading any more", holder=self.holder, reason=reason)
+        self.on_end()
