@@ -14,6 +14,8 @@ from orchestrator.core.state import Demand, Flow, Pair, Want
 WINDOW_S = 60.0
 LIVE_S = 10.0
 """A router's word expires after this much silence (make before break)."""
+HABIT = 15
+"""Windows over which a habit is weighted. Of real adapters the ten hottest stay about the same for an hour."""
 _BOOTS_REMEMBERED = 8
 _FORGET_ROUTER_S = 3600.0
 
@@ -82,6 +84,7 @@ class _Sum:
     at: float
     total: list[float] = field(default_factory=lambda: [0.0] * len(_FLOWS))
     weighted: list[float] = field(default_factory=lambda: [0.0] * len(_FLOWS))
+    habit: float = 0.0
 
 
 @dataclass(slots=True)
@@ -143,10 +146,13 @@ class DemandBook:
         # What n requests, spread evenly over the time since the last report, weigh at its end, as a rate.
         share = -math.expm1(-over_s / self.window_s) / over_s if over_s > 0 else 1 / self.window_s
         entry.weighted = [amount * fade for amount in entry.weighted]
+        entry.habit *= math.exp(-(now - entry.at) / (HABIT * self.window_s))
         entry.at = now
         for name, amount in grown:
             entry.total[_FLOWS.index(name)] += amount
             entry.weighted[_FLOWS.index(name)] += amount * share
+            if name == "requests":
+                entry.habit += amount / (HABIT * self.window_s)
 
     def want(self, lora_id: str, want: Want, until: float) -> bool:
         """Remember that somebody asks; True when that says more than was known."""
@@ -207,12 +213,21 @@ class DemandBook:
         requests, work_s = _FLOWS.index("requests"), _FLOWS.index("work_s")
         rates: dict[str, float] = {}
         work: dict[str, float] = {}
+        habits: dict[str, float] = {}
         for lora_id, entry in self._sums.items():
             fade = scale * math.exp(-(now - entry.at) / self.window_s)
             rates[lora_id] = entry.weighted[requests] * fade
+            habits[lora_id] = entry.habit * math.exp(-(now - entry.at) / (HABIT * self.window_s))
             work[lora_id] = entry.weighted[work_s] * fade
-        is_blind = not self.live_routers(now)
-        return Demand(rates=rates, work=work, is_blind=is_blind, in_use=frozenset(in_use), wants=self.wants())
+        return Demand(
+            rates=rates,
+            work=work,
+            habits=habits,
+            last={lora_id: entry.at for lora_id, entry in self._sums.items()},
+            is_blind=not self.live_routers(now),
+            in_use=frozenset(in_use),
+            wants=self.wants(),
+        )
 
     def _scale(self, now: float) -> float:
         """What makes up for the part of the window before we first counted; never more than for a quarter of it."""

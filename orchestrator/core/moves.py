@@ -11,11 +11,11 @@ from orchestrator.core.board import Board, claim_of, is_placeable
 from orchestrator.core.state import Adapter, Load, Pair, Removal, Worker
 from orchestrator.core.victims import victim, worth
 
-IDLE = 0.5
+IDLE = 0.6
 """Below this part of the mean load a worker takes moves."""
-BUSY = 0.5
+BUSY = 1.0
 """A worker busy for less than this part of the target utilisation gives nothing away: nobody would notice."""
-SMALL = 0.1
+SMALL = 0.2
 """Part of the mean load below which an adapter is not worth a move."""
 
 

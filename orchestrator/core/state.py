@@ -50,7 +50,7 @@ class Rules:
     reserve_slots: int = 1
     loads_per_worker: int = 1
     loads_fleet_wide: int = 16
-    min_residency_s: float = 60.0
+    min_residency_s: float = 10.0
     drain_deadline_s: float = 30.0
     failure_expiry_s: float = 60.0
     demand_window_s: float = 60.0
@@ -220,6 +220,8 @@ class Demand:
 
     rates    lora_id -> requests a second
     work     lora_id -> seconds of engine work a second; 0 where routers do not say
+    habits   lora_id -> requests a second over a time 15 times as long: who comes back though nobody asks just now
+    last     lora_id -> when the last request for it was reported
     is_blind no router has reported of late: that nothing is counted is no sign that nothing is asked for
     in_use   (lora_id, worker_id) with a request in flight
     wants    lora_id -> what is asked for and not there yet; none that has expired
@@ -227,6 +229,8 @@ class Demand:
 
     rates: Mapping[str, float] = field(default_factory=dict)
     work: Mapping[str, float] = field(default_factory=dict)
+    habits: Mapping[str, float] = field(default_factory=dict)
+    last: Mapping[str, float] = field(default_factory=dict)
     is_blind: bool = False
     in_use: frozenset[Pair] = frozenset()
     wants: Mapping[str, Want] = field(default_factory=dict)

@@ -297,7 +297,7 @@ PROTECTED = {
     "of higher priority": {"known": {"priority": 1}},
     "at its minimum": {"known": {"min_replicas": 1}},
     "eager at its minimum": {"known": {"loading": "eager"}},
-    "young": {"since": NOW - 59},
+    "young": {"since": NOW - 9},
     "in use": {"demand": {"in_use": frozenset({("old", "w0")})}},
     "asked for itself": {"demand": {"wants": {"new": Want(replicas=1), "old": Want(replicas=1)}}},
     "loading": {"state": "loading"},
