@@ -55,10 +55,11 @@ class Watcher:
 
     def hear(self, report: Metadata) -> None:
         """An agent's heartbeat."""
-        # Only a leader may go above what an agent has obeyed: whoever was replaced would overtake its successor.
-        if report.epoch > self._store.epoch and self._is_leading():
-            self._store.raise_epoch(report.epoch)
         self._take(report.instance_id, self._fleet.hear(report))
+        if report.epoch > self._store.epoch and self._is_leading():
+            # Either somebody newer leads, or our store is an old copy. The lease knows; a new term goes above it.
+            message = f"worker {report.instance_id} has obeyed epoch {report.epoch}, ours is {self._store.epoch}"
+            self._on_lease_lost(message)
 
     async def claim(self, worker_id: str) -> None:
         """Have the agent refuse every older leader, unless it does already. Raises Transient, LeaseLost."""
