@@ -6,6 +6,7 @@ the first above its fair share, so that the same demand never moves anything bac
 """
 
 from collections.abc import Iterable, Mapping
+from heapq import nsmallest
 
 from orchestrator.core.board import Board, claim_of, is_placeable
 from orchestrator.core.state import Adapter, Load, Pair, Removal, Worker
@@ -15,6 +16,8 @@ IDLE = 0.6
 """Below this part of the mean load a worker takes moves."""
 BUSY = 1.0
 """A worker busy for less than this part of the target utilisation gives nothing away: nobody would notice."""
+DONORS = 4
+"""Workers with most to do that are looked at for each that takes a move."""
 SMALL = 0.2
 """Part of the mean load below which an adapter is not worth a move."""
 
@@ -61,7 +64,7 @@ def new_moves(board: Board, moves: Mapping[Pair, str]) -> Iterable[tuple[Load, s
 
 def _move_to(board: Board, idle: Worker, group: list[Worker], mean: float, moving: set[str]) -> tuple[Load, str] | None:
     bar = max(mean, BUSY * board.policy.target_utilisation)
-    for donor in sorted(group, key=lambda w: (-board.loads[w.id], w.id)):
+    for donor in nsmallest(DONORS, group, key=lambda w: (-board.loads[w.id], w.id)):
         if board.loads[donor.id] < bar:
             return None
         room = min(mean - board.loads[idle.id], (board.loads[donor.id] - board.loads[idle.id]) / 2)
@@ -73,7 +76,8 @@ def _move_to(board: Board, idle: Worker, group: list[Worker], mean: float, movin
             for part in (board.weight(lora_id) / board.copies(lora_id),)
             if SMALL * mean <= part <= room
         ]
-        # The hottest first; of those that are about as hot, one that has its home there.
+        # The hottest few; of those that are about as hot, one that has its home there.
+        movable = nsmallest(4, movable, key=lambda entry: (-entry[0], entry[1].lora_id))
         movable.sort(key=lambda entry: (-entry[0] * _pull(entry[1], idle, group), entry[1].lora_id))
         for part, adapter in movable:
             evict = None
