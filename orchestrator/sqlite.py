@@ -146,8 +146,8 @@ class SqliteFile:
         return [_entry(row) for row in self._db.execute(query, (*values, limit))]
 
     def backup(self, path: Path) -> None:
-        """Without deletions and drains: what was deleted then may have been registered again since, and a store
-        that is put back must not take anything from the fleet."""
+        """Without deletions, drains and rollouts under way: what was deleted then may have been registered again
+        since, and a store that is put back must neither take anything from the fleet nor shift anything there."""
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except OSError as exc:
@@ -159,6 +159,7 @@ class SqliteFile:
                 copy.execute("PRAGMA journal_mode = DELETE")
                 with copy:
                     copy.execute("DELETE FROM tombstones")
+                    copy.execute("DELETE FROM rollouts")
                     copy.execute("UPDATE adapters SET is_deleting = 0")
                     copy.execute("DELETE FROM workers WHERE state = 'draining'")
         except sqlite3.Error as exc:

@@ -1,9 +1,14 @@
-"""What was changed, when, and by whom."""
+"""What was changed, when, and by whom; and the store as a file."""
 
+import shutil
+import tempfile
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
+from fastapi.responses import FileResponse
+from starlette.background import BackgroundTask
 
 from lorafleet.auth import Keys, requires
 from orchestrator.api.given import Limit
@@ -11,6 +16,7 @@ from orchestrator.backend import Entry
 from orchestrator.store import Store
 from orchestrator.wire import HistoryItem, HistoryList
 
+BACKUP_TYPE = "application/vnd.sqlite3"
 ALIAS_KINDS = ("alias_set", "alias_deleted", "alias_rollout")
 HistoryCursor = Annotated[int | None, Query(ge=1, description="`next` of the answer before")]
 
@@ -27,6 +33,25 @@ def history_routes(keys: Keys, store: Store) -> APIRouter:
     ) -> HistoryList:
         """Changes of intent, newest first; of each kind the newest are kept."""
         return history_page(store, limit, cursor, kinds=tuple(kind or ()), subject=subject)
+
+    @api.get(
+        "/v1/backup",
+        response_class=FileResponse,
+        responses={200: {"content": {BACKUP_TYPE: {}}, "description": "an SQLite file: use it as `store`"}},
+    )
+    async def backup() -> FileResponse:
+        """The whole store, as it is now: what a new orchestrator can be started on.
+
+        Left out is what would take something from a fleet when it is put back: deletions, drains and rollouts.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="lorafleet-backup-"))
+        try:
+            store.backup(folder / "store.db")
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        gone = BackgroundTask(shutil.rmtree, folder, ignore_errors=True)
+        return FileResponse(folder / "store.db", media_type=BACKUP_TYPE, filename="lorafleet.db", background=gone)
 
     return api
 

@@ -1,9 +1,11 @@
 """Passes against agents that are served for real."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from orchestrator.core.state import Want
 from tests.orchestrator.doubles import digest_of
 from workers.wire import engine_name
 
@@ -62,14 +64,41 @@ async def test_every_action_carries_the_epoch_and_a_key_of_its_own(house):
     assert len(set(agent.keys)) == len(agent.keys)
 
 
-async def test_an_agent_that_obeyed_a_higher_epoch_raises_ours_above_it(house):
+async def test_a_restored_store_never_leaves_an_agent_refusing_everyone(house):
     agent = await house.worker()
     agent.epoch = 41
     await house.beat()
+    assert not house.reconciler.is_leading  # perhaps somebody newer leads: the lease is looked at first
+    await house.whole.leadership.step()
+    assert house.reconciler.is_leading
     assert house.store.epoch == 42
-    agent.epoch = 42
-    await house.beat()
-    assert house.store.epoch == 42
+    await ready(house)
+    assert agent.epoch == 42
+    assert agent.refused == []
+
+
+async def test_a_replaced_leader_is_refused_where_the_new_one_has_claimed_and_steps_down(open_house):
+    old = open_house()
+    agent = await old.worker()
+    await ready(old, "a/v1", source="a")
+    new = open_house()
+    agent_of_new = agent.metadata()
+    await new.http.post("/v1/workers/register", json={"metadata": agent_of_new})
+    new.agents[agent.worker_id] = agent
+    await new.register("b/v1", source="b")
+    await new.ensure("b/v1")
+    await new.settle()
+    assert agent.claims[-1] == agent.epoch == new.store.epoch > old.store.epoch
+
+    # The old one knows nothing of that: its clock has stood still.
+    old.store.put_adapter(replace(old.store.adapters["a/v1"], lora_id="c/v1"))
+    old.reconciler.ensure("c/v1", Want(replicas=1))
+    assert [action.operation for action in old.reconciler.run_pass()] == ["load"]
+    await old.reconciler.settled()
+    assert [verb for verb, _ in agent.refused] == ["load_lora"]
+    assert set(agent.loaded) == {"a/v1", "b/v1"}
+    assert not old.reconciler.is_leading
+    assert old.reconciler.run_pass() == []
 
 
 async def test_a_fresh_store_on_a_full_fleet_unloads_nothing_and_reports_orphans(house):
@@ -629,7 +658,8 @@ async def test_an_adapter_in_use_is_not_a_victim(house, clock):
     await house.ensure("b/v1")
     await house.settle()
     assert list(agent.loaded) == ["a/v1"]
-    assert (await house.http.post("/v1/placements/plan")).json() == {"actions": [], "unplaced": ["b/v1"]}
+    plan = (await house.http.post("/v1/placements/plan")).json()
+    assert (plan["actions"], plan["unplaced"]) == ([], ["b/v1"])
 
 
 async def test_a_plan_says_what_the_next_pass_does_and_does_nothing(house):
