@@ -235,7 +235,7 @@ async def _running(
             asyncio.create_task(discovery.run()),
             asyncio.create_task(parts.waiting.run()),
             asyncio.create_task(_sweep(parts.feeds, metrics)),
-            asyncio.create_task(_watch(parts.mind, discovery, metrics)),
+            asyncio.create_task(_watch(parts.mind, parts.pool, discovery, metrics)),
             asyncio.create_task(
                 _report_usage(control, parts.config.orchestrator_url.rstrip("/"), parts.usage, discovery, metrics)
             ),
@@ -329,9 +329,13 @@ async def _sweep(feeds: Feeds, metrics: Metrics) -> None:
     await forever(step, name="sweep", every_s=_SWEEP_EVERY_S, on_failure=metrics.loop_failures.labels("sweep").inc)
 
 
-async def _watch(mind: Mind, discovery: Discovery, metrics: Metrics) -> None:
+async def _watch(mind: Mind, pool: Pool, discovery: Discovery, metrics: Metrics) -> None:
     async def step() -> None:
-        mind.watch(list(discovery.fleet.replicas.values()), time.monotonic())
+        replicas = list(discovery.fleet.replicas.values())
+        heard_at = pool.heard_at()  # by the loop's clock, which is time.monotonic
+        for replica in replicas:
+            mind.load.heard(replica.id, heard_at.get(replica.engine_url, -inf))
+        mind.watch(replicas, time.monotonic())
 
     await forever(step, name="watch", every_s=_WATCH_EVERY_S, on_failure=metrics.loop_failures.labels("watch").inc)
 

@@ -89,6 +89,11 @@ class Inference:
             if isinstance(exc, RateLimited):
                 parts.metrics.rate_limited.labels(exc.limit).inc()
             answer.fail(exc)
+        except asyncio.CancelledError:
+            if exchange.status is not None and not exchange.is_over:
+                # Not by the client, who is still there. One whose answer had not begun is told by the front.
+                answer.fail(HttpError(503, "stopping", "the router stopped before this answer was whole; ask again"))
+            raise
         except Exception as exc:
             log.exception("unexpected error", path=route.path, request_id=answer.request_id)
             answer.fail(

@@ -26,7 +26,7 @@ class Metrics:
         self.tokenize = Histogram("tokenize_seconds", "tokenize.", ("by",), buckets=_SHORT, **on)
         self.tokenized = Counter("tokenized_tokens", "Ids of prompts tokenized here, by origin.", ("origin",), **on)
         self.token_cache_bytes = Gauge("token_cache_bytes", "Pieces of prompts and their ids that are kept.", **on)
-        self.retries = Counter("retries", "Attempts after the first, by reason.", ("reason",), **on)
+        self.retries = Counter("retries", "Attempts that failed unseen by the client, by reason.", ("reason",), **on)
         self.cold_starts = Counter("cold_starts", "Loads asked for, by outcome.", ("outcome",), **on)
         self.held = Gauge("held_requests", "Requests waiting for an adapter.", **on)
         self.in_flight = Gauge("in_flight_requests", "Requests at engines.", **on)

@@ -286,11 +286,11 @@ class LoadBook:
                 book.changed(now)
             flight.in_prefill = False
 
-    def heard(self, flight: InFlight, now: float) -> None:
-        """More of its answer came: its engine is alive."""
-        book = self._books.get(flight.worker)
+    def heard(self, worker: WorkerId, at: float) -> None:
+        """More of some answer came from there: its engine is alive."""
+        book = self._books.get(worker)
         if book is not None:
-            book.heard_at = now
+            book.heard_at = max(book.heard_at, at)
 
     def silent_s(self, worker: WorkerId, now: float, *, since: float = -inf) -> float:
         """For how long a replica has said nothing to anybody, beyond the time that what it has to do may take.

@@ -159,8 +159,10 @@ class Attempt:
 
     def data(self, data: bytes) -> None:
         if self._ended is not None:
-            assert self._connection is not None
-            self._connection.deadline = self._loop.time() + self._limits.idle_s
+            connection = self._connection
+            assert connection is not None
+            connection.heard_at = now = self._loop.time()
+            connection.deadline = now + self._limits.idle_s
             self._pass_on(data)
             return
         self._got.append(data)

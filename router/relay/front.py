@@ -168,6 +168,11 @@ class Exchange:
         self._head = b""
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing written here arrives any more: it is answered, or the client has gone."""
+        return self._connection is None
+
     def header(self, name: bytes) -> bytes | None:
         """The first value under this (lower-case) name."""
         return self._fields.get(name)
@@ -704,7 +709,8 @@ def _fail(exchange: Exchange, status: int, code: str, message: str) -> None:
     if exchange.status is not None:
         exchange.abort()
         return
-    exchange.respond(status, _JSON, msgspec.json.encode(envelope(status, code, message)))
+    headers = _JSON + b"retry-after: 1\r\n" if status == 503 else _JSON
+    exchange.respond(status, headers, msgspec.json.encode(envelope(status, code, message)))
 
 
 def _full() -> Refused:

@@ -94,6 +94,7 @@ class Connection(asyncio.Protocol):
     deadline  loop.time() at which the request on it is given up; whoever sent the request moves it. While reading is
               paused the engine is not to blame, and it does not run.
     answers   how many answers came on it before: an engine may close a connection just as it is used again
+    heard_at  loop.time() at which more of an answer came; whoever takes it in says so, who knows the time anyway
     """
 
     __slots__ = (
@@ -120,6 +121,7 @@ class Connection(asyncio.Protocol):
         "_version",
         "answers",
         "deadline",
+        "heard_at",
         "origin",
     )
 
@@ -127,6 +129,7 @@ class Connection(asyncio.Protocol):
         self.origin = origin
         self.deadline = _NEVER
         self.answers = 0
+        self.heard_at = -_NEVER
         self._pool = pool
         self._loop = loop
         self._parser = httptools.HttpResponseParser(self)
@@ -361,6 +364,15 @@ class Pool:
     def connections(self) -> int:
         """How many are open, idle or not."""
         return len(self._all)
+
+    def heard_at(self) -> dict[str, float]:
+        """Engine's URL -> loop.time() at which it last sent more of a stream; of those with one."""
+        last: dict[str, float] = {}
+        for connection in self._all:
+            url = connection.origin.url
+            if connection.heard_at > last.get(url, -_NEVER):
+                last[url] = connection.heard_at
+        return last
 
     def idle(self, origin: Origin) -> Connection | None:
         """The idle connection that was used last, ready for `send`; None when a new one is needed."""

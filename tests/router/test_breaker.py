@@ -335,7 +335,7 @@ def test_an_engine_that_streams_is_not_silent(is_heard, state):
     for _ in range(5):
         fleet.now += 5
         if is_heard:
-            fleet.mind.load.heard(streaming, fleet.now)
+            fleet.mind.load.heard(streaming.worker, fleet.now)
         fleet.mind.watch(fleet.roster.replicas, fleet.now)
     assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) == state
 

@@ -67,6 +67,22 @@ async def test_a_stream_arrives_in_pieces_under_the_clients_name_even_when_cut_i
     assert answer.headers["content-type"].startswith("text/event-stream")
 
 
+async def test_a_stream_that_a_stopping_router_cuts_off_ends_with_a_word_of_it():
+    engine = Engine("w0")
+    engine.go_on.clear()
+    async with fleet(engine) as (client, _, parts):
+        async with client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as answer:
+            pieces = answer.aiter_bytes()
+            await anext(pieces)
+            # As uvicorn does when the time to finish is over.
+            for task in asyncio.all_tasks():
+                if task.get_coro().__qualname__ == "_Connection._answer":
+                    task.cancel()
+            rest = b"".join([piece async for piece in pieces])
+        assert json.loads(rest.split(b"\n\n")[0].removeprefix(b"data: "))["error"]["code"] == "stopping"
+        assert not list(parts.mind.load.in_flight())
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("how", ["refused", "503", "reset", "draining", "in_band", "empty"])
 async def test_a_replica_that_fails_before_its_first_token_is_passed_over(how, streamed):
