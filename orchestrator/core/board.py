@@ -136,6 +136,12 @@ class Board:
             ]
         return self._able[key]
 
+    def can_load(self, adapter: Adapter, worker: Worker) -> bool:
+        """Whether this worker is one of the adapter's `able`."""
+        fits = adapter.base_model in worker.base_models and (adapter.rank or 0) <= worker.max_lora_rank
+        is_open = worker.state == "ready" and worker.slots > 0
+        return fits and is_open and self.failed(adapter.lora_id, worker.id) is None
+
     def able(self, adapter: Adapter) -> list[Worker]:
         """Workers that could load it now: they fit, and it has not failed there of late."""
         fitting = self.fits(adapter.base_model, adapter.rank or 0)
@@ -154,9 +160,10 @@ class Board:
         """
         bar = HOME_LOAD * self.mean_load(able)
         calm = [worker for worker in able if self.loads[worker.id] <= bar]
-        ranked = nsmallest(len(calm) if count > 1 else 1, calm or able, key=claim_of(adapter.lora_id))
-        if count > 1 and len(ranked) < count:
-            ranked += sorted((w for w in able if w not in ranked), key=claim_of(adapter.lora_id))
+        claim = claim_of(adapter.lora_id)
+        if count <= 1:
+            return [worker.id for worker in nsmallest(count, calm or able, key=claim)]
+        ranked = sorted(able, key=lambda worker: (self.loads[worker.id] > bar, *claim(worker)))
         homes: list[Worker] = []
         while ranked and len(homes) < count:
             zones, nodes = {w.zone for w in homes}, {w.node for w in homes}

@@ -72,9 +72,9 @@ def _move_to(board: Board, idle: Worker, group: list[Worker], mean: float, movin
             (part, adapter)
             for lora_id in sorted(donor.held)
             for adapter in (board.intent.adapters.get(lora_id),)
-            if adapter is not None and lora_id not in moving and _may_move(board, adapter, donor, idle)
-            for part in (board.weight(lora_id) / board.copies(lora_id),)
-            if SMALL * mean <= part <= room
+            if adapter is not None and lora_id not in moving
+            for part in (board.weight(lora_id) / max(1, board.copies(lora_id)),)
+            if SMALL * mean <= part <= room and _may_move(board, adapter, donor, idle)
         ]
         # The hottest few; of those that are about as hot, one that has its home there.
         movable = nsmallest(4, movable, key=lambda entry: (-entry[0], entry[1].lora_id))
@@ -104,7 +104,7 @@ def _may_move(board: Board, adapter: Adapter, donor: Worker, to: Worker) -> bool
         return False
     if board.now - held.since < board.policy.min_residency_s or adapter.lora_id in board.demand.wants:
         return False
-    return to in board.able(adapter) and not to.holds(adapter.lora_id)
+    return board.can_load(adapter, to) and not to.holds(adapter.lora_id)
 
 
 def surplus(board: Board, moving: Iterable[str]) -> Iterable[Removal]:
