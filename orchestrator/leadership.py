@@ -59,6 +59,12 @@ class Leadership:
         """Who leads, when we do not and somebody does."""
         return None if self.is_leading else self._candidate.other(self._clock())
 
+    @property
+    def leader_url(self) -> str | None:
+        """Of whoever leads, as far as we know; ours when we do."""
+        other = self.other
+        return self._candidate.mine.url if self.is_leading else other.url if other is not None else None
+
     def require(self) -> None:
         """Raises LeaseLost unless we may act at this moment."""
         if not self.is_leading:

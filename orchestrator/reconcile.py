@@ -27,6 +27,7 @@ from orchestrator.fleet import Fleet
 from orchestrator.leadership import Leadership
 from orchestrator.metrics import Metrics
 from orchestrator.reads import Reads, View
+from orchestrator.rollouts import Rollouts
 from orchestrator.store import NOBODY, Store
 from orchestrator.tasks import Tasks
 from orchestrator.underway import Underway
@@ -51,6 +52,7 @@ class Reconciler:
         metrics: Metrics,
         leadership: Leadership,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
         rng: Random | None = None,
     ) -> None:
         self.settings = settings
@@ -68,6 +70,15 @@ class Reconciler:
         self._audit = Audit(store)
         self._underway = underway = Underway()
         self._reads = reads = Reads(store=store, fleet=fleet, catalog=catalog, underway=underway, clock=clock)
+        self.rollouts = Rollouts(
+            store=store,
+            demand=demand,
+            catalog=catalog,
+            reads=reads,
+            is_settled=lambda: self._may_decide,
+            clock=clock,
+            wall=wall,
+        )
         self._watcher = Watcher(
             settings=settings,
             store=store,
@@ -202,6 +213,7 @@ class Reconciler:
         if not self._leadership.is_leading:
             return []
         self._drop_what_is_over()
+        self.rollouts.turn()
         desired, observed, actions = self._decide()
         self._reads.view = View(observed, desired)
         self._end_drains(desired)
@@ -223,7 +235,8 @@ class Reconciler:
         if not self._may_decide:
             return Desired(), observed, []
         self.demand.window_s = self.store.rules.demand_window_s
-        desired = place(self.store.intent, observed, self.demand.snapshot(now), self.store.rules, now)
+        intent = self.rollouts.held(self.store.intent)
+        desired = place(intent, observed, self.demand.snapshot(now), self.store.rules, now)
         desired = replace(
             desired, leaving=tuple(name for name in desired.leaving if name not in self._underway.leaving)
         )
@@ -277,6 +290,15 @@ class Reconciler:
         }
 
     # -- what others ask ---------------------------------------------------------------------------------------
+
+    @property
+    def is_leading(self) -> bool:
+        return self._leadership.is_leading
+
+    @property
+    def leader_url(self) -> str | None:
+        """Where the orchestrator is that leads; None when that is not known."""
+        return self._leadership.leader_url
 
     @property
     def view(self) -> View:

@@ -5,9 +5,10 @@ would be obeyed in silence; bodies between our own processes ignore them, so tha
 """
 
 import re
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from workers.wire import Metadata
 
@@ -109,11 +110,106 @@ class AliasTarget(_Written):
 
 class AliasSpec(_Written):
     targets: tuple[AliasTarget, ...] = Field(min_length=1, max_length=16)
+    place_s: float = Field(
+        default=300.0,
+        ge=0,
+        le=86400,
+        description="how long the new targets may take to be where the old ones are; 0 shifts at once, placed or not",
+    )
+
+
+class AliasPending(_Wire):
+    """What an alias is about to point at. `failed`: it stays as it is, `error` says why; else `lacks` what is missing.
+
+    lacks   lora_id -> what it still needs before the alias shifts
+    """
+
+    targets: tuple[AliasTarget, ...]
+    state: Literal["placing", "failed"]
+    since: str
+    deadline: str
+    lacks: dict[str, str] = {}
+    error: str | None = None
 
 
 class AliasItem(_Wire):
+    """`targets` is what routers are told now; `pending` what they will be, where that differs."""
+
     name: str
     targets: tuple[AliasTarget, ...]
+    pending: AliasPending | None = None
+
+
+class RolloutStep(_Written):
+    weight: float = Field(gt=0, le=1, description="share of the alias's sessions that the new version gets")
+    for_s: float = Field(default=300.0, ge=0, le=30 * 86400, description="how long at least; 0 asks for no requests")
+
+
+class RolloutSpec(_Written):
+    """`POST /v1/aliases/{name}/rollout`. The last step is followed by one of weight 1, unless it is that."""
+
+    to: LoraId
+    steps: tuple[RolloutStep, ...] = Field(
+        default=(RolloutStep(weight=0.05), RolloutStep(weight=0.25), RolloutStep(weight=1.0)),
+        min_length=1,
+        max_length=32,
+    )
+    max_error_rate_increase: float = Field(
+        default=0.02, ge=0, lt=1, description="more than this above the old version's rate is worse"
+    )
+    max_first_token_ratio: float | None = Field(
+        default=1.5, ge=1, description="more than this times the old version's mean is worse; null: not looked at"
+    )
+    min_requests: int = Field(default=50, ge=0, description="of the new version in each step, before anything is told")
+    place_s: float = Field(default=300.0, gt=0, le=86400, description="how long each step may wait for its replicas")
+
+    @field_validator("steps")
+    @classmethod
+    def _rise(cls, steps: tuple[RolloutStep, ...]) -> tuple[RolloutStep, ...]:
+        weights = [step.weight for step in steps]
+        if any(later <= earlier for earlier, later in pairwise(weights)):
+            raise ValueError(f"weights must rise from step to step, found {weights}")
+        return steps
+
+
+class RolloutPatch(_Written):
+    """`PATCH /v1/aliases/{name}/rollout`: hold it where it is, or let it go on."""
+
+    paused: bool
+
+
+class RolloutTally(_Wire):
+    requests: int
+    errors: int
+    error_rate: float
+    first_tokens: int
+    mean_first_token_s: float | None
+
+
+class RolloutItem(_Wire):
+    """A rollout, under way or over.
+
+    state      placing (a step waits for its replicas), watching, done, rolled_back, aborted, failed (nothing shifted)
+    step       of `steps`, from 0; `weight` is what the new version has now
+    lacks      lora_id -> what it needs before the step's shift
+    old, new   what came of their requests since the last shift; `needed` so many of the new one's are waited for
+    """
+
+    alias: str
+    before: tuple[AliasTarget, ...]
+    to: tuple[AliasTarget, ...]
+    steps: tuple[RolloutStep, ...]
+    state: Literal["placing", "watching", "done", "rolled_back", "aborted", "failed"]
+    paused: bool
+    step: int
+    weight: float
+    began_at: str
+    since: str
+    lacks: dict[str, str] = {}
+    old: RolloutTally
+    new: RolloutTally
+    needed: int
+    reason: str = ""
 
 
 class AliasList(_Wire):
@@ -130,7 +226,7 @@ class Policy(_Written):
     reserve_slots: int = Field(default=1, ge=0)
     loads_per_worker: int = Field(default=1, ge=1)
     loads_fleet_wide: int = Field(default=16, ge=1)
-    min_residency_s: float = Field(default=60.0, ge=0)
+    min_residency_s: float = Field(default=10.0, ge=0)
     drain_deadline_s: float = Field(default=30.0, ge=0)
     failure_expiry_s: float = Field(default=60.0, gt=0)
     demand_window_s: float = Field(default=60.0, gt=0, description="demand is weighted exponentially over this time")
@@ -250,7 +346,12 @@ class PlanCost(_Wire):
 
 
 class ActionItem(_Wire):
-    """One step that a pass takes or, in a plan, would take, and why."""
+    """One step that a pass takes or, in a plan, would take, and why.
+
+    turn        in which pass: 0 is the next
+    size_bytes  of what is loaded; null for other steps, and where it is not known
+    seconds     that a load takes, by the middle of those measured
+    """
 
     operation: Literal["inspect", "load", "drain", "unload"]
     lora_id: str
@@ -263,6 +364,11 @@ class ActionItem(_Wire):
 
 
 class Plan(_Wire):
+    """Steps in order. `targets` has those that differ; `reasons` says of each of `unplaced` why.
+
+    is_settled  whether nothing is left to do after these steps; null for the next pass alone
+    """
+
     actions: tuple[ActionItem, ...]
     unplaced: tuple[str, ...] = ()
     reasons: dict[str, str] = {}
@@ -454,9 +560,11 @@ class UsageAnswer(_Wire):
 
 
 class Status(_Wire):
-    """`GET /health` and `/ready`."""
+    """`GET /health` and `/ready`. `leader`: where the orchestrator is that acts, if that is known."""
 
     status: str
     epoch: int
     revision: int
+    is_leading: bool = True
+    leader: str | None = None
     wire: int = WIRE

@@ -14,7 +14,13 @@ def health_routes(reconciler: Reconciler, metrics: Metrics, is_stopping: Callabl
     api = APIRouter(tags=["health"])
 
     def status(word: str) -> Status:
-        return Status(status=word, epoch=reconciler.store.epoch, revision=reconciler.catalog.revision)
+        return Status(
+            status=word,
+            epoch=reconciler.store.epoch,
+            revision=reconciler.catalog.revision,
+            is_leading=reconciler.is_leading,
+            leader=reconciler.leader_url,
+        )
 
     @api.get("/health")
     async def health() -> Status:

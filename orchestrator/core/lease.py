@@ -42,7 +42,7 @@ class Candidate:
             is_first = found is None and not self._has_seen
             self._seen_at = now - self.mine.duration_s if is_first else now
         self.seen, self._has_seen = found, True
-        if found is None or found.holder != self.mine.holder:
+        if found is not None and found.holder != self.mine.holder:
             self._until = None
 
     def wanted(self, now: float, *, is_holder_gone: bool) -> Hold | None:
@@ -54,6 +54,8 @@ class Candidate:
         if seen is not None and seen.holder == self.mine.holder and not seen.is_released:
             return replace(seen, url=self.mine.url, duration_s=self.mine.duration_s, beat=seen.beat + 1)
         lasts_s = self.mine.duration_s if seen is None else seen.duration_s
+        if seen is None and self.left_s(now) > 0:
+            return self.mine  # somebody deleted ours: the time that it gave us is not over
         is_over = now - self._seen_at >= lasts_s
         if is_over or (seen is not None and (seen.is_released or is_holder_gone)):
             return replace(self.mine, beat=0 if seen is None else seen.beat + 1)

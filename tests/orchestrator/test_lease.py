@@ -1,0 +1,260 @@
+"""Who may act, and until when: the pure rules, the file, and two orchestrators that compete for it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.errors import LeaseUnreachable
+from orchestrator.core.lease import Candidate, Hold
+from orchestrator.leadership import Leadership
+from orchestrator.lease import FileLease
+
+DURATION_S, MARGIN_S = 5.0, 1.0
+
+
+class Record:
+    """The lease in memory, with compare-and-set; `fails` makes every call raise."""
+
+    def __init__(self):
+        self.hold = None
+        self.fails = False
+
+    async def read(self):
+        self._check()
+        return self.hold
+
+    async def write(self, new, seen):
+        self._check()
+        if self.hold != seen:
+            return False
+        self.hold = new
+        return True
+
+    async def is_gone(self, hold):
+        return False
+
+    def close(self):
+        pass
+
+    def _check(self):
+        if self.fails:
+            raise LeaseUnreachable("away")
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def leadership(record, holder, clock):
+    it = Leadership(
+        record,
+        holder=holder,
+        url=f"http://{holder}",
+        duration_s=DURATION_S,
+        renew_s=1.0,
+        margin_s=MARGIN_S,
+        clock=clock,
+    )
+    it.terms = []
+    it.on_begin = lambda: it.terms.append("begin")
+    it.on_end = lambda: it.terms.append("end")
+    return it
+
+
+@pytest.fixture
+def two():
+    record, clock = Record(), Clock()
+    return record, clock, leadership(record, "a", clock), leadership(record, "b", clock)
+
+
+async def test_the_first_takes_it_at_once_and_the_second_knows_whom_to_ask(two):
+    _, _, a, b = two
+    await a.step()
+    await b.step()
+    assert (a.is_leading, b.is_leading) == (True, False)
+    assert b.other.url == "http://a"
+    assert a.other is None
+    assert (a.terms, b.terms) == (["begin"], [])
+
+
+async def test_a_silent_leader_stops_before_the_standby_takes_over(two):
+    _, clock, a, b = two
+    await a.step()
+    await b.step()
+    clock.now += DURATION_S - MARGIN_S
+    assert not a.is_leading
+    await b.step()
+    assert not b.is_leading
+    clock.now += MARGIN_S
+    await b.step()
+    assert b.is_leading
+    await a.step()
+    assert a.terms == ["begin", "end"]
+    assert a.other.holder == "b"
+
+
+async def test_renewals_keep_it_however_long(two):
+    _, clock, a, b = two
+    for _ in range(20):
+        await a.step()
+        await b.step()
+        clock.now += 1.0
+    assert (a.is_leading, b.is_leading) == (True, False)
+    assert a.terms == ["begin"]
+
+
+async def test_a_leader_that_cannot_reach_the_lease_stops_in_time(two):
+    record, clock, a, _ = two
+    await a.step()
+    record.fails = True
+    clock.now += 3.9
+    with pytest.raises(LeaseUnreachable):
+        await a.step()
+    assert a.is_leading
+    clock.now += 0.1
+    assert not a.is_leading
+
+
+async def test_a_deleted_lease_is_made_again_by_its_holder_and_nobody_else_steps_in(two):
+    record, clock, a, b = two
+    await a.step()
+    await b.step()
+    record.hold = None
+    await b.step()
+    assert not b.is_leading
+    clock.now += 1.0
+    await a.step()
+    await b.step()
+    assert (a.is_leading, b.is_leading) == (True, False)
+    assert a.terms == ["begin"]
+    record.hold = None
+    for _ in range(2):
+        await b.step()
+        clock.now += DURATION_S
+    await b.step()
+    assert b.is_leading  # the holder was gone, too
+
+
+async def test_a_lease_that_is_given_back_is_free_at_once(two):
+    _, _, a, b = two
+    await a.step()
+    await b.step()
+    await a.release()
+    await b.step()
+    assert (a.is_leading, b.is_leading) == (False, True)
+    assert a.terms == ["begin", "end"]
+
+
+async def test_a_term_that_cannot_begin_is_tried_again(two):
+    _, _, a, _ = two
+
+    def worst():
+        raise RuntimeError("the store is away")
+
+    good, a.on_begin = a.on_begin, worst
+    await a.step()
+    assert not a.is_leading
+    a.on_begin = good
+    await a.step()
+    assert a.is_leading
+
+
+async def test_a_doubt_ends_the_term_and_only_a_renewal_begins_another(two):
+    _, _, a, _ = two
+    await a.step()
+    a.doubt("an agent has obeyed somebody newer")
+    assert not a.is_leading
+    await a.step()
+    assert a.is_leading
+    assert a.terms == ["begin", "end", "begin"]
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 3), st.booleans()), max_size=60)
+
+
+@given(STEPS)
+def test_never_do_two_believe_that_they_may_act(steps):
+    """Any order of looks, of waits, of losses between look and write: candidates with clocks far apart."""
+    record, now = None, 0.0
+    offsets = [0.0, 1e6, -1e6]
+    them = [Candidate(holder=str(n), url="", duration_s=DURATION_S, margin_s=MARGIN_S) for n in range(3)]
+    for who, wait_s, is_lost in steps:
+        now += wait_s
+        one, mine = them[who], now + offsets[who]
+        one.look(record, mine)
+        wanted = one.wanted(mine, is_holder_gone=False)
+        if wanted is not None:
+            record = wanted
+            if not is_lost:  # written, but the answer never came
+                one.wrote(wanted, mine)
+        acting = [n for n, other in enumerate(them) if other.left_s(now + offsets[n]) > 0]
+        assert len(acting) <= 1
+
+
+async def test_the_file_changes_only_by_whoever_saw_its_last_state(tmp_path):
+    a, b = FileLease(tmp_path / "lease", holder="a"), FileLease(tmp_path / "lease", holder="b")
+    first = Hold(holder="a", url="http://a", duration_s=5.0)
+    assert await a.read() is None
+    assert await a.write(first, None)
+    assert not await b.write(Hold(holder="b", url="", duration_s=5.0), None)
+    assert await b.read() == first
+    assert await b.write(Hold(holder="b", url="", duration_s=5.0, beat=1), first)
+    assert not await a.write(first, first)
+    a.close()
+    b.close()
+
+
+async def test_many_who_write_at_once_are_told_apart(tmp_path):
+    them = [FileLease(tmp_path / "lease", holder=str(n)) for n in range(8)]
+    won = await asyncio.gather(
+        *(it.write(Hold(holder=str(n), url="", duration_s=5.0), None) for n, it in enumerate(them))
+    )
+    assert won.count(True) == 1
+    assert (await them[0].read()).holder == str(won.index(True))
+    for it in them:
+        it.close()
+
+
+async def test_a_file_that_is_no_lease_is_named_and_left_alone(tmp_path):
+    (tmp_path / "lease").write_text("not a database " * 500)
+    it = FileLease(tmp_path / "lease", holder="a")
+    with pytest.raises(LeaseUnreachable, match="delete it"):
+        await it.read()
+    it.close()
+
+
+HOLD_IT = """
+import sys, time
+from pathlib import Path
+from orchestrator.lease import FileLease
+FileLease(Path(sys.argv[1]), holder="it")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+async def test_a_killed_holder_is_known_to_be_gone_and_a_stopped_one_is_not(tmp_path):
+    path = tmp_path / "lease"
+    command = [sys.executable, "-c", HOLD_IT, str(path)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    me, hold = FileLease(path, holder="me"), Hold(holder="it", url="", duration_s=5.0)
+    try:
+        assert await process.stdout.readline() == b"held\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        assert not await me.is_gone(hold)
+    finally:
+        process.kill()
+        await process.wait()
+    assert await me.is_gone(hold)
+    assert not await me.is_gone(Hold(holder="never-seen", url="", duration_s=5.0))
+    me.close()
