@@ -1,20 +1,22 @@
 """Real servers on loopback, in the test's own loop."""
 
+import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 import uvicorn
 
 from lorafleet.serve import bind
 
+_GRACE_S = 0.2
+
 
 @contextlib.asynccontextmanager
 async def serving(app, *, http=None, port: int = 0) -> AsyncIterator[str]:
     """The app's URL while it serves; it stops without waiting for open streams."""
     sock = bind("127.0.0.1", port)
-    config = uvicorn.Config(
-        app, http=http or "httptools", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
-    )
+    config = uvicorn.Config(app, http=http or "httptools", ws="none", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     # Not `serve()`: that looks for its end ten times a second, and a test starts and stops several servers.
     config.load()
@@ -25,4 +27,22 @@ async def serving(app, *, http=None, port: int = 0) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
-        await server.shutdown([sock])
+        await _stop(server, sock)
+
+
+async def _stop(server: uvicorn.Server, sock: socket.socket) -> None:
+    """As `Server.shutdown`, which sleeps for a tenth of a second at least: a test stops several servers."""
+    for listener in server.servers:
+        listener.close()
+    sock.close()
+    state = server.server_state
+    for connection in list(state.connections):
+        connection.shutdown()
+    try:
+        async with asyncio.timeout(_GRACE_S):
+            while state.connections or state.tasks:
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        for task in state.tasks:
+            task.cancel()
+    await server.lifespan.shutdown()
