@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lorafleet import rollout
 from lorafleet.failure import Failure
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
 for name, sub in (
     ("adapters", adapters_app),
     ("aliases", aliases_app),
+    ("rollout", rollout.app),
     ("workers", workers_app),
     ("policy", policy_app),
     ("keys", keys_app),
@@ -233,8 +235,12 @@ def aliases_set(
       lorafleet aliases set sql-expert sql-expert/v1=9 sql-expert/v2=1
     """
     with context.obj.orchestrator() as api:
-        api.call("PUT", f"/v1/aliases/{_path(name)}", {"targets": [_alias_target(target) for target in targets]})
+        body = {"targets": [_alias_target(target) for target in targets]}
+        item = api.call("PUT", f"/v1/aliases/{_path(name)}", body)
     typer.echo(f"{name} -> {', '.join(targets)}")
+    if item["pending"]:
+        lacks = "; ".join(f"{lora_id}: {what}" for lora_id, what in sorted(item["pending"]["lacks"].items()))
+        typer.echo(f"  pending, it stays where it is until then: {lacks or item['pending']['error']}")
 
 
 def _alias_target(text: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
 from orchestrator.agents import Agents
 from orchestrator.api import build_router
+from orchestrator.api.examples import with_examples
 from orchestrator.catalog import CatalogBook
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
@@ -96,6 +97,7 @@ def build(
         metrics=metrics,
         leadership=leadership,
         clock=clock,
+        wall=wall,
     )
 
     standby = Standby(
@@ -133,7 +135,7 @@ def build(
     app.include_router(
         build_router(
             keys=keys,
-            registry=Registry(store, fleet, wall=wall),
+            registry=Registry(store, fleet, reconciler.rollouts, wall=wall),
             reconciler=reconciler,
             metrics=metrics,
             is_stopping=lambda: whole.is_stopping,
@@ -141,6 +143,7 @@ def build(
         )
     )
     install_error_handlers(app, OrchestratorError)
+    with_examples(app)
     app.add_middleware(
         Forwarder,
         leadership=leadership,

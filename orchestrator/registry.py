@@ -17,6 +17,7 @@ from orchestrator.backend import WorkerIntent
 from orchestrator.core.errors import Conflict, NotFound, RequestError, Stale, Unconditional
 from orchestrator.core.state import Adapter, Rules
 from orchestrator.fleet import Fleet
+from orchestrator.rollouts import Rollouts
 from orchestrator.store import NOBODY, Store
 from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpec, Policy, checked_lora_id
 
@@ -26,9 +27,12 @@ _IMMUTABLE = ("source", "digest", "base_model")
 class Registry:
     """Intent as REST callers change it."""
 
-    def __init__(self, store: Store, fleet: Fleet, *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, store: Store, fleet: Fleet, rollouts: Rollouts, *, wall: Callable[[], float] = time.time
+    ) -> None:
         self._store = store
         self._fleet = fleet
+        self._rollouts = rollouts
         self._wall = wall
 
     def adapter(self, lora_id: str) -> Adapter:
@@ -113,6 +117,8 @@ class Registry:
         adapter = self.adapter(lora_id)
         _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
         names = [name for name, targets in self._store.aliases.items() if any(t[0] == lora_id for t in targets)]
+        going = [r for r in self._store.rollouts.values() if r.is_active and lora_id in r.old_ids | r.new_ids]
+        names = sorted({*names, *(rollout.alias for rollout in going)})
         if names:
             message = f"{lora_id!r} is the target of alias {', '.join(map(repr, names))}; change or delete that first"
             raise Conflict(message, code="in_use", param="lora_id")
@@ -137,29 +143,38 @@ class Registry:
         return _etag([adapter.lora_id, adapter.source, adapter.tenants, asdict_policy(adapter)])
 
     def put_alias(self, name: str, spec: AliasSpec, actor: str = NOBODY, *, if_match: str | None = None) -> bool:
-        """Whether it is new. Raises Conflict for a taken name, NotFound for a target that is not registered, Stale."""
+        """Whether it is new; one that is there shifts when the targets are placed.
+
+        Raises Conflict for a taken name and while a rollout is under way, NotFound for a target that is not
+        registered, Stale.
+        """
         self.require_name(name)
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
         is_new = name not in self._store.aliases
         if is_new:
             self._require_free(name, "name")
         for target in spec.targets:
-            if self.adapter(target.lora_id).is_deleting:
-                message = f"{target.lora_id!r} is being deleted and cannot be a target"
-                raise Conflict(message, code="adapter_deleting", param="targets")
+            self._require_target(target.lora_id, "targets")
         if not sum(target.weight for target in spec.targets) > 0:
             raise RequestError("at least one target needs a weight above 0", param="targets")
-        targets, was = _targets(spec), self._store.aliases.get(name)
-        if targets != was:
-            with self._store.together():
-                self._store.put_alias(name, targets)
-                self._store.record("alias_set", name, {"targets": targets, "was": was}, actor)
+        self._rollouts.point(name, _targets(spec), actor, place_s=spec.place_s)
         return is_new
+
+    def rollout_target(self, name: str, to: str) -> None:
+        """Raises NotFound for an alias or a target that is not there, Conflict for one that is being deleted."""
+        self.alias(name)
+        self._require_target(to, "to")
+
+    def _require_target(self, lora_id: str, param: str) -> None:
+        if self.adapter(lora_id).is_deleting:
+            message = f"{lora_id!r} is being deleted and cannot be a target"
+            raise Conflict(message, code="adapter_deleting", param=param)
 
     def alias_etag(self, name: str) -> str | None:
         """None while there is no such alias."""
-        targets = self._store.aliases.get(name)
-        return None if targets is None else _etag([name, targets])
+        targets, under_way = self._store.aliases.get(name), self._store.rollouts.get(name)
+        going = under_way.after if under_way is not None and under_way.is_active else None
+        return None if targets is None else _etag([name, targets, going])
 
     def alias(self, name: str) -> tuple[tuple[str, float], ...]:
         """Raises NotFound."""

@@ -16,6 +16,7 @@ from orchestrator.api.health import health_routes
 from orchestrator.api.history import history_routes
 from orchestrator.api.placements import placement_routes
 from orchestrator.api.policy import policy_routes
+from orchestrator.api.rollouts import rollout_routes
 from orchestrator.api.routers import router_routes
 from orchestrator.api.views import Views
 from orchestrator.metrics import Metrics
@@ -40,6 +41,7 @@ def build_router(
     api.include_router(router_routes(keys, registry, reconciler, views, is_stopping, clock))
     api.include_router(worker_routes(keys, reconciler, views))
     api.include_router(adapter_routes(keys, registry, reconciler, views))
+    api.include_router(rollout_routes(keys, registry, reconciler))
     api.include_router(alias_routes(keys, registry, reconciler))
     api.include_router(policy_routes(keys, registry, reconciler))
     api.include_router(history_routes(keys, reconciler.store))

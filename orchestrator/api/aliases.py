@@ -7,6 +7,7 @@ from fastapi import APIRouter, Body, Depends, Response
 from lorafleet.auth import Keys, requires
 from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
 from orchestrator.api.history import ALIAS_KINDS, HistoryCursor, history_page
+from orchestrator.api.rollouts import pending_of
 from orchestrator.catalog import alias_item
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
@@ -19,15 +20,19 @@ def alias_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> APIR
     api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
 
+    def item(name: str) -> AliasItem:
+        pending = pending_of(store.rollouts.get(name), reconciler.rollouts)
+        return alias_item(name, store.aliases[name]).model_copy(update={"pending": pending})
+
     def shown(name: str, response: Response) -> AliasItem:
         response.headers["etag"] = registry.alias_etag(name) or ""
-        return alias_item(name, store.aliases[name])
+        return item(name)
 
     @api.get("/v1/aliases")
     async def aliases(limit: Limit = 1000, cursor: Cursor = None) -> AliasList:
         """Aliases by name."""
         page, following = page_of(store.alias_names, limit, cursor)
-        return AliasList(data=tuple(alias_item(name, store.aliases[name]) for name in page), next=following)
+        return AliasList(data=tuple(item(name) for name in page), next=following)
 
     @api.put("/v1/aliases/{name:path}", response_model=AliasItem)
     async def put_alias(
@@ -37,10 +42,16 @@ def alias_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> APIR
         actor: Actor,
         if_match: IfMatch = None,
     ) -> AliasItem:
-        """Point a name at adapters: 201 when new, else 200."""
-        response.status_code = 201 if registry.put_alias(name, spec, actor, if_match=if_match) else 200
+        """Point a name at adapters: 201 when new, 200 when it does, 202 while the new ones are being placed.
+
+        Until they are as many as the old ones, the name stays where it is; `pending` says what is missing.
+        """
+        is_new = registry.put_alias(name, spec, actor, if_match=if_match)
         reconciler.changed()
-        return shown(name, response)
+        found = shown(name, response)
+        is_pending = found.pending is not None and found.pending.state == "placing"
+        response.status_code = 201 if is_new else 202 if is_pending else 200
+        return found
 
     @api.get("/v1/aliases/{name:path}/history")
     async def alias_history(name: str, limit: Limit = 100, cursor: HistoryCursor = None) -> HistoryList:

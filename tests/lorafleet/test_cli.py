@@ -389,3 +389,23 @@ def test_every_command_explains_itself(run: Run) -> None:
         said = run(*words.split(), "--help")
         assert said.status == 0
         assert len(said.out) > 100
+
+
+def test_a_rollout_is_started_looked_at_held_and_ended(ask: Run, run: Run, orchestrator: str, tmp_path: Path) -> None:
+    for version in ("v1", "v2"):
+        ask("adapters", "add", f"moving/{version}", str(tmp_path / version))
+    ask("aliases", "set", "moving", "moving/v1")
+    said = ask("rollout", "start", "moving", "moving/v2", "--step", "0.25:600", "--step", "0.5").out
+    assert said.startswith("moving -> moving/v2: ")
+    assert "step 1 of 3" in said
+    said = ask("rollout", "status", "moving").out
+    assert "new: 0 requests over, 0 errors" in said
+    assert "paused" in ask("rollout", "pause", "moving").out
+    assert "paused" not in ask("rollout", "resume", "moving").out
+    assert "aborted" in ask("rollout", "abort", "moving").out
+    again = run("--orchestrator-url", orchestrator, "rollout", "abort", "moving")
+    assert again.status == 1
+    assert "is over: aborted" in again.err
+    wrong = run("--orchestrator-url", orchestrator, "rollout", "start", "moving", "moving/v2", "--step", "half")
+    assert wrong.status == 2
+    assert "0.1:600" in wrong.err

@@ -78,7 +78,7 @@ async def test_an_alias_needs_targets_that_exist_and_keeps_them_from_being_delet
     body = {"targets": [{"lora_id": "sql/v1", "weight": 2.0}]}
     assert (await house.http.put("/v1/aliases/sql", json=body)).status_code == 201
     assert (await house.http.put("/v1/aliases/sql", json=body)).status_code == 200
-    assert (await house.http.get("/v1/aliases")).json()["data"] == [{"name": "sql"} | body]
+    assert (await house.http.get("/v1/aliases")).json()["data"] == [{"name": "sql", "pending": None} | body]
     answer = await house.http.delete("/v1/adapters/sql/v1")
     assert (answer.status_code, code(answer)) == (409, "in_use")
     assert (await house.http.delete("/v1/aliases/sql")).status_code == 204

@@ -1,0 +1,136 @@
+"""Rollouts: an alias moves to another version in steps, and back when that is worse."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Depends, Response
+
+from lorafleet.auth import Keys, requires
+from orchestrator.api.given import Actor
+from orchestrator.core.rollout import Guard, Rollout, Step, Tally, Targets, targets_now
+from orchestrator.reconcile import Reconciler
+from orchestrator.registry import Registry
+from orchestrator.rollouts import Rollouts
+from orchestrator.wire import (
+    AliasPending,
+    AliasTarget,
+    RolloutItem,
+    RolloutPatch,
+    RolloutSpec,
+    RolloutStep,
+    RolloutTally,
+)
+
+ROLLOUT_EXAMPLE = {
+    "to": "sql-expert/v2",
+    "steps": [{"weight": 0.05, "for_s": 600}, {"weight": 0.5, "for_s": 600}],
+    "max_error_rate_increase": 0.02,
+    "max_first_token_ratio": 1.5,
+    "min_requests": 50,
+}
+
+
+def rollout_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> APIRouter:
+    """To be included before the routes of the bare alias: its name takes every path."""
+    api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
+    rollouts = reconciler.rollouts
+
+    @api.post("/v1/aliases/{name:path}/rollout", status_code=201, response_model=RolloutItem)
+    async def start_rollout(
+        name: str, spec: Annotated[RolloutSpec, Body(examples=[ROLLOUT_EXAMPLE])], response: Response, actor: Actor
+    ) -> RolloutItem:
+        """Move the alias to another version in steps: 201; 200 when this very rollout is under way already."""
+        registry.rollout_target(name, spec.to)
+        guard = Guard(
+            max_error_rate_increase=spec.max_error_rate_increase,
+            max_first_token_ratio=spec.max_first_token_ratio,
+            min_requests=spec.min_requests,
+        )
+        steps = [Step(step.weight, step.for_s) for step in spec.steps]
+        rollout, is_new = rollouts.start(name, spec.to, steps, guard, actor, place_s=spec.place_s)
+        reconciler.changed()
+        response.status_code = 201 if is_new else 200
+        return rollout_item(rollout, rollouts)
+
+    @api.get("/v1/aliases/{name:path}/rollout")
+    async def get_rollout(name: str) -> RolloutItem:
+        """The rollout that is under way, or the last one."""
+        registry.alias(name)
+        return rollout_item(rollouts.rollout(name), rollouts)
+
+    @api.patch("/v1/aliases/{name:path}/rollout")
+    async def patch_rollout(name: str, patch: RolloutPatch, actor: Actor) -> RolloutItem:
+        """Pause or resume it. Paused it goes no further, but still back when the new version is worse."""
+        registry.alias(name)
+        rollout = rollouts.pause(name, patch.paused, actor)
+        reconciler.changed()
+        return rollout_item(rollout, rollouts)
+
+    @api.delete("/v1/aliases/{name:path}/rollout")
+    async def abort_rollout(name: str, actor: Actor) -> RolloutItem:
+        """End it: the alias points at once at what it did before."""
+        registry.alias(name)
+        rollout = rollouts.abort(name, actor)
+        reconciler.changed()
+        return rollout_item(rollout, rollouts)
+
+    return api
+
+
+def rollout_item(rollout: Rollout, rollouts: Rollouts) -> RolloutItem:
+    """The wire's form."""
+    shares = dict(targets_now(rollout))
+    total = sum(shares.values())
+    return RolloutItem.model_validate(
+        {
+            "alias": rollout.alias,
+            "before": _targets(rollout.before),
+            "to": _targets(rollout.after),
+            "steps": [RolloutStep(weight=step.weight, for_s=step.for_s) for step in rollout.steps],
+            "state": rollout.phase,
+            "paused": rollout.paused_at is not None,
+            "step": rollout.step,
+            "weight": round(sum(shares.get(lora_id, 0.0) for lora_id in rollout.new_ids) / total, 6),
+            "began_at": _text(rollout.began_at),
+            "since": _text(rollout.since),
+            "lacks": rollouts.lacks(rollout),
+            "old": _tally(rollout.old),
+            "new": _tally(rollout.new),
+            "needed": rollout.guard.min_requests if rollout.guard is not None else 0,
+            "reason": rollout.reason,
+        }
+    )
+
+
+def pending_of(rollout: Rollout | None, rollouts: Rollouts) -> AliasPending | None:
+    """A switch that waits, or that could not be made; None for anything else."""
+    if rollout is None or rollout.guard is not None or rollout.phase not in ("placing", "failed"):
+        return None
+    return AliasPending.model_validate(
+        {
+            "targets": _targets(rollout.after),
+            "state": rollout.phase,
+            "since": _text(rollout.began_at),
+            "deadline": _text(rollout.began_at + rollout.place_s),
+            "lacks": rollouts.lacks(rollout),
+            "error": rollout.reason or None,
+        }
+    )
+
+
+def _targets(targets: Targets) -> tuple[AliasTarget, ...]:
+    return tuple(AliasTarget(lora_id=lora_id, weight=weight) for lora_id, weight in targets)
+
+
+def _tally(tally: Tally) -> RolloutTally:
+    return RolloutTally(
+        requests=round(tally.requests),
+        errors=round(tally.errors),
+        error_rate=tally.error_rate,
+        first_tokens=round(tally.first_tokens),
+        mean_first_token_s=tally.mean_first_token_s,
+    )
+
+
+def _text(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
