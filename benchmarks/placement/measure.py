@@ -1,0 +1,137 @@
+"""One contender on one scene, and what came of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from benchmarks.placement.ideal import shared_lru
+from benchmarks.placement.ours import Ours
+from benchmarks.placement.peers import PEERS
+from benchmarks.placement.workload import Request, Scene, hottest, requests_of
+from benchmarks.placement.world import Placer, World
+from orchestrator.core.state import Rules
+
+OURS = "lorafleet"
+NO_RESERVE = "lorafleet, no reserve"
+CONTENDERS = (OURS, NO_RESERVE, *(peer.name for peer in PEERS))
+HOT = 10
+"""How many of the most asked for have to be back after a loss."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one run. None where the scene has nothing to measure it by.
+
+    waits, loads   after the warm-up; `ideal` those of one LRU over all slots, `used` over those that are filled at all
+    p50_s, p99_s   to the first token; `troubled_p99_s` of what came during and soon after the flash and the loss
+    back_s         from the loss until each of the hottest is back at its number of copies, less one load
+    doubled        adapters with two copies or more, the median over time; `unasked` loads that nobody waited for
+    """
+
+    waits: int
+    loads: int
+    ideal_waits: int
+    ideal_loads: int
+    used_waits: int
+    used_loads: int
+    hours: float
+    p50_s: float
+    p99_s: float
+    troubled_p99_s: float | None = None
+    back_s: float | None = None
+    doubled: float = 0.0
+    unasked: int | None = None
+    frozen_s: int | None = None
+    unserved: int = 0
+
+
+@dataclass(slots=True)
+class Watch:
+    """Looks at the fleet each second."""
+
+    world: World
+    hot: Sequence[int]
+    lost_at: float | None
+    doubled: list[int] = field(default_factory=list)
+    before: dict[int, int] = field(default_factory=dict)
+    back_at: float | None = None
+
+    def look(self) -> None:
+        ready: dict[int, int] = {}
+        for worker in self.world.workers.values():
+            for adapter, copy in worker.copies.items():
+                ready[adapter] = ready.get(adapter, 0) + (copy.state == "ready")
+        if self.world.now >= self.world.scene.warm_s:
+            self.doubled.append(sum(count > 1 for count in ready.values()))
+        if self.lost_at is None:
+            return
+        if self.world.now < self.lost_at:
+            self.before = {adapter: max(1, ready.get(adapter, 0)) for adapter in self.hot}
+        elif (
+            self.back_at is None
+            and self.world.now > self.lost_at
+            and all(ready.get(adapter, 0) >= count for adapter, count in self.before.items())
+        ):
+            self.back_at = self.world.now
+
+
+def run(contender: str, scene: Scene, seed: int, rules: Rules | None = None) -> Figures:
+    """Simulate; the same seed gives every contender the same requests."""
+    requests = requests_of(scene, seed)
+    world = World(scene, requests, seed)
+    placer: Placer
+    if contender in (OURS, NO_RESERVE):
+        rules = rules or Rules()
+        placer = Ours(world, replace(rules, reserve_slots=0) if contender == NO_RESERVE else rules)
+    else:
+        placer = next(peer for peer in PEERS if peer.name == contender)(world)
+    watch = Watch(world, () if scene.lost is None else hottest(requests, scene.lost, HOT), scene.lost)
+    for tenth in range(1, int(scene.lasts_s * 2)):
+        world.at(tenth / 2, watch.look)
+    world.run(placer)
+    counted = [request for request in requests if request.at >= scene.warm_s]
+    served = sorted(request.first_token - request.at for request in counted if request.first_token >= 0)
+    slots = scene.workers * scene.slots
+    ideal_waits, ideal_loads = shared_lru(requests, slots, warm_s=scene.warm_s, takes_time=True)
+    used = slots - scene.workers if contender == OURS else slots
+    used_waits, used_loads = shared_lru(requests, used, warm_s=scene.warm_s, takes_time=True)
+    loads = [load for load in world.loads if load[0] >= scene.warm_s]
+    return Figures(
+        waits=sum(request.has_waited for request in counted),
+        loads=len(loads),
+        ideal_waits=ideal_waits,
+        ideal_loads=ideal_loads,
+        used_waits=used_waits,
+        used_loads=used_loads,
+        hours=(scene.lasts_s - scene.warm_s) / 3600,
+        p50_s=median(served),
+        p99_s=_p99(served),
+        troubled_p99_s=_troubled(scene, requests),
+        back_s=None if watch.back_at is None or scene.lost is None else watch.back_at - scene.lost,
+        doubled=median(watch.doubled),
+        unasked=placer.unasked if isinstance(placer, Ours) else None,
+        frozen_s=placer.frozen_s if isinstance(placer, Ours) else None,
+        unserved=len(counted) - len(served),
+    )
+
+
+def _troubled(scene: Scene, requests: Sequence[Request]) -> float | None:
+    """p99 of what came during the flash and from the loss until the other worker came, and a minute after each."""
+    spans = []
+    if scene.flash is not None:
+        spans.append((scene.flash[0], scene.flash[1] + 60))
+    if scene.lost is not None:
+        spans.append((scene.lost, (scene.back or scene.lost) + 60))
+    if not spans:
+        return None
+    return _p99(
+        sorted(
+            request.first_token - request.at
+            for request in requests
+            if request.first_token >= 0 and any(began <= request.at < ended for began, ended in spans)
+        )
+    )
+
+
+def _p99(times: Sequence[float]) -> float:
+    return times[min(len(times) - 1, len(times) * 99 // 100)]

@@ -1,0 +1,201 @@
+"""The real `place`, `diff` and `DemandBook`, acting on the simulated fleet as the reconciler acts on a real one."""
+
+from benchmarks.placement.world import Copy, World
+from benchmarks.placement.world import Worker as Engine
+from orchestrator.core.demand import DemandBook, Use
+from orchestrator.core.placement import place
+from orchestrator.core.plan import Action, diff
+from orchestrator.core.state import Adapter, Desired, Held, Intent, Observed, Pair, Rules, Want, Worker
+
+PASS_S = 2
+"""Between passes when nothing happens."""
+CONFIRM_S = 1.0
+"""From a drain's mark until every router has said that it knows it."""
+WANTED_S = 60.0
+
+
+class Ours:
+    """One orchestrator."""
+
+    name = "lorafleet"
+
+    def __init__(self, world: World, rules: Rules | None = None) -> None:
+        self.world = world
+        self.rules = rules or Rules()
+        self.book = DemandBook(self.rules.demand_window_s)
+        digests = {lora_id(n): f"{n:064x}" for n in range(world.scene.adapters)}
+        self.intent = Intent(
+            adapters={
+                name: Adapter(lora_id=name, source="s3://a", base_model="m", digest=digest, rank=16, size_bytes=10**8)
+                for name, digest in digests.items()
+            }
+        )
+        self.desired = Desired()
+        self.drains: dict[Pair, float] = {}
+        self.owed: dict[Pair, str] = {}
+        self.seconds = 0
+        self.unasked = 0
+        """Loads begun that no request waited for and that mend nothing."""
+        self.frozen_s = 0
+        self._is_due = False
+
+    def wanted(self, adapter: int) -> None:
+        if self.book.want(lora_id(adapter), Want(replicas=1), self.world.now + WANTED_S):
+            self._poke()
+
+    def loaded(self, worker: Engine) -> None:
+        del worker
+        self._poke()
+
+    def lost(self, worker: Engine) -> None:
+        for adapter in worker.copies:
+            name = lora_id(adapter)
+            is_hot = self.book.rate(name, self.world.now) > 0
+            want = Want(replicas=len(self.world.ready_on(adapter)) + 1, may_evict=is_hot, is_repair=True)
+            self.book.want(name, want, self.world.now + WANTED_S)
+        self._poke()
+
+    def joined(self) -> None:
+        self._poke()
+
+    def second(self) -> None:
+        self.seconds += 1
+        self._report()
+        for adapter in self.world.waiting:  # as routers ask again while somebody waits
+            self.wanted(adapter)
+        self.frozen_s += self.desired.frozen is not None
+        if self.seconds % PASS_S == 0 or self.drains:
+            self.run_pass()
+
+    def _report(self) -> None:
+        uses = []
+        for (adapter, name), (requests, work_s) in self.world.sent.items():
+            engine = self.world.workers.get(name)
+            copy = None if engine is None else engine.copies.get(adapter)
+            uses.append(
+                Use(
+                    lora_id=lora_id(adapter),
+                    worker_id=name,
+                    engine_name=lora_id(adapter),
+                    requests=requests,
+                    in_flight=0 if copy is None else copy.in_flight,
+                    work_s=work_s,
+                )
+            )
+        self.book.report("r0", "b0", self.seconds, self.seconds, uses, self.world.now)
+
+    def _poke(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self.world.at(self.world.now, self.run_pass)
+
+    def run_pass(self) -> None:
+        """Observe, place, diff, act."""
+        self._is_due = False
+        now = self.world.now
+        for name, want in self.book.wants().items():
+            if len(self.world.ready_on(number(name))) >= want.replicas:
+                self.book.satisfied(name)
+        observed = self._observed()
+        desired = place(self.intent, observed, self.book.snapshot(now), self.rules, now)
+        self.desired = desired
+        actions = diff(desired, observed, self._drained(), self.rules, 0, now)
+        self._end_drains(desired)
+        wants = self.book.wants()
+        for action in actions:
+            self._act(action, is_asked=action.lora_id in wants)
+
+    def _observed(self) -> Observed:
+        workers = {name: self._worker(engine) for name, engine in self.world.known.items()}
+        busy = {name: engine.loads for name, engine in self.world.known.items()}
+        return Observed(
+            workers=workers,
+            busy=busy,
+            loads_in_flight=sum(busy.values()),
+            owed=dict(self.owed),
+            memory=self.desired.memory,
+        )
+
+    def _worker(self, engine: Engine) -> Worker:
+        held = {
+            lora_id(adapter): Held(
+                lora_id=lora_id(adapter),
+                digest=f"{adapter:064x}",
+                engine_name=lora_id(adapter),
+                state=copy.state,
+                since=copy.since,
+            )
+            for adapter, copy in engine.copies.items()
+        }
+        return Worker(
+            id=engine.name,
+            state="ready",
+            base_models=frozenset({"m"}),
+            slots=engine.slots,
+            max_lora_rank=64,
+            held=held,
+            node=engine.name,
+            load=max(0.0, engine.free_at - self.world.now),
+        )
+
+    def _drained(self) -> dict[Pair, bool]:
+        return {pair: self._is_drained(pair, since) for pair, since in self.drains.items()}
+
+    def _is_drained(self, pair: Pair, since: float) -> bool:
+        copy = self._copy(pair)
+        is_over = self.world.now - since >= self.rules.drain_deadline_s
+        return copy is None or is_over or (copy.in_flight == 0 and self.world.now - since >= CONFIRM_S)
+
+    def _copy(self, pair: Pair) -> Copy | None:
+        engine = self.world.known.get(pair[1])
+        return None if engine is None else engine.copies.get(number(pair[0]))
+
+    def _end_drains(self, desired: Desired) -> None:
+        wanted = {(step.lora_id, step.worker_id) for step in desired.removals}
+        wanted |= {(load.evict, load.worker_id) for load in desired.loads if load.evict is not None}
+        for pair in [pair for pair in self.drains if pair not in wanted]:
+            engine = self.world.known.get(pair[1])
+            if engine is None or not engine.loads:
+                del self.drains[pair]
+                copy = self._copy(pair)
+                if copy is not None and copy.state == "draining":
+                    copy.state = "ready"
+                    self.world.release(number(pair[0]))
+        self.owed = {
+            pair: name
+            for pair, name in self.owed.items()
+            if pair in wanted or (pair[1] in self.world.known and self.world.known[pair[1]].loads)
+        }
+
+    def _act(self, action: Action, *, is_asked: bool) -> None:
+        engine = self.world.known[action.worker_id]
+        if not engine.is_up:
+            return
+        pair = (action.lora_id, action.worker_id)
+        if action.operation == "drain":
+            self.drains[pair] = self.world.now
+            engine.copies[number(action.lora_id)].state = "draining"
+        elif action.operation == "unload":
+            del engine.copies[number(action.lora_id)]
+            self.drains.pop(pair, None)
+            self._poke()
+        elif action.operation == "load":
+            if action.evict is not None:
+                del engine.copies[number(action.evict)]
+                self.drains.pop((action.evict, action.worker_id), None)
+            if action.evict_after is not None:
+                self.owed[action.evict_after, action.worker_id] = action.lora_id
+            self.unasked += not is_asked
+            self.world.load(number(action.lora_id), engine)
+
+    def target(self, adapter: int) -> int:
+        """Replicas that are due now."""
+        return self.desired.targets.get(lora_id(adapter), 1)
+
+
+def lora_id(adapter: int) -> str:
+    return f"a{adapter}/v1"
+
+
+def number(name: str) -> int:
+    return int(name[1:-3])

@@ -1,0 +1,112 @@
+"""The requests of one run: sessions of a Zipf-popular adapter each, a hot set that changes, a flash crowd."""
+
+import heapq
+from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
+
+ZIPF = 0.9
+TURNS = 8
+GAP_S = 12.0
+CHANGES = 10
+"""Adapters of the hot set that change places with others when it changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One scenario. Times in seconds; None for what does not happen.
+
+    rate        requests a second, all adapters together
+    work_s      mean engine work of one request
+    change_s    how often the hot set changes
+    flash       (from, to, requests a second more) for one adapter of the middle
+    lost, back  when a worker goes, and when another comes
+    is_regular  every adapter at its rate like a clock, each request the same work: demand that does not change
+    warm_s      what comes before is not measured
+    """
+
+    name: str
+    adapters: int = 100
+    workers: int = 8
+    slots: int = 8
+    rate: float = 8.0
+    work_s: float = 0.6
+    lasts_s: float = 3600.0
+    change_s: float | None = None
+    flash: tuple[float, float, float] | None = None
+    lost: float | None = None
+    back: float | None = None
+    is_regular: bool = False
+    warm_s: float = 300.0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, and what came of it: seconds on the run's clock, -1 where it never happened."""
+
+    at: float
+    adapter: int
+    work_s: float
+    first_token: float = -1.0
+    has_waited: bool = False
+    """Whether it found its adapter ready nowhere."""
+
+
+def requests_of(scene: Scene, seed: int) -> list[Request]:
+    """In order of arrival. A session keeps its adapter: about TURNS requests, about GAP_S apart."""
+    rng = Random(seed)
+    if scene.is_regular:
+        return _regular(scene, rng)
+    popular = list(range(scene.adapters))
+    rng.shuffle(popular)
+    weights = list(accumulate((rank + 1) ** -ZIPF for rank in range(scene.adapters)))
+    found: list[tuple[float, int]] = []
+    now, changed = 0.0, 0.0
+    while now < scene.lasts_s:
+        now += rng.expovariate(scene.rate / TURNS)
+        if scene.change_s is not None and now - changed >= scene.change_s:
+            changed += scene.change_s
+            for rank in range(CHANGES):
+                other = rng.randrange(CHANGES, scene.adapters)
+                popular[rank], popular[other] = popular[other], popular[rank]
+        found += _session(rng, now, rng.choices(popular, cum_weights=weights)[0])
+    if scene.flash is not None:
+        began, until, more = scene.flash
+        at, crowded = began, popular[scene.adapters // 2]
+        while (at := at + rng.expovariate(more)) < until:
+            found.append((at, crowded))
+    found = [entry for entry in found if entry[0] < scene.lasts_s]
+    heapq.heapify(found)
+    sigma = 0.8
+    mu = -(sigma**2) / 2
+    ordered = (heapq.heappop(found) for _ in range(len(found)))
+    return [Request(at, adapter, scene.work_s * rng.lognormvariate(mu, sigma)) for at, adapter in ordered]
+
+
+def _regular(scene: Scene, rng: Random) -> list[Request]:
+    weights = [(rank + 1) ** -ZIPF for rank in range(scene.adapters)]
+    found = []
+    for adapter, weight in enumerate(weights):
+        period_s = sum(weights) / weight / scene.rate
+        at = rng.random() * period_s
+        while at < scene.lasts_s:
+            found.append(Request(at, adapter, scene.work_s))
+            at += period_s
+    return sorted(found, key=lambda request: (request.at, request.adapter))
+
+
+def _session(rng: Random, now: float, adapter: int) -> list[tuple[float, int]]:
+    turns = [(now, adapter)]
+    while rng.random() > 1 / TURNS:
+        now += rng.expovariate(1 / GAP_S)
+        turns.append((now, adapter))
+    return turns
+
+
+def hottest(requests: list[Request], until: float, count: int) -> list[int]:
+    """The adapters most asked for in the five minutes before."""
+    asked: dict[int, int] = {}
+    for request in requests:
+        if until - 300 <= request.at < until:
+            asked[request.adapter] = asked.get(request.adapter, 0) + 1
+    return sorted(asked, key=lambda adapter: (-asked[adapter], adapter))[:count]

@@ -1,0 +1,184 @@
+"""A fleet on one simulated clock: engines that serve in order, loads that take seconds and stall them, a router.
+
+The router is the same for every contender and knows each queue as it is: what differs is where adapters are. A request
+goes to the shortest queue among the workers where its adapter is ready, and waits when there is none. An engine works
+off its requests in order; a first token comes when the work of its request is done. A load takes what loads from
+remote storage were measured to take (p50 4.4 s, p90 6.1 s), the last half second of which its engine stands still.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from math import log
+from random import Random
+from typing import Protocol
+
+from benchmarks.placement.workload import Request, Scene
+
+LOAD_S, LOAD_SIGMA, STALL_S = 4.4, 0.26, 0.5
+ANSWER_S = 3.0
+"""From the first token to the last."""
+LOST_AFTER_S = 5.0
+"""From a worker's loss until whoever places adapters is sure of it. The router goes around it at once."""
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """An adapter on a worker: loading, ready or draining."""
+
+    state: str
+    since: float
+    last_used: float
+    in_flight: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine. `loading`: adapters in the order in which they will be loaded, the first under way."""
+
+    name: str
+    slots: int
+    is_up: bool = True
+    free_at: float = 0.0
+    copies: dict[int, Copy] = field(default_factory=dict)
+    queued: list[Request] = field(default_factory=list)
+    loads: int = 0
+
+
+class Placer(Protocol):
+    """Whoever decides where adapters are."""
+
+    name: str
+
+    def wanted(self, adapter: int) -> None:
+        """A request waits for an adapter that is ready nowhere."""
+
+    def loaded(self, worker: Worker) -> None:
+        """A load there has ended."""
+
+    def lost(self, worker: Worker) -> None: ...
+
+    def joined(self) -> None: ...
+
+    def second(self) -> None:
+        """A second has passed."""
+
+
+class World:
+    """The clock and all on it."""
+
+    def __init__(self, scene: Scene, requests: list[Request], seed: int) -> None:
+        self.scene = scene
+        self.requests = requests
+        self.rng = Random(seed)
+        self.now = 0.0
+        self.workers = {f"w{n}": Worker(f"w{n}", scene.slots) for n in range(scene.workers)}
+        self.known = dict(self.workers)
+        """Those that placement believes to be there."""
+        self.waiting: dict[int, list[Request]] = {}
+        self.sent: dict[tuple[int, str], tuple[int, float]] = {}
+        """(adapter, worker) -> requests and work sent there since the beginning"""
+        self.loads: list[tuple[float, int, str]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), what))
+
+    def run(self, placer: Placer) -> None:
+        self.placer = placer
+        for request in self.requests:
+            self.at(request.at, lambda request=request: self._arrived(request))
+        for second in range(1, int(self.scene.lasts_s) + 60):
+            self.at(float(second), placer.second)
+        if self.scene.lost is not None:
+            self.at(self.scene.lost, self._lose)
+        if self.scene.back is not None:
+            self.at(self.scene.back, self._join)
+        while self._events and self._events[0][0] <= self.scene.lasts_s + 60:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+
+    def _arrived(self, request: Request) -> None:
+        able = [
+            worker
+            for worker in self.workers.values()
+            if (copy := worker.copies.get(request.adapter)) is not None and copy.state == "ready"
+        ]
+        if not able:
+            self.waiting.setdefault(request.adapter, []).append(request)
+            self.placer.wanted(request.adapter)
+            return
+        worker = min(able, key=lambda worker: (max(worker.free_at, self.now), worker.name))
+        copy = worker.copies[request.adapter]
+        copy.last_used = self.now
+        copy.in_flight += 1
+        worker.free_at = max(worker.free_at, self.now) + request.work_s
+        request.first_token = worker.free_at
+        worker.queued.append(request)
+        requests, work_s = self.sent.get((request.adapter, worker.name), (0, 0.0))
+        self.sent[request.adapter, worker.name] = (requests + 1, work_s + request.work_s)
+        self.at(request.first_token + ANSWER_S, lambda: self._answered(worker, copy, request))
+
+    def _answered(self, worker: Worker, copy: Copy, request: Request) -> None:
+        copy.in_flight -= 1
+        if worker.is_up and request in worker.queued:
+            worker.queued.remove(request)
+
+    def load(self, adapter: int, worker: Worker) -> None:
+        """Begin a load; the slot is taken from now on. The caller sees to slots and to how many at once."""
+        worker.copies[adapter] = Copy("loading", self.now, self.now)
+        worker.loads += 1
+        self.loads.append((self.now, adapter, worker.name))
+        takes_s = self.rng.lognormvariate(log(LOAD_S), LOAD_SIGMA)
+        self.at(self.now + takes_s - STALL_S, lambda: self._stall(worker))
+        self.at(self.now + takes_s, lambda: self._loaded(worker, adapter))
+
+    def _stall(self, worker: Worker) -> None:
+        worker.free_at = max(worker.free_at, self.now) + STALL_S
+
+    def _loaded(self, worker: Worker, adapter: int) -> None:
+        worker.loads -= 1
+        if not worker.is_up:
+            return
+        copy = worker.copies[adapter]
+        copy.state, copy.since, copy.last_used = "ready", self.now, self.now
+        for request in self.waiting.get(adapter, ()):
+            request.has_waited = True
+        self.release(adapter)
+        self.placer.loaded(worker)
+
+    def release(self, adapter: int) -> None:
+        """Send what waits for an adapter that is ready somewhere."""
+        for request in self.waiting.pop(adapter, ()):
+            self._arrived(request)
+
+    def ready_on(self, adapter: int) -> list[Worker]:
+        """Where it is ready, as far as anybody knows."""
+        return [
+            worker
+            for worker in self.known.values()
+            if (copy := worker.copies.get(adapter)) is not None and copy.state == "ready"
+        ]
+
+    def _lose(self) -> None:
+        """The worker with most to do goes."""
+        worker = max(self.workers.values(), key=lambda worker: (worker.free_at, worker.name))
+        worker.is_up = False
+        del self.workers[worker.name]
+        again = [request for request in worker.queued if request.first_token > self.now]
+        self.at(self.now + LOST_AFTER_S, lambda: self._is_sure(worker))
+        for request in again:
+            self._arrived(request)
+
+    def _is_sure(self, worker: Worker) -> None:
+        del self.known[worker.name]
+        self.placer.lost(worker)
+        for adapter in list(self.waiting):
+            self.placer.wanted(adapter)
+
+    def _join(self) -> None:
+        worker = Worker(f"w{len(self.workers) + 1}", self.scene.slots, free_at=self.now)
+        self.workers[worker.name] = self.known[worker.name] = worker
+        self.placer.joined()

@@ -1,0 +1,119 @@
+"""How many replicas: what demand is worth, and how long a target stands."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.placement import place
+from orchestrator.core.state import Demand, Memory, Observed, Rules, Scale
+from orchestrator.core.targets import due, shares, stand
+from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
+
+RULES = Rules()
+
+
+def zipf(count, exponent=0.9):
+    weights = [(rank + 1) ** -exponent for rank in range(count)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def test_of_a_hundred_adapters_with_zipf_popularity_only_the_hottest_needs_two_of_eight_workers():
+    busy = 8 * 0.7
+    replicas = [due(share, 8, busy * share, RULES.target_utilisation) for share in zipf(100)]
+    assert [replica > 1 for replica in replicas] == [True] + [False] * 99
+    assert replicas[0] <= 2
+
+
+def test_one_user_at_night_is_not_a_hot_adapter():
+    assert due(share=1.0, fleet=8, busy=0.3, target_utilisation=0.7) < 1
+
+
+@pytest.mark.parametrize(("copies", "scale"), [(1, None), (3, Scale(replicas=3)), (3, None)])
+def test_a_target_rises_at_once(copies, scale):
+    assert stand(4, 5, copies, scale, NOW, 300.0)[0] == 4
+
+
+def test_a_target_falls_only_after_demand_was_clearly_less_for_the_whole_time():
+    target, scale = stand(1, 1, 3, Scale(replicas=3), NOW, 300.0)
+    assert (target, scale.below_since) == (3, NOW)
+    assert stand(1, 1, 3, scale, NOW + 299, 300.0)[0] == 3
+    assert stand(1, 1, 3, scale, NOW + 300, 300.0)[0] == 1
+    # One pass in which demand is nearly what it was begins the wait anew.
+    _, again = stand(2, 3, 3, scale, NOW + 299, 300.0)
+    assert stand(1, 1, 3, again, NOW + 400, 300.0)[0] == 3
+
+
+def test_copies_found_after_a_restart_stand_like_targets_of_our_own():
+    target, scale = stand(1, 1, 3, None, NOW, 300.0)
+    assert (target, scale) == (3, Scale(replicas=3, below_since=NOW))
+
+
+def test_a_copy_that_went_while_its_target_cooled_is_not_brought_back():
+    assert stand(1, 1, 2, Scale(replicas=3, below_since=NOW), NOW + 10, 300.0)[0] == 2
+
+
+@given(st.floats(0.3, 4.0), st.integers(0, 1000))
+def test_constant_demand_with_noise_changes_a_target_at_most_once(level, seed):
+    rng, scale, copies, changes, target = Random(seed), None, 1, 0, 1
+    for second in range(0, 3000, 2):
+        raw = level * rng.uniform(0.9, 1.1)
+        up, down = -int(-raw // 1), -int(-raw / 0.8 // 1)
+        before = target
+        target, scale = stand(max(1, up), max(1, down), copies, scale, NOW + second, 300.0)
+        copies = target
+        changes += target != before and second > 100
+    assert changes <= 1
+
+
+def demanded(**busy):
+    rates = {name: share * 2 for name, share in busy.items()}
+    return Demand(rates=rates, work=dict(busy), habits=rates, last=dict.fromkeys(busy, NOW))
+
+
+def test_a_lazy_adapter_that_is_hot_gets_another_copy_in_another_zone():
+    observed = fleet(
+        worker("w0", held("hot"), zone="z0", node="n0"),
+        *(worker(f"w{i}", zone="z0" if i < 4 else "z1", node=f"n{i}") for i in range(1, 8)),
+    )
+    desired = place(intent(adapter("hot")), observed, demanded(hot=1.2), RULES, NOW)
+    assert desired.targets == {"hot": 2}
+    (load,) = desired.loads
+    assert observed.workers[load.worker_id].zone == "z1"
+
+
+def test_a_hot_adapter_that_is_nowhere_is_not_brought_before_somebody_asks():
+    observed = fleet(*(worker(f"w{i}") for i in range(8)))
+    assert place(intent(adapter("hot")), observed, demanded(hot=5.0), RULES, NOW).loads == ()
+
+
+def test_demand_never_asks_for_more_than_max_replicas_nor_than_workers_that_fit():
+    observed = fleet(worker("w0", held("hot")), worker("w1"), worker("w2"), worker("w3", max_lora_rank=4))
+    wanted = intent(adapter("hot", max_replicas=2))
+    assert place(wanted, observed, demanded(hot=3.0), RULES, NOW).targets == {"hot": 2}
+    assert place(intent(adapter("hot")), observed, demanded(hot=3.0), RULES, NOW).targets == {"hot": 3}
+
+
+def test_while_no_router_speaks_nothing_is_taken_away():
+    observed = fleet(worker("w0", held("a")), worker("w1", held("a")))
+    blind = Demand(is_blind=True)
+    for step in range(4):
+        desired = place(intent(adapter("a")), observed, blind, RULES, NOW + 400 * step)
+        assert desired.removals == ()
+        observed = Observed(workers=observed.workers, memory=desired.memory)
+    # The same silence of requests while routers do speak is a reason.
+    for step in range(4, 7):
+        desired = place(intent(adapter("a")), observed, Demand(), RULES, NOW + 400 * step)
+        observed = Observed(workers=observed.workers, memory=desired.memory)
+    assert [step.reason for step in desired.removals] == ["surplus copy: 2 there, 1 needed"]
+
+
+def test_the_last_copy_is_never_surplus():
+    memory = Memory(scales={"a": Scale(replicas=1, below_since=0.0)})
+    observed = fleet(worker("w0", held("a")), memory=memory)
+    assert place(intent(adapter("a", loading="lazy")), observed, Demand(), RULES, NOW).removals == ()
+
+
+def test_weighted_adapters_share_the_slots_by_largest_remainder():
+    assert shares({"a": 2.0, "b": 1.0, "c": 1.0}, {"a": 9, "b": 9, "c": 9}, 5) == {"a": 3, "b": 1, "c": 1}
