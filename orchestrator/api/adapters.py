@@ -120,7 +120,12 @@ def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views
         reconciler.changed()
         return shown(changed, response)
 
-    @api.delete("/v1/adapters/{lora_id:path}", status_code=202, responses={204: {"description": "gone already"}})
+    @api.delete(
+        "/v1/adapters/{lora_id:path}",
+        status_code=202,
+        response_class=Response,
+        responses={204: {"description": "gone already"}},
+    )
     async def delete(lora_id: str, actor: Actor, if_match: IfMatch = None) -> Response:
         """Drain it everywhere, unload it, forget it: 204 when that is done at once, else 202."""
         registry.delete(lora_id, actor, if_match=if_match)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 
 from orchestrator.core.errors import Unavailable
 from orchestrator.metrics import Metrics
@@ -36,7 +37,7 @@ def health_routes(reconciler: Reconciler, metrics: Metrics, is_stopping: Callabl
             raise Unavailable("started, listening to the fleet before anything is decided", code="starting")
         return status("ready")
 
-    @api.get("/metrics")
+    @api.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Prometheus text."""
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

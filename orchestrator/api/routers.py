@@ -16,6 +16,11 @@ from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
 from orchestrator.wire import AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
 
+
+class EventStream(StreamingResponse):
+    media_type = "text/event-stream"
+
+
 ENSURE_EXAMPLE = {"replicas": 1, "wait_s": 10.0}
 USAGE_EXAMPLE = {
     "router_id": "router-0",
@@ -62,7 +67,7 @@ def router_routes(
             return Response(status_code=304, headers=headers)
         return Response(body, media_type="application/json", headers=headers)
 
-    @api.get("/v1/events")
+    @api.get("/v1/events", response_class=EventStream)
     async def events(
         since: Annotated[int | None, Query(description="last revision known")] = None,
         last_event_id: Annotated[int | None, Header()] = None,

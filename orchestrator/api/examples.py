@@ -1,0 +1,197 @@
+"""One example of every body and answer, for the OpenAPI document. A test parses each."""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+_DIGEST = "3f9a1c2b77aa" + "0" * 52
+_AT = "2026-11-21T12:00:00.000Z"
+_TARGETS = [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_id": "sql-expert/v2", "weight": 1}]
+_SPEC = {
+    "lora_id": "sql-expert/v1",
+    "source": "file:///srv/adapters/sql-expert/v1",
+    "base_model": "tiny-qwen",
+    "policy": {"loading": "eager", "min_replicas": 2},
+    "tenants": ["acme"],
+}
+_ADAPTER = _SPEC | {
+    "digest": _DIGEST,
+    "rank": 16,
+    "size_bytes": 5_242_880,
+    "state": "ready",
+    "replicas": {"desired": 2, "ready": 2},
+    "workers": ["w0", "w1"],
+}
+_ALIAS = {"name": "sql-expert", "targets": _TARGETS}
+_WORKER = {
+    "id": "w0",
+    "agent_url": "http://10.0.0.7:8090",
+    "engine_url": "http://10.0.0.7:8100",
+    "base_model": "tiny-qwen",
+    "state": "ready",
+    "zone": "a",
+    "node": "node-7",
+    "capacity": {"loaded_count": 1, "available_slots": 15, "max_lora_rank": 64},
+    "adapters": ["sql-expert/v1"],
+}
+_PLACEMENT = {
+    "lora_id": "sql-expert/v1",
+    "digest": _DIGEST,
+    "worker_id": "w0",
+    "state": "ready",
+    "location": "device",
+    "desired": True,
+}
+_HISTORY = {
+    "id": 41,
+    "at": _AT,
+    "kind": "alias_set",
+    "subject": "sql-expert",
+    "actor": "tenant acme (key 9f86d081884c)",
+    "body": {"targets": [["sql-expert/v2", 1.0]], "was": [["sql-expert/v1", 1.0]]},
+}
+_ORPHAN = {
+    "lora_id": "sql-expert/v1",
+    "digest": _DIGEST,
+    "engine_name": "sql-expert/v1@3f9a1c2b77aa",
+    "base_model": "tiny-qwen",
+    "rank": 16,
+    "size_bytes": 5_242_880,
+    "source": "file:///srv/adapters/sql-expert/v1",
+    "workers": ["w0"],
+}
+_TALLY = {"requests": 400, "errors": 1, "error_rate": 0.0025, "first_tokens": 399, "mean_first_token_s": 0.21}
+_METADATA = {
+    "instance_id": "w0",
+    "agent_url": "http://10.0.0.7:8090",
+    "model": {
+        "name": "tiny-qwen",
+        "base_model": "tiny-qwen",
+        "runtime_config": {
+            "block_size": 16,
+            "total_kv_blocks": 24064,
+            "max_num_seqs": 256,
+            "max_num_batched_tokens": 2048,
+            "max_model_len": 32768,
+        },
+    },
+    "transport": {"engine_url": "http://10.0.0.7:8100"},
+    "agent_boot_id": "a1",
+    "engine_boot_id": "e1",
+}
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "AdapterBatch": {"adapters": [_SPEC, {"lora_id": "legal/v2", "source": "s3://bucket/legal-v2"}]},
+    "AdapterItem": _ADAPTER,
+    "AdapterList": {"data": [_ADAPTER], "next": None},
+    "AdapterPatch": {"policy": {"min_replicas": 2, "priority": 5}, "tenants": None},
+    "AdapterSpec": _SPEC,
+    "AdoptRequest": {"lora_ids": ["sql-expert/v1"]},
+    "AliasItem": _ALIAS,
+    "AliasList": {"data": [_ALIAS], "next": None},
+    "AliasSpec": {"targets": _TARGETS},
+    "BatchAnswer": {
+        "data": [
+            {"lora_id": "sql-expert/v1", "status": 201},
+            {"lora_id": "legal/v2", "status": 409, "code": "immutable", "error": "'legal/v2' is registered with ..."},
+        ]
+    },
+    "Catalog": {
+        "revision": 1794900000000,
+        "adapters": [
+            {
+                "lora_id": "sql-expert/v1",
+                "digest": _DIGEST,
+                "base_model": "tiny-qwen",
+                "source": "file:///srv/adapters/sql-expert/v1",
+                "state": "ready",
+            }
+        ],
+        "aliases": [_ALIAS],
+        "workers": [{"id": "w0", "agent_url": "http://10.0.0.7:8090", "state": "ready"}],
+    },
+    "EnsureAnswer": {
+        "lora_id": "sql-expert/v1",
+        "digest": _DIGEST,
+        "state": "loading",
+        "ready": [],
+        "loading": ["w0"],
+        "expected_s": 1.5,
+    },
+    "EnsureRequest": {"replicas": 1, "wait_s": 10.0},
+    "Heartbeat": {"metadata": _METADATA},
+    "HeartbeatAnswer": {"epoch": 7, "revision": 1794900000000, "interval_s": 1.0},
+    "HistoryList": {"data": [_HISTORY], "next": "41"},
+    "OrphanList": {"data": [_ORPHAN], "next": None},
+    "PlacementList": {"data": [_PLACEMENT], "next": None},
+    "Plan": {
+        "actions": [
+            {
+                "operation": "load",
+                "lora_id": "sql-expert/v1",
+                "worker_id": "w1",
+                "reason": "replica 2 of 2 (eager); its home",
+                "turn": 0,
+                "size_bytes": 5_242_880,
+                "seconds": 1.5,
+            }
+        ],
+        "unplaced": ["tax/v1"],
+        "reasons": {"tax/v1": "no free slot on 2 workers, and nothing there may be evicted"},
+        "targets": {"sql-expert/v1": {"before": 1, "after": 2}},
+        "cost": {"loads": 1, "unloads": 0, "bytes": 5_242_880, "seconds": 1.5},
+        "is_settled": True,
+    },
+    "PlanRequest": {
+        "demand": {"sql-expert/v1": {"factor": 10}},
+        "workers_gone": ["w0"],
+        "workers_more": [{"like": "w1", "count": 2}],
+        "policy": {"reserve_slots": 0},
+        "adapter_policies": {"legal/v2": {"min_replicas": 2}},
+        "adapters": [{"lora_id": "tax/v1", "source": "file:///srv/adapters/tax/v1", "policy": {"loading": "eager"}}],
+    },
+    "Policy": {"loading": "lazy", "reserve_slots": 1, "loads_per_worker": 1},
+    "RolloutItem": {
+        "alias": "sql-expert",
+        "before": [{"lora_id": "sql-expert/v1", "weight": 1}],
+        "to": [{"lora_id": "sql-expert/v2", "weight": 1}],
+        "steps": [{"weight": 0.05, "for_s": 300}, {"weight": 1.0, "for_s": 300}],
+        "state": "watching",
+        "paused": False,
+        "step": 0,
+        "weight": 0.05,
+        "began_at": _AT,
+        "since": _AT,
+        "old": _TALLY,
+        "new": _TALLY,
+        "needed": 50,
+    },
+    "RolloutPatch": {"paused": True},
+    "RolloutSpec": {"to": "sql-expert/v2", "steps": [{"weight": 0.05, "for_s": 300}, {"weight": 1.0}]},
+    "Status": {"status": "ready", "epoch": 7, "revision": 1794900000000},
+    "UsageAnswer": {"accepted": True, "revision": 1794900000000},
+    "UsageReport": {
+        "router_id": "router-0",
+        "boot_id": "7c1e",
+        "seq": 12,
+        "revision_seen": 1794900000000,
+        "uses": [{"worker_id": "w0", "engine_name": "sql-expert/v1@3f9a1c2b77aa", "requests": 40, "in_flight": 2}],
+    },
+    "WorkerDrain": {"deadline_s": 60},
+    "WorkerItem": _WORKER,
+    "WorkerList": {"data": [_WORKER], "next": None},
+}
+
+
+def with_examples(app: FastAPI) -> None:
+    """Have the app's OpenAPI document carry them."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = plain()
+        for name, schema in document["components"]["schemas"].items():
+            if name in EXAMPLES and "examples" not in schema:
+                schema["examples"] = [EXAMPLES[name]]
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
