@@ -268,8 +268,9 @@ def test_a_file_that_may_only_be_read_is_refused_and_left_as_it_is():
 def test_the_history_is_kept_over_restarts_and_bounded_for_each_kind(tmp_path):
     store = Store(SqliteFile(tmp_path / "s.db", history_kept=100), wall=lambda: 5.0)
     store.record("alias_set", "sql", {"targets": [["sql/v1", 1.0]]}, "tenant acme")
-    for number in range(1000):
-        store.record("load", f"a{number}")
+    with store.together():
+        for number in range(1000):
+            store.record("load", f"a{number}")
     loads = store.history(kinds=("load",), limit=10_000)
     assert 100 <= len(loads) < 200
     assert [entry.subject for entry in loads[:2]] == ["a999", "a998"]

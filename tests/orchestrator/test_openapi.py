@@ -1,0 +1,149 @@
+"""The OpenAPI document is whole, and nothing that it allows, or forbids, is answered with a 500."""
+
+import asyncio
+import json
+import math
+from urllib.parse import quote
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from orchestrator import wire
+from orchestrator.api.examples import EXAMPLES
+from orchestrator.app import build
+from orchestrator.config import OrchestratorSettings
+
+JSON = "application/json"
+
+
+def application(path):
+    return build(OrchestratorSettings(store=path / "s.db", settle_s=0, allow_open=True))
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    whole = application(tmp_path_factory.mktemp("document"))
+    yield whole.app.openapi()
+    whole.store.close()
+
+
+def operations(document):
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
+
+
+def resolved(document, schema):
+    if "$ref" in schema:
+        return document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    for choice in schema.get("anyOf", ()):
+        if "$ref" in choice and "examples" not in schema:
+            return resolved(document, choice)
+    return schema
+
+
+def test_every_body_and_every_answer_has_an_example(document):
+    lacking = []
+    for method, path, operation in operations(document):
+        contents = [operation.get("requestBody", {}).get("content", {})]
+        contents += [answer.get("content", {}) for status, answer in operation["responses"].items() if status < "300"]
+        schemas = [content[JSON]["schema"] for content in contents if JSON in content]
+        lacking += [(method, path, it) for it in schemas if not resolved(document, it).get("examples")]
+    assert lacking == []
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_every_example_is_one(name):
+    getattr(wire, name).model_validate_json(json.dumps(EXAMPLES[name]))
+
+
+# --- negative testing --------------------------------------------------------------------------------------------
+
+NAMES = ("sql/v1", "sql", "a", "w0", "nobody", "../x", "ensure", "a/ensure", "x" * 300, "ü", " ", "%00", "a?b", "-1")
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, 1, -1, 2**31, 2**63, 2**64, 10**30, 0.5, 1e308, -0.0]),
+    st.sampled_from([*NAMES, "lazy", "ready", "file:///x", "a" * 64, "\x00", "\ud800", "NaN"]),
+)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
+
+
+@st.composite
+def spoiled(draw, example):
+    """The example with something in it exchanged, taken away or added, anywhere inside."""
+    if isinstance(example, dict) and example and draw(st.integers(0, 4)):
+        key = draw(st.sampled_from(sorted(example)))
+        return {**example, key: draw(spoiled(example[key]))}
+    if isinstance(example, list) and example and draw(st.integers(0, 3)):
+        return [draw(spoiled(example[0])), *example[1:]]
+    kind = draw(st.integers(0, 2))
+    if isinstance(example, dict) and example and kind == 0:
+        return {name: value for name, value in example.items() if name != draw(st.sampled_from(sorted(example)))}
+    if isinstance(example, dict) and kind == 1:
+        return {**example, draw(st.sampled_from(("lora_id", "wire", "x", ""))): draw(VALUES)}
+    return draw(VALUES)
+
+
+@st.composite
+def calls(draw, document):
+    method, path, operation = draw(st.sampled_from(sorted(operations(document), key=lambda o: (o[1], o[0]))))
+    names = {"lora_id": NAMES, "name": NAMES, "worker_id": NAMES}
+    url = path
+    query, headers = {}, {}
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "path":
+            found = draw(st.sampled_from(names[parameter["name"]]))
+            url = url.replace(f"{{{parameter['name']}}}", quote(found, safe="/"))
+        elif draw(st.booleans()):
+            value = draw(st.sampled_from([*NAMES, "0", "1", "true", "NaN", "1e400", "9" * 40, '"x"', "*", ""]))
+            if parameter["in"] == "query":
+                query[parameter["name"]] = value
+            else:
+                headers[parameter["name"]] = value.encode("ascii", "ignore").decode()
+    body = None
+    if "requestBody" in operation:
+        schema = resolved(document, operation["requestBody"]["content"][JSON]["schema"])
+        example = schema["examples"][0]
+        body = example if draw(st.integers(0, 4)) == 0 else draw(spoiled(example))
+    # A call that waits, or a stream that does not end, would only be slow.
+    if path.endswith("/ensure") and isinstance(body, dict):
+        body = {**body, "wait_s": 0}
+    return method, url, query, headers, body
+
+
+def test_no_call_however_wrong_is_answered_with_a_500(document, tmp_path):
+    whole = application(tmp_path)
+    whole.leadership.lead_until(math.inf)
+    transport = httpx.ASGITransport(whole.app, raise_app_exceptions=False)
+    client = httpx.AsyncClient(transport=transport, base_url="http://orchestrator")
+    seen = {}
+
+    @seed(5)
+    @settings(max_examples=600, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(calls(document))
+    def never_500(call):
+        method, url, query, headers, body = call
+        if url == "/v1/events" and not query and not headers:
+            return  # it would follow for ever
+        content = None if body is None else json.dumps(body).encode()
+        headers["content-type"] = JSON
+        answer = runner.run(client.request(method, url, params=query, headers=headers, content=content))
+        seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
+        assert answer.status_code < 500 or answer.json()["error"]["code"] in ("no_worker", "starting"), answer.text
+        if answer.status_code >= 400:
+            error = answer.json()["error"]
+            assert error["message"]
+            assert error["code"]
+
+    with asyncio.Runner() as runner:
+        never_500()
+        runner.run(client.aclose())
+        runner.run(whole.client.aclose())
+    whole.store.close()
+    # Otherwise it only knocked at the door.
+    assert seen[200] > 50
+    assert seen[400] > 50
+    assert seen[404] > 50
