@@ -1,6 +1,6 @@
 """One contender on one scene, and what came of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -8,7 +8,7 @@ from benchmarks.placement.ideal import shared_lru
 from benchmarks.placement.ours import Ours
 from benchmarks.placement.peers import PEERS
 from benchmarks.placement.workload import Request, Scene, hottest, requests_of
-from benchmarks.placement.world import Placer, World
+from benchmarks.placement.world import LOST_AFTER_S, Placer, World
 from orchestrator.core.state import Rules
 
 OURS = "lorafleet"
@@ -24,7 +24,7 @@ class Figures:
 
     waits, loads   after the warm-up; `ideal` those of one LRU over all slots, `used` over those that are filled at all
     p50_s, p99_s   to the first token; `troubled_p99_s` of what came during and soon after the flash and the loss
-    back_s         from the loss until each of the hottest is back at its number of copies, less one load
+    back_s         from the loss until each of the hottest is back at as many copies as before, or as are due
     doubled        adapters with two copies or more, the median over time; `unasked` loads that nobody waited for
     """
 
@@ -52,6 +52,7 @@ class Watch:
     world: World
     hot: Sequence[int]
     lost_at: float | None
+    target: Callable[[int], int]
     doubled: list[int] = field(default_factory=list)
     before: dict[int, int] = field(default_factory=dict)
     back_at: float | None = None
@@ -67,12 +68,11 @@ class Watch:
             return
         if self.world.now < self.lost_at:
             self.before = {adapter: max(1, ready.get(adapter, 0)) for adapter in self.hot}
-        elif (
-            self.back_at is None
-            and self.world.now > self.lost_at
-            and all(ready.get(adapter, 0) >= count for adapter, count in self.before.items())
-        ):
+        elif self.back_at is None and self.world.now > self.lost_at + LOST_AFTER_S and self._is_back(ready):
             self.back_at = self.world.now
+
+    def _is_back(self, ready: dict[int, int]) -> bool:
+        return all(ready.get(adapter, 0) >= min(count, self.target(adapter)) for adapter, count in self.before.items())
 
 
 def run(contender: str, scene: Scene, seed: int, rules: Rules | None = None) -> Figures:
@@ -85,7 +85,8 @@ def run(contender: str, scene: Scene, seed: int, rules: Rules | None = None) -> 
         placer = Ours(world, replace(rules, reserve_slots=0) if contender == NO_RESERVE else rules)
     else:
         placer = next(peer for peer in PEERS if peer.name == contender)(world)
-    watch = Watch(world, () if scene.lost is None else hottest(requests, scene.lost, HOT), scene.lost)
+    target = placer.target if isinstance(placer, Ours) else lambda _: scene.workers
+    watch = Watch(world, () if scene.lost is None else hottest(requests, scene.lost, HOT), scene.lost, target)
     for tenth in range(1, int(scene.lasts_s * 2)):
         world.at(tenth / 2, watch.look)
     world.run(placer)

@@ -118,10 +118,11 @@ class _Pass:
         return loads
 
     def _may_step(self, step: storm.Step) -> bool:
-        """Whether a step that nobody waits for may be named; one that was named before goes on while all is calm."""
-        if self.is_frozen or (self.left <= 0 and step not in self.storm.named):
-            return False
-        self.left -= step not in self.storm.named
+        """Whether a step that nobody waits for may be named; one that was named before is counted and goes on."""
+        if step not in self.storm.named:
+            if self.left <= 0:
+                return False
+            self.left -= 1
         self.steps.add(step)
         return True
 

@@ -1,0 +1,328 @@
+"""What moves, what goes, what makes room, and when everything stands still."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core import storm
+from orchestrator.core.placement import place
+from orchestrator.core.state import Demand, Held, Memory, Observed, Rules, Scale, Storm, Want
+from tests.orchestrator.test_placement import NOW, adapter, applied, fleet, held, intent, want, worker
+
+RULES = Rules(min_residency_s=10.0)
+
+
+def busy(parts, **more):
+    return Demand(rates=dict(parts), work=dict(parts), habits=dict(parts), last=dict.fromkeys(parts, NOW), **more)
+
+
+def carried(observed, desired):
+    """The fleet after a pass's steps, and what the pass remembers."""
+    return replace(applied(observed, desired), memory=desired.memory)
+
+
+def settled(wanted, observed, demand, rules=RULES, passes=40, step_s=60.0, now=NOW):
+    """Passes until one does nothing; (fleet, loads, removals)."""
+    loads, removals = [], []
+    for number in range(passes):
+        desired = place(wanted, observed, demand, rules, now + number * step_s)
+        observed = carried(observed, desired)
+        loads += desired.loads
+        removals += desired.removals
+        if number > 8 and not desired.loads and not desired.removals:
+            break
+    return observed, loads, removals
+
+
+@st.composite
+def served(draw):
+    """A fleet that serves: every adapter somewhere, with some demand for it."""
+    workers = draw(st.integers(2, 6))
+    names = [f"a{i}" for i in range(draw(st.integers(1, 3 * workers)))]
+    parts = {name: draw(st.sampled_from([0.0, 0.02, 0.1, 0.3])) for name in names}
+    placed = {name: draw(st.integers(0, workers - 1)) for name in names}
+    observed = fleet(
+        *(
+            worker(
+                f"w{i}",
+                *(held(name) for name in names if placed[name] == i),
+                slots=24,
+                zone=f"z{i % 2}",
+                node=f"n{i}",
+            )
+            for i in range(workers)
+        )
+    )
+    return intent(*map(adapter, names)), observed, busy(parts)
+
+
+@given(served())
+def test_under_constant_demand_everything_comes_to_rest_and_no_adapter_is_lost(case):
+    wanted, observed, demand = case
+    after, _, _ = settled(wanted, observed, demand)
+    for step in range(3):
+        again = place(wanted, after, demand, RULES, NOW + 5000 + 400 * step)
+        assert (again.loads, again.removals) == ((), ())
+        after = carried(after, again)
+    there = {name for w in after.workers.values() for name in w.held}
+    assert there == set(wanted.adapters)
+
+
+@given(served(), st.integers(0, 1000))
+def test_noise_in_the_same_demand_moves_hardly_anything_and_nothing_back_and_forth(case, seed):
+    wanted, observed, demand = case
+    rng = Random(seed)
+    observed, _, _ = settled(wanted, observed, demand)
+    moves = []
+    for number in range(60):
+        parts = {name: part * rng.uniform(0.9, 1.1) for name, part in demand.work.items()}
+        desired = place(wanted, observed, busy(parts), RULES, NOW + 5000 + 30 * number)
+        moves += [(load.lora_id, load.worker_id) for load in desired.loads]
+        observed = carried(observed, desired)
+    assert len(moves) == len(set(moves))
+    assert len(moves) <= len(observed.workers)
+
+
+@given(served())
+def test_a_worker_that_joins_takes_no_more_than_its_fair_share(case):
+    wanted, observed, demand = case
+    observed, _, _ = settled(wanted, observed, demand)
+    joined = replace(observed, workers={**observed.workers, "new": worker("new", slots=24, zone="z0", node="new")})
+    after, loads, removals = settled(wanted, joined, demand, now=NOW + 5000)
+    fair = sum(demand.work.values()) / len(joined.workers)
+    copies = {name: sum(name in w.held for w in after.workers.values()) for name in wanted.adapters}
+    takes = sum(demand.work[name] / copies[name] for name in after.workers["new"].held)
+    assert takes <= fair + 1e-9
+    assert len(loads) - len(removals) <= 1
+    assert all(name in {load.lora_id for load in loads} for name in after.workers["new"].held)
+
+
+@given(served())
+def test_the_order_of_mappings_changes_nothing_of_what_moves(case):
+    wanted, observed, demand = case
+    turned = replace(observed, workers=dict(reversed(observed.workers.items())))
+    other = replace(demand, work=dict(reversed(demand.work.items())), rates=dict(reversed(demand.rates.items())))
+    one, two = (
+        place(wanted, observed, demand, RULES, NOW),
+        place(replace(wanted, adapters=dict(reversed(wanted.adapters.items()))), turned, other, RULES, NOW),
+    )
+    assert (one.loads, one.removals, one.memory) == (two.loads, two.removals, two.memory)
+
+
+def uneven():
+    parts = {f"a{i}": 0.3 for i in range(4)}
+    observed = fleet(worker("w0", *(held(name) for name in parts), slots=8), worker("w1", slots=8))
+    return intent(*map(adapter, parts)), observed, busy(parts)
+
+
+def test_a_move_makes_the_new_copy_before_it_breaks_the_old_one():
+    wanted, observed, demand = uneven()
+    first = place(wanted, observed, demand, RULES, NOW)
+    (load,) = first.loads
+    assert load.worker_id == "w1"
+    assert first.removals == ()
+    assert first.memory.moves == {(load.lora_id, "w0"): "w1"}
+    loading = Held(lora_id=load.lora_id, digest=f"digest-{load.lora_id}", engine_name="", state="loading", since=NOW)
+    w1 = observed.workers["w1"]
+    half = replace(observed, workers={**observed.workers, "w1": replace(w1, held={load.lora_id: loading})})
+    second = place(wanted, replace(half, memory=first.memory), demand, RULES, NOW + 1)
+    assert (second.loads, second.removals) == ((), ())
+    done = replace(carried(observed, first), memory=second.memory)
+    third = place(wanted, done, demand, RULES, NOW + 5)
+    assert [(step.lora_id, step.worker_id) for step in third.removals] == [(load.lora_id, "w0")]
+
+
+def test_a_move_whose_load_failed_is_no_reason_to_remove_anything():
+    wanted, observed, demand = uneven()
+    first = place(wanted, observed, demand, RULES, NOW)
+    again = place(wanted, replace(observed, memory=first.memory), demand, RULES, NOW + 5)
+    assert again.removals == ()
+
+
+@pytest.mark.parametrize("why", ["pinned", "young", "idle fleet", "no work reported"])
+def test_nothing_is_moved_that_is(why):
+    wanted, observed, demand = uneven()
+    if why == "pinned":
+        wanted = intent(*(replace(known, pinned=True) for known in wanted.adapters.values()))
+    elif why == "young":
+        w0 = observed.workers["w0"]
+        young = {name: replace(there, since=NOW - 5) for name, there in w0.held.items()}
+        observed = replace(observed, workers={**observed.workers, "w0": replace(w0, held=young)})
+    elif why == "idle fleet":
+        demand = busy(dict.fromkeys(demand.work, 0.05))
+    else:
+        demand = replace(demand, work={})
+    assert place(wanted, observed, demand, RULES, NOW).loads == ()
+
+
+def doubled():
+    observed = fleet(worker("w0", held("a"), zone="z0"), worker("w1", held("a"), zone="z0"), worker("w2", zone="z1"))
+    return intent(adapter("a")), replace(observed, memory=Memory(scales={"a": Scale(replicas=1)}))
+
+
+def test_a_surplus_copy_goes_and_is_named_as_one():
+    wanted, observed = doubled()
+    (step,) = place(wanted, observed, Demand(), RULES, NOW).removals
+    assert step.reason == "surplus copy: 2 there, 1 needed"
+
+
+@pytest.mark.parametrize("why", ["in use", "pinned", "young", "asked for", "the other is still loading"])
+def test_a_surplus_copy_stays_while_it_is(why):
+    wanted, observed = doubled()
+    demand = Demand()
+    if why == "in use":
+        demand = Demand(in_use=frozenset({("a", "w0"), ("a", "w1")}))
+    elif why == "pinned":
+        wanted = intent(adapter("a", pinned=True))
+    elif why == "asked for":
+        demand = want("a", replicas=2)
+    else:
+        change = {"since": NOW - 5} if why == "young" else {"state": "loading"}
+        workers = {
+            name: replace(w, held={n: replace(there, **change) for n, there in w.held.items()})
+            for name, w in observed.workers.items()
+            if name != "w1" or why == "young"
+        }
+        observed = replace(observed, workers={"w1": observed.workers["w1"], **workers})
+    assert place(wanted, observed, demand, RULES, NOW).removals == ()
+
+
+def test_of_surplus_copies_one_that_drains_already_goes_first_even_in_use():
+    wanted, observed = doubled()
+    w1 = observed.workers["w1"]
+    w1 = replace(w1, held={"a": replace(w1.held["a"], state="draining")})
+    demand = Demand(in_use=frozenset({("a", "w1")}))
+    steps = place(wanted, replace(observed, workers={**observed.workers, "w1": w1}), demand, RULES, NOW).removals
+    assert [step.worker_id for step in steps] == ["w1"]
+
+
+def test_a_copy_that_a_crashed_worker_brought_back_makes_room_at_once_however_young():
+    young = NOW - 1
+    observed = fleet(
+        worker("w0", held("a", since=young), slots=1), worker("w1", held("a", since=young), held("b", since=young))
+    )
+    rules = Rules(min_residency_s=60.0)
+    names = intent(adapter("a"), adapter("b"), adapter("cold", rank=8))
+    full = replace(observed, workers={**observed.workers, "w1": replace(observed.workers["w1"], slots=2)})
+    (load,) = place(names, full, want("cold"), rules, NOW).loads
+    assert load.evict == "a"
+    # The only copy of another is as young and stays.
+    alone = replace(full, workers={"w1": replace(full.workers["w1"], held={"b": held("b", since=young)}, slots=1)})
+    assert place(names, alone, want("cold"), rules, NOW).loads == ()
+
+
+def test_the_victim_is_the_one_whose_loss_costs_least_and_a_small_one_is_fetched_sooner():
+    observed = fleet(worker("w0", held("small"), held("large"), slots=2))
+    names = intent(adapter("small", size_bytes=10**7), adapter("large", size_bytes=10**10), adapter("new"))
+    demand = replace(want("new"), habits={"small": 0.3, "large": 0.2})
+    (load,) = place(names, observed, demand, Rules(reserve_slots=0), NOW).loads
+    assert load.evict == "small"
+
+
+def test_who_was_asked_for_a_moment_ago_stays_before_who_was_asked_for_more_often():
+    observed = fleet(worker("w0", held("talking"), held("over"), slots=2))
+    names = intent(adapter("talking"), adapter("over"), adapter("new"))
+    demand = replace(want("new"), rates={"talking": 0.02, "over": 0.1}, last={"talking": NOW - 2, "over": NOW - 200.0})
+    (load,) = place(names, observed, demand, Rules(reserve_slots=0), NOW).loads
+    assert load.evict == "over"
+
+
+def test_a_scale_up_throws_out_only_what_is_worth_less():
+    hot = {"hot": 1.6, "warm": 1.5}
+    observed = fleet(worker("w0", held("hot"), slots=1), worker("w1", held("warm"), slots=1))
+    names = intent(adapter("hot"), adapter("warm"))
+    assert place(names, observed, busy(hot), RULES, NOW).loads == ()
+    cold = replace(busy({"hot": 2.0, "warm": 0.001}), last={"hot": NOW, "warm": NOW - 900})
+    (load,) = place(names, observed, cold, RULES, NOW).loads
+    assert (load.lora_id, load.evict) == ("hot", "warm")
+
+
+def test_for_a_request_that_waits_a_worker_that_loads_already_yields_to_one_that_does_not():
+    names = intent(adapter("a"))
+    idle = fleet(worker("w0"), worker("w1"))
+    (first,) = place(names, idle, want("a"), RULES, NOW).loads
+    (other,) = place(names, replace(idle, busy={first.worker_id: 1}), want("a"), RULES, NOW).loads
+    assert other.worker_id != first.worker_id
+    repair = Demand(wants={"a": Want(replicas=1, is_repair=True)})
+    (patient,) = place(names, replace(idle, busy={first.worker_id: 1}), repair, RULES, NOW).loads
+    assert patient.worker_id == first.worker_id
+
+
+def frozen_storm(count=100):
+    return Storm(counts=((int(NOW) - 5, count),))
+
+
+def test_in_a_storm_nothing_is_moved_or_scaled_and_the_pass_says_so():
+    wanted, observed, demand = uneven()
+    stormy = replace(observed, memory=Memory(storm=frozen_storm()))
+    desired = place(wanted, stormy, demand, RULES, NOW)
+    assert (desired.loads, desired.removals) == ((), ())
+    assert "storm: 100 loads and unloads within 60 s" in desired.frozen
+    hot = fleet(worker("w0", held("a")), worker("w1"), memory=Memory(storm=frozen_storm()))
+    assert place(intent(adapter("a")), hot, busy({"a": 1.5}), RULES, NOW).loads == ()
+    assert place(intent(adapter("a")), replace(hot, memory=Memory()), busy({"a": 1.5}), RULES, NOW).loads != ()
+
+
+def test_in_a_storm_repairs_and_waiting_requests_are_served_hottest_first():
+    observed = fleet(worker("w0"), worker("w1"), memory=Memory(storm=frozen_storm()))
+    demand = Demand(
+        rates={"cool": 1.0, "hot": 9.0},
+        wants={name: Want(replicas=1, is_repair=True) for name in ("cool", "hot")} | {"asked": Want(replicas=1)},
+    )
+    desired = place(intent(*map(adapter, ("cool", "hot", "asked"))), observed, demand, RULES, NOW)
+    assert [load.lora_id for load in desired.loads] == ["asked", "hot", "cool"]
+
+
+def test_a_storm_ends_only_when_half_of_what_is_allowed_is_left_of_it():
+    rules = Rules(storm_window_s=60.0, storm_moves_per_worker=4)
+    calm = Storm(counts=((0, 3), (30, 5)))
+    assert storm.is_frozen(calm, rules, 2, 40.0)
+    assert not storm.is_frozen(calm, rules, 2, 60.0)
+    assert storm.is_frozen(replace(calm, frozen_since=40.0), rules, 2, 60.0)
+    assert not storm.is_frozen(replace(calm, frozen_since=40.0), rules, 2, 90.0)
+
+
+def test_a_step_that_takes_many_passes_is_counted_once():
+    steps = frozenset({("a", "w0", "load")})
+    once = storm.watched(Storm(), steps, RULES, is_held=False, now=10.0)
+    assert storm.churn(storm.watched(once, steps, RULES, is_held=False, now=11.0), RULES, 11.0) == 1
+
+
+def test_demand_that_turns_over_all_the_time_is_stopped_by_the_storm():
+    names = [f"a{i}" for i in range(8)]
+    wanted = intent(*map(adapter, names))
+    rules = Rules(min_residency_s=0.0, scale_down_after_s=0.0, storm_moves_per_worker=2)
+    observed = fleet(*(worker(f"w{i}", held(names[i]), held(names[i + 4]), slots=8) for i in range(4)))
+    said, steps = [], 0
+    for number in range(100):
+        hot = names[number % 8]
+        demand = busy({name: 2.5 if name == hot else 0.01 for name in names})
+        desired = place(wanted, observed, demand, rules, NOW + number)
+        observed = carried(observed, desired)
+        steps += len(desired.loads) + len(desired.removals)
+        said.append(desired.frozen)
+    assert any(said)
+    # Two windows, four workers, twice each; old halves of moves are finished in a storm as well.
+    assert steps <= 3 * 4 * 2
+
+
+def test_what_one_pass_takes_away_stays_within_what_a_storm_allows():
+    names = [f"a{i}" for i in range(40)]
+    memory = Memory(scales=dict.fromkeys(names, Scale(replicas=1)))
+    observed = fleet(*(worker(f"w{i}", *map(held, names), slots=64) for i in range(2)), memory=memory)
+    rules = Rules(storm_moves_per_worker=4)
+    first = place(intent(*map(adapter, names)), observed, Demand(), rules, NOW)
+    assert len(first.removals) == 8
+    # Those that were named go on being named; no others join them.
+    second = place(intent(*map(adapter, names)), replace(observed, memory=first.memory), Demand(), rules, NOW + 1)
+    assert second.frozen is not None
+    assert second.removals == first.removals
+
+
+def test_observed_memory_is_all_that_one_pass_knows_of_another():
+    wanted, observed, demand = uneven()
+    first = place(wanted, observed, demand, RULES, NOW)
+    assert place(wanted, Observed(workers=observed.workers), demand, RULES, NOW) == first
