@@ -7,6 +7,8 @@ reads them must find the same ones here. As in vLLM neither the base model's nam
 import hashlib
 import json
 import re
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,14 @@ class Adapter:
     path: str
     digest: bytes
     """sha256 over config and weights: what its text is a function of."""
+    delay_s: float = 0.0
+    """How much later its answers begin."""
+    failing: float = 0.0
+    """Share of prompts that it answers with 500."""
+
+    def fails(self, prompt: Sequence[int]) -> bool:
+        """Whether this is one of those prompts; always the same ones."""
+        return zlib.crc32(repr(prompt).encode()) < self.failing * 2**32
 
 
 def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> Adapter:
@@ -45,7 +55,11 @@ def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> Adapter
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise NoAdapterFound(f"Loading lora {name} failed: No adapter found for {path}") from exc
     try:
-        _check_config(json.loads(config_text), max_rank)
+        config = json.loads(config_text)
+        _check_config(config, max_rank)
+        # How a bad version behaves, for who wants to see one; vLLM passes over what it does not know.
+        faults = config.get("sim") or {}
+        delay_s, failing = float(faults.get("delay_s", 0.0)), float(faults.get("failing", 0.0))
     except (ValueError, TypeError) as exc:
         raise AdapterRefused(str(exc)) from exc
     weights = folder / "adapter_model.safetensors"
@@ -55,7 +69,7 @@ def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> Adapter
     digest = hashlib.sha256(config_text)
     with weights.open("rb") as stream:
         digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return Adapter(int_id, name, path, digest.digest())
+    return Adapter(int_id, name, path, digest.digest(), delay_s, failing)
 
 
 def _check_config(config: dict[str, Any], max_rank: int) -> None:

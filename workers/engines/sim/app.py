@@ -115,6 +115,10 @@ class Service:
             block_size=self.settings.block_size,
         )
         self.engine.check_alive()
+        if adapter is not None and any(adapter.fails(prompt) for prompt in prompts):
+            raise Refused(f"adapter {adapter.name} fails this prompt, as its config says", "InternalServerError", 500)
+        if adapter is not None and adapter.delay_s:
+            await asyncio.sleep(adapter.delay_s)
         asked = Asked(head, body, adapter, prompts, limits, [echo for echo in echoes for _ in range(body.n)])
         if body.stream:
             return StreamingResponse(self._stream(asked), media_type="text/event-stream")
