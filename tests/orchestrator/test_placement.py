@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.placement import place, usable_slots
@@ -118,6 +118,7 @@ def fleets(draw):
     return intent(*adapters), fleet(*workers), demand, rules
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(fleets())
 def test_no_worker_is_given_more_than_its_slots_less_the_reserve(case):
     wanted, observed, demand, rules = case
@@ -128,6 +129,7 @@ def test_no_worker_is_given_more_than_its_slots_less_the_reserve(case):
         assert after.workers[name].occupied <= room
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(fleets())
 def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
     wanted, observed, demand, rules = case
@@ -141,6 +143,7 @@ def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
         assert what.quarantine is None
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(fleets())
 def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_minimum(case):
     wanted, observed, demand, rules = case
@@ -166,6 +169,7 @@ def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_
         assert left >= min(least, known.max_replicas or 64)
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(fleets())
 def test_the_same_input_in_another_order_gives_the_same_answer(case):
     wanted, observed, demand, rules = case
@@ -175,6 +179,7 @@ def test_the_same_input_in_another_order_gives_the_same_answer(case):
     assert (one.loads, one.removals, dict(one.replicas)) == (other.loads, other.removals, dict(other.replicas))
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(fleets())
 def test_once_its_loads_are_done_nothing_more_is_loaded(case):
     wanted, observed, demand, rules = case
@@ -188,6 +193,7 @@ def test_once_its_loads_are_done_nothing_more_is_loaded(case):
     assert again.removals == ()
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(2, 8), st.integers(1, 12), st.data())
 def test_removing_one_of_n_workers_moves_only_its_adapters(count, adapters, data):
     wanted = intent(*(adapter(f"a{i}", loading="eager") for i in range(adapters)))
@@ -273,6 +279,7 @@ def test_nothing_is_done_to_an_unmanaged_worker_and_what_it_holds_counts():
     assert (desired.loads, desired.removals) == ((), ())
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.floats(0.1, 10), st.integers(0, 6)), min_size=1),
     st.integers(0, 30),
