@@ -42,6 +42,9 @@ class FakeAgent:
         self.running = 0
         self.engine_boot_id = "e1"
         self.hold_loads = None
+        self.load_s = 0.0
+        self.loading = {}
+        self.has_called = asyncio.Event()
         self.epoch = 0
         self.drained = False
         self.app = self._app()
@@ -90,10 +93,10 @@ class FakeAgent:
                 "max_loras": 2,
                 "max_cpu_loras": self.slots,
                 "max_lora_rank": self.max_lora_rank,
-                "loaded_loras": list(self.loaded.values()),
+                "loaded_loras": [*self.loaded.values(), *self.loading.values()],
                 "capacity": {
-                    "loaded_count": len(self.loaded),
-                    "available_slots": self.slots - len(self.loaded),
+                    "loaded_count": len(self.loaded) + len(self.loading),
+                    "available_slots": self.slots - len(self.loaded) - len(self.loading),
                     "device_slots": 2,
                     "host_slots": self.slots,
                 },
@@ -138,6 +141,7 @@ class FakeAgent:
                 self.refused.append((verb, body))
                 return JSONResponse(envelope(409, "stale_epoch", "another one leads"), 409)
             self.calls.append((verb, body))
+            self.has_called.set()
             self.epochs.append(int(request.headers["x-lorafleet-epoch"]))
             self.keys.append(request.headers["x-lorafleet-idempotency-key"])
             if len(self.calls) in self.fail_calls:
@@ -164,6 +168,16 @@ class FakeAgent:
     async def load_lora(self, body):
         if self.hold_loads is not None:
             await self.hold_loads.wait()
+        if self.load_s:
+            self.loading[body["lora_id"]] = {
+                "lora_id": body["lora_id"],
+                "digest": body["digest"],
+                "engine_name": engine_name(body["lora_id"], body["digest"]),
+                "state": "loading",
+                "location": "disk",
+            }
+            await asyncio.sleep(self.load_s)
+            del self.loading[body["lora_id"]]
         assert digest_of(body["source"]) == body["digest"]
         if len(self.loaded) >= self.slots and body.get("evict"):
             self.loaded = {name: it for name, it in self.loaded.items() if it["engine_name"] != body["evict"]}

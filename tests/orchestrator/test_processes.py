@@ -1,0 +1,182 @@
+"""Orchestrators as processes: killed at any moment, paused past their lease, and side by side on one store."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+from collections import Counter
+
+import httpx
+import pytest
+
+from tests.orchestrator.doubles import FakeAgent, serving
+
+FLAGS = {
+    "settle-s": 0.3,
+    "pass-interval-s": 0.2,
+    "lease-duration-s": 1.5,
+    "lease-renew-s": 0.2,
+    "lease-margin-s": 0.3,
+    "log-level": "error",
+}
+
+
+class Process:
+    """`python -m orchestrator` on a store, with a client."""
+
+    def __init__(self, folder, name):
+        self._folder = folder
+        self._port_file = folder / f"{name}.port"
+        self.url = ""
+
+    async def start(self):
+        self._port_file.unlink(missing_ok=True)
+        flags = {"port": 0, "store": self._folder / "store.db", "port-file": self._port_file} | FLAGS
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        with (self._folder / "stderr").open("ab") as errors:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "orchestrator", *words, stderr=errors
+            )
+        await until(self._port_file.exists)
+        self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=10)
+        await until(self.is_up)
+
+    async def says(self, name):
+        """One field of /health; None when nobody answers."""
+        with contextlib.suppress(httpx.HTTPError):
+            return (await self.http.get("/health")).json()[name]
+
+    async def is_up(self):
+        return await self.says("status") == "ok"
+
+    async def stop(self, how=signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGCONT)
+            self.process.send_signal(how)
+        await self.process.wait()
+        await self.http.aclose()
+
+
+async def until(true, within_s=20):
+    async with asyncio.timeout(within_s):
+        while True:
+            found = true()
+            if await found if asyncio.iscoroutine(found) else found:
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def beating():
+    """Agents that are served and tell an orchestrator of themselves: `tell.url` says which."""
+
+    class Tell:
+        url = ""
+        agents = ()
+
+    tell, stack = Tell(), contextlib.AsyncExitStack()
+
+    async def add(*agents):
+        for agent in agents:
+            agent.url = await stack.enter_async_context(serving(agent.app))
+        tell.agents = (*tell.agents, *agents)
+
+    async def beat():
+        async with httpx.AsyncClient(timeout=1) as client:
+            while True:
+                for agent in tell.agents:
+                    with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
+                        await client.post(f"{tell.url}/v1/workers/register", json=agent.heartbeat())
+                await asyncio.sleep(0.1)
+
+    tell.add = add
+    loop = asyncio.create_task(beat())
+    yield tell
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    await stack.aclose()
+
+
+async def test_killed_at_random_moments_of_200_loads_it_loses_nothing_and_loads_nothing_twice(tmp_path, beating):
+    agents = [FakeAgent(f"w{n}", slots=64) for n in range(4)]
+    for agent in agents:
+        agent.load_s = 0.01
+    await beating.add(*agents)
+    names = [f"adapter-{n}/v1" for n in range(200)]
+    moments = sorted(random.Random(5).sample(range(5, 195), 3))
+
+    def loads():
+        return [body["lora_id"] for agent in agents for verb, body in agent.calls if verb == "load_lora"]
+
+    process = Process(tmp_path, "only")
+    await process.start()
+    beating.url = process.url
+    specs = [{"lora_id": name, "source": f"file:///{name}", "policy": {"loading": "eager"}} for name in names]
+    await process.http.patch("/v1/policy", json={"loads_per_worker": 4})
+    await process.http.post("/v1/adapters:batch", json={"adapters": specs})
+    for moment in moments:
+        await until(lambda moment=moment: len(loads()) >= moment)
+        await process.stop(signal.SIGKILL)
+        await process.start()
+        beating.url = process.url
+    await until(lambda: sum(len(agent.loaded) for agent in agents) == len(names), within_s=30)
+    assert Counter(loads()) == Counter(names)
+    assert not any(verb == "unload_lora" for agent in agents for verb, _ in agent.calls)
+
+    async def are_ready():
+        listed = (await process.http.get("/v1/adapters", params={"limit": 1000})).json()["data"]
+        return {item["lora_id"]: item["state"] for item in listed} == dict.fromkeys(names, "ready")
+
+    await until(are_ready)
+    await process.stop()
+
+
+async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, beating):
+    agent = FakeAgent("w0", slots=8)
+    await beating.add(agent)
+    one, two = Process(tmp_path, "one"), Process(tmp_path, "two")
+    await one.start()
+    await two.start()
+    assert (await one.says("is_leading"), await two.says("is_leading")) == (True, False)
+    assert await two.says("leader") == one.url
+    beating.url = two.url  # which hands everything on
+
+    async def loaded_by(process, lora_id):
+        await process.http.post("/v1/adapters", json={"lora_id": lora_id, "source": lora_id})
+        answer = await process.http.post(f"/v1/adapters/{lora_id}/ensure", json={"wait_s": 8})
+        return answer.json()["ready"] == ["w0"]
+
+    assert await loaded_by(two, "a/v1")
+    assert (await two.http.get("/v1/adapters/a/v1")).json()["state"] == "ready"
+    first = agent.epochs[-1]
+
+    os.kill(one.process.pid, signal.SIGSTOP)
+    await until(lambda: two.says("is_leading"))
+    assert await loaded_by(two, "b/v1")
+    assert agent.epochs[-1] == agent.epoch > first
+
+    os.kill(one.process.pid, signal.SIGCONT)
+    await until(lambda: one.says("leader"))
+    assert await one.says("leader") == two.url
+    assert not await one.says("is_leading")
+    headers = {"x-lorafleet-epoch": str(first), "x-lorafleet-idempotency-key": "late"}
+    async with httpx.AsyncClient() as late:
+        answer = await late.post(f"{agent.url}/v1/admin/unload_lora", json={"lora_id": "a/v1"}, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "stale_epoch")
+    assert await loaded_by(one, "c/v1")  # by way of the other
+    assert [verb for verb, _ in agent.calls].count("load_lora") == 3
+    assert set(agent.epochs) == {first, agent.epoch}
+
+    # With nobody left to lead for a moment, what is stored can still be read; writing has to wait.
+    await one.stop(signal.SIGKILL)
+    os.kill(two.process.pid, signal.SIGSTOP)
+    third = Process(tmp_path, "three")
+    await third.start()
+    assert not await third.says("is_leading")
+    await until(lambda: third.says("is_leading"))
+    assert (await third.http.get("/v1/adapters/c/v1")).json()["lora_id"] == "c/v1"
+    await third.stop()
+    await two.stop()
