@@ -53,8 +53,8 @@ def _options() -> argparse.Namespace:
 
 def _quick(scene: Scene) -> Scene:
     if scene.flash is not None:
-        return replace(scene, lasts_s=700, warm_s=100, flash=(200, 300, 2.0), lost=400, back=500)
-    return replace(scene, lasts_s=700, warm_s=400)
+        return replace(scene, lasts_s=400, warm_s=60, flash=(100, 160, 2.0), lost=200, back=300)
+    return replace(scene, lasts_s=400, warm_s=200)
 
 
 def _do(task: tuple[str, Scene, int]) -> Figures:

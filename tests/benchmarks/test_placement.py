@@ -1,0 +1,103 @@
+"""The simulated fleet of the placement benchmark does what it says; the quick run ends and reports."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.placement.ideal import shared_lru
+from benchmarks.placement.measure import CONTENDERS, run
+from benchmarks.placement.workload import Request, Scene, requests_of
+from benchmarks.placement.world import LOAD_S, World
+
+SMALL = Scene(name="small", adapters=20, workers=2, slots=4, rate=2.0, lasts_s=300, warm_s=60, work_s=0.3)
+
+
+def test_the_quick_benchmark_ends_and_writes_its_rows(tmp_path):
+    out = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.placement", "--quick", "--processes", "1", "--json", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(out.read_text())
+    assert rows
+    assert all({"what", "value", "unit", "reach", "ok", "baseline", "baseline_value"} <= row.keys() for row in rows)
+    (moves, *_) = [row for row in rows if row["what"].startswith("constant")]
+    assert moves["value"] == 0
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_every_contender_serves_every_request_in_the_end(contender):
+    figures = run(contender, SMALL, seed=1)
+    assert figures.unserved == 0
+    assert figures.waits > 0
+    assert figures.loads > 0
+
+
+def test_a_run_can_be_repeated_to_the_bit():
+    assert run(CONTENDERS[0], SMALL, seed=2) == run(CONTENDERS[0], SMALL, seed=2)
+
+
+def test_one_lru_over_all_slots_misses_what_it_evicted_and_nothing_else():
+    requests = [Request(float(at), adapter, 0.1) for at, adapter in enumerate([1, 2, 1, 3, 2, 1])]
+    assert shared_lru(requests, 2, warm_s=0.0, takes_time=False) == (5, 5)
+    assert shared_lru(requests, 3, warm_s=0.0, takes_time=False) == (3, 3)
+    soon = [Request(0.0, 1, 0.1), Request(0.1, 1, 0.1), Request(100.0, 1, 0.1)]
+    assert shared_lru(soon, 1, warm_s=0.0, takes_time=True) == (2, 1)
+
+
+class Nobody:
+    """Loads what is wanted on the only worker."""
+
+    name = "nobody"
+
+    def __init__(self, world):
+        self.world = world
+
+    def wanted(self, adapter):
+        worker = self.world.workers["w0"]
+        if adapter not in worker.copies:
+            self.world.load(adapter, worker)
+
+    def loaded(self, worker):
+        pass
+
+    def lost(self, worker):
+        pass
+
+    def joined(self):
+        pass
+
+    def second(self):
+        pass
+
+
+def test_a_request_waits_for_its_load_and_then_for_those_before_it():
+    requests = [Request(1.0, 0, 0.5), Request(1.1, 0, 0.5), Request(60.0, 0, 0.5)]
+    world = World(Scene(name="one", workers=1, lasts_s=100), requests, seed=1)
+    world.run(Nobody(world))
+    first, second, third = requests
+    assert LOAD_S / 2 < first.first_token - first.at < LOAD_S * 3
+    assert second.first_token == pytest.approx(first.first_token + 0.5)
+    assert third.first_token == pytest.approx(60.5)
+    assert [request.has_waited for request in requests] == [True, True, False]
+
+
+def test_a_lost_worker_s_requests_begin_again_where_their_adapter_is():
+    requests = [Request(1.0, 0, 0.5), Request(50.0, 0, 5.0)]
+    world = World(Scene(name="two", workers=1, lasts_s=200, lost=51.0, back=60.0), requests, seed=1)
+    placer = Nobody(world)
+    placer.lost = lambda worker: None
+    placer.wanted = lambda adapter: (
+        world.workers
+        and [world.load(adapter, worker) for worker in world.workers.values() if adapter not in worker.copies]
+    )
+    placer.joined = lambda: [placer.wanted(adapter) for adapter in list(world.waiting)]
+    world.run(placer)
+    assert requests[1].first_token > 60.0
+
+
+def test_the_same_seed_draws_the_same_requests_and_zipf_the_hottest():
+    one, two = requests_of(SMALL, 3), requests_of(SMALL, 3)
+    assert [(r.at, r.adapter, r.work_s) for r in one] == [(r.at, r.adapter, r.work_s) for r in two]
+    assert one != requests_of(SMALL, 4)
