@@ -19,7 +19,10 @@ def digest_of(source):
 
 
 class FakeAgent:
-    """Holds up to `slots` adapters. `fail_calls`: numbers of the action calls that answer 503 instead of acting."""
+    """Holds up to `slots` adapters. `fail_calls`: numbers of the action calls that answer 503 instead of acting.
+
+    `made` may be one list of several agents: all their calls in order, of which the `fail_made`-th fails.
+    """
 
     def __init__(self, worker_id, *, slots=4, base_model="tiny-qwen", max_lora_rank=64, zone="", node=""):
         self.worker_id = worker_id
@@ -37,6 +40,8 @@ class FakeAgent:
         self.epochs = []
         self.keys = []
         self.fail_calls = set()
+        self.made = []
+        self.fail_made = 0
         self.refuse = {}
         self.ranks = {}
         self.running = 0
@@ -144,7 +149,8 @@ class FakeAgent:
             self.has_called.set()
             self.epochs.append(int(request.headers["x-lorafleet-epoch"]))
             self.keys.append(request.headers["x-lorafleet-idempotency-key"])
-            if len(self.calls) in self.fail_calls:
+            self.made.append((verb, body))
+            if len(self.calls) in self.fail_calls or len(self.made) == self.fail_made:
                 return JSONResponse(envelope(503, "engine_unreachable", "the call that had to fail"), 503)
             if body.get("lora_id") in self.refuse:
                 code = self.refuse[body["lora_id"]]

@@ -343,6 +343,73 @@ async def test_whichever_call_fails_the_next_passes_mend_it(open_house, clock, t
         house.agents.clear()
 
 
+async def _story(house, clock):
+    """Loads, a named victim, a move off a worker that is drained, a deletion; each step until it holds."""
+
+    async def mended(true, tell=None):
+        for _ in range(8):
+            if tell is not None:
+                await tell()
+            await house.settle()
+            if await true():
+                return
+            clock.now += house.store.rules.failure_expiry_s * 2 + 1
+            await house.beat()
+        raise AssertionError("never mended")
+
+    def is_ready(lora_id):
+        async def check():
+            return (await house.adapter(lora_id))["state"] == "ready"
+
+        return check
+
+    await house.http.patch("/v1/policy", json={"min_residency_s": 0})
+    for lora_id in ("a/v1", "b/v1", "c/v1"):
+        await house.register(lora_id)
+        await mended(is_ready(lora_id), lambda lora_id=lora_id: house.ensure(lora_id))
+    await house.register("pinned/v1", policy={"loading": "eager", "pinned": True})
+    await mended(is_ready("pinned/v1"))
+    (home,) = (await house.adapter("pinned/v1"))["workers"]
+    await house.http.post(f"/v1/workers/{home}/drain", json={"deadline_s": 80_000})
+    (other,) = {"w0", "w1"} - {home}
+
+    async def has_moved():
+        clock.now += 1
+        await house.beat()
+        return (await house.adapter("pinned/v1"))["workers"] == [other] and house.agents[home].drained
+
+    await mended(has_moved)
+    await house.http.delete("/v1/adapters/pinned/v1")
+
+    async def is_gone():
+        clock.now += 1
+        return (await house.http.get("/v1/adapters/pinned/v1")).status_code == 404
+
+    await mended(is_gone)
+    return {name: sorted(agent.loaded) for name, agent in house.agents.items()}
+
+
+async def test_whichever_call_of_a_whole_story_fails_the_next_passes_mend_it(open_house, clock, tmp_path):
+    counts, nth = [], 0
+    while nth == 0 or nth <= counts[0]:
+        house = open_house(tmp_path / f"{nth}.db")
+        for name in ("w0", "w1"):
+            await house.worker(name, slots=2)
+        made = []
+        for agent in house.agents.values():
+            agent.made = made
+            agent.fail_made = nth
+        held = await _story(house, clock)
+        assert "pinned/v1" not in [lora_id for loaded in held.values() for lora_id in loaded], f"call {nth}"
+        assert all(len(agent.loaded) <= agent.slots for agent in house.agents.values()), f"call {nth}"
+        verbs = [verb for verb, _ in made]
+        assert {"inspect_lora", "load_lora", "unload_lora", "drain"} <= set(verbs), f"call {nth}"
+        counts.append(len(verbs))
+        nth += 1
+        house.agents.clear()
+    assert len(counts) > 10
+
+
 async def test_a_victim_is_drained_before_it_makes_room(house, clock):
     agent = await house.worker(slots=1)
     await house.http.patch("/v1/policy", json={"min_residency_s": 5})
