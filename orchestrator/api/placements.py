@@ -112,7 +112,7 @@ def placement_routes(
 def _scene(reconciler: Reconciler, now: float) -> Scene:
     store = reconciler.store
     return Scene(
-        intent=Intent(adapters=dict(store.adapters), tombstones=dict(store.tombstones)),
+        intent=reconciler.rollouts.held(Intent(adapters=dict(store.adapters), tombstones=dict(store.tombstones))),
         observed=replace(reconciler.observe(), memory=reconciler.view.desired.memory),
         demand=reconciler.demand.snapshot(now),
         policy=store.rules,

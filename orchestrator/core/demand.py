@@ -44,7 +44,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """One adapter that is on no worker, as one router counts it since its boot: held, for how long, refused."""
+    """One adapter as one router counts it since its boot: held back for a load or for room, for how long, refused."""
 
     lora_id: str
     held: int = 0

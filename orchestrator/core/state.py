@@ -199,7 +199,7 @@ class Flow:
     """What routers count of one adapter; a second, or in all.
 
     work_s   seconds of engine work for its requests; a second, this is how many workers it keeps busy
-    held     requests that waited because it was nowhere, `hold_s` how long together; `sheds` were refused instead
+    held     requests that waited in a router, for a load or for room, `hold_s` how long together; `sheds` were refused
     """
 
     requests: float = 0.0

@@ -144,6 +144,16 @@ def test_an_abort_goes_back_and_one_that_is_over_stays_over():
     assert aborted(rollout, 6.0) == (rollout, None)
 
 
+def test_what_a_later_version_stored_is_read_as_far_as_it_is_known():
+    rollout = a_rollout(scale=3)
+    body = as_json(rollout) | {"later": 1}
+    body["guard"] |= {"later": 1}
+    body["steps"] = [dict(step) | {"later": 1} for step in body["steps"]]
+    assert from_json(json.loads(json.dumps(body))) == rollout
+    with pytest.raises((KeyError, TypeError)):
+        from_json({"alias": "sql"})
+
+
 def test_two_versions_that_do_alike_are_not_told_apart_by_chance():
     """A sound version under a bad time: 5 % errors of either, looked at every 20 requests, 200 rollouts."""
     rng, rolled_back = Random(7), 0
