@@ -16,6 +16,8 @@ LIVE_S = 10.0
 """A router's word expires after this much silence (make before break)."""
 HABIT = 15
 """Windows over which a habit is weighted. Of real adapters the ten hottest stay about the same for an hour."""
+SURGE = 1 / 6
+"""Of a window: how soon a flash crowd is seen."""
 _BOOTS_REMEMBERED = 8
 _FORGET_ROUTER_S = 3600.0
 
@@ -85,6 +87,7 @@ class _Sum:
     total: list[float] = field(default_factory=lambda: [0.0] * len(_FLOWS))
     weighted: list[float] = field(default_factory=lambda: [0.0] * len(_FLOWS))
     habit: float = 0.0
+    surge: float = 0.0
 
 
 @dataclass(slots=True)
@@ -143,16 +146,18 @@ class DemandBook:
         if entry is None:
             entry = self._sums[count.lora_id] = _Sum(now)
         fade = math.exp(-(now - entry.at) / self.window_s)
-        # What n requests, spread evenly over the time since the last report, weigh at its end, as a rate.
-        share = -math.expm1(-over_s / self.window_s) / over_s if over_s > 0 else 1 / self.window_s
+        share = _share(over_s, self.window_s)
         entry.weighted = [amount * fade for amount in entry.weighted]
         entry.habit *= math.exp(-(now - entry.at) / (HABIT * self.window_s))
+        entry.surge *= math.exp(-(now - entry.at) / (SURGE * self.window_s))
         entry.at = now
         for name, amount in grown:
             entry.total[_FLOWS.index(name)] += amount
             entry.weighted[_FLOWS.index(name)] += amount * share
             if name == "requests":
                 entry.habit += amount / (HABIT * self.window_s)
+            elif name == "work_s":
+                entry.surge += amount * _share(over_s, SURGE * self.window_s)
 
     def want(self, lora_id: str, want: Want, until: float) -> bool:
         """Remember that somebody asks; True when that says more than was known."""
@@ -214,15 +219,18 @@ class DemandBook:
         rates: dict[str, float] = {}
         work: dict[str, float] = {}
         habits: dict[str, float] = {}
+        surges: dict[str, float] = {}
         for lora_id, entry in self._sums.items():
             fade = scale * math.exp(-(now - entry.at) / self.window_s)
             rates[lora_id] = entry.weighted[requests] * fade
             habits[lora_id] = entry.habit * math.exp(-(now - entry.at) / (HABIT * self.window_s))
+            surges[lora_id] = entry.surge * math.exp(-(now - entry.at) / (SURGE * self.window_s))
             work[lora_id] = entry.weighted[work_s] * fade
         return Demand(
             rates=rates,
             work=work,
             habits=habits,
+            surges=surges,
             last={lora_id: entry.at for lora_id, entry in self._sums.items()},
             is_blind=not self.live_routers(now),
             in_use=frozenset(in_use),
@@ -244,6 +252,11 @@ class DemandBook:
         self._routers = {
             name: router for name, router in self._routers.items() if now - router.heard_at < _FORGET_ROUTER_S
         }
+
+
+def _share(over_s: float, window_s: float) -> float:
+    """What one unit, spread evenly over the time since the last report, weighs at its end, as a rate."""
+    return -math.expm1(-over_s / window_s) / over_s if over_s > 0 else 1 / window_s
 
 
 def _growth(count: float, before: float) -> float:

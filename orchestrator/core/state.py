@@ -222,6 +222,7 @@ class Demand:
     work     lora_id -> seconds of engine work a second; 0 where routers do not say
     habits   lora_id -> requests a second over a time 15 times as long: who comes back though nobody asks just now
     last     lora_id -> when the last request for it was reported
+    surges   lora_id -> as `work`, over a sixth of the time: seen sooner, and by that less sure
     is_blind no router has reported of late: that nothing is counted is no sign that nothing is asked for
     in_use   (lora_id, worker_id) with a request in flight
     wants    lora_id -> what is asked for and not there yet; none that has expired
@@ -229,6 +230,7 @@ class Demand:
 
     rates: Mapping[str, float] = field(default_factory=dict)
     work: Mapping[str, float] = field(default_factory=dict)
+    surges: Mapping[str, float] = field(default_factory=dict)
     habits: Mapping[str, float] = field(default_factory=dict)
     last: Mapping[str, float] = field(default_factory=dict)
     is_blind: bool = False

@@ -9,6 +9,8 @@ from orchestrator.core.state import OCCUPYING, Adapter, Scale, Worker
 
 FAIR = 1.1
 """A replica may have so much more than a worker's fair share of the load before another is due."""
+SURE = 1.3
+"""A surge of the last seconds has to ask for so much more than what the whole window does."""
 SLACK = 0.8
 """Demand must be under this part of what a target was raised for before the target may fall."""
 
@@ -60,7 +62,7 @@ def stand(
 def targets(board: Board) -> tuple[dict[str, Target], dict[str, Scale]]:
     """lora_id -> its target, of all that should be anywhere; and the scales that stand."""
     asked = _asked(board)
-    totals = _totals(board)
+    totals, surging = _totals(board, board.weights), _totals(board, board.demand.surges)
     scales = board.observed.memory.scales
     moving = {lora_id for lora_id, _ in board.observed.memory.moves}
     found: dict[str, Target] = {}
@@ -70,9 +72,10 @@ def targets(board: Board) -> tuple[dict[str, Target], dict[str, Scale]]:
         if not is_placeable(adapter):
             continue
         base, copies = asked.get(lora_id, 0), _settled(board, lora_id, moving)
-        raw = _raw(board, adapter, totals)
+        raw = _raw(board, adapter, totals, board.demand.work)
         least = max(base, 1)
-        up = max(least, min(math.ceil(raw - 1e-9), board.most(adapter)))
+        sudden = _raw(board, adapter, surging, board.demand.surges) / SURE
+        up = max(least, min(math.ceil(max(raw, sudden) - 1e-9), board.most(adapter)))
         down = max(up, min(math.ceil(raw / SLACK - 1e-9), board.most(adapter)))
         # While no router speaks, that little is counted is no reason to fall.
         scale = scales.get(lora_id)
@@ -97,22 +100,23 @@ def _settled(board: Board, lora_id: str, moving: set[str]) -> int:
     return len(holders) - doubled
 
 
-def _totals(board: Board) -> dict[str | None, float]:
+def _totals(board: Board, weights: Mapping[str, float]) -> dict[str | None, float]:
     """base model -> the load of all its adapters."""
     found: dict[str | None, float] = {}
-    for lora_id in sorted(board.weights):
+    for lora_id in sorted(weights):
         adapter = board.intent.adapters.get(lora_id)
         if adapter is not None:
-            found[adapter.base_model] = found.get(adapter.base_model, 0.0) + board.weights[lora_id]
+            found[adapter.base_model] = found.get(adapter.base_model, 0.0) + weights[lora_id]
     return found
 
 
-def _raw(board: Board, adapter: Adapter, totals: Mapping[str | None, float]) -> float:
-    busy = board.demand.work.get(adapter.lora_id, 0.0)
+def _raw(board: Board, adapter: Adapter, totals: Mapping[str | None, float], work: Mapping[str, float]) -> float:
+    """Replicas that this work is worth, and no more than could hold it; `totals` of the same work, by base model."""
+    busy = work.get(adapter.lora_id, 0.0)
     if busy <= 0:
         return 0.0
     able = len(board.able(adapter))
-    raw = due(board.weight(adapter.lora_id) / totals[adapter.base_model], able, busy, board.policy.target_utilisation)
+    raw = due(busy / totals[adapter.base_model], able, busy, board.policy.target_utilisation)
     return min(raw, able)
 
 
