@@ -42,7 +42,9 @@ def orchestrator(shared: Sequence[str], store: Path) -> list[str]:
 
 
 def router(shared: Sequence[str], orchestrator_url: str, state_dir: Path, grace_s: float) -> list[str]:
-    flags = ["--orchestrator-url", orchestrator_url, "--state-dir", str(state_dir), "--grace-s", str(grace_s)]
+    # No load balancer stands in front of a local fleet that would have to hear of a stop first.
+    stop = ["--drain-s", "0", "--grace-s", str(grace_s)]
+    flags = ["--orchestrator-url", orchestrator_url, "--state-dir", str(state_dir), *stop]
     return [sys.executable, "-m", "router", *shared, "--router-id", "router-0", *flags]
 
 

@@ -16,11 +16,19 @@ class Audit:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.asked_by: dict[str, str] = {}
+        self._asked_by: dict[str, str] = {}
+
+    def asked(self, lora_id: str, by: str) -> None:
+        """Who wants this adapter loaded, or gone."""
+        self._asked_by[lora_id] = by
+
+    def served(self, lora_id: str) -> None:
+        """That is done: what happens to it from now on is the orchestrator's own doing."""
+        self._asked_by.pop(lora_id, None)
 
     def who(self, lora_id: str) -> str:
         """Whoever asked for this adapter last, and is not served yet; else the orchestrator's own policy."""
-        return self.asked_by.get(lora_id, NOBODY)
+        return self._asked_by.get(lora_id, NOBODY)
 
     def ended(
         self, action: Action, *, who: str, outcome: str, duration_s: float, code: str = "", error: str = ""

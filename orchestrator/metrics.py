@@ -1,6 +1,5 @@
 """Prometheus metrics, on a registry of their own. Per-adapter series are bounded: the largest, then the rest."""
 
-import contextlib
 import heapq
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,6 +10,7 @@ from prometheus_client.registry import Collector
 MOST_SERIES = 200
 """Adapters with series of their own; a guess at what a dashboard can bear, nothing measured."""
 REST = "other"
+EVICTED = ("lru", "capacity", "ttl")
 
 Counts = Mapping[str, tuple[int, int]]
 """lora_id -> (replicas now, replicas wanted)"""
@@ -23,6 +23,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.shown = Shown(MOST_SERIES)
+        self._usage: Callable[[], Mapping[str, tuple[float, float]]] = dict
+        self._counted: Mapping[str, float] = {}
         self.operations = Counter(
             "lora_placement_operations",
             "Placement operations by outcome",
@@ -90,19 +92,27 @@ class Metrics:
     def evicted(self, lora_id: str, reason: str) -> None:
         self.evictions.labels(self.shown.label(lora_id), reason).inc()
 
-    def used(self, lora_id: str, requests: float) -> None:
-        """Requests that are new since the last call."""
-        self.usage.labels(self.shown.label(lora_id)).inc(requests)
-
-    def show(self, rates: Mapping[str, float]) -> None:
-        """Give the series to the adapters with the most traffic; those of others end."""
-        for lora_id in self.shown.choose(rates):
-            _remove(self.usage, lora_id)
-            for reason in ("lru", "capacity", "ttl"):
-                _remove(self.evictions, lora_id, reason)
+    def count_usage(self, usage: Callable[[], Mapping[str, tuple[float, float]]]) -> None:
+        """Read this at each scrape: lora_id -> (requests in all, requests a second)."""
+        self._usage = usage
 
     def render(self) -> bytes:
+        self._take_usage()
         return generate_latest(self.registry)
+
+    def _take_usage(self) -> None:
+        """What was requested since the last scrape is counted under the name that an adapter has now."""
+        now = self._usage()
+        for lora_id in self.shown.choose({lora_id: rate for lora_id, (_, rate) in now.items()}):
+            # Its series end: what they counted stays theirs, and what comes is counted as `other`.
+            self.usage.remove(lora_id)
+            for reason in EVICTED:
+                self.evictions.remove(lora_id, reason)
+        for lora_id, (total, _) in now.items():
+            grown = total - self._counted.get(lora_id, 0.0)
+            if grown:
+                self.usage.labels(self.shown.label(lora_id)).inc(grown if grown > 0 else total)
+        self._counted = {lora_id: total for lora_id, (total, _) in now.items()}
 
 
 class Shown:
@@ -162,8 +172,3 @@ class _Gauges(Collector):
         for state, count in self._workers().items():
             workers.add_metric([state], count)
         yield from (current, target, workers)
-
-
-def _remove(metric: Counter, *labels: str) -> None:
-    with contextlib.suppress(KeyError):
-        metric.remove(*labels)

@@ -110,6 +110,7 @@ class Reconciler:
             rng=self._rng,
             clock=clock,
         )
+        metrics.count_usage(self._usage)
         metrics.watch(failed=reads.failed_count, leading=lambda: leadership.is_leading, epoch=lambda: store.epoch)
         leadership.on_begin, leadership.on_end = self.begin_term, self.end_term
 
@@ -136,8 +137,11 @@ class Reconciler:
         while True:
             try:
                 self._due.clear()
+                began = time.perf_counter()
                 self.run_pass()
                 wait_s = 0.0
+                # Every end of an action asks for a pass: with thousands of adapters those leave time for others.
+                await asyncio.sleep(min(1.0, time.perf_counter() - began))
             except Exception:
                 wait_s = min(30.0, max(0.2, wait_s * 2))
                 log.exception("pass failed", again_in_s=wait_s)
@@ -166,7 +170,7 @@ class Reconciler:
 
     def asked(self, lora_id: str, by: str) -> None:
         """Who wants this adapter loaded, or gone: the audit log will say so."""
-        self._audit.asked_by[lora_id] = by
+        self._audit.asked(lora_id, by)
 
     def clipped(self, lora_id: str, replicas: int) -> int:
         """No more replicas than the policy allows, however many are asked for."""
@@ -260,6 +264,7 @@ class Reconciler:
         for lora_id, want in wants.items():
             if lora_id not in self.store.adapters or len(ready.get(lora_id, ())) >= want.replicas:
                 self.demand.satisfied(lora_id)
+                self._audit.served(lora_id)
         if self._may_decide:
             self._finish_deletions()
 
@@ -273,7 +278,7 @@ class Reconciler:
             if adapter.lora_id not in held:
                 self.store.drop_adapter(adapter.lora_id)
                 self.demand.forget(adapter.lora_id)
-                self._audit.asked_by.pop(adapter.lora_id, None)
+                self._audit.served(adapter.lora_id)
                 log.info("adapter deleted", lora_id=adapter.lora_id)
 
     def _end_drains(self, desired: Desired) -> None:
@@ -288,6 +293,11 @@ class Reconciler:
             for pair, lora_id in self._underway.owed.items()
             if pair in wanted or self._underway.busy[pair[1]]
         }
+
+    def _usage(self) -> Mapping[str, tuple[float, float]]:
+        """lora_id -> (requests in all since our start, requests a second now)."""
+        rates = self.demand.snapshot(self._clock()).rates
+        return {lora_id: (self.demand.total(lora_id).requests, rate) for lora_id, rate in rates.items()}
 
     # -- what others ask ---------------------------------------------------------------------------------------
 
