@@ -18,13 +18,13 @@ REACH_MS = 50.0
 READS = {
     "list, a page of 100": "/v1/adapters?limit=100",
     "list, a page of 1,000": "/v1/adapters",
-    "list, the last page": "/v1/adapters?limit=100&cursor=team-99/a89",
+    "list, from far behind": "/v1/adapters?limit=100&cursor=team-99/a05",
     "list by prefix": "/v1/adapters?prefix=team-42/",
     "list by state": "/v1/adapters?state=registered&limit=100",
     "list by tenant": "/v1/adapters?tenant=team-42&limit=100",
     "list by base model, none there": "/v1/adapters?base_model=llama",
     "list, quarantined": "/v1/adapters?quarantined=true",
-    "show": "/v1/adapters/team-42/a42",
+    "show": "/v1/adapters/team-42/a12",
     "history, a page of 100": "/v1/history",
 }
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lorafleet import rollout
+from lorafleet import intent, rollout
 from lorafleet.failure import Failure
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ for name, sub in (
     ("keys", keys_app),
 ):
     app.add_typer(sub, name=name)
+
+
+app.add_typer(intent.app)
 
 
 class EngineName(StrEnum):
@@ -313,17 +316,29 @@ def _worker(context: typer.Context, worker: str, verb: str, result: str, body: A
 
 @policy_app.command("show")
 def policy_show(context: typer.Context) -> None:
-    """The policy in force."""
-    _show(context, "/v1/policy")
+    """The policy in force, and the etag that names this version of it."""
+    from lorafleet import tables
+
+    with context.obj.orchestrator() as api:
+        policy, etag = api.tagged("/v1/policy")
+        tables.show(tables.fields(policy | {"etag": etag.strip('"')}))
 
 
 @policy_app.command("set")
 def policy_set(
-    context: typer.Context, changes: Annotated[list[str], typer.Argument(help="name=value, as `policy show` has them")]
+    context: typer.Context,
+    changes: Annotated[list[str], typer.Argument(help="name=value, as `policy show` has them")],
+    if_match: Annotated[
+        str | None, typer.Option(help="only if the policy is still this one: the etag that `policy show` says")
+    ] = None,
 ) -> None:
     """Change parts of the policy, effective at once.
 
-    Example: lorafleet policy set loading=eager reserve_slots=0
+    Examples:
+
+      lorafleet policy set loading=eager reserve_slots=0
+
+      lorafleet policy set loading=eager --if-match 3c1f9c6d2ab04e11
     """
     import yaml
 
@@ -336,7 +351,11 @@ def policy_set(
     with context.obj.orchestrator() as api:
         from lorafleet import tables
 
-        tables.show(tables.fields(api.call("PATCH", "/v1/policy", body)))
+        tables.show(tables.fields(api.call("PATCH", "/v1/policy", body, headers=_if_match(if_match))))
+
+
+def _if_match(etag: str | None) -> dict[str, str]:
+    return {} if etag is None else {"if-match": etag if etag == "*" else f'"{etag.strip(chr(34))}"'}
 
 
 # --- what goes on ------------------------------------------------------------------------------------------------

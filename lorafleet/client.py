@@ -1,5 +1,6 @@
 """JSON over HTTP to the router, the orchestrator and the agents, for the CLI: every failure is one line."""
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -24,16 +25,33 @@ class Api:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self._client.close()
 
-    def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+    def call(
+        self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, **query: Any
+    ) -> Any:
         """The answer's JSON (None when it is empty); raises Failure for a server that is away or says no."""
+        answer = self._answer(method, path, body, headers=headers, **query)
+        return answer.json() if answer.content else None
+
+    def tagged(self, path: str) -> tuple[Any, str]:
+        """The answer's JSON, and its ETag."""
+        answer = self._answer("GET", path)
+        return answer.json(), answer.headers.get("etag", "")
+
+    def download(self, path: str) -> bytes:
+        """The answer as it is."""
+        return self._answer("GET", path).content
+
+    def _answer(
+        self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, **query: Any
+    ) -> httpx.Response:
         params = {name: value for name, value in query.items() if value is not None}
         try:
-            answer = self._client.request(method, path, json=body, params=params)
+            answer = self._client.request(method, path, json=body, params=params, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             hint = f"; is the fleet up? ({self._flag} names another address)" if self._flag else ""
             raise Failure(f"{self.url}: {exc}{hint}") from exc
         if answer.is_success:
-            return answer.json() if answer.content else None
+            return answer
         raise Refused(answer.status_code, _reason(answer))
 
     def every(self, path: str) -> list[dict[str, Any]]:

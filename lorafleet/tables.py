@@ -92,6 +92,65 @@ def workers(items: Iterable[Mapping[str, Any]]) -> Table:
     )
 
 
+def plan(actions: Iterable[Mapping[str, Any]]) -> Table:
+    return table(
+        ["pass", "operation", "adapter", "worker", "instead of", "bytes", "seconds", "why"],
+        [
+            (
+                item["turn"],
+                item["operation"],
+                item["lora_id"] or "(all)",
+                item["worker_id"],
+                item["evict"],
+                item["size_bytes"],
+                item["seconds"],
+                item["reason"],
+            )
+            for item in actions
+        ],
+    )
+
+
+def plan_lines(answer: Mapping[str, Any]) -> list[str]:
+    """What a plan comes to, below its table."""
+    cost = answer["cost"]
+    lines = [
+        f"{cost['loads']} loads, {cost['unloads']} unloads; {cost['bytes']:,} bytes; about {cost['seconds']:.1f} s"
+    ]
+    changes = [f"{name} {change['before']} -> {change['after']}" for name, change in answer["targets"].items()]
+    if changes:
+        lines.append("replicas wanted: " + ", ".join(changes))
+    lines += [f"no place for {name}: {why}" for name, why in sorted(answer["reasons"].items())]
+    if answer["is_settled"] is False:
+        lines.append("more would follow: look further ahead with --passes")
+    return lines
+
+
+def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
+    return table(
+        ["lora_id", "digest", "workers", "base model", "rank", "source", "cannot be adopted because"],
+        [
+            (
+                item["lora_id"],
+                item["digest"][:12],
+                ", ".join(item["workers"]),
+                item["base_model"],
+                item["rank"],
+                item["source"],
+                item["problem"],
+            )
+            for item in items
+        ],
+    )
+
+
+def history(items: Iterable[Mapping[str, Any]]) -> Table:
+    return table(
+        ["time (UTC)", "what", "of", "by", "details"],
+        [(_time(item["at"]), item["kind"], item["subject"], item["actor"], item["body"]) for item in items],
+    )
+
+
 def fields(item: Mapping[str, Any]) -> Table:
     """One thing, a line a field."""
     return table(["field", "value"], list(item.items()))

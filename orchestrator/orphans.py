@@ -41,11 +41,11 @@ def adopt(ask: AdoptRequest, fleet: Fleet, store: Store, registry: Registry, act
     there = orphans(fleet, store)
     wanted = there if ask.lora_ids is None else [item for item in there if item.lora_id in set(ask.lora_ids)]
     with store.together():
-        results = [_adopted(item, registry, actor) for item in wanted]
+        results = [_adopted(item, ask.tenants, registry, actor) for item in wanted]
     return [*results, *_missing(ask.lora_ids or (), {item.lora_id for item in there})]
 
 
-def _adopted(item: OrphanItem, registry: Registry, actor: str) -> BatchResult:
+def _adopted(item: OrphanItem, tenants: tuple[str, ...] | None, registry: Registry, actor: str) -> BatchResult:
     try:
         if item.problem is not None:
             raise Conflict(item.problem, code="not_adoptable")
@@ -57,6 +57,7 @@ def _adopted(item: OrphanItem, registry: Registry, actor: str) -> BatchResult:
                 digest=item.digest,
                 rank=item.rank,
                 size_bytes=item.size_bytes,
+                tenants=None if tenants is None else tuple(sorted(set(tenants))),
             ),
             actor,
         )

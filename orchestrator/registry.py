@@ -83,7 +83,8 @@ class Registry:
         self._require_free(adapter.lora_id, "lora_id")
         with self._store.together():
             self._store.put_adapter(adapter)
-            body = {"source": adapter.source, "base_model": adapter.base_model, "digest": adapter.digest}
+            kept = ("source", "base_model", "digest", "tenants")
+            body = {name: getattr(adapter, name) for name in kept}
             self._store.record("adapter_adopted", adapter.lora_id, body, actor)
 
     def _fill_in(self, known: Adapter, spec: AdapterSpec) -> Adapter:

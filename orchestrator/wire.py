@@ -397,9 +397,12 @@ class OrphanList(_Wire):
 
 
 class AdoptRequest(_Written):
-    """`POST /v1/orphans/adopt`: null means every one that can be."""
+    """`POST /v1/orphans/adopt`. Whose they were went with the store, so they are nobody's until somebody says."""
 
-    lora_ids: tuple[str, ...] | None = Field(default=None, max_length=10_000)
+    lora_ids: tuple[str, ...] | None = Field(default=None, max_length=10_000, description="null: all that can be")
+    tenants: tuple[str, ...] | None = Field(
+        default=(), description="who may use them, beside operators and where no keys are needed; null means everyone"
+    )
 
 
 class WorkerItem(_Wire):

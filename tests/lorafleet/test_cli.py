@@ -17,6 +17,7 @@ from rich.console import Console
 
 from lorafleet import cli, tables
 from lorafleet.auth import Keys, hash_key
+from orchestrator.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,3 +410,52 @@ def test_a_rollout_is_started_looked_at_held_and_ended(ask: Run, run: Run, orche
     wrong = run("--orchestrator-url", orchestrator, "rollout", "start", "moving", "moving/v2", "--step", "half")
     assert wrong.status == 2
     assert "0.1:600" in wrong.err
+
+
+def test_a_plan_says_what_would_have_no_place_and_changes_nothing(ask: Run, run: Run, orchestrator: str) -> None:
+    before = ask("policy", "show").out
+    assert ask("plan", "--policy", "reserve_slots=0").out == "0 loads, 0 unloads; 0 bytes; about 0.0 s\n"
+    assert ask("policy", "show").out == before
+    assert json.loads(ask("plan", "--policy", "loading=eager", "--json").out)["is_settled"]
+    for words, says in (
+        (["--without-worker", "w9"], "w9"),
+        (["--demand", "nobody=x10"], "nobody"),
+        (["--demand", "nobody"], "LORA_ID=x10"),
+        (["--more-workers", "two"], "N:WORKER"),
+        (["--policy", "lodaing=eager"], "lodaing"),
+    ):
+        said = run("--orchestrator-url", orchestrator, "plan", *words)
+        assert said.status in (1, 2)
+        assert says in said.err.splitlines()[-1]
+
+
+def test_a_policy_is_set_only_where_it_is_still_the_one_that_was_seen(ask: Run, run: Run, orchestrator: str) -> None:
+    tag = next(line.split()[1] for line in ask("policy", "show").out.splitlines() if line.startswith("etag"))
+    ask("policy", "set", "min_residency_s=61", "--if-match", tag)
+    said = run("--orchestrator-url", orchestrator, "policy", "set", "min_residency_s=62", "--if-match", tag)
+    assert said.status == 1
+    assert "read it again" in said.err
+    changed = ask("history", "--kind", "policy_changed", "--limit", "1").out
+    assert ", 61.0" in changed
+
+
+def test_a_backup_is_a_store_that_an_orchestrator_starts_on_and_overwrites_nothing(
+    ask: Run, run: Run, orchestrator: str, tmp_path: Path
+) -> None:
+    ask("adapters", "add", "kept/v1", "file:///kept", "--base-model", "tiny")
+    file = tmp_path / "backup.db"
+    assert "bytes" in ask("backup", str(file)).out
+    said = run("--orchestrator-url", orchestrator, "backup", str(file))
+    assert said.status == 1
+    assert "new file" in said.err
+    store = Store(file)
+    assert "kept/v1" in store.adapters
+    store.close()
+
+
+def test_orphans_are_none_where_there_are_no_workers(ask: Run, run: Run, orchestrator: str) -> None:
+    assert len(ask("orphans", "list").out.splitlines()) == 1
+    assert ask("orphans", "adopt").out == "0 adopted\n"
+    said = run("--orchestrator-url", orchestrator, "orphans", "adopt", "nobody/v1")
+    assert said.status == 1
+    assert "GET /v1/orphans" in said.out

@@ -65,6 +65,7 @@ async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_w
     await fresh.turn()
     assert (await fresh.adapter("a0/v1"))["state"] == "ready"
     assert (await fresh.adapter("a0/v1"))["source"] == "file:///a0/v1"
+    assert (await fresh.adapter("a0/v1"))["tenants"] == (None if kind == "old backup" else [])
     assert state(agents) == before
 
 
@@ -100,7 +101,7 @@ async def test_what_cannot_be_adopted_says_why_and_holds_up_nothing_else(house):
     await house.beat()
     await house.register(digest="f" * 64)
     asked = ["two-kinds", "sql/v1", "nameless", "fine/v1", "gone"]
-    answer = (await house.http.post("/v1/orphans/adopt", json={"lora_ids": asked})).json()["data"]
+    answer = (await house.http.post("/v1/orphans/adopt", json={"lora_ids": asked, "tenants": ["acme"]})).json()["data"]
     told = {item["lora_id"]: (item["status"], item["code"]) for item in answer}
     assert told == {
         "two-kinds": (409, "not_adoptable"),
@@ -113,5 +114,6 @@ async def test_what_cannot_be_adopted_says_why_and_holds_up_nothing_else(house):
     assert "2 digests" in problems["two-kinds"]
     assert "by hand" in problems["nameless"]
     assert "registered with digest" in problems["sql/v1"]
+    assert (await house.adapter("fine/v1"))["tenants"] == ["acme"]
     history = (await house.http.get("/v1/history", params={"subject": "fine/v1"})).json()["data"]
     assert [entry["kind"] for entry in history] == ["adapter_adopted"]
