@@ -1,0 +1,174 @@
+"""Two writers, the same change twice, who is written down for it, and lists by what is asked for."""
+
+import pytest
+import yaml
+
+from lorafleet.auth import hash_key
+
+
+def code(answer):
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_a_whole_policy_is_put_only_over_the_one_that_was_seen(house):
+    seen = await house.http.get("/v1/policy")
+    body = seen.json() | {"loading": "eager"}
+    assert code(await house.http.put("/v1/policy", json=body)) == (428, "precondition_required")
+    tag = {"if-match": seen.headers["etag"]}
+    first = await house.http.put("/v1/policy", json=body, headers=tag)
+    assert first.status_code == 200
+    assert code(await house.http.put("/v1/policy", json=seen.json(), headers=tag)) == (412, "precondition_failed")
+    again = await house.http.put("/v1/policy", json=body, headers={"if-match": first.headers["etag"]})
+    assert again.headers["etag"] == first.headers["etag"]
+    assert (await house.http.put("/v1/policy", json={}, headers={"if-match": "*"})).json() == seen.json()
+
+
+async def test_a_policy_is_in_force_at_the_next_pass(house):
+    agents = [await house.worker(f"w{n}") for n in range(2)]
+    await house.register()
+    await house.settle()
+    assert [len(agent.loaded) for agent in agents] == [0, 0]
+    await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 2}})
+    await house.settle()
+    assert [len(agent.loaded) for agent in agents] == [1, 1]
+
+
+async def test_an_adapter_is_changed_and_deleted_only_as_it_was_seen(house):
+    await house.register()
+    tag = {"if-match": (await house.http.get("/v1/adapters/sql/v1")).headers["etag"]}
+    mine = await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}}, headers=tag)
+    assert mine.status_code == 200
+    late = await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 9}}, headers=tag)
+    assert code(late) == (412, "precondition_failed")
+    assert code(await house.http.delete("/v1/adapters/sql/v1", headers=tag)) == (412, "precondition_failed")
+    assert (await house.adapter())["policy"]["priority"] == 3
+    now = {"if-match": mine.headers["etag"]}
+    assert (await house.http.delete("/v1/adapters/sql/v1", headers=now)).status_code == 204
+
+
+async def test_what_agents_find_does_not_change_the_etag_that_a_writer_has_seen(house):
+    await house.worker()
+    await house.register()
+    before = (await house.http.get("/v1/adapters/sql/v1")).headers["etag"]
+    await house.ensure()
+    await house.settle()
+    assert (await house.adapter())["state"] == "ready"
+    assert (await house.http.get("/v1/adapters/sql/v1")).headers["etag"] == before
+
+
+async def test_an_alias_is_pointed_elsewhere_only_as_it_was_seen(house):
+    await house.register("a/v1")
+    one = {"targets": [{"lora_id": "a/v1", "weight": 1.0}]}
+    two = {"targets": [{"lora_id": "a/v1", "weight": 2.0}]}
+    await house.http.put("/v1/aliases/a", json=one)
+    tag = {"if-match": (await house.http.get("/v1/aliases/a")).headers["etag"]}
+    assert (await house.http.put("/v1/aliases/a", json=two, headers=tag)).status_code in (200, 202)
+    assert code(await house.http.put("/v1/aliases/a", json=one, headers=tag)) == (412, "precondition_failed")
+    assert code(await house.http.delete("/v1/aliases/a", headers=tag)) == (412, "precondition_failed")
+    assert code(await house.http.put("/v1/aliases/new", json=one, headers={"if-match": "*"})) == (
+        412,
+        "precondition_failed",
+    )
+
+
+async def test_the_same_change_twice_is_one_change_and_one_line_of_history(house):
+    alias = {"targets": [{"lora_id": "sql/v1"}]}
+    for _ in range(2):
+        await house.register()
+    for _ in range(2):
+        assert (await house.http.put("/v1/aliases/sql", json=alias)).status_code in (200, 201)
+        await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}})
+        await house.http.patch("/v1/policy", json={"loading": "eager"})
+    kinds = [entry["kind"] for entry in (await house.http.get("/v1/history")).json()["data"]]
+    assert sorted(kinds) == ["adapter_changed", "adapter_registered", "alias_set", "policy_changed"]
+
+
+async def test_the_second_of_two_deletions_finds_it_going_and_changes_nothing(house):
+    agent = await house.worker()
+    await house.register()
+    await house.ensure()
+    await house.settle()
+    assert [(await house.http.delete("/v1/adapters/sql/v1")).status_code for _ in range(2)] == [202, 202]
+    deleted = (await house.http.get("/v1/history", params={"kind": "adapter_deleted"})).json()["data"]
+    assert len(deleted) == 1
+    house.clock.now += 60
+    await house.settle()
+    assert agent.loaded == {}
+
+
+async def test_the_history_says_what_was_changed_and_by_whom(open_house, tmp_path):
+    keys = [
+        {"sha256": hash_key("mine"), "scopes": ["admin"], "tenant": "acme"},
+        {"sha256": hash_key("root"), "scopes": ["admin"]},
+    ]
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
+    house = open_house(key_files=(tmp_path / "keys.yaml",))
+    mine, root = ({"authorization": f"Bearer {key}"} for key in ("mine", "root"))
+    spec = {"lora_id": "sql/v1", "source": "file:///sql"}
+    await house.http.post("/v1/adapters", json=spec, headers=mine)
+    await house.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]}, headers=mine)
+    await house.http.delete("/v1/aliases/sql", headers=root)
+    await house.http.patch("/v1/policy", json={"reserve_slots": 0}, headers=root)
+
+    async def lines(path, **query):
+        answer = (await house.http.get(path, params=query, headers=root)).json()
+        return [(entry["kind"], entry["actor"].partition(" (")[0], entry["body"]) for entry in answer["data"]]
+
+    assert await lines("/v1/aliases/sql/history") == [
+        ("alias_deleted", "operator", {"was": [["sql/v1", 1.0]]}),
+        ("alias_set", "tenant acme", {"targets": [["sql/v1", 1.0]], "was": None}),
+    ]
+    assert await lines("/v1/history", kind="policy_changed") == [
+        ("policy_changed", "operator", {"reserve_slots": [1, 0]})
+    ]
+    first = (await house.http.get("/v1/history", params={"limit": 3}, headers=root)).json()
+    second = (await house.http.get("/v1/history", params={"cursor": first["next"]}, headers=root)).json()
+    assert [entry["kind"] for entry in first["data"] + second["data"]] == [
+        "policy_changed",
+        "alias_deleted",
+        "alias_set",
+        "adapter_registered",
+    ]
+    assert second["next"] is None
+
+
+async def test_a_list_has_what_is_all_that_was_asked_for(house):
+    await house.worker()
+    await house.register("sql/v1", tenants=["acme"])
+    await house.register("sql/v2", base_model="llama")
+    await house.register("tax/v1", tenants=["other"])
+    await house.ensure("sql/v1")
+    await house.settle()
+
+    async def ids(**query):
+        return [item["lora_id"] for item in (await house.http.get("/v1/adapters", params=query)).json()["data"]]
+
+    assert await ids(prefix="sql/") == ["sql/v1", "sql/v2"]
+    assert await ids(tenant="acme") == ["sql/v1", "sql/v2"]
+    assert await ids(worker="w0") == ["sql/v1"]
+    assert await ids(state="ready") == ["sql/v1"]
+    assert await ids(base_model="llama", prefix="sql") == ["sql/v2"]
+    assert await ids(quarantined="true") == []
+    assert await ids(worker="w9") == []
+    assert len(await ids(quarantined="false")) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/v1/adapters?state=raedy", ("'raedy'", "'ready'")),
+        ("/v1/adapters?limit=0", ("'0'", "greater than or equal to 1")),
+        ("/v1/history?cursor=x", ("'x'", "integer")),
+    ],
+)
+async def test_a_wrong_parameter_is_400_that_says_what_was_found_and_what_is_allowed(house, path, says):
+    answer = await house.http.get(path)
+    assert code(answer) == (400, "invalid_request")
+    assert all(text in answer.json()["error"]["message"] for text in says)
+
+
+async def test_a_backup_over_rest_is_the_store_as_a_file(house, tmp_path):
+    await house.register()
+    answer = await house.http.get("/v1/backup")
+    assert answer.headers["content-type"] == "application/vnd.sqlite3"
+    assert answer.content.startswith(b"SQLite format 3")
