@@ -34,10 +34,10 @@ class OrchestratorSettings(HouseSettings):
     pass_interval_s: float = Field(default=2.0, gt=0, description="time between passes when nothing happens")
     heartbeat_interval_s: float = Field(default=1.0, gt=0, description="how often agents are told to report")
     probe_after_s: float = Field(
-        default=3.0, gt=0, description="ask agent and engine ourselves when a worker has been silent this long"
+        default=2.0, gt=0, description="ask agent and engine ourselves when a worker has been silent this long"
     )
     lost_after_s: float = Field(
-        default=5.0, gt=0, description="silent this long, and neither agent nor engine answers: the worker is lost"
+        default=3.0, gt=0, description="silent this long, and neither agent nor engine answers: the worker is lost"
     )
     forget_after_s: float = Field(default=3600.0, gt=0, description="drop a lost worker from the lists after this long")
     settle_s: float = Field(
@@ -46,7 +46,7 @@ class OrchestratorSettings(HouseSettings):
     wanted_for_s: float = Field(
         default=60.0, gt=0, description="an `ensure` counts this long, or until the adapter is there"
     )
-    probe_timeout_s: float = Field(default=2.0, gt=0, description="deadline of a call that only asks")
+    probe_timeout_s: float = Field(default=1.5, gt=0, description="deadline of a call that only asks")
     inspect_timeout_s: float = Field(default=300.0, gt=0, description="deadline of fetching and verifying an adapter")
     load_timeout_s: float = Field(default=300.0, gt=0, description="deadline of a load, the fetch included")
     unload_timeout_s: float = Field(default=30.0, gt=0, description="deadline of an unload")

@@ -109,6 +109,12 @@ class Fleet:
                 found.append(worker_id)
         return found
 
+    def next_silent_s(self, probe_after_s: float) -> float | None:
+        """Seconds until somebody will have been silent this long; None when nobody is there."""
+        since = (max(entry.heard_at, entry.probed_at) for entry in self.entries.values() if entry.reach != "lost")
+        first = min(since, default=None)
+        return None if first is None else max(0.0, first + probe_after_s - self._clock())
+
     def forget(self, after_s: float) -> list[str]:
         """Drop workers that have been lost for long, and say which."""
         now = self._clock()

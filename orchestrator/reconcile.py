@@ -36,6 +36,8 @@ from workers.wire import Metadata
 
 log = structlog.get_logger()
 
+_LATE_S = 0.05  # a heartbeat that is only just due is given this long, rather than a pass of its own
+
 
 class Reconciler:
     """The loop and its passes, in front of the parts that observe, act and answer reads."""
@@ -205,8 +207,13 @@ class Reconciler:
         return self.is_settled and self._clock() - self._term_began_at >= self.settings.settle_s
 
     def _next_pass_s(self) -> float:
-        left = max(self._started_at, self._term_began_at) + self.settings.settle_s - self._clock()
-        return min(self.settings.pass_interval_s, left) if left > 0 else self.settings.pass_interval_s
+        """Until the interval is over, we may decide at last, or somebody will have been silent for too long."""
+        waits = [self.settings.pass_interval_s]
+        settled_in = max(self._started_at, self._term_began_at) + self.settings.settle_s - self._clock()
+        silent_in = self.fleet.next_silent_s(self.settings.probe_after_s)
+        waits += [settled_in] if settled_in > 0 else []
+        waits += [silent_in + _LATE_S] if silent_in is not None else []
+        return min(waits)
 
     # -- one pass ---------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """observe: agents' heartbeats in, and our own questions where a worker has gone silent."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import LeaseLost, Transient
 from orchestrator.core.state import Want
-from orchestrator.fleet import Change, Fleet
+from orchestrator.fleet import Change, Entry, Fleet
 from orchestrator.reads import Reads
 from orchestrator.store import Store
 from orchestrator.tasks import Tasks
@@ -123,16 +124,31 @@ class Watcher:
     async def _probe(self, worker_id: str) -> None:
         entry = self._fleet.entries[worker_id]
         report, timeout_s = entry.report, self._settings.probe_timeout_s
+        agent = asyncio.create_task(self._agents.metadata(report.agent_url, timeout_s=timeout_s))
+        engine: asyncio.Task[frozenset[str] | None] | None = None
         try:
-            fresh = await self._agents.metadata(report.agent_url, timeout_s=timeout_s)
-        except Transient:
-            pass
-        else:
-            if fresh.instance_id == worker_id:
+            # The engine is asked as soon as the agent takes long: a lost worker is known after one deadline, not two.
+            await asyncio.wait([agent], timeout=timeout_s / 3)
+            if not agent.done() or agent.exception() is not None:
+                engine = asyncio.create_task(
+                    self._agents.engine_models(report.transport.engine_url, timeout_s=timeout_s)
+                )
+            fresh = await _unless_away(agent)
+            if fresh is not None and fresh.instance_id == worker_id:
                 self.hear(fresh)
-                return
+            elif engine is not None:
+                await self._judge_by_its_engine(worker_id, entry, engine)
+        finally:
+            for task in (agent, engine):
+                if task is not None:
+                    task.cancel()
+
+    async def _judge_by_its_engine(
+        self, worker_id: str, entry: Entry, engine: "asyncio.Task[frozenset[str] | None]"
+    ) -> None:
+        """The agent does not answer. Is the engine gone, too?"""
         try:
-            models = await self._agents.engine_models(report.transport.engine_url, timeout_s=timeout_s)
+            models = await engine
         except Transient:
             if self._is_heard_again(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
                 return
@@ -146,3 +162,10 @@ class Watcher:
         """A heartbeat that came while we probed beats what the probe found."""
         entry = self._fleet.entries.get(worker_id)
         return entry is None or self._clock() - entry.heard_at < self._settings.probe_after_s
+
+
+async def _unless_away(agent: "asyncio.Task[Metadata]") -> Metadata | None:
+    try:
+        return await agent
+    except Transient:
+        return None
