@@ -25,6 +25,7 @@ class Figures:
     waits, loads   after the warm-up; `ideal` those of one LRU over all slots, `used` over those that are filled at all
     p50_s, p99_s   to the first token; `troubled_p99_s` of what came during and soon after the flash and the loss
     back_s         from the loss until each of the hottest is back at as many copies as before, or as are due
+    begun_s        from the loss until the last of the loads that this took has begun
     doubled        adapters with two copies or more, the median over time; `unasked` loads that nobody waited for
     """
 
@@ -39,6 +40,7 @@ class Figures:
     p99_s: float
     troubled_p99_s: float | None = None
     back_s: float | None = None
+    begun_s: float | None = None
     doubled: float = 0.0
     unasked: int | None = None
     frozen_s: int | None = None
@@ -109,11 +111,19 @@ def run(contender: str, scene: Scene, seed: int, rules: Rules | None = None) -> 
         p99_s=_p99(served),
         troubled_p99_s=_troubled(scene, requests),
         back_s=None if watch.back_at is None or scene.lost is None else watch.back_at - scene.lost,
+        begun_s=_begun(scene, world, watch),
         doubled=median(watch.doubled),
         unasked=placer.unasked if isinstance(placer, Ours) else None,
         frozen_s=placer.frozen_s if isinstance(placer, Ours) else None,
         unserved=len(counted) - len(served),
     )
+
+
+def _begun(scene: Scene, world: World, watch: Watch) -> float | None:
+    if watch.back_at is None or scene.lost is None:
+        return None
+    begun = [at for at, adapter, _ in world.loads if adapter in watch.hot and scene.lost < at < watch.back_at]
+    return max(begun) - scene.lost if begun else 0.0
 
 
 def _troubled(scene: Scene, requests: Sequence[Request]) -> float | None:

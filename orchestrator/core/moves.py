@@ -12,7 +12,7 @@ from orchestrator.core.board import Board, claim_of, is_placeable
 from orchestrator.core.state import Adapter, Load, Pair, Removal, Worker
 from orchestrator.core.victims import victim, worth
 
-IDLE = 0.6
+IDLE = 0.5
 """Below this part of the mean load a worker takes moves."""
 BUSY = 1.0
 """A worker busy for less than this part of the target utilisation gives nothing away: nobody would notice."""
