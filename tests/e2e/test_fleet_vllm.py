@@ -7,7 +7,8 @@ import pytest
 
 from lorafleet import tiny
 from tests.e2e.fleets import Fleet, running
-from tests.e2e.scenarios import COLD, FleetSuite
+from tests.e2e.scenarios import FleetSuite
+from tests.e2e.shifting import FIVE, ShiftSuite
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -16,11 +17,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("vllm")
     tiny.make_adapters(folder / "adapters")
-    tiny.make_adapter(folder / "adapters", COLD)
-    flags = ["--engine", "vllm", "--workers", "2", "--adapters", str(folder / "adapters")]
+    for lora_id in FIVE[3:]:
+        tiny.make_adapter(folder / "adapters", lora_id)
+    flags = ["--engine", "vllm", "--workers", "2", "--max-loras", "2", "--adapters", str(folder / "adapters")]
     with running(folder / "state", *flags, within_s=600) as fleet:
         yield fleet
 
 
 class TestTwoVllmWorkers(FleetSuite):
     come_back_within_s = 240.0
+
+
+class TestTrafficThatShifts(ShiftSuite):
+    pass
