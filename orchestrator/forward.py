@@ -21,7 +21,7 @@ from orchestrator.core.lease import Hold
 from orchestrator.leadership import Leadership
 from orchestrator.metrics import Metrics
 
-LOCAL = frozenset({"/health", "/ready", "/metrics", "/docs", "/redoc", "/openapi.json"})
+LOCAL = frozenset({"/ui", "/health", "/ready", "/metrics", "/docs", "/redoc", "/openapi.json"})
 """About this very process."""
 LEADERS = frozenset({"/v1/catalog", "/v1/events"})
 """Reads whose revisions are one orchestrator's own: two of them would confuse whoever follows."""

@@ -95,6 +95,7 @@ class AdapterItem(_Wire):
     workers: tuple[str, ...]
     policy: AdapterPolicy
     tenants: tuple[str, ...] | None
+    requests_per_s: float = 0.0
     error: str | None = None
 
 

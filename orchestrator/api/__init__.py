@@ -18,6 +18,7 @@ from orchestrator.api.placements import placement_routes
 from orchestrator.api.policy import policy_routes
 from orchestrator.api.rollouts import rollout_routes
 from orchestrator.api.routers import router_routes
+from orchestrator.api.ui import ui_routes
 from orchestrator.api.views import Views
 from orchestrator.metrics import Metrics
 from orchestrator.reconcile import Reconciler
@@ -34,9 +35,10 @@ def build_router(
     clock: Callable[[], float] = time.monotonic,
 ) -> APIRouter:
     """All routes."""
-    views = Views(reconciler)
+    views = Views(reconciler, clock)
     metrics.observe(views.counts, views.workers_by_state)
     api = APIRouter()
+    api.include_router(ui_routes())
     api.include_router(health_routes(reconciler, metrics, is_stopping))
     api.include_router(router_routes(keys, registry, reconciler, views, is_stopping, clock))
     api.include_router(worker_routes(keys, reconciler, views))

@@ -1,6 +1,6 @@
 """What is stored and what was reported, as the wire shows it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from orchestrator.core.errors import NotFound
@@ -28,8 +28,9 @@ from orchestrator.wire import (
 class Views:
     """What is stored and what was reported, as the wire shows it."""
 
-    def __init__(self, reconciler: Reconciler) -> None:
+    def __init__(self, reconciler: Reconciler, clock: Callable[[], float]) -> None:
         self._it = reconciler
+        self._clock = clock
 
     def adapter(self, adapter: Adapter, *, ready: Mapping[str, Sequence[str]] | None = None) -> AdapterItem:
         """`ready`: lora_id -> workers, made once by whoever shows many adapters."""
@@ -49,6 +50,7 @@ class Views:
                 "workers": workers,
                 "policy": policy_of(adapter),
                 "tenants": adapter.tenants,
+                "requests_per_s": round(self._it.demand.rate(adapter.lora_id, self._clock()), 4),
                 "error": self._it.last_error(adapter.lora_id),
             }
         )

@@ -1,0 +1,44 @@
+"""`/ui`: one static page of what is where; all that it shows comes over REST, with its reader's own key."""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse
+
+PAGE = Path(__file__).with_name("ui.html").read_text(encoding="utf-8")
+
+
+def ui_routes() -> APIRouter:
+    api = APIRouter(tags=["health"])
+    headers = {
+        "content-security-policy": policy(PAGE),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+    @api.get("/ui", response_class=HTMLResponse)
+    async def ui() -> HTMLResponse:
+        """The fleet in a browser: placements, states, demand, events."""
+        return HTMLResponse(PAGE, headers=headers)
+
+    return api
+
+
+def policy(page: str) -> str:
+    """Content-Security-Policy: this page's own script and style and no others, and calls to this server only."""
+    sources = {
+        kind: f"'sha256-{base64.b64encode(hashlib.sha256(_inside(page, tag).encode()).digest()).decode()}'"
+        for kind, tag in (("script-src", "script"), ("style-src", "style"))
+    }
+    parts = [f"{kind} {source}" for kind, source in sources.items()]
+    return "; ".join(["default-src 'none'", *parts, "connect-src 'self'", "base-uri 'none'", "form-action 'none'"])
+
+
+def _inside(page: str, tag: str) -> str:
+    found = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    assert len(found) == 1, f"the page has {len(found)} <{tag}>"
+    return str(found[0])
