@@ -1,0 +1,137 @@
+"""What an orchestrator that does not lead does with requests, in front of a leader that is served for real."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from orchestrator.core.lease import Hold
+from orchestrator.forward import FORWARDED, Forwarder
+from orchestrator.metrics import Metrics
+from tests.orchestrator.doubles import serving
+
+
+class Standby:
+    """Leadership as a forwarder sees it."""
+
+    is_leading = False
+    holder = "standby"
+    other = None
+
+
+class Leader:
+    def __init__(self):
+        self.seen = []
+        self.left = asyncio.Event()
+        self.hang = asyncio.Event()
+        self.app = FastAPI()
+
+        @self.app.api_route("/{path:path}", methods=["GET", "POST"])
+        async def anything(path: str, request: Request):
+            self.seen.append((request.method, str(request.url).partition("//")[2].partition("/")[2], request.headers))
+            if path == "v1/events":
+                return StreamingResponse(self._events(), media_type="text/event-stream")
+            if path == "hang":
+                await self.hang.wait()
+            return JSONResponse({"body": (await request.body()).decode()}, 418, {"etag": '"7"'})
+
+    async def _events(self):
+        try:
+            yield b"data: one\n\n"
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+
+
+@pytest.fixture
+async def leader():
+    it = Leader()
+    async with serving(it.app) as it.url:
+        yield it
+
+
+@asynccontextmanager
+async def forwarding(leadership):
+    local, refreshed = FastAPI(), []
+
+    @local.get("/{path:path}")
+    async def read(path: str):
+        return {"answered": "here"}
+
+    async with httpx.AsyncClient() as upstream:
+        app = Forwarder(
+            local,
+            leadership=leadership,
+            client=upstream,
+            metrics=Metrics(),
+            refresh=lambda: refreshed.append(1),
+            connect_timeout_s=0.5,
+            retry_after_s=1.0,
+        )
+        async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
+            client.refreshed = refreshed
+            yield client
+
+
+def standby(url):
+    it = Standby()
+    it.other = Hold(holder="leader", url=url, duration_s=5.0)
+    return it
+
+
+async def test_a_request_goes_on_as_it_came_and_the_answer_comes_back_as_it_is(leader):
+    async with forwarding(standby(leader.url)) as client:
+        answer = await client.post("/v1/adapters?dry_run=1", content=b"{}", headers={"authorization": "Bearer k"})
+    assert (answer.status_code, answer.json(), answer.headers["etag"]) == (418, {"body": "{}"}, '"7"')
+    ((method, target, headers),) = leader.seen
+    assert (method, target, headers["authorization"]) == ("POST", "v1/adapters?dry_run=1", "Bearer k")
+    assert headers[FORWARDED] == "standby"
+
+
+async def test_events_come_as_they_happen_and_a_reader_that_leaves_is_gone_at_the_leader_too(leader):
+    async with forwarding(standby(leader.url)) as client, client.stream("GET", "/v1/events") as answer:
+        assert await anext(answer.aiter_bytes()) == b"data: one\n\n"
+    await asyncio.wait_for(leader.left.wait(), 5)
+
+
+async def test_what_was_forwarded_once_is_not_forwarded_again(leader):
+    async with forwarding(standby(leader.url)) as client:
+        for method in ("GET", "POST"):
+            answer = await client.request(method, "/v1/adapters", headers={FORWARDED: "another"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_leading")
+            assert answer.headers["retry-after"] == "1"
+    assert leader.seen == []
+
+
+@pytest.mark.parametrize("url", [None, "http://127.0.0.1:9"])
+async def test_without_a_leader_reads_are_answered_from_the_store_and_the_rest_is_refused(url):
+    async with forwarding(standby(url) if url else Standby()) as client:
+        assert (await client.get("/v1/adapters")).json() == {"answered": "here"}
+        assert client.refreshed == [1]
+        for method, path in (("POST", "/v1/adapters"), ("GET", "/v1/catalog"), ("GET", "/v1/events")):
+            answer = await client.request(method, path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_leading")
+
+
+async def test_a_call_that_waits_ends_when_the_leader_leads_no_longer(leader):
+    leadership = standby(leader.url)
+    async with forwarding(leadership) as client:
+        waiting = asyncio.create_task(client.post("/hang"))
+        while not leader.seen:
+            await asyncio.sleep(0.01)
+        leadership.other = Hold(holder="another", url="http://127.0.0.1:9", duration_s=5.0)
+        answer = await asyncio.wait_for(waiting, 5)
+        assert answer.json()["error"]["code"] == "not_leading"
+        leader.hang.set()
+
+
+async def test_what_is_about_this_process_and_all_that_a_leader_is_asked_stays_here(leader):
+    leadership = standby(leader.url)
+    async with forwarding(leadership) as client:
+        assert (await client.get("/health")).json() == {"answered": "here"}
+        leadership.is_leading = True
+        assert (await client.get("/v1/catalog")).json() == {"answered": "here"}
+    assert leader.seen == []
