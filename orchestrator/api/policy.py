@@ -30,7 +30,8 @@ def policy_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> API
         if_match: IfMatch = None,
     ) -> Policy:
         """Replace it: what is left out takes its default. Needs If-Match: the ETag of what was read, or *."""
-        return _policy_written(registry.put_policy(policy, if_match, actor), response)
+        before = registry.policy_etag()
+        return _policy_written(registry.put_policy(policy, if_match, actor), before, response)
 
     @api.patch("/v1/policy")
     async def patch_policy(
@@ -40,12 +41,14 @@ def policy_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> API
         if_match: IfMatch = None,
     ) -> Policy:
         """Change what is named, keep the rest."""
-        return _policy_written(registry.patch_policy(changes, if_match, actor), response)
+        before = registry.policy_etag()
+        return _policy_written(registry.patch_policy(changes, if_match, actor), before, response)
 
-    def _policy_written(policy: Policy, response: Response) -> Policy:
-        reconciler.catalog.emit("policy_changed")
-        reconciler.changed()
+    def _policy_written(policy: Policy, before: str, response: Response) -> Policy:
         response.headers["etag"] = registry.policy_etag()
+        if response.headers["etag"] != before:
+            reconciler.catalog.emit("policy_changed")
+            reconciler.changed()
         return policy
 
     return api

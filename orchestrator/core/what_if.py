@@ -128,7 +128,7 @@ def supposed(scene: Scene, it: Hypothesis) -> Scene:
         for clone in (_clone(scene.observed.workers[name], number, kept, scene.now),)
     }
     observed = replace(scene.observed, workers={**kept, **more}, busy={}, loads_in_flight=0, inspecting={})
-    demand = _asked_for(scene.demand, it)
+    demand = _asked_for(scene.demand, it, scene.now)
     in_use = frozenset(pair for pair in demand.in_use if pair[1] not in gone)
     demand = replace(demand, in_use=in_use, wants=_wanted_back(gone, kept, intent, demand))
     return Scene(intent=intent, observed=observed, demand=demand, policy=it.policy or scene.policy, now=scene.now)
@@ -174,20 +174,34 @@ def _clone(like: Worker, number: int, taken: Mapping[str, Worker], now: float) -
     )
 
 
-def _asked_for(demand: Demand, it: Hypothesis) -> Demand:
-    rates, work = dict(demand.rates), dict(demand.work)
-    total = sum(rates.values())
-    usual_s = sum(work.values()) / total if total > 0 else 0.0
+def _asked_for(demand: Demand, it: Hypothesis, now: float) -> Demand:
+    """As if it had been so for long: the newest figures and the habit say the same."""
+    tables = [dict(table) for table in (demand.rates, demand.work, demand.surges, demand.habits)]
+    rates, work, surges, habits = tables
+    last = dict(demand.last)
+    total = sum(demand.rates.values())
+    usual_s = sum(demand.work.values()) / total if total > 0 else 0.0
     for lora_id, rate in it.rates.items():
-        had = rates.get(lora_id, 0.0)
-        request_s = work.get(lora_id, 0.0) / had if had > 0 else usual_s
-        rates[lora_id], work[lora_id] = rate, rate * request_s
+        had = demand.rates.get(lora_id, 0.0)
+        request_s = demand.work.get(lora_id, 0.0) / had if had > 0 else usual_s
+        rates[lora_id] = habits[lora_id] = rate
+        work[lora_id] = surges[lora_id] = rate * request_s
+        if rate > 0:
+            last[lora_id] = now
     for lora_id, factor in it.factors.items():
-        for table in (rates, work):
+        for table in tables:
             if lora_id in table:
                 table[lora_id] *= factor
     is_said = bool(it.rates or it.factors)
-    return replace(demand, rates=rates, work=work, is_blind=demand.is_blind and not is_said)
+    return replace(
+        demand,
+        rates=rates,
+        work=work,
+        surges=surges,
+        habits=habits,
+        last=last,
+        is_blind=demand.is_blind and not is_said,
+    )
 
 
 def _wanted_back(
