@@ -23,6 +23,13 @@ async def move(agents, house):
         await house.join(agent)
 
 
+async def pass_by(house):
+    """Passes enough, and time enough between them, for every drain to end and every unload to happen."""
+    for _ in range(5):
+        house.clock.now += 60
+        await house.turn()
+
+
 def state(agents):
     return {agent.worker_id: sorted(agent.loaded) for agent in agents}
 
@@ -50,8 +57,7 @@ async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_w
     if kind != "old backup":
         fresh = other if kind == "another one's" else open_house(path)
     await move(agents, fresh)
-    for _ in range(5):
-        await fresh.turn()
+    await pass_by(fresh)
     assert state(agents) == before
     assert [verb for agent in agents for verb, _ in agent.calls if verb not in {"inspect_lora", "claim"}] == []
 
@@ -85,8 +91,7 @@ async def test_a_backup_taken_in_the_middle_of_a_deletion_does_not_delete_when_i
     for name in ("middle.db", "after.db"):
         restored = open_house(tmp_path / name)
         await move(agents, restored)
-        for _ in range(5):
-            await restored.turn()
+        await pass_by(restored)
         assert state(agents) == before, name
 
 
