@@ -19,7 +19,7 @@ from benchmarks.report import Row, console, show
 
 STEADY = Scene(name="100 adapters")
 CHANGING = Scene(name="100 adapters, changing", change_s=600)
-MANY = Scene(name="500 adapters, changing", adapters=500, change_s=600)
+MANY = Scene(name="500 adapters, changing", adapters=500, change_s=600, lasts_s=1800)
 TROUBLE = Scene(name="flash and loss", lasts_s=1800, flash=(600, 780, 2.0), lost=1020, back=1320)
 CONSTANT = Scene(name="constant", adapters=48, lasts_s=1800, is_regular=True, warm_s=900)
 SCENES = (STEADY, CHANGING, MANY, TROUBLE, CONSTANT)

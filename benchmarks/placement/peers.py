@@ -101,7 +101,7 @@ class Home(Lazy):
 
 
 class LeastAdapters(Lazy):
-    """AIBrix's default: the worker with the fewest adapters (pkg/controller/modeladapter, leastAdapters)."""
+    """AIBrix's rule: the fewest adapters (pkg/controller/modeladapter/scheduling/least_adapters.go)."""
 
     name = "least adapters (AIBrix)"
 
@@ -111,19 +111,25 @@ class LeastAdapters(Lazy):
 
 
 class Proportional(Home):
-    """Dynamo's rule (lib/llm, LoRA allocation): replicas in proportion to the load, on the highest rendezvous claims.
+    """Dynamo's rule (lib/llm/src/lora/controller.rs): replicas in proportion to load, on the highest rendezvous claims.
 
-    Dynamo loads nothing itself; here somebody does as its table says, each time that it is computed anew.
+    `ceil(share of the load x slots of the fleet)` copies of every adapter with load, at most one a worker; when that is
+    more than there are slots, all are scaled down to them, none below 1, the largest remainders first. Down only after
+    a cool-down of ticks. Dynamo loads nothing itself; here somebody does as its table says, each time that it is
+    computed. How long its ticks are is a guess.
     """
 
     name = "proportional (Dynamo)"
     every_s = 10
+    cool_ticks = 3
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.seconds = 0
         self.seen: dict[int, int] = {}
         self.rates: dict[int, float] = {}
+        self.replicas: dict[int, int] = {}
+        self.cooling: dict[int, int] = {}
 
     def second(self) -> None:
         self.seconds += 1
@@ -139,24 +145,49 @@ class Proportional(Home):
             self._scale()
         super().second()
 
+    def _due(self) -> dict[int, int]:
+        active = {adapter: rate for adapter, rate in sorted(self.rates.items()) if rate > 0.3 / WINDOW_S}
+        workers = len(self.world.known)
+        slots = sum(worker.slots for worker in self.world.known.values())
+        total = sum(active.values())
+        counts = {adapter: float(min(workers, max(1, ceil(rate / total * slots)))) for adapter, rate in active.items()}
+        if sum(counts.values()) > slots:
+            scale = slots / sum(counts.values())
+            counts = {adapter: max(1.0, count * scale) for adapter, count in counts.items()}
+        due = {adapter: int(count) for adapter, count in counts.items()}
+        left = max(0, slots - sum(due.values()))
+        by_remainder = sorted(counts, key=lambda adapter: (due[adapter] - counts[adapter], adapter))
+        for adapter in [adapter for adapter in by_remainder if counts[adapter] > due[adapter]][:left]:
+            due[adapter] = min(workers, due[adapter] + 1)
+        return due
+
     def _scale(self) -> None:
-        total = sum(self.rates.values())
+        due = self._due()
         workers = list(self.world.known.values())
-        for adapter, rate in sorted(self.rates.items()):
-            due = ceil(rate / total * len(workers)) if total else 0
-            ranked = sorted(workers, key=lambda worker: -rendezvous(str(adapter), worker.name))
-            there = [worker for worker in workers if adapter in worker.copies]
-            if due < 2 and len(there) < 2:
-                continue
-            for worker in ranked[:due]:
-                queue = self.queues.setdefault(worker.name, deque())
-                if adapter not in worker.copies and adapter not in queue:
-                    self._ask(adapter, worker)
-            for worker in there:
-                copy = worker.copies[adapter]
-                is_enough = sum(adapter in other.copies for other in ranked[:due]) >= max(1, due)
-                if worker not in ranked[: max(1, due)] and is_enough and copy.state == "ready" and not copy.in_flight:
-                    del worker.copies[adapter]
+        for adapter in sorted(due.keys() | self.replicas.keys()):
+            before, now = self.replicas.get(adapter, 0), due.get(adapter, 1)
+            if now < before:
+                self.cooling[adapter] = self.cooling.get(adapter, 0) + 1
+                now = before if self.cooling[adapter] <= self.cool_ticks else now
+            else:
+                self.cooling.pop(adapter, None)
+            self.replicas[adapter] = now
+            self._act(adapter, now, workers)
+
+    def _act(self, adapter: int, count: int, workers: list[Worker]) -> None:
+        ranked = sorted(workers, key=lambda worker: -rendezvous(str(adapter), worker.name))
+        there = [worker for worker in workers if adapter in worker.copies]
+        if count < 2 and len(there) < 2:
+            return
+        for worker in ranked[:count]:
+            if adapter not in worker.copies and adapter not in self.queues.setdefault(worker.name, deque()):
+                self._ask(adapter, worker)
+        ready = [worker for worker in ranked[:count] if worker.copies.get(adapter) is not None]
+        for worker in there:
+            copy = worker.copies.get(adapter)
+            is_spare = worker not in ranked[:count] and len(ready) >= count
+            if copy is not None and is_spare and copy.state == "ready" and not copy.in_flight:
+                del worker.copies[adapter]
 
 
 PEERS = (Static, Lazy, Home, Proportional, LeastAdapters)
