@@ -83,23 +83,18 @@ class FileLease:
             row = asdict(new)
             db.execute(f"REPLACE INTO lease (id, {_FIELDS}) VALUES (1, ?, ?, ?, ?, ?)", tuple(row.values()))  # noqa: S608
             db.execute("COMMIT")
-            return True
+        if seen is None or seen.holder != new.holder:
+            self._sweep()
+        return True
+
+    def _sweep(self) -> None:
+        """Remove what killed processes have left. Only by who took the lease: until then it says that a holder died."""
+        for path in self._path.parent.glob(f"{self._path.name}.*"):
+            if path != self._alive and _is_unlocked(path):
+                path.unlink(missing_ok=True)
 
     def _is_gone(self, hold: Hold) -> bool:
-        path = self._sign_of_life(hold.holder)
-        try:
-            found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False  # it may live where we cannot see its file: only time will tell
-        try:
-            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        else:
-            path.unlink(missing_ok=True)
-            return True
-        finally:
-            os.close(found)
+        return _is_unlocked(self._sign_of_life(hold.holder))
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -123,3 +118,19 @@ def _found(db: sqlite3.Connection) -> Hold | None:
         return None
     holder, url, beat, duration_s, is_released = row
     return Hold(holder=holder, url=url, beat=beat, duration_s=duration_s, is_released=bool(is_released))
+
+
+def _is_unlocked(path: Path) -> bool:
+    """Whether the process that made this file has ended. False when there is no such file: only time will tell."""
+    try:
+        found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(found)

@@ -260,4 +260,7 @@ async def test_a_killed_holder_is_known_to_be_gone_and_a_stopped_one_is_not(tmp_
         await process.wait()
     assert await me.is_gone(hold)
     assert not await me.is_gone(Hold(holder="never-seen", url="", duration_s=5.0))
+    assert path.with_name("lease.it").exists()
+    assert await me.write(Hold(holder="me", url="", duration_s=5.0), None)
+    assert sorted(tmp_path.iterdir()) == [path, path.with_name("lease.me")]
     me.close()
