@@ -1,5 +1,6 @@
 """What the table of routes, the prompts and the dress promise, on real vLLM with nothing in between."""
 
+import asyncio
 import itertools
 import json
 import re
@@ -409,3 +410,55 @@ async def test_a_batch_of_generate_mixes_adapters_and_the_base_model(direct: Dir
         assert (failed.status_code, failed.json()["error"]["code"]) == (404, "model_not_found")
         refused = await client.post("/generate", json=ask | {"sampling_params": {"temperature": -1}})
         assert (refused.status_code, "temperature" in refused.text) == (400, True)
+
+
+# --- clients that leave
+
+LONG = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+LONG_ASKS: list[tuple[str, dict[str, Any], int]] = [
+    (CHAT, {"model": "sql/v1", "messages": [USER], **LONG}, 1),
+    (COMPLETIONS, {"model": BASE, "prompt": ["one", "two"], **LONG}, 2),
+    (RESPONSES, {"model": BASE, "input": "hello", "max_output_tokens": 1500, "ignore_eos": True, "temperature": 0}, 1),
+    (
+        "/generate",
+        {"text": ["one", "two", "three"], "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}},
+        3,
+    ),
+]
+
+
+def at_work(direct: Direct) -> int:
+    """Requests that run or wait in the engine, by its own count."""
+    metrics = direct.client.get("/metrics").text
+    shown = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", metrics, re.MULTILINE)
+    assert len(shown) == 2
+    return sum(int(float(count)) for count in shown)
+
+
+async def comes_to(direct: Direct, count: int) -> None:
+    """Wait until so many are at work; asked in a thread, so that the router goes on meanwhile."""
+    async with asyncio.timeout(20):
+        while await asyncio.to_thread(at_work, direct) != count:
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(("path", "body", "count"), LONG_ASKS, ids=[path for path, _, _ in LONG_ASKS])
+async def test_a_client_that_leaves_ends_the_work_in_the_engine(
+    direct: Direct, model_dir: Path, path: str, body: dict[str, Any], count: int
+) -> None:
+    async with routed(direct, model_dir) as (client, parts):
+        whole = asyncio.create_task(client.post(path, json=body))
+        await comes_to(direct, count)
+        whole.cancel()
+        await comes_to(direct, 0)
+        late = await client.post(path, json=body, headers={"x-lorafleet-timeout-s": "0.5"})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        await comes_to(direct, 0)
+        if path != "/generate":
+            async with client.stream("POST", path, json=body | {"stream": True}) as answer:
+                assert answer.status_code == 200
+                pieces = answer.aiter_bytes()  # held: one that nobody holds closes the answer
+                await anext(pieces)
+                await comes_to(direct, count)
+            await comes_to(direct, 0)
+        assert not list(parts.mind.load.in_flight())
