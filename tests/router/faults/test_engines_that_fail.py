@@ -96,7 +96,7 @@ async def test_an_engine_that_hangs_is_given_up_in_time_wherever_it_hangs():
 async def test_an_answer_that_trickles_lives_however_long_it_takes():
     async with house(1, first_data_timeout_s=3, idle_timeout_s=0.3) as router:
         began_at = asyncio.get_running_loop().time()
-        slow = saying(STREAM, each=3, pause_s=0.004)
+        slow = saying(STREAM, each=4, pause_s=0.01)
         whole = saying(answering(WHOLE), each=1, pause_s=0.004)
         streamed, unstreamed = await asyncio.gather(router.ask("a", slow, stream=True), router.ask("b", whole))
         assert (streamed.content, unstreamed.content) == (CLEAN, WHOLE)
