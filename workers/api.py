@@ -50,18 +50,18 @@ def _told(agent: Agent, keys: Keys) -> APIRouter:
 
     @api.get("/v1/metadata/loras")
     async def loras() -> AvailableLoras:
-        return AvailableLoras(data=agent.catalog())
+        return AvailableLoras(data=agent.residency.catalog())
 
     @api.get("/v1/metadata/loras/{lora_id:path}")
     async def lora(lora_id: str) -> AvailableLora | LoadedLora:
-        found = next((item for item in agent.catalog() if item.lora_id == lora_id), None)
+        found = next((item for item in agent.residency.catalog() if item.lora_id == lora_id), None)
         if found is None:
             raise RequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
         return found
 
     @api.get("/v1/admin/loras")
     async def loaded() -> LoadedLoras:
-        return LoadedLoras(data=agent.loaded())
+        return LoadedLoras(data=agent.residency.loaded())
 
     @api.post("/v1/usage")
     async def usage(body: UsageReport) -> JSONResponse:
@@ -127,7 +127,7 @@ def _done(agent: Agent, keys: Keys) -> APIRouter:
         """What is loaded afterwards."""
         agent.fence(epoch, is_destructive=True)
         await agent.unload(body)
-        return LoadedLoras(data=agent.loaded())
+        return LoadedLoras(data=agent.residency.loaded())
 
     @api.post("/v1/admin/inspect_lora", dependencies=operator)
     async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> AvailableLora:

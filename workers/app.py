@@ -19,7 +19,7 @@ from lorafleet.auth import Keys, refuse_open_server
 from lorafleet.http import install_error_handlers
 from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
-from workers.agent import Agent, timestamp
+from workers.agent import Agent
 from workers.api import build_router
 from workers.cache import Cache, base_shapes
 from workers.config import WorkerSettings
@@ -30,6 +30,7 @@ from workers.heartbeat import Heartbeats
 from workers.library import Library
 from workers.metrics import Metrics
 from workers.records import Records
+from workers.residency import timestamp
 from workers.sources.local import LocalSource
 from workers.supervisor import Supervisor
 
@@ -77,7 +78,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
         async with httpx.AsyncClient(trust_env=False) as client:
             tasks = [
                 asyncio.create_task(supervisor.run()),
-                asyncio.create_task(_loop("scrape", agent.scrape, settings.scrape_s, metrics)),
+                asyncio.create_task(_loop("scrape", agent.link.scrape, settings.scrape_s, metrics)),
                 asyncio.create_task(_loop("look", agent.look, settings.scan_s, metrics)),
             ]
             if settings.orchestrator_url:
@@ -88,7 +89,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                await agent.close_ledgers()
+                await agent.link.close_ledgers()
                 await supervisor.stop()
 
     app = FastAPI(

@@ -30,7 +30,7 @@ class Heartbeats:
     async def run(self) -> None:
         failures = 0
         while True:
-            told = self._agent.version
+            told = self._agent.residency.version
             try:
                 await self._beat()
                 if failures:
@@ -57,5 +57,5 @@ class Heartbeats:
             await asyncio.sleep(min(_MOST_BACKOFF_S, 0.2 * 2.0 ** min(failures, 6)) * self._rng.uniform(0.5, 1.0))
             return
         every_s = self._every_s * self._rng.uniform(0.8, 1.0)
-        if await self._agent.changes.until(lambda: self._agent.version != told, timeout_s=every_s):
+        if await self._agent.residency.changes.until(lambda: self._agent.residency.version != told, timeout_s=every_s):
             await asyncio.sleep(_GATHER_S)

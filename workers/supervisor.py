@@ -160,7 +160,7 @@ class Supervisor:
 
     async def _is_another(self, engine: VllmEngine) -> bool:
         with contextlib.suppress(EngineError):  # not heard is not another one
-            return f"{(await engine.scrape()).started_at:.2f}" != self._agent.engine_boot_id
+            return f"{(await engine.scrape()).started_at:.2f}" != self._agent.link.boot_id
         return False
 
     async def _exited_within(self, seconds: float) -> bool:

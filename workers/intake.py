@@ -1,0 +1,133 @@
+"""resolve -> fetch -> verify -> install: from a name to files on this disk, with every byte right."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from orchestrator.wire import checked_lora_id
+from workers.cache import Cache
+from workers.core.errors import RequestError, SourceError
+from workers.core.manifest import Manifest, is_same_base
+from workers.library import Library
+from workers.metrics import Metrics
+from workers.records import Record
+from workers.residency import Residency
+from workers.wire import InspectRequest, LoadRequest, engine_name
+
+
+class Intake:
+    """Brings adapters in. Callers hold the adapter's own lock."""
+
+    def __init__(self, *, cache: Cache, library: Library, residency: Residency, metrics: Metrics) -> None:
+        self._cache = cache
+        self._library = library
+        self._residency = residency
+        self._records = residency.records
+        self._metrics = metrics
+
+    async def installed(self, request: LoadRequest) -> Record:
+        """The record of files that are on this disk with every byte right. Raises WorkerError."""
+        self._check_base(request.base_model)
+        slots = self._residency.slots
+        known = self._known(request)
+        if known is not None and (slots.has(known.engine_name) or await self._cache.has(known.digest)):
+            return known
+        is_held = any(slots.has(record.engine_name) for record in self._records.of(request.lora_id))
+        if not is_held and not self._residency.has_room(request.evict):
+            # Before a fetch for nothing; what is held may be the very version asked for.
+            raise self._residency.no_free_slot()
+        source = self._resolve(request)
+        self._residency.show(request.lora_id, request.digest or "", "downloading")
+        return await self._fetched(request.lora_id, source, request.digest)
+
+    async def inspected(self, request: InspectRequest) -> Record:
+        """Fetched, verified and installed, whatever is known of it already. Raises WorkerError."""
+        self._check_base(request.base_model)
+        return await self._fetched(request.lora_id, request.source, None)
+
+    async def again(self, record: Record) -> Path:
+        """Where the record's files are; fetched once more if they are gone or damaged. Raises SourceError."""
+        if not await self._cache.has(record.digest):
+            async with self._cache.fetch(record.source) as folder:
+                manifest = await self._cache.verify(folder)
+                _check_digest(record.lora_id, manifest.digest, record.digest)
+                await self._cache.install(folder, record.digest)
+        return self._cache.path(record.digest)
+
+    async def _fetched(self, lora_id: str, source: str, digest: str | None) -> Record:
+        with self._timed("fetch"):
+            async with self._cache.fetch(source) as folder:
+                with self._timed("verify"):
+                    manifest = await self._cache.verify(folder)
+                    _check_digest(lora_id, manifest.digest, digest)
+                with self._timed("install"):
+                    path = await self._cache.install(folder, manifest.digest)
+        return self._residency.remember(_record(lora_id, source, manifest, path))
+
+    def _known(self, request: LoadRequest) -> Record | None:
+        """A record that answers this request without a look at its source: same digest, and no other source named.
+
+        A digest alone grants nothing: the record exists because this lora_id's own source was verified here.
+        """
+        asked = request.source or request.lora_path
+        for record in reversed(self._records.of(request.lora_id)):
+            if request.digest is not None and record.digest == request.digest and asked in {None, record.source}:
+                return record
+        if request.digest is None and asked is None and self._library.path(request.lora_id) is None:
+            return next(iter(reversed(self._records.of(request.lora_id))), None)
+        return None
+
+    def _resolve(self, request: LoadRequest) -> str:
+        if asked := request.source or request.lora_path:
+            return asked
+        for record in reversed(self._records.of(request.lora_id)):
+            if request.digest == record.digest:
+                return record.source
+        path = self._library.path(request.lora_id)
+        if path is None:
+            where = self._library.folder or "lora_path (not set)"
+            raise RequestError(
+                "adapter_unknown", f"adapter {request.lora_id!r}: not in {where}; give `source` or put it there"
+            )
+        return str(path)
+
+    def _check_base(self, base_model: str | None) -> None:
+        rules = self._cache.rules
+        if base_model is not None and not is_same_base(base_model, rules.base_names, rules.base_check):
+            names = ", ".join(sorted(rules.base_names))
+            raise SourceError("base_model_mismatch", f"base_model {base_model!r}: this worker serves {names}")
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        with self._metrics.load_seconds.labels(stage).time():
+            yield
+
+
+def check_id(lora_id: str) -> None:
+    """Raises RequestError `invalid_lora_id`."""
+    try:
+        checked_lora_id(lora_id)
+    except ValueError as exc:
+        raise RequestError("invalid_lora_id", str(exc), param="lora_id") from exc
+
+
+def _record(lora_id: str, source: str, manifest: Manifest, path: Path) -> Record:
+    return Record(
+        lora_id=lora_id,
+        digest=manifest.digest,
+        engine_name=engine_name(lora_id, manifest.digest),
+        path=str(path),
+        source=source,
+        base_model=manifest.base_model,
+        rank=manifest.rank,
+        size_bytes=manifest.size_bytes,
+    )
+
+
+def _check_digest(lora_id: str, found: str, expected: str | None) -> None:
+    if expected is not None and found != expected:
+        raise SourceError(
+            "digest_mismatch",
+            f"adapter {lora_id!r}: its source has digest {found}, asked for was {expected};"
+            " new bytes need a new lora_id",
+        )

@@ -1,0 +1,172 @@
+"""The engine in use: who it is, what it says of itself, and its ledger. Nothing here outlives that engine."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+from zmq import ZMQError
+
+from workers.config import WorkerSettings
+from workers.core.errors import EngineError
+from workers.core.rates import Rates, Reading
+from workers.engines.base import Engine, Scrape, Shape
+from workers.kv import KvLedgers
+from workers.metrics import Metrics
+from workers.wire import KV_HASHING, Load, ModelCard, RuntimeConfig, Transport
+
+log = structlog.get_logger()
+
+
+class Link:
+    """One engine at a time. `lock` is held by whoever changes what it holds: each load stalls it for everybody."""
+
+    def __init__(
+        self, settings: WorkerSettings, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.lock = asyncio.Lock()
+        self.engine: Engine | None = None
+        self.boot_id = ""
+        self.transport = Transport(engine_url="")
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        self._kv: KvLedgers | None = None
+        self._shape = Shape()
+        self._scrape = Scrape()
+        self._scraped_at: float | None = None
+        self._rates = Rates()
+        self._down_reason = ""
+
+    async def up(self, engine: Engine, *, boot_id: str, transport: Transport) -> None:
+        """Take a healthy engine into use. Raises EngineError."""
+        self._shape = await engine.shape()
+        self._rates = Rates()
+        self.engine, self.boot_id = engine, boot_id
+        self.transport = await self._with_ledger(transport)
+
+    async def down(self, reason: str) -> None:
+        """The engine is gone, and what was known of it."""
+        self.engine, self.boot_id, self._down_reason = None, "", reason
+        await self.close_ledgers()
+        self._scrape, self._scraped_at = Scrape(), None
+
+    def require(self) -> Engine:
+        """The engine; raises EngineError `engine_down` while there is none."""
+        if self.engine is None:
+            raise EngineError("engine_down", f"the engine is down: {self._down_reason}", retry_after_s=5)
+        return self.engine
+
+    async def is_healthy(self) -> bool:
+        engine = self.engine
+        return engine is not None and await engine.is_healthy(timeout_s=self._settings.health_timeout_s)
+
+    # --- its blocks ----------------------------------------------------------------------------------------------
+
+    async def _with_ledger(self, transport: Transport) -> Transport:
+        """Begin the ledger of an engine that publishes KV events, and say so where routers look."""
+        await self.close_ledgers()
+        card = self.card()
+        block_size = card.runtime_config.block_size
+        if not transport.kv_events or not block_size:
+            return transport
+        try:
+            self._kv = KvLedgers(
+                transport=transport,
+                base_model=card.base_model,
+                block_size=block_size,
+                engine_boot_id=self.boot_id,
+                metrics=self._metrics,
+                total_blocks=card.runtime_config.total_kv_blocks,
+            )
+        except (ZMQError, ValueError) as exc:
+            # The engine serves well without; routers find the sockets in the metadata and may do better.
+            log.warning("no KV ledger", endpoints=transport.kv_events, error=str(exc))
+            return transport
+        return transport.model_copy(update={"kv_ledger": KV_HASHING})
+
+    def kv_ledgers(self) -> KvLedgers:
+        """The ledger of the engine's blocks; raises EngineError `not_ready` while there is none."""
+        if self._kv is None:
+            message = "no KV ledger: the engine is not up, or publishes no KV events"
+            raise EngineError("not_ready", message, retry_after_s=5)
+        return self._kv
+
+    def forget_adapter(self, engine_name: str) -> None:
+        """The ledger's blocks of an adapter that was loaded anew."""
+        if self._kv is not None:
+            self._kv.forget_adapter(engine_name)
+
+    def end_streams(self) -> None:
+        if self._kv is not None:
+            self._kv.end_streams()
+
+    async def close_ledgers(self) -> None:
+        """Nothing of the engine's blocks is known any more."""
+        ledgers, self._kv = self._kv, None
+        self.transport = self.transport.model_copy(update={"kv_ledger": 0})
+        if ledgers is not None:
+            await ledgers.close()
+
+    # --- its counters --------------------------------------------------------------------------------------------
+
+    async def scrape(self) -> None:
+        """Read the engine's own counters. Raises EngineError."""
+        if self.engine is None:
+            return
+        self._scrape = scrape = await self.engine.scrape()
+        self._scraped_at = self._clock()
+        self._rates.add(
+            Reading(
+                at_s=self._scraped_at,
+                running=scrape.running,
+                computed_tokens=scrape.computed_tokens,
+                steps=scrape.steps,
+                ended=scrape.ended,
+                ended_prefill_tokens=scrape.ended_prefill_tokens,
+                ended_prefill_seconds=scrape.ended_prefill_seconds,
+                ended_output_tokens=scrape.ended_output_tokens,
+                ended_seconds=scrape.ended_seconds,
+                token_gaps=scrape.token_gaps,
+                gap_seconds=scrape.gap_seconds,
+            )
+        )
+        self._metrics.rates(self._rates)
+
+    def measure(self) -> None:
+        """Bring the ledger's gauges up to date."""
+        if self._kv is not None:
+            self._kv.measure()
+
+    def card(self) -> ModelCard:
+        """The base model: as the settings name it, with the engine's own shape where it says one."""
+        settings, shape = self._settings, self._shape
+        name = settings.model_name or shape.model_name
+        return ModelCard(
+            name=name,
+            base_model=settings.base_name or name,
+            runtime_config=RuntimeConfig(
+                block_size=shape.block_size or settings.block_size or 0,
+                total_kv_blocks=shape.total_kv_blocks or settings.num_gpu_blocks_override or 0,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                max_model_len=shape.max_model_len or settings.max_model_len or 0,
+            ),
+        )
+
+    def load_figures(self, *, load_seconds: float) -> Load:
+        """The last reading, and what all of them taught."""
+        scrape = self._scrape
+        return Load(
+            running=scrape.running,
+            waiting=scrape.waiting,
+            waiting_for_slot=scrape.waiting_for_slot,
+            kv_usage=scrape.kv_usage,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_tokens_per_s=self._rates.decode_tokens_per_s,
+            inter_token_s=self._rates.inter_token_s,
+            mean_output_tokens=self._rates.mean_output_tokens,
+            mean_request_s=self._rates.mean_request_s,
+            load_seconds=load_seconds,
+            read_age_s=0.0 if self._scraped_at is None else self._clock() - self._scraped_at,
+        )

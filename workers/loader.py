@@ -1,0 +1,210 @@
+"""load -> announce, and the way back: what the engine holds, changed one adapter at a time."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from workers.config import WorkerSettings
+from workers.core.errors import EngineError, RequestError, SourceError
+from workers.engines.base import Engine
+from workers.intake import Intake, check_id
+from workers.link import Link
+from workers.metrics import Metrics
+from workers.records import Record
+from workers.residency import Residency
+from workers.wire import AvailableLora, InspectRequest, LoadedLora, LoadRequest, UnloadRequest
+
+log = structlog.get_logger()
+
+
+class Loader:
+    """One operation an adapter at a time; one load or unload an engine at a time."""
+
+    def __init__(
+        self,
+        *,
+        settings: WorkerSettings,
+        link: Link,
+        intake: Intake,
+        residency: Residency,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._link = link
+        self._intake = intake
+        self._residency = residency
+        self._metrics = metrics
+        self._clock = clock
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def ensure(self, request: LoadRequest) -> LoadedLora:
+        """The adapter, ready in the engine; at once when it was there already. Raises WorkerError."""
+        check_id(request.lora_id)
+        async with self._locks[request.lora_id]:
+            with self._residency.reported(request):
+                record = await self._intake.installed(request)
+                self._residency.show(record.lora_id, record.digest, "loading")
+                return self._residency.loaded_of(await self._load(record, evict=request.evict))
+
+    async def inspect(self, request: InspectRequest) -> AvailableLora:
+        """Fetch, verify, install; load nothing. Raises WorkerError."""
+        check_id(request.lora_id)
+        async with self._locks[request.lora_id]:
+            record = await self._intake.inspected(request)
+        self._residency.changed()
+        return self._residency.available_of(record)
+
+    async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
+        """Engine names that were unloaded; requests in flight on them go on. Raises WorkerError `not_loaded`."""
+        check_id(request.lora_id)
+        async with self._locks[request.lora_id], self._link.lock:
+            engine = self._link.require()
+            records = [
+                record
+                for record in self._residency.records.of(request.lora_id)
+                if self._residency.slots.has(record.engine_name) and request.digest in {None, record.digest}
+            ]
+            if not records:
+                version = f" with digest {request.digest}" if request.digest else ""
+                raise RequestError("not_loaded", f"adapter {request.lora_id!r}{version} is not loaded here")
+            for record in records:
+                await self._unload_one(engine, record)
+                self._residency.forget_load(record)
+            return tuple(record.engine_name for record in records)
+
+    # --- after a start -------------------------------------------------------------------------------------------
+
+    async def adopt(self) -> None:
+        """Take note of what the engine holds already. Raises EngineError."""
+        async with self._link.lock:
+            self._residency.begin()
+            for name in await self._link.require().adapters():
+                self._residency.found(name)
+
+    async def restore(self) -> None:
+        """Load what the record says the engine should hold. Raises EngineError when it is the engine that fails."""
+        for record in self._residency.records.all():
+            if not record.is_loaded or self._residency.slots.has(record.engine_name):
+                continue
+            if self._residency.slots.free == 0:
+                log.warning("adapter not loaded again: no free slot", lora_id=record.lora_id)
+                self._residency.forget_load(record)
+                continue
+            try:
+                path = await self._intake.again(record)
+                await self._load(replace(record, path=str(path)), evict=None)
+            except SourceError as exc:
+                self._residency.forget_load(record)
+                self._residency.failed(record.lora_id, record.digest, exc)
+            except EngineError as exc:
+                if not await self._is_adapters_fault(exc):
+                    raise
+                self._residency.forget_load(record)
+                self._residency.failed(record.lora_id, record.digest, exc)
+
+    async def preload(self) -> None:
+        """Load what the settings name. Raises EngineError when it is the engine that fails."""
+        for lora_id in self._settings.preload_loras:
+            try:
+                await self.ensure(LoadRequest(lora_id=lora_id))
+            except (SourceError, RequestError) as exc:
+                log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
+            except EngineError as exc:
+                if not await self._is_adapters_fault(exc):
+                    raise
+                log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
+
+    async def _is_adapters_fault(self, exc: EngineError) -> bool:
+        """A refusal is this adapter's fault, and so is a load too slow for an engine that is well otherwise.
+
+        Anything else is the engine's, and then it is all of them. Told apart, or one adapter on slow storage would
+        have the engine started again for ever.
+        """
+        if exc.code != "engine_timeout":
+            return exc.code in {"adapter_refused", "no_free_slot"}
+        return await self._link.is_healthy()
+
+    # --- the engine ----------------------------------------------------------------------------------------------
+
+    async def look(self, is_settled: Callable[[], bool]) -> None:
+        """Compare the engine's own list with the record, unless a start is under way. Raises EngineError."""
+        async with self._link.lock:
+            engine = self._link.engine
+            # Asked behind the lock: what a starting engine does not list yet is still wanted.
+            if engine is None or not is_settled():
+                return
+            listed = set(await engine.adapters())
+            if self._link.engine is engine and listed != self._residency.slots.registered:
+                self._residency.correct(listed)
+
+    async def _load(self, record: Record, *, evict: str | None) -> Record:
+        """The load stage: one at a time, because each one stalls the engine for everybody."""
+        async with self._link.lock:
+            engine = self._link.require()
+            if self._residency.slots.has(record.engine_name):
+                return record if record.is_loaded else self._residency.records.put(replace(record, is_loaded=True))
+            victim = await self._make_room(engine, evict)
+            began = self._clock()
+            try:
+                with self._metrics.load_seconds.labels("load").time():
+                    await self._load_and_check(engine, record)
+            except EngineError:
+                if victim is not None:
+                    await self._put_back(engine, victim)
+                raise
+            self._link.forget_adapter(record.engine_name)
+            announced = self._residency.loaded_now(record, load_seconds=round(self._clock() - began, 4))
+            if displaced := self._residency.slots.displaced():
+                log.info("live adapters left the engine's host memory (estimated)", engine_names=displaced)
+            if victim is not None:
+                # Only now: an agent killed between the two halves comes back with the victim, not with a gap.
+                self._residency.forget_load(victim)
+            return announced
+
+    async def _load_and_check(self, engine: Engine, record: Record) -> None:
+        await engine.load(record.engine_name, Path(record.path), timeout_s=self._settings.load_deadline_s)
+        if record.engine_name not in await engine.adapters():
+            message = f"load {record.engine_name}: the engine said yes, but does not list it"
+            raise EngineError("adapter_refused", message)
+
+    async def _make_room(self, engine: Engine, evict: str | None) -> Record | None:
+        """Unload the named victim if the slots are full; a free slot spares it. Raises EngineError `no_free_slot`."""
+        if self._residency.slots.free > 0:
+            return None
+        victim = self._residency.victim(evict)
+        if victim is None:
+            raise self._residency.no_free_slot()
+        await self._unload_one(engine, victim)  # its record waits until the newcomer is there
+        return victim
+
+    async def _put_back(self, engine: Engine, victim: Record) -> None:
+        try:
+            await engine.load(victim.engine_name, Path(victim.path), timeout_s=self._settings.load_deadline_s)
+        except EngineError as exc:
+            log.warning("the evicted adapter could not be put back", lora_id=victim.lora_id, error=str(exc))
+            if exc.code == "adapter_refused":
+                self._residency.forget_load(victim)
+            return  # else the engine is dying or gone: its restart loads what the record still says
+        if self._link.engine is engine:
+            self._residency.loaded_now(victim, load_seconds=victim.load_seconds)
+
+    async def _unload_one(self, engine: Engine, record: Record) -> None:
+        try:
+            with self._metrics.unload_seconds.time():
+                await engine.unload(record.engine_name, timeout_s=self._settings.load_deadline_s)
+        except EngineError as exc:
+            self._residency.events.add(
+                "UNLOAD_FAILED",
+                lora_id=record.lora_id,
+                digest=record.digest,
+                engine_name=record.engine_name,
+                error=str(exc),
+            )
+            raise
+        self._residency.unloaded_now(record)

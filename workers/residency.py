@@ -1,0 +1,327 @@
+"""What this worker holds and tells: records, the engine's slots, loads under way, the latest failures."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from statistics import median
+
+import structlog
+
+from lorafleet.loops import Changes
+from orchestrator.wire import UsageReport
+from workers.cache import Cache
+from workers.config import WorkerSettings
+from workers.core.errors import EngineError, WorkerError
+from workers.core.slots import Slots
+from workers.events import Events
+from workers.library import Library
+from workers.metrics import Metrics
+from workers.records import Record, Records
+from workers.wire import (
+    AgentEventType,
+    AvailableLora,
+    LoadedLora,
+    LoadRequest,
+    LoraCapacity,
+    LoraInfo,
+    engine_name,
+)
+
+log = structlog.get_logger()
+
+_FAILURES_KEPT = 64
+_LOADS_KEPT = 32
+_ROUTERS_KEPT = 256
+
+
+def timestamp() -> str:
+    """Now, as the wire has times."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class Residency:
+    """The event loop is the only writer. `changes` wakes whoever tells others; `version` grows with each change."""
+
+    def __init__(
+        self,
+        *,
+        settings: WorkerSettings,
+        cache: Cache,
+        library: Library,
+        records: Records,
+        events: Events,
+        metrics: Metrics,
+    ) -> None:
+        self.records = records
+        self.events = events
+        self.changes = Changes()
+        self.version = 0
+        self.slots = Slots(settings.max_loras, settings.max_cpu_loras)
+        self._settings = settings
+        self._cache = cache
+        self._library = library
+        self._metrics = metrics
+        self._progress: dict[str, LoadedLora] = {}
+        self._failures: OrderedDict[str, LoadedLora] = OrderedDict()
+        self._usage: dict[tuple[str, str], tuple[int, dict[str, int]]] = {}
+
+    def changed(self) -> None:
+        self.version += 1
+        self.changes.notify()
+
+    # --- what happened -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """An engine that holds nothing."""
+        self.slots = Slots(self._settings.max_loras, self._settings.max_cpu_loras)
+
+    def found(self, name: str) -> None:
+        """The engine lists this name already."""
+        self.slots = self.slots.loaded(name)
+
+    def remember(self, record: Record) -> Record:
+        """Files that are installed and verified; what an older record of them knows is kept."""
+        self.events.add(
+            "DOWNLOADED_TO_DISK", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+        )
+        known = self.records.get(record.engine_name)
+        return self.records.put(record if known is None else replace(known, source=record.source, path=record.path))
+
+    def loaded_now(self, record: Record, *, load_seconds: float | None) -> Record:
+        """The engine has taken it."""
+        self.slots = self.slots.loaded(record.engine_name)
+        self._failures.pop(record.lora_id, None)
+        self._progress.pop(record.lora_id, None)
+        order = self.records.next_order()
+        announced = self.records.put(
+            replace(record, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
+        )
+        self.events.add(
+            "LOADED_TO_DEVICE", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+        )
+        self.changed()
+        return announced
+
+    def unloaded_now(self, record: Record) -> None:
+        """The engine has given it up; the record may still want it."""
+        self.slots = self.slots.unloaded(record.engine_name)
+        self.events.add(
+            "UNLOADED_FROM_DEVICE", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+        )
+        self.changed()
+
+    def forget_load(self, record: Record) -> None:
+        """No restart shall load it again."""
+        self.records.put(replace(self.records.get(record.engine_name) or record, is_loaded=False))
+
+    def correct(self, listed: set[str]) -> None:
+        """Put the record right where the engine's own list differs."""
+        for name in self.slots.registered - listed:
+            self.slots = self.slots.unloaded(name)
+        for name in listed - self.slots.registered:
+            self.slots = self.slots.loaded(name)
+        for record in self.records.all():
+            if record.is_loaded == (record.engine_name in listed):
+                continue
+            kind: AgentEventType = "LOADED_TO_DEVICE" if record.engine_name in listed else "UNLOADED_FROM_DEVICE"
+            log.warning("the engine's list differs from the record", engine_name=record.engine_name, found=kind)
+            self.records.put(replace(record, is_loaded=record.engine_name in listed))
+            self.events.add(kind, lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name)
+        self.changed()
+
+    def show(self, lora_id: str, digest: str, state: str) -> None:
+        """A load's stage, for whoever looks; the engine's own word stands where it has the adapter."""
+        name = engine_name(lora_id, digest) if digest else ""
+        if self.slots.has(name):
+            return
+        self._progress[lora_id] = LoadedLora.model_validate(
+            {
+                "lora_id": lora_id,
+                "digest": digest,
+                "engine_name": name,
+                "state": state,
+                "location": "remote" if state == "downloading" else "disk",
+            }
+        )
+        self.changed()
+
+    @contextmanager
+    def reported(self, request: LoadRequest) -> Iterator[None]:
+        """A load whose failure is kept for those who ask later."""
+        try:
+            yield
+        except WorkerError as exc:
+            self.failed(request.lora_id, request.digest or "", exc)
+            raise
+        finally:
+            self._progress.pop(request.lora_id, None)
+
+    def failed(self, lora_id: str, digest: str, exc: WorkerError) -> None:
+        """A load that failed: logged, counted, told."""
+        name = engine_name(lora_id, digest) if digest else ""
+        log.warning("load failed", lora_id=lora_id, code=exc.code, error=str(exc))
+        self._metrics.load_failures.labels(exc.code).inc()
+        self.events.add("LOAD_FAILED", lora_id=lora_id, digest=digest or None, error=f"{exc.code}: {exc}")
+        # A full worker says nothing about the adapter.
+        if exc.code != "no_free_slot" and not self.slots.has(name):
+            self._failures[lora_id] = LoadedLora(
+                lora_id=lora_id, digest=digest, engine_name=name, state="failed", location="disk", error=str(exc)
+            )
+            while len(self._failures) > _FAILURES_KEPT:
+                self._failures.popitem(last=False)
+        self.changed()
+
+    def usage(self, report: UsageReport) -> bool:
+        """Take a router's counts; false for one that was taken before. Uses move adapters up in the estimated LRU."""
+        key = (report.router_id, report.boot_id)
+        last_seq, counts = self._usage.get(key, (-1, {}))
+        if report.seq <= last_seq:
+            return False
+        if key not in self._usage and len(self._usage) >= _ROUTERS_KEPT:
+            self._usage.pop(next(iter(self._usage)))
+        mine = [use for use in report.uses if use.worker_id == self._settings.instance_id]
+        for use in mine:
+            record = self.records.get(use.engine_name)
+            before = counts.get(use.engine_name, 0)
+            new = use.requests - before if use.requests >= before else use.requests  # a router may count anew
+            if record is not None and new > 0:
+                self.slots = self.slots.used(use.engine_name)
+                self.records.keep(replace(record, request_count=record.request_count + new, last_used=timestamp()))
+        # What a report leaves out has not been counted back to zero.
+        self._usage[key] = (report.seq, counts | {use.engine_name: use.requests for use in mine})
+        return True
+
+    # --- slots ---------------------------------------------------------------------------------------------------
+
+    def has_room(self, evict: str | None) -> bool:
+        return self.slots.free > 0 or self.victim(evict) is not None
+
+    def victim(self, evict: str | None) -> Record | None:
+        """The loaded adapter that the caller named, by lora_id or engine name."""
+        return next((record for record in self.resident() if evict in {record.engine_name, record.lora_id}), None)
+
+    def no_free_slot(self) -> EngineError:
+        names = ", ".join(sorted(self.slots.registered))
+        return EngineError(
+            "no_free_slot",
+            f"all {self._settings.max_cpu_loras} adapter slots are taken ({names}); unload one,"
+            " or name a victim that is loaded with `evict`",
+        )
+
+    def resident(self) -> list[Record]:
+        """Records of what the engine holds."""
+        return [record for record in self.records.all() if self.slots.has(record.engine_name)]
+
+    def measure(self) -> None:
+        """Bring the gauges up to date."""
+        resident = self.resident()
+        self._metrics.loaded.set(len(self.slots.registered))
+        self._metrics.ghosts.set(self.slots.ghosts)
+        self._metrics.memory_bytes.set(sum(record.size_bytes for record in resident))
+        self._metrics.requests.set(sum(record.request_count for record in resident))
+
+    # --- what is told --------------------------------------------------------------------------------------------
+
+    def info(self) -> LoraInfo:
+        """The adapters' part of the metadata."""
+        settings, slots = self._settings, self.slots
+        return LoraInfo(
+            enabled=True,
+            max_loras=settings.max_loras,
+            max_cpu_loras=settings.max_cpu_loras,
+            max_lora_rank=settings.max_lora_rank,
+            available_loras=self.available(),
+            loaded_loras=self.loaded(),
+            capacity=LoraCapacity(
+                loaded_count=len(slots.registered),
+                available_slots=slots.free,
+                device_slots=settings.max_loras,
+                host_slots=settings.max_cpu_loras,
+                ghosts=slots.ghosts,
+                disk_free_bytes=self._cache.free_bytes(),
+            ),
+        )
+
+    def loaded(self) -> tuple[LoadedLora, ...]:
+        """In the engine, on the way there, or failed; unknown names that the engine lists come without a digest."""
+        resident = self.resident()
+        known = {record.engine_name for record in resident}
+        strangers = [
+            LoadedLora(lora_id=name, digest="", engine_name=name, state="ready", location=self.slots.location(name))
+            for name in sorted(self.slots.registered - known)
+        ]
+        return (*map(self.loaded_of, resident), *strangers, *self._progress.values(), *self._failures.values())
+
+    def available(self) -> tuple[AvailableLora, ...]:
+        """Adapters whose verified files are on this disk: of the folder, and of the cache."""
+        shelved = {
+            (item.lora_id, item.manifest.digest): AvailableLora(
+                lora_id=item.lora_id,
+                path=str(item.path),
+                base_model=item.manifest.base_model,
+                rank=item.manifest.rank,
+                digest=item.manifest.digest,
+                size_bytes=item.manifest.size_bytes,
+            )
+            for item in self._library.adapters
+            if item.manifest is not None
+        }
+        cached = {(record.lora_id, record.digest): self.available_of(record) for record in self.records.all()}
+        return tuple((shelved | cached).values())
+
+    def catalog(self) -> tuple[AvailableLora | LoadedLora, ...]:
+        """One item a lora_id: in the engine before on disk before failed."""
+        items: dict[str, AvailableLora | LoadedLora] = {
+            shelved.lora_id: LoadedLora(
+                lora_id=shelved.lora_id,
+                digest="",
+                engine_name="",
+                state="failed",
+                location="disk",
+                path=str(shelved.path),
+                error=shelved.error,
+            )
+            for shelved in self._library.adapters
+            if shelved.manifest is None
+        }
+        items |= {item.lora_id: item for item in self.loaded() if item.state == "failed"}
+        items |= {item.lora_id: item for item in self.available()}
+        items |= {item.lora_id: item for item in self.loaded() if item.state != "failed"}
+        return tuple(items[lora_id] for lora_id in sorted(items))
+
+    def load_seconds(self) -> float:
+        """The middle of the latest loads, one an adapter, as the records have kept them over restarts; 0.0 for none."""
+        measured = [record.load_seconds for record in self.records.all() if record.load_seconds is not None]
+        return median(measured[-_LOADS_KEPT:]) if measured else 0.0
+
+    def loaded_of(self, record: Record) -> LoadedLora:
+        return LoadedLora(
+            lora_id=record.lora_id,
+            digest=record.digest,
+            engine_name=record.engine_name,
+            state="ready",
+            location=self.slots.location(record.engine_name),
+            rank=record.rank,
+            base_model=record.base_model,
+            path=record.path,
+            source=record.source,
+            size_bytes=record.size_bytes,
+            loaded_at=record.loaded_at,
+            last_used=record.last_used,
+            memory_mb=round(record.size_bytes / 1e6, 3),
+            request_count=record.request_count,
+            load_seconds=record.load_seconds,
+        )
+
+    def available_of(self, record: Record) -> AvailableLora:
+        return AvailableLora(
+            lora_id=record.lora_id,
+            path=record.path,
+            base_model=record.base_model,
+            rank=record.rank,
+            digest=record.digest,
+            size_bytes=record.size_bytes,
+            state="ready" if self.slots.has(record.engine_name) else "on_disk",
+        )
