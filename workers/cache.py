@@ -30,7 +30,8 @@ from workers.core.manifest import (
     is_adapter_file,
     parse_header,
 )
-from workers.sources.base import Sources, source_for
+from workers.core.references import shown
+from workers.sources.base import Sources, Transfer, source_for
 
 _PARTIAL = ".partial-"
 
@@ -38,28 +39,41 @@ _PARTIAL = ".partial-"
 class Cache:
     """One cache folder; several agents of a machine may share it."""
 
-    def __init__(self, folder: Path, *, sources: Sources, rules: Rules, fetch_deadline_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        sources: Sources,
+        rules: Rules,
+        fetch_deadline_s: float,
+        source_prefixes: tuple[str, ...] = (),
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve()
         self.rules = rules
-        self._sources = sources
+        self._sources, self._prefixes = sources, source_prefixes
         self._fetch_deadline_s = fetch_deadline_s
         self._verified: set[str] = set()
 
     @asynccontextmanager
-    async def fetch(self, ref: str) -> AsyncIterator[Path]:
-        """A temporary folder holding the adapter's files as the source has them; gone afterwards unless installed."""
-        source = source_for(ref, self._sources)
+    async def fetch(self, ref: str, transfer: Transfer | None = None) -> AsyncIterator[Path]:
+        """A temporary folder holding the adapter's files as the source has them; gone afterwards unless installed.
+
+        `transfer` tells how far it is while it runs, and afterwards the reference that names these very bytes.
+        """
+        source = source_for(ref, self._sources, self._prefixes)
+        transfer = transfer or Transfer()
+        transfer.pinned = ref
         try:
             partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.folder))
         except OSError as exc:
             raise _disk_error(ref, exc) from exc
         try:
             async with asyncio.timeout(self._fetch_deadline_s):
-                await source.fetch(ref, partial)
+                await source.fetch(ref, partial, transfer)
             yield partial
         except TimeoutError as exc:
-            message = f"source {ref!r}: not fetched within {self._fetch_deadline_s:g} s; see fetch_deadline_s"
+            message = f"source {shown(ref)}: not fetched within {self._fetch_deadline_s:g} s; see fetch_deadline_s"
             raise SourceError("source_failed", message, retry_after_s=5) from exc
         except OSError as exc:
             raise _disk_error(ref, exc) from exc
@@ -162,7 +176,7 @@ def base_shapes(model: Path) -> dict[str, Shape]:
 
 def _disk_error(ref: str, exc: OSError) -> SourceError:
     code = "disk_full" if exc.errno == errno.ENOSPC else "source_failed"
-    return SourceError(code, f"source {ref!r}: {exc}", retry_after_s=30)
+    return SourceError(code, f"source {shown(ref)}: {exc}", retry_after_s=30)
 
 
 def _entry(path: Path) -> FileEntry:

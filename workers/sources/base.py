@@ -1,20 +1,86 @@
-"""Where an adapter's files come from: one class a scheme."""
+"""Where an adapter's files come from: one class a scheme, and what all of them share."""
 
-from collections.abc import Mapping
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
-from urllib.parse import urlsplit
+from random import Random
+from typing import Protocol, TypeVar
 
 from workers.core.errors import SourceError
+from workers.core.references import is_below, scheme, shown, split
+from workers.core.retry import Retry
+
+T = TypeVar("T")
+
+_TELL_EVERY_S = 1.0
+
+
+class TransferCancelled(Exception):
+    """Nobody waits for these bytes any more; ends a library's download from within."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a fetch is; `total_bytes` is None until the source has said it."""
+
+    done_bytes: int
+    total_bytes: int | None
+
+
+class Transfer:
+    """One fetch under way: how much may come, how much has, and whether anybody waits. Any thread may call it.
+
+    pinned  what names these very bytes (a branch resolved to its commit); the reference itself where there is no such
+    """
+
+    def __init__(self, *, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
+        """`on_progress` is called about once a second, from whatever thread has the bytes."""
+        self.pinned = ""
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._done_bytes = 0
+        self._total_bytes: int | None = None
+        self._told_at = 0.0
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self._done_bytes, self._total_bytes)
+
+    def expect(self, total_bytes: int) -> None:
+        """What the source says that it will send in all."""
+        self._total_bytes = total_bytes
+
+    def advance(self, size_bytes: int) -> None:
+        """So many bytes more, or fewer when some must come again. Raises TransferCancelled."""
+        if self._is_cancelled:
+            raise TransferCancelled
+        with self._lock:
+            self._done_bytes += size_bytes
+            now = time.monotonic()
+            is_due = now - self._told_at >= _TELL_EVERY_S
+            if is_due:
+                self._told_at = now
+        if is_due:
+            self._on_progress(self.progress)
+
+    def cancel(self) -> None:
+        """Whoever still moves bytes for it stops at its next call of `advance`."""
+        self._is_cancelled = True
 
 
 class Source(Protocol):
     """Fetches adapters of one scheme."""
 
-    async def fetch(self, ref: str, into: Path) -> None:
+    async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         """Put `adapter_config.json` and `*.safetensors` of the adapter at `ref` into the empty folder `into`.
 
-        Nothing else may be put there. What is left in `into` after an error is thrown away by the caller.
+        Nothing else may be put there. What is left in `into` after an error is thrown away by the caller. Bytes are
+        counted in `transfer`, and `transfer.pinned` is set where a reference can be made immutable. Messages name the
+        reference by `shown`, and never repeat what a library or a server said: addresses and signatures are in it.
 
         raises  SourceError: not found, forbidden, too big, or not reachable
         """
@@ -23,17 +89,67 @@ class Source(Protocol):
 Sources = Mapping[str, Source]
 
 
-def scheme(ref: str) -> str:
-    """`file` for a plain path, else what stands before `://`."""
-    return urlsplit(ref).scheme.lower() if "://" in ref else "file"
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every source keeps to.
+
+    timeout_s  without a byte; the time for all of them is the caller's
+    parts      of one file that are fetched at the same time, where a source can
+    """
+
+    max_bytes: int
+    timeout_s: float = 30.0
+    parts: int = 4
+    retry: Retry = field(default_factory=Retry)
+    rng: Random = field(default_factory=Random)
 
 
-def source_for(ref: str, sources: Sources) -> Source:
-    """The source that fetches this reference; raises SourceError naming the schemes that there are."""
+def source_for(ref: str, sources: Sources, prefixes: tuple[str, ...] = ()) -> Source:
+    """The source that fetches this reference; with `prefixes`, only what is one of them or below one.
+
+    raises  SourceError: no such scheme, something secret in the reference, or outside the allowed prefixes
+    """
     found = sources.get(scheme(ref))
     if found is None:
         known = ", ".join(f"{name}://" for name in sorted(sources))
-        raise SourceError(
-            "source_unsupported", f"source {ref!r}: scheme {scheme(ref)!r} is not known; known: {known} and plain paths"
-        )
+        message = f"source {shown(ref)}: scheme {scheme(ref)[:20]!r} is not known; known: {known} and plain paths"
+        raise SourceError("source_unsupported", message)
+    if scheme(ref) != "file":
+        split(ref.partition("@")[0] if scheme(ref) == "hf" else ref)
+        if prefixes and not is_below(ref, prefixes):
+            allowed = ", ".join(prefixes)
+            message = f"source {shown(ref)}: outside the allowed ones ({allowed}); see source_prefixes"
+            raise SourceError("source_forbidden", message)
     return found
+
+
+class Transient(Exception):
+    """One attempt failed; another may do better. The message is ours, without anything secret."""
+
+    def __init__(self, why: str, *, wait_s: float = 0.0, has_moved: bool = False) -> None:
+        """`wait_s`: what the server asked for. `has_moved`: bytes came before it failed, so the count starts over."""
+        super().__init__(why)
+        self.wait_s = wait_s
+        self.has_moved = has_moved
+
+
+async def retried(step: Callable[[], Awaitable[T]], ref: str, limits: Limits) -> T:
+    """What `step` returns, tried again for as long as it raises Transient; then SourceError `source_failed`."""
+    delays = limits.retry.delays_s(limits.rng)
+    while True:
+        try:
+            return await step()
+        except Transient as exc:
+            if exc.has_moved:
+                delays = limits.retry.delays_s(limits.rng)
+            delay_s = next(delays, None)
+            if delay_s is None:
+                message = f"source {shown(ref)}: {exc}; tried {limits.retry.attempts} times"
+                raise SourceError("source_failed", message, retry_after_s=30) from exc
+            await asyncio.sleep(max(delay_s, min(exc.wait_s, limits.retry.max_s)))
+
+
+def too_big(ref: str, found_bytes: int, limits: Limits) -> SourceError:
+    """More than the whole adapter may have."""
+    message = f"source {shown(ref)}: {found_bytes} bytes or more, at most {limits.max_bytes} are allowed"
+    return SourceError("source_too_big", f"{message}; see max_adapter_bytes")

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, is_adapter_file
+from workers.sources.base import Transfer
 
 
 class LocalSource:
@@ -19,9 +19,13 @@ class LocalSource:
         self._roots = tuple(root.resolve() for root in roots)
         self._max_bytes = max_bytes
 
-    async def fetch(self, ref: str, into: Path) -> None:
+    async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         folder = self._folder(ref)
-        await asyncio.to_thread(self._copy, folder, into)
+        try:
+            await asyncio.to_thread(self._copy, folder, into, transfer)
+        except asyncio.CancelledError:
+            transfer.cancel()
+            raise
 
     def _folder(self, ref: str) -> Path:
         path = Path(_path_of(ref))
@@ -42,16 +46,16 @@ class LocalSource:
             )
         return resolved
 
-    def _copy(self, folder: Path, into: Path) -> None:
+    def _copy(self, folder: Path, into: Path, transfer: Transfer) -> None:
         names = sorted(entry.name for entry in folder.iterdir() if is_adapter_file(entry.name))
         if CONFIG_NAME not in names:
             raise SourceError("source_not_found", f"source {str(folder)!r}: no {CONFIG_NAME} in it")
         left = self._max_bytes
         for name in names:
             limit = min(left, MAX_CONFIG_BYTES) if name == CONFIG_NAME else left
-            left -= self._copy_file(folder / name, into / name, limit)
+            left -= self._copy_file(folder / name, into / name, limit, transfer)
 
-    def _copy_file(self, path: Path, to: Path, limit: int) -> int:
+    def _copy_file(self, path: Path, to: Path, limit: int, transfer: Transfer) -> int:
         resolved = self._allowed(path, str(path))
         try:
             # NONBLOCK: opening a FIFO must not wait for a writer. NOFOLLOW: resolved already, so a link is a swap.
@@ -67,7 +71,11 @@ class LocalSource:
                     "source_too_big", f"source {str(path)!r}: {status.st_size} bytes, at most {limit} are allowed"
                 )
             with to.open("xb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
+                while chunk := source.read(1 << 20):
+                    target.write(chunk)
+                    transfer.advance(len(chunk))
+                    if target.tell() > limit:  # it grew while it was read
+                        raise SourceError("source_too_big", f"source {str(path)!r}: at most {limit} bytes are allowed")
                 return target.tell()
 
 

@@ -1,0 +1,40 @@
+"""Which addresses a source that a tenant may name is allowed to be on."""
+
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+_NEVER_PUBLIC = (
+    ip_network("192.0.0.0/24"),  # IETF protocols; Oracle's cloud answers with its metadata at 192.0.0.192
+    ip_network("168.63.129.16/32"),  # Azure's host, on a public address
+)
+_NAT64 = ip_network("64:ff9b::/96")
+
+
+def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
+    """Networks as `10.0.0.0/8` or a single address; raises ValueError."""
+    return tuple(ip_network(text) for text in texts)
+
+
+def is_allowed(address: str, allowed: Iterable[Network]) -> bool:
+    """Whether to connect there: a public unicast address, or one in the allowed networks.
+
+    Private, loopback, link-local (where clouds keep their metadata) and reserved ranges are not public; an IPv6
+    address that only wraps an IPv4 address is judged by what it wraps.
+    """
+    found = _unwrapped(ip_address(address.partition("%")[0]))
+    if any(found.version == network.version and found in network for network in allowed):
+        return True
+    if any(found.version == network.version and found in network for network in _NEVER_PUBLIC):
+        return False
+    return found.is_global and not found.is_multicast and not found.is_reserved and not found.is_private
+
+
+def _unwrapped(address: Address) -> Address:
+    if isinstance(address, IPv4Address):
+        return address
+    if address in _NAT64:
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour or address
