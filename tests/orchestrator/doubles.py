@@ -54,6 +54,12 @@ class FakeAgent:
         self.drained = False
         self.app = self._app()
 
+    def start_anew(self):
+        """As it was made, still served where it is."""
+        url = self.url
+        self.__init__(self.worker_id, slots=self.slots)
+        self.url = url
+
     def put(self, lora_id, source, *, loaded_at="2020-01-01T00:00:00Z"):
         """An adapter that is there without anybody having asked us."""
         digest = digest_of(source)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.core.state import Want
-from tests.orchestrator.doubles import digest_of
+from tests.orchestrator.doubles import FakeAgent, digest_of
 from workers.wire import engine_name
 
 SQL = "file:///sql/v1"
@@ -391,14 +391,13 @@ async def _story(house, clock):
 
 async def test_whichever_call_of_a_whole_story_fails_the_next_passes_mend_it(open_house, clock, tmp_path):
     counts, nth = [], 0
+    agents = [FakeAgent(name, slots=2) for name in ("w0", "w1")]
     while nth == 0 or nth <= counts[0]:
-        house = open_house(tmp_path / f"{nth}.db")
-        for name in ("w0", "w1"):
-            await house.worker(name, slots=2)
-        made = []
-        for agent in house.agents.values():
-            agent.made = made
-            agent.fail_made = nth
+        house, made = open_house(tmp_path / f"{nth}.db"), []
+        for agent in agents:
+            agent.start_anew()
+            agent.made, agent.fail_made = made, nth
+            await house.join(agent)
         held = await _story(house, clock)
         assert "pinned/v1" not in [lora_id for loaded in held.values() for lora_id in loaded], f"call {nth}"
         assert all(len(agent.loaded) <= agent.slots for agent in house.agents.values()), f"call {nth}"
