@@ -226,6 +226,8 @@ class Reconciler:
         self._drop_what_is_over()
         self.rollouts.turn()
         desired, observed, actions = self._decide()
+        if desired.frozen is not None and self._reads.view.desired.frozen is None:
+            log.warning("moves frozen", reason=desired.frozen)
         self._reads.view = View(observed, desired)
         self._end_drains(desired)
         for action in actions:
