@@ -62,6 +62,12 @@ def test_so_many_requests_a_second_weigh_what_the_adapters_own_requests_weigh():
     assert loads(asked(where, rates={"a": 10.0})) == loads(asked(where, factors={"a": 10.0})) != []
 
 
+def test_what_is_asked_for_and_nowhere_is_loaded_as_by_its_first_request():
+    outcome = asked(scene([worker("w0", "b"), worker("w1")], [adapter("a"), adapter("b")]), rates={"a": 1.0})
+    assert [name for name, _ in loads(outcome)] == ["a"]
+    assert loads(asked(scene([worker("w0", "b")], [adapter("a"), adapter("b")]), rates={"a": 0.0})) == []
+
+
 def test_what_a_lost_worker_held_is_loaded_elsewhere():
     workers = [worker("w0", "a", "b"), worker("w1", "c"), worker("w2")]
     outcome = asked(scene(workers, [adapter("a"), adapter("b"), adapter("c")]), workers_gone=("w0",))
