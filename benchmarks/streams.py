@@ -20,7 +20,6 @@ from random import Random
 from socket import AF_INET, SOCK_DGRAM, socket
 from statistics import median
 
-import aiohttp
 import msgspec
 import zmq
 from aiohttp import web
@@ -42,6 +41,7 @@ from lorafleet.kv.blocks import block_hashes, root_hash
 from router.core.mind import Mind
 from router.kv_events import Feeds, Source
 from router.metrics import Metrics
+from router.relay.upstream import Pool
 from router.stages import match
 from workers.wire import KV_HASHING, KvChange, KvFrame, KvRank, KvSnapshot, pack_hashes
 
@@ -155,18 +155,19 @@ class _Router(asyncio.DatagramProtocol):
 
 @asynccontextmanager
 async def _router(addresses: list[str], kind: str) -> AsyncIterator[_Router]:
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        feeds = Feeds(Metrics(), tail_poll_s=60.0, session=session)
-        router = _Router(feeds)
-        for number, address in enumerate(addresses):
-            where = {"events": (address,)} if kind == "engines" else {"agent_url": address, "ledger": KV_HASHING}
-            feeds.follow(Source(worker_id(number), BASE, BLOCK_SIZE, engine_boot_id="1", **where))  # type: ignore[arg-type]
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_datagram_endpoint(lambda: router, local_addr=("127.0.0.1", 0))
-        await asyncio.sleep(1.0)  # PUB says nothing about who is there: a second for 64 subscriptions on loopback
-        yield router
-        transport.close()
-        await feeds.close()
+    pool = Pool(connect_s=5.0)
+    feeds = Feeds(Metrics(), tail_poll_s=60.0, pool=pool)
+    router = _Router(feeds)
+    for number, address in enumerate(addresses):
+        where = {"events": (address,)} if kind == "engines" else {"agent_url": address, "ledger": KV_HASHING}
+        feeds.follow(Source(worker_id(number), BASE, BLOCK_SIZE, engine_boot_id="1", **where))  # type: ignore[arg-type]
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.create_datagram_endpoint(lambda: router, local_addr=("127.0.0.1", 0))
+    await asyncio.sleep(1.0)  # PUB says nothing about who is there: a second for 64 subscriptions on loopback
+    yield router
+    transport.close()
+    await feeds.close()
+    await pool.close()
 
 
 @asynccontextmanager
