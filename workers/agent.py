@@ -197,11 +197,18 @@ class Agent:
             self.residency.changed()
         await self._loader.look(lambda: self.state in {"ready", "draining"})
 
+    async def tidy(self) -> None:
+        """Renew the leases on what is wanted here, keep the cache within its limit, and forget what is gone."""
+        known = frozenset(record.digest for record in self.records.all())
+        lost, gone = await self.cache.sweep(self.residency.wanted(), known)
+        self.residency.deleted(gone)
+        await self._loader.bring_back(lost)
+
     def measure(self) -> None:
         """Bring the gauges up to date."""
         self.link.measure()
         self.residency.measure()
-        self.metrics.disk_free_bytes.set(self.cache.free_bytes())
+        self.metrics.disk_free_bytes.set(self.cache.disk.free_bytes())
 
     # --- what is told --------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from workers.cache import Cache, base_shapes
 from workers.config import WorkerSettings
 from workers.core.errors import SourceError, WorkerError
 from workers.core.manifest import Rules
+from workers.disk import Disk
 from workers.events import Events
 from workers.heartbeat import Heartbeats
 from workers.library import Library
@@ -35,6 +36,8 @@ from workers.sources.local import LocalSource
 from workers.supervisor import Supervisor
 
 log = structlog.get_logger()
+
+_OUTLIVES_S = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     rules = rules_of(settings)
     roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
     local = LocalSource(roots, max_bytes=settings.max_adapter_bytes)
-    cache = Cache(settings.cache_dir, sources={"file": local}, rules=rules, fetch_deadline_s=settings.fetch_deadline_s)
+    cache = Cache(disk_of(settings), sources={"file": local}, rules=rules, fetch_deadline_s=settings.fetch_deadline_s)
     agent = Agent(
         settings=settings,
         cache=cache,
@@ -73,12 +76,13 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await asyncio.to_thread(cache.clean)
+        await asyncio.to_thread(cache.disk.clean)
         await agent.library.scan()
         async with httpx.AsyncClient(trust_env=False) as client:
             tasks = [
                 asyncio.create_task(supervisor.run()),
                 asyncio.create_task(_loop("scrape", agent.link.scrape, settings.scrape_s, metrics)),
+                asyncio.create_task(_loop("tidy", agent.tidy, settings.tidy_s, metrics)),
                 asyncio.create_task(_loop("look", agent.look, settings.scan_s, metrics)),
             ]
             if settings.orchestrator_url:
@@ -116,6 +120,22 @@ def lock(state: Path) -> None:
         os.close(handle)
         message = f"state_dir {state}: another agent uses it; give this one its own instance_id or state_dir"
         raise OSError(message) from exc
+
+
+def disk_of(settings: WorkerSettings) -> Disk:
+    """The cache folder under a name that no other agent has, also after a restart. Raises OSError."""
+    file = settings.state / "agent_id"
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:12])
+    return Disk(
+        settings.cache_dir,
+        user=f"{settings.instance_id}.{file.read_text()}",
+        max_bytes=settings.max_disk_bytes,
+        grace_s=settings.cache_grace_s,
+        lease_s=settings.cache_lease_s,
+        # An engine of somebody else's goes on, and reads its adapters, long after we have fallen silent.
+        outlives_s=_OUTLIVES_S if settings.engine_url else 0.0,
+    )
 
 
 def rules_of(settings: WorkerSettings) -> Rules:

@@ -6,11 +6,11 @@ its files are read-only.
 """
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,25 +31,25 @@ from workers.core.manifest import (
     parse_header,
 )
 from workers.core.references import shown
+from workers.disk import Disk
 from workers.sources.base import Sources, Transfer, source_for
 
-_PARTIAL = ".partial-"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Cache:
-    """One cache folder; several agents of a machine may share it."""
+    """The verified adapters of one folder, which several agents may share."""
 
     def __init__(
         self,
-        folder: Path,
+        disk: Disk,
         *,
         sources: Sources,
         rules: Rules,
         fetch_deadline_s: float,
         source_prefixes: tuple[str, ...] = (),
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder.resolve()
+        self.disk = disk
         self.rules = rules
         self._sources, self._prefixes = sources, source_prefixes
         self._fetch_deadline_s = fetch_deadline_s
@@ -65,9 +65,9 @@ class Cache:
         transfer = transfer or Transfer()
         transfer.pinned = ref
         try:
-            partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.folder))
+            partial = self.disk.partial()
         except OSError as exc:
-            raise _disk_error(ref, exc) from exc
+            raise self._disk_error(ref, exc) from exc
         try:
             async with asyncio.timeout(self._fetch_deadline_s):
                 await source.fetch(ref, partial, transfer)
@@ -76,7 +76,7 @@ class Cache:
             message = f"source {shown(ref)}: not fetched within {self._fetch_deadline_s:g} s; see fetch_deadline_s"
             raise SourceError("source_failed", message, retry_after_s=5) from exc
         except OSError as exc:
-            raise _disk_error(ref, exc) from exc
+            raise self._disk_error(ref, exc) from exc
         finally:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
 
@@ -89,26 +89,59 @@ class Cache:
         return await asyncio.to_thread(self._install, partial, digest)
 
     def path(self, digest: str) -> Path:
-        return self.folder / digest
+        return self.disk.path(digest)
 
     async def has(self, digest: str) -> bool:
-        """Whether the adapter is here with every byte as its digest says; read through once a process."""
-        if digest in self._verified and self.path(digest).is_dir():
-            return True
-        intact = await asyncio.to_thread(_is_intact, self.path(digest), digest)
-        if intact:
+        """Whether the adapter is here with every byte as its digest says; read through once a process.
+
+        It stays, too, for as long as it is wanted here or the grace lasts.
+        """
+        return await asyncio.to_thread(self._has, digest)
+
+    def _has(self, digest: str) -> bool:
+        if not self.disk.claim(digest):  # before it is looked at: what is claimed is not deleted meanwhile
+            return False
+        if digest not in self._verified and _is_intact(self.path(digest), digest):
             self._verified.add(digest)
-        return intact
+        return digest in self._verified
 
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self.folder).free
+    async def make_room(self, manifest: Manifest, wanted: frozenset[str]) -> list[str]:
+        """Digests that were deleted, least recently used first, to install this one within the limit.
 
-    def clean(self) -> None:
-        """Remove what a killed agent left half fetched. Folders younger than an hour may be a neighbour's."""
-        newest = max((path.stat().st_mtime for path in self.folder.iterdir()), default=0.0)
-        for path in self.folder.glob(_PARTIAL + "*"):
-            if path.stat().st_mtime < newest - 3600:
-                shutil.rmtree(path, ignore_errors=True)
+        raises  SourceError `disk_full` when what is in use leaves no room
+        """
+        if not self.disk.max_bytes or self.path(manifest.digest).exists():
+            return []
+        gone, missing = await asyncio.to_thread(self.disk.make_room, manifest.size_bytes, wanted)
+        if missing:
+            used = await asyncio.to_thread(self.disk.used_bytes)
+            raise SourceError(
+                "disk_full",
+                f"the adapter has {manifest.size_bytes} bytes; max_disk_bytes is {self.disk.max_bytes}, of which {used}"
+                f" are taken by adapters in use: {missing} bytes too few. Unload some, or raise max_disk_bytes",
+                retry_after_s=30,
+            )
+        return gone
+
+    async def sweep(self, wanted: frozenset[str], known: frozenset[str]) -> tuple[list[str], list[str]]:
+        """Renew our leases and keep the limit: what is wanted and not here, and what else is known and not here now."""
+
+        def both() -> tuple[list[str], list[str]]:
+            lost = self.disk.renew(wanted)
+            self.disk.make_room(0, wanted)
+            return lost, [digest for digest in known - wanted if not self.path(digest).exists()]
+
+        return await asyncio.to_thread(both)
+
+    def _disk_error(self, ref: str, exc: OSError) -> SourceError:
+        if exc.errno not in _FULL:
+            return SourceError("source_failed", f"source {shown(ref)}: {exc}", retry_after_s=30)
+        used, free = self.disk.used_bytes(), self.disk.free_bytes()
+        message = (
+            f"source {shown(ref)}: no space left in {self.disk.folder}: {free} bytes are free, {used} are taken by"
+            " installed adapters; give it more room, or unload adapters"
+        )
+        return SourceError("disk_full", message, retry_after_s=30)
 
     def _install(self, partial: Path, digest: str) -> Path:
         target = self.path(digest)
@@ -116,18 +149,13 @@ class Cache:
             file.chmod(0o444)
             _sync(file)
         partial.chmod(0o755)
-        if target.exists():
-            if _is_intact(target, digest):
-                self._verified.add(digest)
-                return target
-            # Damaged on disk. Moved aside, not deleted: an engine may have it open.
-            target.rename(Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.folder)) / digest)
-        try:
-            partial.rename(target)
-        except OSError:
-            if not _is_intact(target, digest):
-                raise
-        _sync(self.folder)
+        if not self.disk.claim(digest):
+            with contextlib.suppress(OSError):  # another agent was faster
+                partial.rename(target)
+            self.disk.claim(digest)
+        if not _is_intact(target, digest):
+            self.disk.replace(digest, partial)
+        _sync(self.disk.folder)
         self._verified.add(digest)
         return target
 
@@ -172,11 +200,6 @@ def base_shapes(model: Path) -> dict[str, Shape]:
             if name.endswith(".weight") and len(shape) == 2
         }
     return shapes
-
-
-def _disk_error(ref: str, exc: OSError) -> SourceError:
-    code = "disk_full" if exc.errno == errno.ENOSPC else "source_failed"
-    return SourceError(code, f"source {shown(ref)}: {exc}", retry_after_s=30)
 
 
 def _entry(path: Path) -> FileEntry:

@@ -64,6 +64,15 @@ class WorkerSettings(HouseSettings):
     lora_roots: tuple[Path, ...] = Field(default=(), description="further folders that sources may name")
     preload_loras: tuple[str, ...] = Field(default=(), description="adapters of lora_path loaded before ready")
     cache_dir: Path = Field(default=_home("cache"), description="verified adapters, one folder a digest; may be shared")
+    max_disk_bytes: int = Field(
+        default=0, ge=0, description="most bytes of adapters in cache_dir, least recently used go first; 0: no limit"
+    )
+    cache_grace_s: float = Field(
+        default=60.0, ge=1, description="seconds an unused adapter stays in cache_dir at least"
+    )
+    cache_lease_s: float = Field(
+        default=900.0, ge=1, description="seconds of silence after which another agent's adapters count as unused"
+    )
     state_dir: Path | None = Field(
         default=None, description="this worker's record and engine log; default: ~/.local/state/lorafleet/<instance_id>"
     )
@@ -114,6 +123,11 @@ class WorkerSettings(HouseSettings):
     @property
     def state(self) -> Path:
         return self.state_dir or _home("state") / self.instance_id
+
+    @property
+    def tidy_s(self) -> float:
+        """How often leases are renewed: well within them, and so that half the grace is left after any use."""
+        return min(self.cache_lease_s / 3, self.cache_grace_s / 2)
 
     @property
     def base_name(self) -> str:

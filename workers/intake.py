@@ -1,5 +1,6 @@
 """resolve -> fetch -> verify -> install: from a name to files on this disk, with every byte right."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,19 +49,29 @@ class Intake:
     async def again(self, record: Record) -> Path:
         """Where the record's files are; fetched once more if they are gone or damaged. Raises SourceError."""
         if not await self._cache.has(record.digest):
-            async with self._cache.fetch(record.source) as folder:
-                manifest = await self._cache.verify(folder)
-                _check_digest(record.lora_id, manifest.digest, record.digest)
-                await self._cache.install(folder, record.digest)
+            await self._fetched(record.lora_id, record.source, record.digest)
         return self._cache.path(record.digest)
 
     async def _fetched(self, lora_id: str, source: str, digest: str | None) -> Record:
+        try:
+            return await self._fetched_once(lora_id, source, digest)
+        except SourceError as exc:
+            if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
+                raise
+            gone = await asyncio.to_thread(self._cache.disk.free_half, self._residency.wanted())
+            if not gone:
+                raise
+            self._residency.deleted(gone)
+        return await self._fetched_once(lora_id, source, digest)
+
+    async def _fetched_once(self, lora_id: str, source: str, digest: str | None) -> Record:
         with self._timed("fetch"):
             async with self._cache.fetch(source) as folder:
                 with self._timed("verify"):
                     manifest = await self._cache.verify(folder)
                     _check_digest(lora_id, manifest.digest, digest)
                 with self._timed("install"):
+                    self._residency.deleted(await self._cache.make_room(manifest, self._residency.wanted()))
                     path = await self._cache.install(folder, manifest.digest)
         return self._residency.remember(_record(lora_id, source, manifest, path))
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +107,16 @@ class Loader:
                     raise
                 self._residency.forget_load(record)
                 self._residency.failed(record.lora_id, record.digest, exc)
+
+    async def bring_back(self, digests: Collection[str]) -> None:
+        """Fetch files again that somebody took from under an engine: its next look at them would kill it."""
+        for record in self._residency.records.all():
+            if record.digest in digests and record.is_loaded:
+                log.error("an adapter in use has lost its files", lora_id=record.lora_id, digest=record.digest)
+                try:
+                    await self._intake.again(record)
+                except SourceError as exc:
+                    self._residency.failed(record.lora_id, record.digest, exc)
 
     async def preload(self) -> None:
         """Load what the settings name. Raises EngineError when it is the engine that fails."""

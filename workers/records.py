@@ -57,6 +57,11 @@ class Records:
         _write(self._folder / _file_name(record.engine_name), asdict(record))
         return record
 
+    def remove(self, record: Record) -> None:
+        """Nothing is known of it any more."""
+        self._records.pop(record.engine_name, None)
+        (self._folder / _file_name(record.engine_name)).unlink(missing_ok=True)
+
     def keep(self, record: Record) -> None:
         """Change what is in memory alone; it reaches the disk with the next `put`. For counts of use."""
         self._records[record.engine_name] = record

@@ -1,7 +1,7 @@
 """What this worker holds and tells: records, the engine's slots, loads under way, the latest failures."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -115,6 +115,25 @@ class Residency:
     def forget_load(self, record: Record) -> None:
         """No restart shall load it again."""
         self.records.put(replace(self.records.get(record.engine_name) or record, is_loaded=False))
+
+    def deleted(self, digests: Collection[str]) -> None:
+        """Their files are gone from the cache, and with them what nobody wants to load."""
+        if not digests:
+            return
+        for record in self.records.all():
+            if record.digest in digests and record.digest not in self.wanted():
+                self.records.remove(record)
+                self.events.add(
+                    "DELETED_FROM_DISK", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+                )
+        self.changed()
+
+    def wanted(self) -> frozenset[str]:
+        """Digests whose files must stay: in the engine, to be there after a restart, or on the way."""
+        held = [
+            record.digest for record in self.records.all() if record.is_loaded or self.slots.has(record.engine_name)
+        ]
+        return frozenset((*held, *(item.digest for item in self._progress.values() if item.digest)))
 
     def correct(self, listed: set[str]) -> None:
         """Put the record right where the engine's own list differs."""
@@ -240,7 +259,7 @@ class Residency:
                 device_slots=settings.max_loras,
                 host_slots=settings.max_cpu_loras,
                 ghosts=slots.ghosts,
-                disk_free_bytes=self._cache.free_bytes(),
+                disk_free_bytes=self._cache.disk.free_bytes(),
             ),
         )
 

@@ -1,0 +1,255 @@
+"""The cache folder: what stays, what goes, and several agents on one folder."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lorafleet.tiny import make_adapter
+from tests.workers.running import SIM, RunningWorker, code, loaded, post, until
+from workers.core.shelf import Folder, to_free
+from workers.disk import Disk
+
+NOBODY: frozenset[str] = frozenset()
+
+
+def disk(folder, user="a", **more) -> Disk:
+    return Disk(folder, user=user, **{"grace_s": 10.0, "lease_s": 100.0, **more})
+
+
+def put(on: Disk, digest: str, *, size: int = 100, idle_s: float = 1000.0) -> None:
+    """An installed adapter that was last used so long ago."""
+    path = on.path(digest)
+    path.mkdir()
+    (path / "adapter_model.safetensors").write_bytes(bytes(size))
+    age(path, idle_s)
+
+
+def age(path, seconds: float) -> None:
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
+
+
+def here(on: Disk) -> set[str]:
+    return {folder.digest for folder in on.folders(NOBODY)}
+
+
+def test_the_least_recently_used_goes_first_and_nothing_that_is_held_or_was_used_just_now():
+    folders = [
+        Folder("held", 100, 0.0, is_held=True),
+        Folder("old", 100, 1.0, is_held=False),
+        Folder("older", 100, 0.5, is_held=False),
+        Folder("fresh", 100, 95.0, is_held=False),
+    ]
+    assert [folder.digest for folder in to_free(folders, excess_bytes=150, now=100, grace_s=10)[0]] == ["older", "old"]
+    assert [folder.digest for folder in to_free(folders, excess_bytes=1, now=100, grace_s=10)[0]] == ["older"]
+    assert to_free(folders, excess_bytes=0, now=100, grace_s=10) == ([], 0)
+    assert to_free(folders, excess_bytes=350, now=100, grace_s=10)[1] == 150
+
+
+def test_room_is_made_from_what_nobody_uses_and_never_from_what_is_wanted_here(tmp_path):
+    mine = disk(tmp_path, max_bytes=250)
+    for digest, idle_s in (("wanted", 3000), ("old", 2000), ("newer", 1000)):
+        put(mine, digest, idle_s=idle_s)
+    gone, missing = mine.make_room(100, frozenset({"wanted"}))
+    assert (gone, missing) == (["old", "newer"], 0)
+    assert here(mine) == {"wanted"}
+    assert not list(tmp_path.glob(".gone-*"))
+
+
+def test_room_that_cannot_be_made_costs_nobody_an_adapter(tmp_path):
+    mine = disk(tmp_path, max_bytes=250)
+    put(mine, "wanted")
+    put(mine, "old")
+    assert mine.make_room(200, frozenset({"wanted"})) == ([], 50)
+    assert here(mine) == {"wanted", "old"}
+
+
+def test_no_agent_deletes_what_another_ones_lease_holds_until_that_one_fell_silent(tmp_path):
+    mine, other = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b")
+    put(mine, "shared")
+    assert other.claim("shared")
+    assert mine.make_room(0, NOBODY)[0] == []
+    lease = mine.path("shared") / ".users" / "b"
+    for path in (lease, lease.parent):
+        age(path, 99)
+    assert mine.make_room(0, NOBODY)[0] == []
+    for path in (lease, lease.parent):
+        age(path, 2)
+    assert mine.make_room(0, NOBODY)[0] == ["shared"]
+
+
+def test_leases_are_renewed_while_wanted_and_given_up_after_the_grace(tmp_path):
+    mine = disk(tmp_path)
+    put(mine, "kept")
+    put(mine, "dropped")
+    assert mine.renew({"kept", "dropped", "lost"}) == ["lost"]
+    leases = {digest: mine.path(digest) / ".users" / "a" for digest in ("kept", "dropped")}
+    for lease in leases.values():
+        age(lease, 50)
+    before = leases["kept"].stat().st_mtime
+    assert mine.renew({"kept"}) == []
+    assert leases["kept"].stat().st_mtime > before
+    assert not leases["dropped"].exists()
+
+
+def test_a_lease_beside_an_engine_of_somebody_elses_outlives_its_agent(tmp_path):
+    mine, attached = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b", outlives_s=10_000)
+    put(mine, "shared")
+    attached.claim("shared")
+    for path in (mine.path("shared") / ".users" / "b", mine.path("shared") / ".users"):
+        age(path, 5000)
+    assert mine.make_room(0, NOBODY)[0] == []
+    assert attached.renew(NOBODY) == []
+    assert mine.folders(NOBODY)[0].is_held is False
+
+
+def test_a_claim_that_comes_while_a_folder_is_being_deleted_keeps_it_or_finds_it_gone(tmp_path):
+    mine, other = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b")
+    for turn in range(30):
+        digest = f"d{turn}"
+        put(mine, digest)
+        with contextlib.ExitStack() as stack:
+            pool = stack.enter_context(ThreadPoolExecutor(2))
+            claimed, freed = pool.submit(other.claim, digest), pool.submit(mine.make_room, 0, NOBODY)
+            assert claimed.result() == (digest not in freed.result()[0]) == mine.path(digest).exists()
+
+
+def test_a_crash_leaves_nothing_of_ours_and_others_downloads_stay_while_they_grow(tmp_path):
+    mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
+    for each in (mine, other):
+        (each.partial() / "adapter_model.safetensors").write_bytes(b"half")
+    stuck = other.partial()
+    age(stuck, 4000)
+    (tmp_path / ".gone-a-1" / "digest").mkdir(parents=True)
+    mine.clean()
+    assert [path.name.split("-")[1] for path in tmp_path.glob(".partial-*")] == ["b"]
+    assert not list(tmp_path.glob(".gone-*"))
+
+
+def test_a_damaged_folder_is_replaced_under_the_leases_of_all(tmp_path):
+    mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
+    put(mine, "digest", size=1)
+    other.claim("digest")
+    whole = mine.partial()
+    (whole / "adapter_model.safetensors").write_bytes(b"whole")
+    mine.replace("digest", whole)
+    assert (mine.path("digest") / "adapter_model.safetensors").read_bytes() == b"whole"
+    assert {path.name for path in (mine.path("digest") / ".users").iterdir()} == {"a", "b"}
+
+
+# --- real agents ----------------------------------------------------------------------------------------------------
+
+
+def digests(cache) -> set[str]:
+    return {path.name for path in cache.iterdir() if not path.name.startswith(".")}
+
+
+async def test_a_full_cache_gives_up_the_oldest_says_so_and_refuses_with_numbers_what_cannot_fit(worker, tmp_path):
+    size = sum(path.stat().st_size for path in make_adapter(tmp_path / "size", "x").iterdir())
+    small = ("--max-disk-bytes", str(int(size * 2.5)), "--cache-grace-s", "1", "--lora-roots", str(tmp_path))
+    sources = {name: str(make_adapter(tmp_path / "more", name)) for name in ("a/v1", "b/v1", "c/v1", "a-twin/v1")}
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        twin = tmp_path / "more/a-twin/v1" / name
+        twin.write_bytes((tmp_path / "more/a/v1" / name).read_bytes())
+    async with worker.running(*small) as client:
+        first = (await post(client, "load_lora", lora_id="a/v1", source=sources["a/v1"])).json()
+        twin = (await post(client, "load_lora", lora_id="a-twin/v1", source=sources["a-twin/v1"])).json()
+        assert twin["path"] == first["path"]  # one folder under two names
+        second = (await post(client, "load_lora", lora_id="b/v1", source=sources["b/v1"])).json()
+        refused = await post(client, "inspect_lora", lora_id="c/v1", source=sources["c/v1"])
+        assert (refused.status_code, code(refused)) == (507, "disk_full")
+        assert str(int(size * 2.5)) in refused.json()["error"]["message"]
+        assert digests(worker.cache_dir) == {first["digest"], second["digest"]}
+        await post(client, "unload_lora", lora_id="b/v1")
+        async with asyncio.timeout(10):  # the grace
+            while not (third := await post(client, "inspect_lora", lora_id="c/v1", source=sources["c/v1"])).is_success:
+                assert code(third) == "disk_full"
+                await asyncio.sleep(0.1)
+        assert digests(worker.cache_dir) == {first["digest"], third.json()["digest"]}
+        assert code(await client.get("/v1/metadata/loras/b/v1")) == "adapter_unknown"
+        assert await loaded(client) == {"a/v1", "a-twin/v1"}
+
+
+async def test_three_agents_share_one_folder_and_none_takes_from_another(agent_model, agent_adapters, tmp_path):
+    shared = ("--cache-dir", str(tmp_path / "shared"), "--cache-grace-s", "1")
+    size = sum(path.stat().st_size for path in (agent_adapters / "legal/v2").iterdir())
+    limits = ((), (), ("--max-disk-bytes", str(int(size * 1.5))))
+    workers = [
+        RunningWorker(agent_model, agent_adapters, tmp_path / name, *SIM, *shared, *limit)
+        for name, limit in zip("abc", limits, strict=True)
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        for each in workers:
+            each.folder.mkdir()
+        one, two, tight = await asyncio.gather(*(stack.enter_async_context(each.running()) for each in workers))
+        # All fetch the same at once: one folder, three leases, though all three have the same instance_id.
+        answers = await asyncio.gather(*(post(each, "load_lora", lora_id="legal/v2") for each in (one, two, tight)))
+        [path] = {answer.json()["path"] for answer in answers}
+        legal = Path(path)
+        users = legal / ".users"
+        assert len(list(users.iterdir())) == 3
+        assert not list((tmp_path / "shared").glob(".partial-*"))
+        await post(tight, "unload_lora", lora_id="legal/v2")
+        await until(lambda: len(list(users.iterdir())) == 2)
+        refused = await post(tight, "load_lora", lora_id="sql-expert/v1")
+        assert code(refused) == "disk_full"  # full of what the others use
+        workers[1].process.kill()
+        await post(one, "unload_lora", lora_id="legal/v2")
+        await until(lambda: len(list(users.iterdir())) == 1)
+        assert code(await post(tight, "load_lora", lora_id="sql-expert/v1")) == "disk_full"
+        [killed] = users.iterdir()
+        age(killed, 1000)  # as long as a silent agent's lease lasts
+        age(users, 1000)
+        assert (await post(tight, "load_lora", lora_id="sql-expert/v1")).status_code == 200
+        assert not legal.exists()  # noqa: ASYNC240
+
+
+SMALL_DISK = """
+import asyncio, sys
+from pathlib import Path
+from workers.cache import Cache
+from workers.core.errors import SourceError
+from workers.core.manifest import Rules
+from workers.disk import Disk
+from workers.sources.local import LocalSource
+
+async def main(mount, adapters):
+    disk = Disk(Path(mount), user="a", grace_s=1.0, lease_s=10.0)
+    cache = Cache(disk, sources={"file": LocalSource([Path(adapters)], max_bytes=1 << 30)},
+                  rules=Rules(64, frozenset(), "off"), fetch_deadline_s=10)
+    for number in range(100):
+        try:
+            async with cache.fetch(f"{adapters}/a{number}") as folder:
+                await cache.install(folder, (await cache.verify(folder)).digest)
+        except SourceError as exc:
+            print(exc.code, number, len(list(Path(mount).glob(".partial-*"))), exc)
+            return
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_a_disk_that_is_really_full_is_an_error_with_numbers_and_leaves_no_half_adapter(tmp_path):
+    mount, adapters = tmp_path / "small", tmp_path / "adapters"
+    mount.mkdir()
+    size = 0
+    for number in range(8):
+        folder = make_adapter(adapters, f"a{number}")
+        size = sum(path.stat().st_size for path in folder.iterdir())
+    script = f'mount -t tmpfs -o size={size * 3} tmpfs {mount} || exit 77; exec "$@"'
+    command = ["unshare", "-Urm", "sh", "-c", script, "sh", sys.executable, "-c", SMALL_DISK, str(mount), str(adapters)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if done.returncode in {1, 77} and not done.stdout and "Traceback" not in done.stderr:
+        pytest.skip(f"no file system of one's own here: {done.stderr.strip()}")
+    said = done.stdout.split(maxsplit=3)
+    assert said[:3] == ["disk_full", "2", "0"], done.stderr
+    assert " bytes are free" in said[3]
