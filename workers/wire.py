@@ -15,7 +15,6 @@ KV_HASHING = 1
 AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "draining", "failed"]
 AdapterLocation = Literal["remote", "disk", "host", "device"]
 AgentState = Literal["starting", "ready", "draining", "engine_down"]
-Dialect = Literal["vllm", "sglang"]
 AgentEventType = Literal[
     "DOWNLOADED_TO_DISK",
     "DELETED_FROM_DISK",
@@ -53,11 +52,13 @@ class ModelCard(_Wire):
 class Transport(_Wire):
     """Where the engine is. `kv_events` and `kv_replay` hold one ZMQ endpoint a data-parallel rank.
 
+    `dialect` is the engine's kind. A newer agent may name one that the reader has never heard of: the rest of what it
+    says stands, and whoever would have to speak to such an engine refuses (`router/dress.py`).
     `kv_ledger` is the hashing version of the ledger that the agent keeps of its engine's blocks; 0: it keeps none.
     """
 
     engine_url: str
-    dialect: Dialect = "vllm"
+    dialect: str = "vllm"
     kv_events: tuple[str, ...] = ()
     kv_replay: tuple[str, ...] = ()
     kv_topic: str = ""

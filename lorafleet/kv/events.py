@@ -1,7 +1,8 @@
 """An engine's KV event batches, decoded: maps and positional arrays, int and bytes hashes, in one form.
 
 source  vLLM 0.32 distributed/kv_events.py: msgpack [ts, events, data_parallel_rank]; an event is a map with a `type`
-        since June 2026 and a positional array with its type in front before. SGLang 0.5.23 sends arrays.
+        since June 2026 and a positional array with its type in front before. SGLang 0.5.23
+        disaggregation/kv_events.py: the same, with maps; older ones send arrays.
 """
 
 from collections import Counter
@@ -15,7 +16,10 @@ ExtraKeys: TypeAlias = list[list[Any] | None]
 
 
 class Stored(Struct, gc=False, tag="BlockStored"):
-    """`block_hashes` are now cached; `token_ids` are theirs in order, `block_size` each. A copy is its own event."""
+    """`block_hashes` are now cached; `token_ids` are theirs in order, `block_size` each. A copy is its own event.
+
+    `cache_salt` is SGLang's way to say what vLLM has in `extra_keys`.
+    """
 
     block_hashes: list[EngineHash]
     parent_block_hash: EngineHash | None
@@ -28,6 +32,7 @@ class Stored(Struct, gc=False, tag="BlockStored"):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    cache_salt: str | None = None
 
 
 class Removed(Struct, gc=False, tag="BlockRemoved"):

@@ -17,8 +17,9 @@ from lorafleet.kv.events import Batch, Cleared, EngineHash, ExtraKeys, Removed, 
 Tier = Literal["device", "host", "storage"]
 TIERS: tuple[Tier, ...] = ("device", "host", "storage")
 
-# vLLM 0.32 says GPU (on the CPU too), CPU and STORAGE, its Mooncake store "cpu". The other two are thought to be
-# SGLang's, not seen running; any other is counted as `medium`.
+# vLLM 0.32 says GPU (on the CPU too), CPU and STORAGE, its Mooncake store "cpu". SGLang 0.5.23 says GPU, CPU_PINNED,
+# DISK, and EXTERNAL for a pool that all share (disaggregation/kv_events.py StorageMedium); that one and any other is
+# counted as `medium`.
 _TIER_OF: Mapping[str, Tier] = {
     "GPU": "device",
     "CPU": "host",
@@ -254,7 +255,7 @@ class Ledger:
     def _hashed(self, event: Stored) -> list[BlockHash] | str:
         """Our hashes of a store's blocks, or why they cannot be known."""
         adapter = event.lora_name or ""
-        salt, extra = "", None
+        salt, extra = event.cache_salt or "", None
         # Nearly always every block has the adapter's name and nothing else: one comparison in C.
         plain = [adapter] if adapter else None
         keys = event.extra_keys

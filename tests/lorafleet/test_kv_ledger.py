@@ -338,6 +338,13 @@ def test_a_block_that_left_the_device_is_still_a_parent_while_the_host_has_it():
     assert (heard.tiers["device"], heard.tiers["host"]) == (set(chain([1, 2, 3, 4])[1:]), set(chain([1, 2])))
 
 
+def test_a_salt_that_an_event_has_in_a_field_of_its_own_keeps_its_blocks_apart():
+    book, heard = ledger(traits=TRAITS["sglang"])
+    salted = stored([1], [1, 2], block_size=2, cache_salt="tenant")
+    apply(book, salted, stored([2], [3, 4], 1, block_size=2, cache_salt="tenant"))
+    assert heard.tiers["device"] == set(chain([1, 2, 3, 4], salt="tenant"))
+
+
 def test_an_adapter_loaded_afresh_has_no_blocks_where_loads_start_afresh_and_keeps_them_elsewhere():
     for dialect, left in (("sglang", set(chain([5, 6]))), ("vllm", {*chain([1, 2], "sql@1"), *chain([5, 6])})):
         book, heard = ledger(traits=TRAITS[dialect])

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from workers.wire import Dialect
-
 
 @dataclass(frozen=True, slots=True)
 class Traits:
     """How an engine differs from the next."""
 
-    dialect: Dialect
+    dialect: str
     keeps_ghosts: bool
     """Unloaded weights stay until an LRU drops them."""
+    health_lag_s: float = 0.0
+    """How long a healthy engine may take to say so while it is busy."""
 
 
 @dataclass(frozen=True, slots=True)
