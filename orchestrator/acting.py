@@ -278,6 +278,25 @@ class Actor:
         intent = self._store.workers.get(action.worker_id)
         return "capacity" if intent is not None and intent.state == "draining" else "ttl"
 
+    def undrain(self, worker_id: str) -> None:
+        """Have an agent that drains take requests again."""
+        self._tasks.spawn(self._undrain_worker(worker_id))
+
+    async def _undrain_worker(self, worker_id: str) -> None:
+        try:
+            url, timeout_s = self._agent_url(worker_id), self._settings.unload_timeout_s
+            await self._claim(worker_id)
+            await self._agents.undrain(url, key=secrets.token_hex(8), timeout_s=timeout_s)
+        except (Transient, Permanent) as exc:
+            log.warning(
+                "worker drains still: uncordon it again, or restart its agent", worker_id=worker_id, error=str(exc)
+            )
+        except LeaseLost as exc:
+            self._on_lease_lost(str(exc))
+        else:
+            self._catalog.emit("worker_undrained", worker_id=worker_id)
+            self._poke()
+
     async def _drain_worker(self, action: Action) -> None:
         try:
             ask = DrainRequest(deadline_s=self._store.rules.drain_deadline_s)

@@ -18,6 +18,7 @@ from workers.wire import (
     LoadedLora,
     LoadRequest,
     Metadata,
+    UndrainRequest,
     UnloadRequest,
 )
 
@@ -70,6 +71,10 @@ class Agents:
     async def drain(self, agent_url: str, ask: DrainRequest, *, key: str, timeout_s: float) -> None:
         """The whole worker. Raises Transient."""
         await self._act(agent_url, "drain", ask, key=key, timeout_s=timeout_s)
+
+    async def undrain(self, agent_url: str, *, key: str, timeout_s: float) -> None:
+        """The whole worker, used again. Raises Transient, also for an agent that knows no such call."""
+        await self._act(agent_url, "undrain", UndrainRequest(), key=key, timeout_s=timeout_s)
 
     async def engine_models(self, engine_url: str, *, timeout_s: float) -> frozenset[str] | None:
         """Names that the engine serves; None when it is up but will not say. Raises Transient when it is not up."""

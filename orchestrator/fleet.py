@@ -237,6 +237,8 @@ def state_of(entry: Entry, intent: WorkerIntent | None) -> str:
     if entry.reach in ("lost", "unmanaged"):
         return entry.reach
     said = _AGENT_STATES[entry.report.state]
+    if said == "ready" and intent is None and entry.report.is_suspect:
+        return "cordoned"  # a load hangs in its engine: it keeps what it has, and is given nothing new
     return intent.state if said == "ready" and intent is not None else said
 
 

@@ -344,6 +344,13 @@ class Reconciler:
         """The worker may be asked to drain again, one day."""
         self._underway.leaving.discard(worker_id)
 
+    def serve_again(self, worker_id: str) -> None:
+        """An agent that was told to drain, or says that it does, takes requests again."""
+        entry = self.fleet.entries.get(worker_id)
+        if worker_id in self._underway.leaving or (entry is not None and entry.report.state == "draining"):
+            self._actor.undrain(worker_id)
+        self.undrained(worker_id)
+
     def ready_on(self, lora_id: str) -> list[str]:
         """Workers where the adapter answers requests now: the right bytes, not draining."""
         return self._reads.ready_on(lora_id)

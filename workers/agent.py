@@ -65,8 +65,8 @@ class Agent:
         self.metrics = metrics
         self.boot_id = boot_id
         self.agent_url = agent_url
-        self.state: AgentState = "starting"
-        self.state_reason = ""
+        self._state: AgentState = "starting"
+        self._state_reason = ""
         self.link = Link(settings, metrics, clock=clock)
         self.residency = Residency(
             settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
@@ -77,13 +77,22 @@ class Agent:
         )
         self._clock = clock
         self._is_draining = False
+        self._is_stopping = False
+
+    @property
+    def state(self) -> AgentState:
+        """What /metadata says: a worker that drains and could serve is draining, not ready."""
+        return "draining" if self._is_draining and self._state == "ready" else self._state
+
+    @property
+    def state_reason(self) -> str:
+        return self._state_reason or self.link.suspicion
 
     # --- the engine comes and goes -------------------------------------------------------------------------------
 
     def set_state(self, state: AgentState, reason: str = "") -> None:
-        """What /metadata says. A drained worker stays draining until its agent restarts."""
-        self.state = "draining" if self._is_draining and state == "ready" else state
-        self.state_reason = reason
+        """What becomes of the engine."""
+        self._state, self._state_reason = state, reason
         self.residency.changed()
 
     async def engine_up(self, engine: Engine, *, engine_boot_id: str, transport: Transport) -> None:
@@ -101,6 +110,18 @@ class Agent:
         adapters = len(self.residency.slots.registered)
         log.info("ready", engine=engine.url, engine_boot_id=engine_boot_id, adapters=adapters)
 
+    async def is_trusted(self, engine: Engine) -> bool:
+        """Whether the engine is well. One whose load hangs has to give a token: its health route sees nothing of it."""
+        timeout_s = self.settings.health_timeout_s
+        if not self.link.suspicion:
+            return await engine.is_healthy(timeout_s=timeout_s)
+        if not await engine.gives_tokens(self.link.card().name, timeout_s=timeout_s):
+            return False
+        self.link.trust()
+        self.events.add("TRUSTED")
+        self.residency.changed()
+        return True
+
     async def engine_down(self, reason: str) -> None:
         """The engine is gone, and with it all that it held; the record keeps what should be there."""
         was_up = self.link.engine is not None
@@ -115,8 +136,10 @@ class Agent:
         """The ledger of the engine's blocks; raises EngineError `not_ready` while there is none."""
         return self.link.kv_ledgers()
 
-    def end_streams(self) -> None:
-        """Every stream ends now, so that the server can."""
+    def stop(self) -> None:
+        """This process ends: that is told, for good, and every stream ends, so that the server can."""
+        self._is_stopping = True
+        self._begin_drain()
         self.events.close()
         self.link.end_streams()
 
@@ -148,6 +171,9 @@ class Agent:
         if self.state != "ready":
             reason = f": {self.state_reason}" if self.state_reason else ""
             raise EngineError("not_ready", f"this worker is {self.state}{reason}; try again soon", retry_after_s=5)
+        if self.link.suspicion:
+            message = f"this worker takes no loads: {self.link.suspicion}; load on another one"
+            raise EngineError("not_ready", message, retry_after_s=5)
         return await self._loader.ensure(request)
 
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
@@ -160,11 +186,7 @@ class Agent:
 
     async def drain(self, deadline_s: float) -> DrainAnswer:
         """Say draining, refuse loads, and wait until the engine has nothing left or the deadline has passed."""
-        if not self._is_draining:
-            self._is_draining = True
-            self.events.add("DRAINING")
-        if self.state == "ready":
-            self.set_state("draining")
+        self._begin_drain()
         deadline = self._clock() + deadline_s
         while True:
             left_s = deadline - self._clock()
@@ -184,6 +206,21 @@ class Agent:
                     is_drained=scrape.running + scrape.waiting == 0, running=scrape.running, waiting=scrape.waiting
                 )
             await asyncio.sleep(min(0.2, left_s))
+
+    def _begin_drain(self) -> None:
+        if not self._is_draining:
+            self._is_draining = True
+            self.events.add("DRAINING")
+            self.residency.changed()
+
+    def undrain(self) -> None:
+        """Serve again. Raises EngineError `draining` when this process ends."""
+        if self._is_stopping:
+            raise EngineError("draining", "this agent is stopping; there is no way back", retry_after_s=30)
+        if self._is_draining:
+            self._is_draining = False
+            self.events.add("UNDRAINED")
+            self.residency.changed()
 
     def usage(self, report: UsageReport) -> bool:
         """Take a router's counts; false for one that was taken before."""
@@ -220,6 +257,7 @@ class Agent:
             namespace=settings.namespace,
             state=self.state,
             state_reason=self.state_reason,
+            is_suspect=bool(self.link.suspicion),
             agent_url=self.agent_url,
             zone=settings.zone,
             node=settings.node,

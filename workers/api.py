@@ -23,6 +23,7 @@ from workers.wire import (
     LoadRequest,
     Metadata,
     ModelFiles,
+    UndrainRequest,
     UnloadRequest,
 )
 
@@ -138,6 +139,13 @@ def _done(agent: Agent, keys: Keys) -> APIRouter:
     async def claim(_body: ClaimRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> Metadata:
         """A new leader's first word: whoever led before is refused from now on."""
         agent.fence(epoch, is_destructive=True)
+        return agent.metadata()
+
+    @api.post("/v1/admin/undrain", dependencies=operator)
+    async def undrain(_body: UndrainRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> Metadata:
+        """Take back a drain: the worker serves again at once."""
+        agent.fence(epoch, is_destructive=False)
+        agent.undrain()
         return agent.metadata()
 
     @api.post("/v1/admin/drain", dependencies=operator)

@@ -48,8 +48,8 @@ class Worker:
     agent: Agent
 
     def stop(self) -> None:
-        """Streams end now, so that the server can."""
-        self.agent.end_streams()
+        """Said at once to whoever routes here; streams end now, so that the server can."""
+        self.agent.stop()
 
 
 def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = ()) -> Worker:
@@ -85,11 +85,14 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
                 asyncio.create_task(_loop("tidy", agent.tidy, settings.tidy_s, metrics)),
                 asyncio.create_task(_loop("look", agent.look, settings.scan_s, metrics)),
             ]
-            if settings.orchestrator_url:
-                tasks.append(asyncio.create_task(Heartbeats(agent, client, rng=rng).run()))
+            heartbeats = Heartbeats(agent, client, rng=rng) if settings.orchestrator_url else None
+            if heartbeats is not None:
+                tasks.append(asyncio.create_task(heartbeats.run()))
             try:
                 yield
             finally:
+                if heartbeats is not None:
+                    await heartbeats.last()  # before the engine is told to stop
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

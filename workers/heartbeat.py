@@ -1,6 +1,7 @@
 """Tells the orchestrator that this worker is there, with all it knows: every second, and at once when it changes."""
 
 import asyncio
+import contextlib
 from random import Random
 
 import httpx
@@ -12,6 +13,7 @@ from workers.agent import Agent
 log = structlog.get_logger()
 
 _MOST_BACKOFF_S = 10.0
+_LAST_S = 2.0
 _GATHER_S = 0.02  # a load changes several things within milliseconds: they go out together
 
 
@@ -26,6 +28,7 @@ class Heartbeats:
         self._url = settings.orchestrator_url.rstrip("/") + "/v1/workers/register"
         self._headers = {"authorization": f"Bearer {settings.token}"} if settings.token else {}
         self._every_s = settings.heartbeat_s
+        self._told = -1  # the newest version that was taken
 
     async def run(self) -> None:
         failures = 0
@@ -43,11 +46,19 @@ class Heartbeats:
                     log.warning("heartbeat not taken", url=self._url, failures=failures, error=repr(exc))
             await self._pause(told, failures)
 
-    async def _beat(self) -> None:
+    async def last(self) -> None:
+        """Say at once what changed last, unless that has been said; an orchestrator that is away is not waited for."""
+        if self._told != self._agent.residency.version:
+            with contextlib.suppress(Exception):  # nothing more can be done about it
+                await self._beat(timeout_s=_LAST_S)
+
+    async def _beat(self, *, timeout_s: float = 5.0) -> None:
+        version = self._agent.residency.version
         body = Heartbeat(metadata=self._agent.metadata()).model_dump_json()
         headers = {"content-type": "application/json", **self._headers}
-        answer = await self._client.post(self._url, content=body, headers=headers, timeout=5.0)
+        answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
         answer.raise_for_status()
+        self._told = version
         told = HeartbeatAnswer.model_validate_json(answer.content)
         # Whoever answers heartbeats leads; commands of an older epoch are refused from now on.
         self._agent.records.raise_epoch(told.epoch)

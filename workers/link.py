@@ -19,7 +19,10 @@ log = structlog.get_logger()
 
 
 class Link:
-    """One engine at a time. `lock` is held by whoever changes what it holds: each load stalls it for everybody."""
+    """One engine at a time. `lock` is held by whoever changes what it holds: each load stalls it for everybody.
+
+    suspicion  why no load may begin: the last one hangs in the engine; empty while the engine is trusted
+    """
 
     def __init__(
         self, settings: WorkerSettings, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
@@ -28,6 +31,8 @@ class Link:
         self.engine: Engine | None = None
         self.boot_id = ""
         self.transport = Transport(engine_url="")
+        self.suspicion = ""
+        self.suspect_since: float | None = None
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
@@ -48,6 +53,7 @@ class Link:
     async def down(self, reason: str) -> None:
         """The engine is gone, and what was known of it."""
         self.engine, self.boot_id, self._down_reason = None, "", reason
+        self.trust()
         await self.close_ledgers()
         self._scrape, self._scraped_at = Scrape(), None
 
@@ -56,6 +62,15 @@ class Link:
         if self.engine is None:
             raise EngineError("engine_down", f"the engine is down: {self._down_reason}", retry_after_s=5)
         return self.engine
+
+    def suspect(self, reason: str) -> None:
+        """A load hangs: its engine may be stuck in it, whatever its health route says."""
+        if self.suspect_since is None:
+            self.suspect_since = self._clock()
+        self.suspicion = reason
+
+    def trust(self) -> None:
+        self.suspicion, self.suspect_since = "", None
 
     async def is_healthy(self) -> bool:
         engine = self.engine

@@ -178,7 +178,16 @@ class Loader:
             return announced
 
     async def _load_and_check(self, engine: Engine, record: Record) -> None:
-        await engine.load(record.engine_name, Path(record.path), timeout_s=self._settings.load_deadline_s)
+        try:
+            await engine.load(record.engine_name, Path(record.path), timeout_s=self._settings.load_deadline_s)
+        except EngineError as exc:
+            if exc.code == "engine_timeout" and self._link.engine is engine:
+                reason = f"the load of {record.lora_id} hangs since {self._settings.load_deadline_s:g} s"
+                log.warning("the engine is suspect", reason=reason)
+                self._link.suspect(reason)
+                self._residency.events.add("SUSPECT", error=reason)
+                self._residency.changed()
+            raise
         if record.engine_name not in await engine.adapters():
             message = f"load {record.engine_name}: the engine said yes, but does not list it"
             raise EngineError("adapter_refused", message)

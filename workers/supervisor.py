@@ -151,12 +151,17 @@ class Supervisor:
         while True:
             if await self._exited_within(1.0):
                 return await self._exit_reason("the engine exited")
-            if await engine.is_healthy(timeout_s=self._settings.health_timeout_s):
+            if await self._agent.is_trusted(engine):
                 healthy_at = self._clock()
                 if self._process is None and await self._is_another(engine):
                     return "the attached engine was restarted"
-            elif self._clock() - healthy_at > (self._settings.hang_after_s if self._process is not None else 3.0):
+            elif self._clock() - healthy_at > self._patience_s():
                 return f"the engine gave no sign of health for {self._clock() - healthy_at:.0f} s"
+
+    def _patience_s(self) -> float:
+        """How long an engine may be silent. One of somebody else's is only taken for gone, which costs little."""
+        is_hanging = bool(self._agent.link.suspicion)
+        return self._settings.hang_after_s if self._process is not None or is_hanging else 3.0
 
     async def _is_another(self, engine: VllmEngine) -> bool:
         with contextlib.suppress(EngineError):  # not heard is not another one
@@ -167,8 +172,10 @@ class Supervisor:
         if self._process is None:
             await asyncio.sleep(seconds)
             return False
+        # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the exit.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._process.wait()
         return self._process.has_exited
 
     async def _unless_exited(self, work: Coroutine[Any, Any, None]) -> None:

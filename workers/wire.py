@@ -25,6 +25,9 @@ AgentEventType = Literal[
     "ENGINE_UP",
     "ENGINE_DOWN",
     "DRAINING",
+    "UNDRAINED",
+    "SUSPECT",
+    "TRUSTED",
 ]
 
 
@@ -142,13 +145,17 @@ class Load(_Wire):
 
 
 class Metadata(_Wire):
-    """`GET /metadata`: everything that a router or an orchestrator may know of a worker."""
+    """`GET /metadata`: everything that a router or an orchestrator may know of a worker.
+
+    is_suspect  a load hangs in its engine: no other one is taken until the engine has given a token again
+    """
 
     instance_id: str
     namespace: str = "default"
     component: str = "worker"
     state: AgentState = "ready"
     state_reason: str = ""
+    is_suspect: bool = False
     agent_url: str = ""
     zone: str = ""
     node: str = ""
@@ -199,6 +206,12 @@ class ClaimRequest(_Wire):
 
 class DrainRequest(_Wire):
     deadline_s: float = Field(default=30.0, ge=0)
+    wire: int = WIRE
+
+
+class UndrainRequest(_Wire):
+    """`POST /v1/admin/undrain`: serve again; answers with the `Metadata`."""
+
     wire: int = WIRE
 
 

@@ -50,7 +50,7 @@ def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: 
 
     @api.post("/v1/workers/{worker_id}/uncordon")
     async def uncordon(worker_id: str, actor: Actor) -> WorkerItem:
-        """Use it again; also takes back a drain that has not reached the agent."""
+        """Use it again; also takes back a drain, whether or not it has reached the agent."""
         return _set_worker(worker_id, None, actor)
 
     @api.post("/v1/workers/{worker_id}/drain")
@@ -65,7 +65,10 @@ def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: 
 
     def _set_worker(worker_id: str, state: str | None, actor: str, *, drain_s: float | None = None) -> WorkerItem:
         registry.set_worker(worker_id, state, drain_s=drain_s, actor=actor)
-        reconciler.undrained(worker_id)
+        if state == "draining":
+            reconciler.undrained(worker_id)
+        else:
+            reconciler.serve_again(worker_id)
         reconciler.changed()
         return views.worker(worker_id)
 

@@ -209,6 +209,11 @@ class FakeAgent:
         self.state = "draining"
         return {}
 
+    async def undrain(self, body):
+        self.drained = False
+        self.state = "ready"
+        return {}
+
 
 @asynccontextmanager
 async def serving(app):

@@ -657,6 +657,28 @@ async def test_a_drained_worker_hands_its_adapters_on_and_is_then_told(house):
     assert ("load_lora", "sql/v1") in house.agents[other].operations()
 
 
+async def test_a_drained_worker_serves_again_once_it_is_uncordoned(house):
+    agent = await house.worker()
+    await house.http.post("/v1/workers/w0/drain", json={"deadline_s": 60})
+    await house.settle()
+    assert agent.drained
+    await house.http.post("/v1/workers/w0/uncordon")
+    await house.settle()
+    assert not agent.drained
+    await ready(house)
+    assert [call for call in agent.calls if call[0] == "undrain"] == [("undrain", {"wire": 1})]
+
+
+async def test_a_worker_in_which_a_load_hangs_is_given_nothing_new(house):
+    agent = await house.worker()
+    report = house.reconciler.fleet.entries["w0"].report
+    house.reconciler.hear(report.model_copy(update={"is_suspect": True}))
+    assert house.reconciler.observe().workers["w0"].state == "cordoned"
+    house.reconciler.hear(report)
+    assert house.reconciler.observe().workers["w0"].state == "ready"
+    assert agent.calls == []
+
+
 async def test_a_cordoned_worker_keeps_what_it_has_and_gets_nothing_new(house):
     agent = await house.worker()
     await ready(house)

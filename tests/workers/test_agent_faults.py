@@ -89,6 +89,30 @@ async def test_an_adapter_that_loads_too_slowly_does_not_keep_the_others_from_co
         assert failed <= {"sql-expert/v1"}
 
 
+async def test_a_load_that_hangs_makes_the_worker_suspect_until_its_engine_gives_a_token_again(worker):
+    async with worker.running("--engine-args=--sim-load-s=2.5", "--load-deadline-s", "0.3", *HASTY[:2]) as client:
+        assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "engine_timeout"
+        told = await metadata(client)
+        assert (told.state, told.is_suspect) == ("ready", True)
+        refused = await post(client, "load_lora", lora_id="legal/v2")
+        assert code(refused) == "not_ready"
+        assert "sql-expert/v1 hangs" in refused.json()["error"]["message"]
+        async with asyncio.timeout(10):
+            while (await metadata(client)).is_suspect:
+                await asyncio.sleep(0.05)
+        assert (await metadata(client)).engine_boot_id == told.engine_boot_id
+
+
+async def test_an_engine_that_never_comes_back_from_a_load_is_started_again(worker):
+    async with worker.running("--engine-args=--sim-load-s=60", "--load-deadline-s", "0.3", *HASTY) as client:
+        before = await metadata(client)
+        assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "engine_timeout"
+        async with asyncio.timeout(20):
+            while (await metadata(client)).engine_boot_id in {before.engine_boot_id, ""}:
+                await asyncio.sleep(0.05)
+        assert (await metadata(client)).is_suspect is False
+
+
 # --- an engine of somebody else's -----------------------------------------------------------------------------------
 
 

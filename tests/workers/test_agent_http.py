@@ -251,13 +251,16 @@ async def test_events_resume_after_the_last_id_and_another_boots_id_is_gone(work
         assert (gone.status_code, code(gone)) == (410, "events_gone")
 
 
-async def test_a_draining_worker_finishes_refuses_loads_and_says_so(worker):
+async def test_a_drained_worker_finishes_refuses_loads_says_so_and_serves_again_when_told(worker):
     async with worker.running() as client:
         answer = await post(client, "drain", deadline_s=5)
         assert answer.json()["is_drained"] is True
         assert (await metadata(client)).state == "draining"
         assert (await client.get("/ready")).status_code == 503
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "draining"
+        assert (await post(client, "undrain")).json()["state"] == "ready"
+        assert (await client.get("/ready")).is_success
+        assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
 
 
 async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_comes_back(worker):
@@ -279,6 +282,11 @@ async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_c
         async with worker.running("--orchestrator-url", url, "--heartbeat-s", "60") as client:
             await post(client, "load_lora", epoch=3, lora_id="sql-expert/v1")
             await beat_with({"sql-expert/v1"})
+            worker.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(10):  # though the next heartbeat is due in a minute
+                while (await beats.get()).metadata.state != "draining":
+                    pass
+            assert is_running(worker.engine_pid)  # said before the engine goes
     async with worker.running("--orchestrator-url", url, "--heartbeat-s", "0.2") as client:
         assert (await client.get("/metrics")).is_success
         async with serving(app, port=port):

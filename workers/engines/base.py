@@ -77,4 +77,7 @@ class Engine(Protocol):
 
     async def is_healthy(self, *, timeout_s: float) -> bool: ...
 
+    async def gives_tokens(self, model: str, *, timeout_s: float) -> bool:
+        """Whether a request for one token of the base model is answered in time."""
+
     async def scrape(self) -> Scrape: ...

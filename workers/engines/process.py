@@ -74,8 +74,10 @@ class EngineProcess:
         if not self.has_exited:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
+            # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the exit.
             try:
-                await asyncio.wait_for(self._process.wait(), within_s)
+                async with asyncio.timeout(within_s):
+                    await self._process.wait()
             except TimeoutError:
                 log.warning("engine did not stop in time, killed", within_s=within_s)
         await self.end()
@@ -85,7 +87,8 @@ class EngineProcess:
         self.kill()
         await self._process.wait()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._reader), 2.0)
+            async with asyncio.timeout(2.0):
+                await asyncio.shield(self._reader)
         self._reader.cancel()
         self._pid_file.unlink(missing_ok=True)
 

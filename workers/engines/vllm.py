@@ -88,6 +88,13 @@ class VllmEngine:
         except EngineError:
             return False
 
+    async def gives_tokens(self, model: str, *, timeout_s: float) -> bool:
+        body = {"model": model, "prompt": "a", "max_tokens": 1}
+        try:
+            return (await self._call("POST", "/v1/completions", body=body, timeout_s=timeout_s)).is_success
+        except EngineError:
+            return False
+
     async def scrape(self) -> Scrape:
         answer = await self._call("GET", "/metrics", timeout_s=5.0)
         if not answer.is_success:  # read as a page, it would say that nothing runs
@@ -110,7 +117,7 @@ class VllmEngine:
             raise EngineError("engine_unreachable", message, retry_after_s=1) from exc
 
     async def _call(
-        self, method: str, path: str, *, timeout_s: float, body: Mapping[str, str] | None = None
+        self, method: str, path: str, *, timeout_s: float, body: Mapping[str, object] | None = None
     ) -> httpx.Response:
         if self._client.is_closed:  # the supervisor gave this engine up while somebody was still speaking to it
             raise EngineError("engine_down", f"engine {self.url}{path}: given up", retry_after_s=5)
