@@ -351,7 +351,13 @@ async def _report_usage(
     async def step() -> None:
         await send_usage(client, url, usage, lambda: discovery.fleet.revision, time.monotonic)
 
-    await forever(step, name="usage", every_s=_USAGE_EVERY_S, on_failure=metrics.loop_failures.labels("usage").inc)
+    await forever(
+        step,
+        name="usage",
+        every_s=_USAGE_EVERY_S,
+        poke=discovery.drains_begun,
+        on_failure=metrics.loop_failures.labels("usage").inc,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

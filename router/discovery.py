@@ -69,6 +69,8 @@ class Discovery:
         """
         self.fleet = Fleet()
         self.changes = Changes()
+        self.drains_begun = asyncio.Event()
+        """Set when the catalog names new drains: the orchestrator waits for a report that knows them."""
         self.has_catalog = False
         self.confirmed_at: float | None = None
         self._was_synced = False
@@ -151,7 +153,7 @@ class Discovery:
     def _adopt(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._adapters, self._aliases = _named_by(catalog)
-        self._draining = _draining_by_worker(catalog)
+        before, self._draining = self._draining, _draining_by_worker(catalog)
         self.has_catalog = True
         named = {worker.id for worker in catalog.workers}
         # Absence is no reason to let a worker go: an orchestrator that just started has heard from nobody yet. One
@@ -167,6 +169,8 @@ class Discovery:
                 self._unfollow(worker.id)
             self._follow(worker)
         self._rebuild()
+        if any(names - before.get(worker_id, frozenset()) for worker_id, names in self._draining.items()):
+            self.drains_begun.set()
 
     def _follow(self, worker: CatalogWorker) -> None:
         follow = _Follow(worker, asyncio.Event())

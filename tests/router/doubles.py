@@ -109,6 +109,7 @@ class Control:
     silent: bool = False  # the agents
     boot_id: str = "first"
     starting: frozenset = frozenset()
+    draining: tuple = ()
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
     max_loras: int = 2
@@ -172,7 +173,9 @@ class Control:
                 for w in self.workers
                 if self.named is None or w in self.named
             )
-            catalog = Catalog(revision=self.revision, adapters=tuple(self.adapters), workers=workers)
+            catalog = Catalog(
+                revision=self.revision, adapters=tuple(self.adapters), workers=workers, draining=self.draining
+            )
             return Response(catalog.model_dump_json(), media_type="application/json")
 
         async def events(_request):

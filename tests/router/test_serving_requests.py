@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorafleet.auth import hash_key
 from lorafleet.kv.blocks import block_hashes, root_hash
+from orchestrator.wire import Draining
 from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, echo, error_of, fleet, until, with_sql
@@ -554,6 +555,15 @@ async def test_a_usage_report_counts_what_was_sent_and_what_is_in_flight():
             engine.go_on.set()
         await until(lambda: control.usage and control.usage[-1]["uses"])
         assert control.usage[-1]["revision_seen"] == control.revision
+
+
+async def test_a_drain_is_confirmed_by_a_report_of_its_own_before_the_next_one_is_due(monkeypatch):
+    monkeypatch.setattr("router.app._USAGE_EVERY_S", 3600.0)
+    async with fleet(Engine("w0"), control=with_sql("w0")) as (_, control, _parts):
+        await until(lambda: control.usage)
+        control.draining = (Draining(lora_id="sql/v1", digest=DIGEST, worker_id="w0"),)
+        control.tell()
+        await until(lambda: control.usage[-1]["revision_seen"] == control.revision)
 
 
 async def test_the_routers_own_request_id_is_the_clients_when_that_is_safe():
