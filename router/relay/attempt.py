@@ -17,6 +17,8 @@ _SHUTTING_DOWN = b"cannot schedule new futures after shutdown"
 # vLLM 0.32 v1/engine/exceptions.py EngineDeadError.
 _DEAD = b"EngineCore encountered an issue"
 _EVENT_STREAM = b"text/event-stream"
+# Sooner than an engine can have looked at a request that would kill it.
+_AT_ONCE_S = 0.05
 _LOST = {
     "connection": "no connection",
     "no_answer": "it broke off before its answer began",
@@ -252,23 +254,48 @@ async def open_attempt(pool: Pool, call: Call, limits: Limits) -> Attempt:
     raises  ReplicaUnreachable when another replica may do better: no connection, 502, 503, an adapter that the
             replica had reported but no longer knows, an engine shutting down, an error in place of the first event
     """
-    attempt: Attempt | None = None
     try:
-        connection = pool.idle(call.origin) or await pool.connect(call.origin)
-        attempt = Attempt(connection, call, limits)
-        await attempt.decided()
+        attempt = await _decided(pool, call, limits)
     except EngineLost as exc:
         # Its message names addresses, which are the log's to tell.
         raise ReplicaUnreachable(f"replica {call.replica}: {_LOST[exc.reason]}", reason=exc.reason) from exc
-    except BaseException:
-        if attempt is not None:
-            attempt.close()
-        raise
     if attempt.status != 200:
         reason = _retry_reason(attempt, call)
         if reason is not None:
             attempt.close()
             raise ReplicaUnreachable(f"replica {call.replica}: {attempt.status} {attempt.first[:200]!r}", reason=reason)
+    return attempt
+
+
+async def _decided(pool: Pool, call: Call, limits: Limits) -> Attempt:
+    """The attempt once it is decided. Raises EngineLost.
+
+    An engine may close an idle connection just as it is used again, which says nothing about the engine and nothing
+    about the request: where a connection that was used before breaks off at once, a new one is tried.
+    """
+    loop = asyncio.get_running_loop()
+    connection = pool.idle(call.origin)
+    if connection is None:
+        return await _waited_for(Attempt(await pool.connect(call.origin), call, limits))
+    attempt, sent_at = Attempt(connection, call, limits), loop.time()
+    try:
+        return await _waited_for(attempt)
+    except EngineLost as exc:
+        if exc.reason != "no_answer" or not connection.said_nothing or loop.time() - sent_at > _AT_ONCE_S:
+            raise
+        try:
+            connection = await pool.connect(call.origin)
+        except EngineLost:
+            raise exc from None  # it died
+    return await _waited_for(Attempt(connection, call, limits))
+
+
+async def _waited_for(attempt: Attempt) -> Attempt:
+    try:
+        await attempt.decided()
+    except BaseException:
+        attempt.close()
+        raise
     return attempt
 
 

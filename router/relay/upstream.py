@@ -185,6 +185,11 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
 
+    @property
+    def said_nothing(self) -> bool:
+        """Whether not a byte has come since the last answer."""
+        return not self._read_bytes and not self._bare_bytes
+
     def is_usable(self, now: float) -> bool:
         """Whether an idle one may still be used."""
         return not self._closed and now < self.deadline and not self._transport.is_closing()

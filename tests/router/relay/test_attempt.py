@@ -3,17 +3,21 @@ from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from router.core.errors import ReplicaUnreachable
 from router.relay.attempt import Call, Limits, open_attempt
 from router.relay.events import Echo
 from router.relay.upstream import Origin, Pool
 from router.surface.routes import ROUTES
 from router.surface.usage import EngineUsage
+from tests.router.relay.wires import Engine, finished
 from tests.serving import serving
 
 CHAT = ROUTES["POST", "/v1/chat/completions"]
 LIMITS = Limits(first_data_s=5, idle_s=5, answer_bytes=2**20)
 TOKEN = b'data: {"id":"1","choices":[{"delta":{"content":"a \\"usage\\": {} data: x"}}],"usage":null}\n\n'
 DONE = b"data: [DONE]\n\n"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+REQUEST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 ZERO = b'{"prompt_tokens":40,"total_tokens":42,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":0}}'
 SOME = ZERO.replace(b'"cached_tokens":0', b'"cached_tokens":32,"created_cache_tokens":8')
 BARE = b'{"prompt_tokens":40,"total_tokens":42,"completion_tokens":2}'
@@ -112,3 +116,49 @@ async def test_the_last_of_many_usages_counts():
 async def test_a_stream_that_ends_without_a_blank_line_is_read_too():
     for end in (event(SOME).rstrip(b"\n"), event(SOME) + b"data: [DONE]"):
         assert (await usage_of([TOKEN, end], streamed=True))[1] == EngineUsage(40, 2, 32)
+
+
+@pytest.mark.parametrize("then", ["answers", "dies"])
+async def test_a_used_connection_that_breaks_off_at_once_is_tried_anew_unless_the_engine_is_gone(then):
+    async def script(engine, reader, writer):
+        first = len(engine.requests) == 0
+        await engine.request(reader)
+        if first or (then == "answers" and engine.connections > 1):
+            writer.write(OK)
+            await writer.drain()
+        if first:
+            await engine.request(reader)
+            if then == "dies":
+                engine._server.close()
+        await finished(writer)
+
+    pool = Pool(connect_s=2)
+    try:
+        async with Engine(script) as engine:
+            call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
+            (await open_attempt(pool, call, LIMITS)).close()
+            if then == "answers":
+                attempt = await open_attempt(pool, call, LIMITS)
+                assert (attempt.status, len(engine.requests), engine.connections) == (200, 3, 2)
+            else:
+                with pytest.raises(ReplicaUnreachable) as lost:
+                    await open_attempt(pool, call, LIMITS)
+                assert lost.value.reason == "no_answer"
+    finally:
+        await pool.close()
+
+
+async def test_a_new_connection_that_breaks_off_is_not_tried_again():
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        await finished(writer)
+
+    pool = Pool(connect_s=2)
+    try:
+        async with Engine(script) as engine:
+            call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
+            with pytest.raises(ReplicaUnreachable):
+                await open_attempt(pool, call, LIMITS)
+            assert len(engine.requests) == 1
+    finally:
+        await pool.close()
