@@ -25,7 +25,8 @@ from workers.link import Link
 from workers.loader import Loader
 from workers.metrics import Metrics
 from workers.records import Records
-from workers.residency import Residency
+from workers.residency import Residency, timestamp
+from workers.usage import Usage
 from workers.wire import (
     AgentState,
     AvailableLora,
@@ -71,6 +72,7 @@ class Agent:
         self.residency = Residency(
             settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
         )
+        self.counts = Usage(settings.state / "usage.json", records, worker_id=settings.instance_id, now=timestamp)
         intake = Intake(cache=cache, library=library, residency=self.residency, metrics=metrics)
         self._loader = Loader(
             settings=settings, link=self.link, intake=intake, residency=self.residency, metrics=metrics, clock=clock
@@ -223,8 +225,10 @@ class Agent:
             self.residency.changed()
 
     def usage(self, report: UsageReport) -> bool:
-        """Take a router's counts; false for one that was taken before."""
-        return self.residency.usage(report)
+        """Take a router's counts; false for one that was taken before. Uses move adapters up in the estimated LRU."""
+        used = self.counts.take(report)
+        self.residency.used(used or ())
+        return used is not None
 
     # --- what is done every so often -----------------------------------------------------------------------------
 
@@ -237,6 +241,7 @@ class Agent:
     async def tidy(self) -> None:
         """Renew the leases on what is wanted here, keep the cache within its limit, and forget what is gone."""
         known = frozenset(record.digest for record in self.records.all())
+        self.counts.save()
         lost, gone = await self.cache.sweep(self.residency.wanted(), known)
         self.residency.deleted(gone)
         await self._loader.bring_back(lost)

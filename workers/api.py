@@ -29,6 +29,7 @@ from workers.wire import (
 
 _MSGPACK = "application/vnd.msgpack"
 EPOCH_HEADER = "x-lorafleet-epoch"
+_MOST_LISTED = 10_000
 _EPOCH_DIGITS = 15  # fits every JSON reader's and database's integers
 
 
@@ -50,8 +51,10 @@ def _told(agent: Agent, keys: Keys) -> APIRouter:
         return agent.metadata()
 
     @api.get("/v1/metadata/loras")
-    async def loras() -> AvailableLoras:
-        return AvailableLoras(data=agent.residency.catalog())
+    async def loras(limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000, cursor: str = "") -> AvailableLoras:
+        items = [item for item in agent.residency.catalog() if item.lora_id > cursor]
+        following = items[limit - 1].lora_id if len(items) > limit else None
+        return AvailableLoras(data=tuple(items[:limit]), next=following)
 
     @api.get("/v1/metadata/loras/{lora_id:path}")
     async def lora(lora_id: str) -> AvailableLora | LoadedLora:

@@ -39,6 +39,11 @@ class Library:
     def adapters(self) -> tuple[Shelved, ...]:
         return tuple(shelved for _, shelved in self._seen.values())
 
+    def shelved(self, lora_id: str) -> Shelved | None:
+        """The adapter as the last scan found it."""
+        found = self._seen.get(lora_id)
+        return None if found is None else found[1]
+
     def path(self, lora_id: str) -> Path | None:
         """The adapter's folder, also of one that was put there after the last scan."""
         if self.folder is None:

@@ -54,7 +54,7 @@ class Records:
 
     def put(self, record: Record) -> Record:
         self._records[record.engine_name] = record
-        _write(self._folder / _file_name(record.engine_name), asdict(record))
+        write_whole(self._folder / _file_name(record.engine_name), asdict(record))
         return record
 
     def remove(self, record: Record) -> None:
@@ -72,7 +72,7 @@ class Records:
     def raise_epoch(self, epoch: int) -> None:
         """Remember the highest epoch seen; a lower one changes nothing."""
         if epoch > self.epoch:
-            _write(self._epoch_file, {"epoch": epoch})
+            write_whole(self._epoch_file, {"epoch": epoch})
             self.epoch = epoch
 
 
@@ -104,7 +104,8 @@ def _read_epoch(path: Path) -> int:
         raise OSError(message) from exc
 
 
-def _write(path: Path, value: object) -> None:
+def write_whole(path: Path, value: object) -> None:
+    """JSON on disk, whole or not at all. Raises OSError."""
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:
         json.dump(value, file)

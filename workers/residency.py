@@ -1,5 +1,6 @@
 """What this worker holds and tells: records, the engine's slots, loads under way, the latest failures."""
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from statistics import median
 import structlog
 
 from lorafleet.loops import Changes
-from orchestrator.wire import UsageReport
 from workers.cache import Cache
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 _FAILURES_KEPT = 64
 _LOADS_KEPT = 32
-_ROUTERS_KEPT = 256
+_AVAILABLE_TOLD = 100
 
 
 def timestamp() -> str:
@@ -65,7 +65,7 @@ class Residency:
         self._metrics = metrics
         self._progress: dict[str, LoadedLora] = {}
         self._failures: OrderedDict[str, LoadedLora] = OrderedDict()
-        self._usage: dict[tuple[str, str], tuple[int, dict[str, int]]] = {}
+        self._available: tuple[int, tuple[AvailableLora, ...], str] = (-1, (), "")
 
     def changed(self) -> None:
         self.version += 1
@@ -192,25 +192,10 @@ class Residency:
                 self._failures.popitem(last=False)
         self.changed()
 
-    def usage(self, report: UsageReport) -> bool:
-        """Take a router's counts; false for one that was taken before. Uses move adapters up in the estimated LRU."""
-        key = (report.router_id, report.boot_id)
-        last_seq, counts = self._usage.get(key, (-1, {}))
-        if report.seq <= last_seq:
-            return False
-        if key not in self._usage and len(self._usage) >= _ROUTERS_KEPT:
-            self._usage.pop(next(iter(self._usage)))
-        mine = [use for use in report.uses if use.worker_id == self._settings.instance_id]
-        for use in mine:
-            record = self.records.get(use.engine_name)
-            before = counts.get(use.engine_name, 0)
-            new = use.requests - before if use.requests >= before else use.requests  # a router may count anew
-            if record is not None and new > 0:
-                self.slots = self.slots.used(use.engine_name)
-                self.records.keep(replace(record, request_count=record.request_count + new, last_used=timestamp()))
-        # What a report leaves out has not been counted back to zero.
-        self._usage[key] = (report.seq, counts | {use.engine_name: use.requests for use in mine})
-        return True
+    def used(self, names: Collection[str]) -> None:
+        """Requests ran on these: they move up in the engine's LRU."""
+        for name in names:
+            self.slots = self.slots.used(name)
 
     # --- slots ---------------------------------------------------------------------------------------------------
 
@@ -246,12 +231,15 @@ class Residency:
     def info(self) -> LoraInfo:
         """The adapters' part of the metadata."""
         settings, slots = self._settings, self.slots
+        available, digest = self.available()
         return LoraInfo(
             enabled=True,
             max_loras=settings.max_loras,
             max_cpu_loras=settings.max_cpu_loras,
             max_lora_rank=settings.max_lora_rank,
-            available_loras=self.available(),
+            available_loras=available[:_AVAILABLE_TOLD],
+            available_count=len(available),
+            available_digest=digest,
             loaded_loras=self.loaded(),
             capacity=LoraCapacity(
                 loaded_count=len(slots.registered),
@@ -273,8 +261,16 @@ class Residency:
         ]
         return (*map(self.loaded_of, resident), *strangers, *self._progress.values(), *self._failures.values())
 
-    def available(self) -> tuple[AvailableLora, ...]:
-        """Adapters whose verified files are on this disk: of the folder, and of the cache."""
+    def available(self) -> tuple[tuple[AvailableLora, ...], str]:
+        """Adapters whose verified files are on this disk, latest load first, and a digest of which they are."""
+        if self._available[0] != self.version:
+            listed = self._list_available()
+            names = "\n".join(sorted(f"{item.lora_id}@{item.digest}" for item in listed))
+            self._available = (self.version, listed, hashlib.sha256(names.encode()).hexdigest()[:16])
+        return self._available[1:]
+
+    def _list_available(self) -> tuple[AvailableLora, ...]:
+        cached = {(record.lora_id, record.digest): self.available_of(record) for record in reversed(self.records.all())}
         shelved = {
             (item.lora_id, item.manifest.digest): AvailableLora(
                 lora_id=item.lora_id,
@@ -287,8 +283,7 @@ class Residency:
             for item in self._library.adapters
             if item.manifest is not None
         }
-        cached = {(record.lora_id, record.digest): self.available_of(record) for record in self.records.all()}
-        return tuple((shelved | cached).values())
+        return tuple((cached | {key: item for key, item in shelved.items() if key not in cached}).values())
 
     def catalog(self) -> tuple[AvailableLora | LoadedLora, ...]:
         """One item a lora_id: in the engine before on disk before failed."""
@@ -306,7 +301,7 @@ class Residency:
             if shelved.manifest is None
         }
         items |= {item.lora_id: item for item in self.loaded() if item.state == "failed"}
-        items |= {item.lora_id: item for item in self.available()}
+        items |= {item.lora_id: item for item in reversed(self.available()[0])}
         items |= {item.lora_id: item for item in self.loaded() if item.state != "failed"}
         return tuple(items[lora_id] for lora_id in sorted(items))
 
@@ -332,6 +327,19 @@ class Residency:
             memory_mb=round(record.size_bytes / 1e6, 3),
             request_count=record.request_count,
             load_seconds=record.load_seconds,
+            error=self._stale(record),
+        )
+
+    def _stale(self, record: Record) -> str | None:
+        """Why this is not what its source holds any more: somebody put new bytes under an old name."""
+        shelved = self._library.shelved(record.lora_id)
+        if shelved is None or shelved.manifest is None or shelved.manifest.digest == record.digest:
+            return None
+        if record.source not in {str(shelved.path), shelved.path.as_uri()}:
+            return None
+        return (
+            f"digest_mismatch: {shelved.path} now has digest {shelved.manifest.digest}, what is served is"
+            f" {record.digest}; new bytes need a new lora_id"
         )
 
     def available_of(self, record: Record) -> AvailableLora:

@@ -113,11 +113,16 @@ class LoraCapacity(_Wire):
 
 
 class LoraInfo(_Wire):
+    """What a worker holds. `available_loras` are the first of `available_count` on its disk; the rest is at
+    `GET /v1/metadata/loras`, and has changed when `available_digest` has."""
+
     enabled: bool = False
     max_loras: int = 0
     max_cpu_loras: int = 0
     max_lora_rank: int = 0
     available_loras: tuple[AvailableLora, ...] = ()
+    available_count: int = 0
+    available_digest: str = ""
     loaded_loras: tuple[LoadedLora, ...] = ()
     capacity: LoraCapacity = LoraCapacity()
 
@@ -230,7 +235,10 @@ class LoadedLoras(_Wire):
 
 
 class AvailableLoras(_Wire):
-    """`GET /v1/metadata/loras`: what is on disk or in the engine, one item a lora_id."""
+    """`GET /v1/metadata/loras`: what is on disk or in the engine, one item a lora_id, in their order.
+
+    next  the `cursor` of the next page; None at the end
+    """
 
     data: tuple[AvailableLora | LoadedLora, ...]
     next: str | None = None

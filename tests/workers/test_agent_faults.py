@@ -318,6 +318,10 @@ async def test_usage_moves_counts_once_and_only_for_this_worker(worker):
         assert await report(3) is True
         assert await report(4, **{worker_id: 6}) is True
         assert await count() == (6, True)
+    async with worker.running() as client:  # the router counts on; it is not counted once more
+        assert await report(4, **{worker_id: 6}) is False
+        assert await report(5, **{worker_id: 8}) is True
+        assert await count() == (8, True)
 
 
 async def test_draining_waits_for_what_runs_and_says_so_when_time_is_up(worker):

@@ -1,0 +1,111 @@
+"""What an agent keeps of its adapters, and how little of it goes into every heartbeat."""
+
+import asyncio
+import json
+import shutil
+
+from orchestrator.wire import UsageReport
+from tests.workers.running import RunningWorker, post
+from workers.records import Record, Records
+from workers.usage import Usage
+from workers.wire import AvailableLoras, Metadata
+
+
+def record(number: int) -> Record:
+    name = f"tenant-{number % 7}/adapter-{number:04}"
+    digest = f"{number:064x}"
+    return Record(
+        lora_id=name,
+        digest=digest,
+        engine_name=f"{name}@{digest[:12]}",
+        path=f"/var/cache/lorafleet/{digest}",
+        source=f"s3://bucket/{name}",
+        base_model="base",
+        rank=16,
+        size_bytes=1000,
+        order=number,
+    )
+
+
+def report(seq: int, requests: int, *, router: str = "r") -> UsageReport:
+    use = {"worker_id": "w", "engine_name": record(1).engine_name, "requests": requests}
+    return UsageReport.model_validate(
+        {"router_id": router, "boot_id": "b", "seq": seq, "revision_seen": 0, "uses": [use]}
+    )
+
+
+def test_requests_are_counted_once_also_by_an_agent_that_crashed_between_two_savings(tmp_path):
+    def start() -> tuple[Records, Usage]:
+        records = Records(tmp_path)
+        return records, Usage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+
+    records, usage = start()
+    records.put(record(1))
+    assert usage.take(report(1, 5)) == [record(1).engine_name]
+    usage.save()
+    usage.take(report(2, 9))
+    records.put(records.all()[0])  # reaches the disk with 9, how far the router had counted does not
+    records, usage = start()
+    assert records.all()[0].request_count == 5
+    assert usage.take(report(1, 5)) is None
+    assert usage.take(report(3, 12)) == [record(1).engine_name]
+    assert usage.take(report(1, 2, router="other")) == [record(1).engine_name]
+    assert records.all()[0].request_count == 14
+
+
+def test_damaged_counts_cost_the_counts_alone(tmp_path):
+    (tmp_path / "usage.json").write_text("[1")
+    records = Records(tmp_path)
+    records.put(record(1))
+    usage = Usage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+    assert usage.take(report(1, 5)) == [record(1).engine_name]
+
+
+async def test_a_heartbeat_stays_small_however_many_adapters_are_on_disk_and_all_of_them_can_be_listed(worker):
+    records = Records(worker.state_dir)
+    for number in range(500):
+        records.put(record(number))
+        (worker.cache_dir / record(number).digest).mkdir(parents=True)
+    async with worker.running("--cache-grace-s", "1") as client:
+        page = (await client.get("/metadata")).content
+        told = Metadata.model_validate_json(page).lora
+        assert (len(told.available_loras), told.available_count) == (100, 504)
+        assert told.available_loras[0].lora_id == record(499).lora_id
+        assert len(page) < 60_000
+        ids: list[str] = []
+        cursor = ""
+        while cursor is not None:
+            answer = await client.get("/v1/metadata/loras", params={"limit": 200, "cursor": cursor})
+            listed = AvailableLoras.model_validate_json(answer.content)
+            ids += [item.lora_id for item in listed.data]
+            cursor = listed.next
+        assert ids == sorted({*ids})
+        assert len(ids) == 504
+        await post(client, "load_lora", lora_id="legal/v2")
+        more = Metadata.model_validate_json((await client.get("/metadata")).content).lora
+        assert more.available_digest == told.available_digest  # the folder had it already
+        shutil.rmtree(worker.cache_dir / record(5).digest)  # as another agent would
+        async with asyncio.timeout(10):
+            while (await client.get(f"/v1/metadata/loras/{record(5).lora_id}")).is_success:
+                await asyncio.sleep(0.1)
+        less = Metadata.model_validate_json((await client.get("/metadata")).content).lora
+        assert (less.available_count, less.available_digest != told.available_digest) == (503, True)
+
+
+async def test_new_bytes_under_an_old_name_are_said_while_the_old_ones_are_served(
+    agent_model, agent_adapters, tmp_path
+):
+    shutil.copytree(agent_adapters / "legal", tmp_path / "shelf/legal")
+    worker = RunningWorker(agent_model, tmp_path / "shelf", tmp_path, "--engine", "sim", "--max-lora-rank", "16")
+    async with worker.running() as client:
+        before = (await post(client, "load_lora", lora_id="legal/v2")).json()
+        assert before["error"] is None
+        config = tmp_path / "shelf/legal/v2/adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "note": "trained once more"}))
+        async with asyncio.timeout(10):
+            while (item := (await client.get("/v1/metadata/loras/legal/v2")).json())["error"] is None:
+                await asyncio.sleep(0.05)
+        assert item["error"].startswith("digest_mismatch: ")
+        assert (item["state"], item["digest"]) == ("ready", before["digest"])
+        new = (await post(client, "load_lora", lora_id="legal/v2")).json()
+        assert (new["digest"] != before["digest"], new["error"]) == (True, None)
