@@ -1,19 +1,24 @@
 """Where an adapter's files come from: one class a scheme, and what all of them share."""
 
 import asyncio
+import contextlib
+import errno
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from workers.core.errors import SourceError
 from workers.core.references import is_below, scheme, shown, split
 from workers.core.retry import Retry
 
 T = TypeVar("T")
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+"""An OSError with one of these is our disk's, in the middle of a library that has network errors of that class too."""
 
 _TELL_EVERY_S = 1.0
 
@@ -147,6 +152,32 @@ async def retried(step: Callable[[], Awaitable[T]], ref: str, limits: Limits) ->
                 message = f"source {shown(ref)}: {exc}; tried {limits.retry.attempts} times"
                 raise SourceError("source_failed", message, retry_after_s=30) from exc
             await asyncio.sleep(max(delay_s, min(exc.wait_s, limits.retry.max_s)))
+
+
+async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """As `asyncio.to_thread`, but in a thread that no end of a process waits for: a library may hang in it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return  # cancelled meanwhile
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as exc:  # noqa: BLE001  (it is raised again, where it is waited for)
+            error = exc
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, daemon=True, name="source").start()
+    return await future
 
 
 def too_big(ref: str, found_bytes: int, limits: Limits) -> SourceError:

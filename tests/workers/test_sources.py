@@ -1,0 +1,357 @@
+"""One contract for all sources, each against a server on loopback."""
+
+import asyncio
+import contextlib
+import functools
+import io
+import logging
+import tarfile
+import zipfile
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.workers.source_servers import SECRET, Cable, Hub, Site, azure, certificate, files_of, google
+from workers.core.addresses import parse_networks
+from workers.core.errors import SourceError
+from workers.core.retry import Retry
+from workers.sources.base import Limits, Transfer
+from workers.sources.guard import GuardedTransport
+from workers.sources.hub import HubSource
+from workers.sources.local import LocalSource
+from workers.sources.objects import ObjectSource
+from workers.sources.web import WebSource
+
+MAX_BYTES = 40 << 20
+LOOPBACK = parse_networks(["127.0.0.0/8"])
+ADAPTER = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": Random(5).randbytes(3 << 20)}
+BESIDE = {"README.md": b"# hello", "checkpoint-1/adapter_model.safetensors": b"older"}
+
+
+def limits(**changes) -> Limits:
+    given = {"max_bytes": MAX_BYTES, "timeout_s": 5, "retry": Retry(attempts=3, base_s=0.01, max_s=0.02)}
+    return Limits(**given | changes)
+
+
+class Store:
+    """Somewhere that adapters are; reached through a cable."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.cable = Cable()
+
+    def deny(self) -> None:
+        self.site.denies = 403
+
+
+class Web(Store):
+    suffix = ""
+
+    @contextlib.asynccontextmanager
+    async def open(self):
+        self.files = {}
+        self.site = Site(files_of(self.files))
+        server, self.client = certificate(self.tmp_path)
+        netrc = self.tmp_path / "netrc"
+        netrc.write_text(f"machine 127.0.0.1 login me password {SECRET}\n")
+        async with self.site.serving(server), self.cable.to(self.site.url) as self.url:
+            yield self
+
+    def source(self, **changes):
+        transport = functools.partial(GuardedTransport, self.client, allowed=LOOPBACK)
+        return WebSource(limits(**changes), transport=transport, netrc=self.tmp_path / "netrc")
+
+    def put(self, name, files):
+        self.files |= {f"{name}/{path}": data for path, data in files.items()}
+        return f"{self.url}/{name}"
+
+
+class WebTar(Web):
+    def put(self, name, files):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
+            for path, data in files.items():
+                info = tarfile.TarInfo(f"adapter/{path}")
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+        self.files[f"{name}.tar.gz"] = packed.getvalue()
+        return f"{self.url}/{name}.tar.gz"
+
+
+class WebZip(Web):
+    def put(self, name, files):
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            archive.comment = b"made by hand"
+            for path, data in files.items():
+                archive.writestr(path, data)
+        self.files[f"{name}.zip"] = packed.getvalue()
+        return f"{self.url}/{name}.zip"
+
+
+class HuggingFace(Store):
+    @contextlib.asynccontextmanager
+    async def open(self):
+        self.hub = Hub()
+        self.site = Site(self.hub.respond)
+        async with self.site.serving(), self.cable.to(self.site.url) as self.url:
+            self.hub.url = self.url.replace("127.0.0.1", "localhost")  # another host: the token stays behind
+            yield self
+
+    def source(self, **changes):
+        token = self.tmp_path / "token"
+        token.write_text(f"{SECRET}\n")
+        return HubSource(limits(**changes), endpoint=self.url, token_file=token)
+
+    def put(self, name, files):
+        self.hub.push(f"acme/{name}", "main", files)
+        return f"hf://acme/{name}"
+
+
+class Objects(Store):
+    @contextlib.asynccontextmanager
+    async def open(self):
+        self.objects = {}
+        self.site = Site(self.dialect(self.objects))
+        async with self.site.serving(), self.cable.to(self.site.url) as self.url:
+            yield self
+
+    def put(self, name, files):
+        self.objects |= {f"bucket/team/{name}/{path}": data for path, data in files.items()}
+        return f"{self.scheme}://bucket/team/{name}"
+
+    def source(self, **changes):
+        return ObjectSource(self.scheme, limits(**changes), options=self.options())
+
+
+class Google(Objects):
+    scheme, dialect = "gs", staticmethod(google)
+
+    def options(self):
+        return {"token": "anon", "endpoint_url": self.url, "project": "p"}
+
+
+class Azure(Objects):
+    scheme, dialect = "az", staticmethod(azure)
+
+    def options(self):
+        key = "aHVudGVyMi1odW50ZXIy"  # base64 of the secret
+        where = f"BlobEndpoint={self.url}/acme;"
+        return {"connection_string": f"DefaultEndpointsProtocol=http;AccountName=acme;AccountKey={key};{where}"}
+
+
+class S3(Store):
+    @contextlib.asynccontextmanager
+    async def open(self):
+        from moto.server import ThreadedMotoServer
+
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        try:
+            host, port = server.get_host_and_port()
+            self.site = Site(lambda ask: None)
+            async with self.cable.to(f"http://{host}:{port}") as self.url, self.site.serving():
+                yield self
+        finally:
+            server.stop()
+
+    def files(self, url):
+        import s3fs
+
+        return s3fs.S3FileSystem(**self.options(url), skip_instance_cache=True)
+
+    def options(self, url):
+        return {"key": "me", "secret": SECRET, "endpoint_url": url}
+
+    def put(self, name, files):
+        store = self.files(self.url)
+        store.mkdirs("bucket", exist_ok=True)
+        for path, data in files.items():
+            store.pipe_file(f"bucket/team/{name}/{path}", data)
+        return f"s3://bucket/team/{name}"
+
+    def deny(self):
+        self.site.denies = 403
+        self.url = self.site.url
+
+    def source(self, **changes):
+        return ObjectSource("s3", limits(**changes), options=self.options(self.url))
+
+
+class Folder(Store):
+    @contextlib.asynccontextmanager
+    async def open(self):
+        yield self
+
+    def source(self, **changes):
+        return LocalSource([self.tmp_path], max_bytes=limits(**changes).max_bytes)
+
+    def put(self, name, files):
+        for path, data in files.items():
+            (self.tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.tmp_path / name / path).write_bytes(data)
+        return f"file://{self.tmp_path / name}"
+
+
+REMOTE = [Web, WebTar, WebZip, HuggingFace, S3, Google, Azure]
+
+
+@pytest.fixture
+async def store(request, tmp_path):
+    async with request.param(tmp_path).open() as opened:
+        yield opened
+
+
+every = pytest.mark.parametrize("store", [*REMOTE, Folder], indirect=True, ids=lambda cls: cls.__name__)
+remote = pytest.mark.parametrize("store", REMOTE, indirect=True, ids=lambda cls: cls.__name__)
+
+
+async def put(store, name, files):
+    return await asyncio.to_thread(store.put, name, files)
+
+
+async def fetched(store, ref, **changes) -> tuple[dict[str, bytes], Transfer]:
+    into = store.tmp_path / "into"
+    into.mkdir(exist_ok=True)
+    transfer = Transfer()
+    async with asyncio.timeout(20):
+        await store.source(**changes).fetch(ref, into, transfer)
+    return {str(path.relative_to(into)): path.read_bytes() for path in into.rglob("*") if path.is_file()}, transfer
+
+
+async def refusal(store, ref, **changes) -> SourceError:
+    with pytest.raises(SourceError) as caught:
+        await fetched(store, ref, **changes)
+    return caught.value
+
+
+@every
+async def test_an_adapter_arrives_byte_for_byte_and_nothing_else_does(store):
+    found, transfer = await fetched(store, await put(store, "sql", ADAPTER | BESIDE))
+    assert found == ADAPTER
+    assert list((store.tmp_path / "into").iterdir()) == [store.tmp_path / "into" / name for name in found]
+    done = transfer.progress
+    assert done.done_bytes == (done.total_bytes or done.done_bytes) > 3 << 20
+
+
+@every
+async def test_a_folder_without_an_adapters_config_is_not_found(store):
+    ref = await put(store, "empty", {"README.md": b"", "model.safetensors": b"0" * 100})
+    assert (await refusal(store, ref)).code == "source_not_found"
+
+
+@remote
+async def test_what_is_not_there_is_said_to_be_not_there(store):
+    ref = (await put(store, "sql", ADAPTER)).replace("sql", "nosuch")
+    assert (await refusal(store, ref)).code == "source_not_found"
+
+
+@every
+async def test_more_bytes_than_allowed_are_not_fetched(store):
+    ref = await put(store, "big", ADAPTER | {"adapter_model.safetensors": Random(6).randbytes(6 << 20)})
+    store.cable.carried = 0
+    error = await refusal(store, ref, max_bytes=1 << 20)
+    assert (error.code, "are allowed" in str(error)) == ("source_too_big", True)
+    assert store.cable.carried < 4 << 20
+
+
+@every
+async def test_a_config_of_many_bytes_is_refused(store):
+    ref = await put(store, "big", ADAPTER | {"adapter_config.json": Random(6).randbytes(2 << 20)})
+    assert (await refusal(store, ref)).code == "source_too_big"
+
+
+@remote
+async def test_a_connection_that_breaks_off_is_taken_up_again(store):
+    ref = await put(store, "sql", ADAPTER)
+    store.cable.cuts = [1 << 20, 1 << 20]
+    found, transfer = await fetched(store, ref)
+    assert found == ADAPTER
+    assert store.cable.cuts == []
+    assert transfer.progress.done_bytes == transfer.progress.total_bytes or transfer.progress.total_bytes is None
+
+
+@pytest.mark.parametrize("store", [Web, S3], indirect=True, ids=lambda cls: cls.__name__)
+async def test_a_source_that_never_answers_is_given_up_after_the_attempts_there_are(store):
+    ref = await put(store, "sql", ADAPTER)
+    store.cable.is_dead = True
+    error = await refusal(store, ref)
+    assert (error.code, "tried 3 times" in str(error), error.retry_after_s) == ("source_failed", True, 30)
+
+
+@pytest.mark.parametrize("store", [Web], indirect=True)
+async def test_a_server_that_falls_silent_is_waited_for_no_longer_than_the_timeout(store):
+    ref = await put(store, "sql", ADAPTER)
+    store.cable.stall_after = 1 << 20
+    error = await refusal(store, ref, timeout_s=0.1)
+    assert (error.code, "ReadTimeout" in str(error)) == ("source_failed", True)
+
+
+@pytest.mark.parametrize("store", [Web], indirect=True)
+async def test_what_came_of_a_version_is_dropped_when_the_server_has_another(store):
+    ref = await put(store, "sql", ADAPTER)
+    newer = ADAPTER | {"adapter_model.safetensors": Random(9).randbytes(3 << 20)}
+    store.cable.cuts = [2 << 20]
+    task = asyncio.create_task(fetched(store, ref))
+    while store.cable.cuts:
+        await asyncio.sleep(0)
+    store.put("sql", newer)
+    found, _ = await task
+    assert found == newer
+
+
+@pytest.mark.parametrize("store", [Web], indirect=True)
+async def test_only_what_is_missing_is_asked_for_again(store):
+    ref = await put(store, "sql", ADAPTER)
+    store.cable.cuts = [2 << 20]
+    await fetched(store, ref)
+    assert store.site.asked[-1].headers["range"].startswith("bytes=1")
+
+
+@pytest.mark.parametrize("store", [HuggingFace], indirect=True)
+async def test_a_branch_is_pinned_to_the_commit_it_has_and_that_one_is_fetched(store):
+    ref = await put(store, "sql", ADAPTER)
+    first = store.hub.branches["acme/sql", "main"]
+    _, transfer = await fetched(store, ref)
+    assert transfer.pinned == f"hf://acme/sql@{first}"
+    store.hub.push("acme/sql", "main", ADAPTER | {"adapter_config.json": b"{}"})
+    (store.tmp_path / "into").rename(store.tmp_path / "first")
+    assert (await fetched(store, transfer.pinned))[0] == ADAPTER
+
+
+@pytest.mark.parametrize("store", [HuggingFace], indirect=True)
+async def test_the_hubs_token_goes_to_the_hub_alone(store):
+    await fetched(store, await put(store, "sql", ADAPTER))
+    asked = {ask.path.split("/")[1]: ask.headers.get("authorization") for ask in store.site.asked}
+    assert asked == {"api": f"Bearer {SECRET}", "acme": f"Bearer {SECRET}", "signed": None}
+
+
+@pytest.mark.parametrize("store", [Web], indirect=True)
+async def test_passwords_of_the_netrc_file_go_to_their_host(store):
+    await fetched(store, await put(store, "sql", ADAPTER))
+    assert all(ask.headers["authorization"].startswith("Basic ") for ask in store.site.asked)
+
+
+@remote
+async def test_a_fetch_that_nobody_waits_for_ends_at_once(store):
+    ref = await put(store, "sql", ADAPTER)
+    store.cable.stall_after = 1 << 20
+    task = asyncio.create_task(fetched(store, ref))
+    async with asyncio.timeout(15):
+        await store.cable.stalled.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@remote
+async def test_credentials_are_in_no_message_when_a_source_refuses_them(store, caplog):
+    caplog.set_level(logging.WARNING)
+    ref = await put(store, "sql", ADAPTER)
+    store.deny()
+    error = await refusal(store, ref)
+    assert error.code == "source_unauthorized"
+    assert ref.partition("://")[2] in str(error)
+    seen = [str(error), repr(error.__cause__), *(record.getMessage() for record in caplog.records)]
+    assert not [text for text in seen if SECRET in text or "aHVudGVyMi1odW50ZXIy" in text]

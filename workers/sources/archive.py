@@ -1,0 +1,177 @@
+"""An adapter out of a `.tar.gz` or `.zip` that anybody may have made."""
+
+import gzip
+import io
+import lzma
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from workers.core.errors import SourceError
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, is_adapter_file
+from workers.core.references import shown
+from workers.sources.base import Transfer
+
+_CHUNK_BYTES = 1 << 20
+_MAX_MEMBERS = 1000
+# tarfile reads an extended header, and zipfile a directory, in one piece: what asks for more than this is a bomb.
+_MAX_READ_BYTES = 4 << 20
+
+_DAMAGED = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, gzip.BadGzipFile, EOFError, NotImplementedError,
+    RuntimeError, ValueError, UnicodeError, OverflowError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One entry as the archive states it; `kind` is "file", "folder", or what it is instead."""
+
+    name: str
+    size_bytes: int
+    kind: str
+
+
+def unpack(packed: Path, into: Path, ref: str, max_bytes: int, transfer: Transfer) -> None:
+    """Write the files of the one adapter in the archive into the folder and delete the archive.
+
+    Judged before a byte of a member is read: its kind, its name, and the sum of all sizes. Nothing is extracted under
+    a name that the archive gives but its last part.
+
+    raises  SourceError: `source_unsafe`, `source_too_big`, `source_invalid`, `source_not_found`
+    """
+    try:
+        if ref.lower().endswith(".zip"):
+            _unpack(_zip_members(packed), into, ref, max_bytes, transfer)
+        else:
+            _unpack(_tar_members(packed), into, ref, max_bytes, transfer)
+        packed.unlink()
+    except _DAMAGED:
+        message = f"source {shown(ref)}: damaged, or not what its name says; expected a .tar.gz, .tgz or .zip"
+        raise SourceError("source_invalid", message) from None
+
+
+Entries = Iterator[tuple[Member, "IO[bytes] | None"]]
+
+
+def _unpack(entries: Entries, into: Path, ref: str, max_bytes: int, transfer: Transfer) -> None:
+    """Takes adapter files of every folder into folders of their own; one has to hold the adapter."""
+    total, count = 0, 0
+    found: dict[PurePosixPath, list[str]] = {}
+    for member, content in entries:
+        count, total = count + 1, total + member.size_bytes
+        path = _safe_path(member, ref)
+        if count > _MAX_MEMBERS or total > max_bytes:
+            message = f"source {shown(ref)}: unpacks to more than {max_bytes} bytes or {_MAX_MEMBERS} entries"
+            raise SourceError("source_too_big", message)
+        if content is None or not _is_wanted(path.name):
+            continue
+        if path.name == CONFIG_NAME and member.size_bytes > MAX_CONFIG_BYTES:
+            message = f"source {shown(ref)}: {CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes"
+            raise SourceError("source_too_big", message)
+        names = found.setdefault(path.parent, [])
+        if path.name in names:
+            raise SourceError("source_unsafe", f"source {shown(ref)}: has {path.name} twice in one folder")
+        names.append(path.name)
+        _write(content, into / f".{list(found).index(path.parent)}" / path.name, transfer)
+    _choose(found, into, ref)
+
+
+def _is_wanted(name: str) -> bool:
+    return is_adapter_file(name) and not name.startswith(".")  # macOS adds `._<name>` beside each file
+
+
+def _choose(found: dict[PurePosixPath, list[str]], into: Path, ref: str) -> None:
+    folders = [folder for folder, names in found.items() if CONFIG_NAME in names]
+    if len(folders) != 1:
+        code = "source_invalid" if folders else "source_not_found"
+        message = f"source {shown(ref)}: {CONFIG_NAME} is in {len(folders)} of its folders; expected one adapter"
+        raise SourceError(code, message)
+    for number, (folder, names) in enumerate(found.items()):
+        for name in names:
+            if folder == folders[0]:
+                (into / f".{number}" / name).rename(into / name)
+            else:
+                (into / f".{number}" / name).unlink()
+        (into / f".{number}").rmdir()
+
+
+def _safe_path(member: Member, ref: str) -> PurePosixPath:
+    path = PurePosixPath(member.name.replace("\\", "/"))
+    name = ascii(member.name[:100])
+    if member.kind not in {"file", "folder"}:
+        message = f"source {shown(ref)}: {name} is a {member.kind}; only files and folders are taken"
+        raise SourceError("source_unsafe", message)
+    if path.is_absolute() or ".." in path.parts or "\0" in member.name:
+        raise SourceError("source_unsafe", f"source {shown(ref)}: {name} leads out of the archive's folder")
+    return path
+
+
+def _write(content: IO[bytes], to: Path, transfer: Transfer) -> None:
+    to.parent.mkdir(exist_ok=True)
+    with to.open("xb") as target:
+        while chunk := content.read(_CHUNK_BYTES):
+            target.write(chunk)
+            transfer.advance(0)  # counted when it came over the network; asked whether anybody still waits
+
+
+def _zip_members(packed: Path) -> Entries:
+    with packed.open("rb") as raw, zipfile.ZipFile(_Careful(raw)) as archive:
+        for info in archive.infolist():
+            mode = stat.S_IFMT(info.external_attr >> 16)
+            kind = "folder" if info.is_dir() else _KINDS.get(mode, "special file")
+            member = Member(info.filename, info.file_size, kind)
+            if kind != "file" or not _is_wanted(PurePosixPath(info.filename).name):
+                yield member, None
+                continue
+            with archive.open(info) as content:
+                yield member, content
+
+
+_KINDS = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
+
+
+def _tar_members(packed: Path) -> Entries:
+    with packed.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
+        archive = tarfile.TarFile(fileobj=_Careful(stream), mode="r", errorlevel=2)
+        while (info := archive.next()) is not None:
+            member = Member(info.name, info.size, _tar_kind(info))
+            yield member, archive.extractfile(info) if member.kind == "file" else None
+
+
+def _tar_kind(info: tarfile.TarInfo) -> str:
+    if info.isdir():
+        return "folder"
+    if info.issym() or info.islnk():
+        return "link"
+    return "file" if info.isreg() and not info.issparse() else "device or special file"
+
+
+class _Careful(io.RawIOBase):
+    """A file that refuses to be read in huge pieces; for libraries that believe the sizes in a header."""
+
+    def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(min(size, _MAX_READ_BYTES + 1) if size >= 0 else _MAX_READ_BYTES + 1)
+        if len(data) > _MAX_READ_BYTES:
+            raise ValueError("a header or directory that is read in one piece is too big")
+        return data
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True

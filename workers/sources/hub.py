@@ -1,0 +1,159 @@
+"""Adapters of a Hugging Face hub, by default the one that HF_ENDPOINT names: `hf://org/repo[/folder][@revision]`."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from workers.core.errors import SourceError
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, is_adapter_file
+from workers.core.references import HubReference, hub, shown
+from workers.sources.base import DISK_ERRORS, Limits, Transfer, Transient, in_thread, retried, too_big
+
+T = TypeVar("T")
+
+
+class HubSource:
+    """Resolves the revision to a commit first, then fetches that commit's files, so that no push falls in between.
+
+    huggingface_hub (2.4) resumes a broken download, and fetches from Xet storage in parallel parts.
+    """
+
+    def __init__(self, limits: Limits, *, token_file: Path | None = None, endpoint: str | None = None) -> None:
+        """Without `token_file`, read anew for each fetch, it is what huggingface_hub finds (HF_TOKEN)."""
+        self._limits = limits
+        self._token_file = token_file
+        self._endpoint = endpoint
+
+    async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
+        asked = hub(ref)
+        api = await asyncio.to_thread(self._api, ref)
+
+        async def called(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+            return await retried(lambda: _call(ref, transfer, function, *args, **kwargs), ref, self._limits)
+
+        info = await called(
+            api.model_info, asked.repo, revision=asked.revision, files_metadata=True, timeout=self._limits.timeout_s
+        )
+        names = self._choose(ref, asked, info, transfer)
+        transfer.pinned = asked.at(info.sha)
+        scratch = into / ".hub"
+        bar = _counting_bar(transfer)
+        for name in names:
+            await called(
+                api.hf_hub_download, asked.repo, name, revision=info.sha, local_dir=scratch, tqdm_class=bar,
+                etag_timeout=self._limits.timeout_s,
+            )  # fmt: skip
+        await asyncio.to_thread(_take, scratch, names, into)
+
+    def _api(self, ref: str) -> Any:
+        try:
+            from huggingface_hub import HfApi, constants  # noqa: PLC0415  (heavy, and used by few)
+            from huggingface_hub.utils import logging  # noqa: PLC0415
+        except ImportError as exc:
+            message = f"source {shown(ref)}: hf:// needs huggingface_hub; pip install huggingface_hub"
+            raise SourceError("source_extra_missing", message) from exc
+        # CRITICAL: its warnings have the addresses that downloads were redirected to, and those are signed.
+        logging.set_verbosity(50)
+        if constants.is_offline_mode():
+            message = f"source {shown(ref)}: HF_HUB_OFFLINE is set for this agent, so hf:// is not called"
+            raise SourceError("source_unsupported", message)
+        return HfApi(endpoint=self._endpoint, token=self._token(ref), library_name="lorafleet")
+
+    def _token(self, ref: str) -> str | None:
+        if self._token_file is None:
+            return None
+        try:
+            return self._token_file.read_text().strip()
+        except (OSError, UnicodeError) as exc:
+            message = f"source {shown(ref)}: hf_token_file {str(self._token_file)!r} cannot be read"
+            raise SourceError("source_unauthorized", message) from exc
+
+    def _choose(self, ref: str, asked: HubReference, info: Any, transfer: Transfer) -> list[str]:
+        """Paths in the repository of the adapter's files; raises SourceError for none, or for too many bytes."""
+        prefix = f"{asked.folder}/" if asked.folder else ""
+        sizes = {
+            file.rfilename: file.size or 0
+            for file in info.siblings or ()
+            if file.rfilename.startswith(prefix)
+            and "/" not in file.rfilename[len(prefix) :]
+            and is_adapter_file(file.rfilename[len(prefix) :])
+        }
+        if prefix + CONFIG_NAME not in sizes:
+            message = f"source {shown(ref)}: no {prefix}{CONFIG_NAME} at commit {info.sha}; is it a PEFT adapter?"
+            raise SourceError("source_not_found", message)
+        if (size := sizes[prefix + CONFIG_NAME]) > MAX_CONFIG_BYTES:
+            message = f"source {shown(ref)}: {CONFIG_NAME} has {size} bytes, at most {MAX_CONFIG_BYTES} are allowed"
+            raise SourceError("source_too_big", message)
+        if (total := sum(sizes.values())) > self._limits.max_bytes:
+            raise too_big(ref, total, self._limits)
+        transfer.expect(total)
+        return sorted(sizes)
+
+
+async def _call(ref: str, transfer: Transfer, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """One call of the library in a thread. Its errors hold addresses, so only their class and status are told."""
+    before = transfer.progress.done_bytes
+    try:
+        return await in_thread(function, *args, **kwargs)
+    except asyncio.CancelledError:
+        transfer.cancel()
+        raise
+    except Exception as exc:
+        if isinstance(exc, OSError) and exc.errno in DISK_ERRORS:
+            raise
+        raise _judged(ref, exc, has_moved=transfer.progress.done_bytes > before) from None
+
+
+def _judged(ref: str, exc: Exception, *, has_moved: bool) -> SourceError | Transient:
+    name = type(exc).__name__
+    status = getattr(getattr(exc, "response", None), "status_code", 0)
+    if not status:
+        return Transient(name, has_moved=has_moved)
+    what = f"source {shown(ref)}: {name} (HTTP {status})"
+    if name in {"RevisionNotFoundError", "RemoteEntryNotFoundError", "EntryNotFoundError"}:
+        return SourceError("source_not_found", f"{what}: the repository has no such revision or file")
+    if name == "GatedRepoError" or status in {401, 403}:
+        # The hub says 401 for a repository that does not exist, too, to whoever may not know.
+        message = f"{what}: no such repository, or one that this worker's token may not read; see HF_TOKEN"
+        return SourceError("source_unauthorized", message)
+    if status in {404, 410}:
+        return SourceError("source_not_found", f"{what}: no such repository")
+    if status in {400, 416, 422}:
+        return SourceError("source_invalid", f"{what}: the hub does not take this reference")
+    return Transient(f"{name} (HTTP {status})", has_moved=has_moved)
+
+
+def _counting_bar(transfer: Transfer) -> type:
+    """What huggingface_hub believes to be a progress bar."""
+
+    class Bar:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.n = 0
+
+        def update(self, size_bytes: float | None = 1) -> None:
+            transfer.advance(int(size_bytes or 0))
+
+        def close(self) -> None:
+            """Nothing was drawn."""
+
+        def refresh(self) -> None:
+            """Nothing is drawn."""
+
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.close()
+
+    return Bar
+
+
+def _take(scratch: Path, names: list[str], into: Path) -> None:
+    for name in names:
+        file = scratch / name
+        if file.is_symlink() or not file.is_file():
+            raise SourceError("source_unsafe", f"{Path(name).name}: not a regular file")
+        file.rename(into / file.name)
+    shutil.rmtree(scratch)

@@ -1,0 +1,162 @@
+"""Adapters behind HTTPS: a `.tar.gz`, `.tgz` or `.zip`, or an address below which the two files of an adapter are."""
+
+import asyncio
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from workers.core.errors import SourceError
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME
+from workers.core.references import is_archive, shown, split
+from workers.sources.archive import unpack
+from workers.sources.base import Limits, Transfer, Transient, retried, too_big
+
+_CHUNK_BYTES = 1 << 20
+_REDIRECTS = 5
+_AGAIN = {408, 425, 429, 500, 502, 503, 504}
+
+
+class WebSource:
+    """`https://`. What broke off goes on where it stopped when the server has an ETag and ranges, else from 0."""
+
+    def __init__(
+        self, limits: Limits, *, transport: Callable[[], httpx.AsyncBaseTransport], netrc: Path | None = None
+    ) -> None:
+        """`transport` makes one for a fetch. `netrc`: users and passwords by host, read anew for each fetch."""
+        self._limits = limits
+        self._transport = transport
+        self._netrc = netrc
+
+    async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
+        parts = split(ref)
+        if not parts.hostname:
+            raise SourceError("source_invalid", f"source {shown(ref)}: expected https://host/path")
+        client = httpx.AsyncClient(
+            transport=self._transport(),
+            auth=self._auth(ref),
+            timeout=self._limits.timeout_s,
+            follow_redirects=True,
+            max_redirects=_REDIRECTS,
+            # The bytes as they are: a length to hold against, ranges that mean file offsets, and no bomb.
+            headers={"accept-encoding": "identity", "user-agent": "lorafleet"},
+            trust_env=False,
+        )
+        async with client:
+            if is_archive(parts.path):
+                packed = into / ".packed"
+                await self._file(client, ref, ref, packed, self._limits.max_bytes, transfer)
+                await self._unpack(ref, packed, into, transfer)
+            else:
+                base = ref.rstrip("/")
+                await self._file(client, ref, f"{base}/{CONFIG_NAME}", into / CONFIG_NAME, MAX_CONFIG_BYTES, transfer)
+                left = self._limits.max_bytes - (into / CONFIG_NAME).stat().st_size
+                await self._file(client, ref, f"{base}/{WEIGHTS_NAME}", into / WEIGHTS_NAME, left, transfer)
+
+    def _auth(self, ref: str) -> httpx.Auth | None:
+        if self._netrc is None:
+            return None
+        try:
+            return httpx.NetRCAuth(str(self._netrc))
+        except (OSError, SyntaxError):  # netrc.NetrcParseError is a SyntaxError; its words repeat the file's
+            message = f"source {shown(ref)}: source_netrc {str(self._netrc)!r} cannot be read as a netrc file"
+            raise SourceError("source_unauthorized", message) from None
+
+    async def _unpack(self, ref: str, packed: Path, into: Path, transfer: Transfer) -> None:
+        try:
+            await asyncio.to_thread(unpack, packed, into, ref, self._limits.max_bytes, transfer)
+        except asyncio.CancelledError:
+            transfer.cancel()
+            raise
+
+    async def _file(
+        self, client: httpx.AsyncClient, ref: str, url: str, to: Path, limit: int, transfer: Transfer
+    ) -> None:
+        with to.open("xb") as target:
+            download = _Download(ref, url, target, limit, self._limits, transfer)
+            await retried(lambda: download.attempt(client), ref, self._limits)
+
+
+@dataclass(slots=True)
+class _Download:
+    """One file, and how much of which version of it is there."""
+
+    ref: str
+    url: str
+    target: io.BufferedWriter
+    limit: int
+    limits: Limits
+    transfer: Transfer
+    tag: str = ""
+
+    async def attempt(self, client: httpx.AsyncClient) -> None:
+        """Raises Transient with what came so far kept, SourceError for what no other attempt can mend."""
+        began = self.target.tell()
+        headers = {"range": f"bytes={began}-", "if-range": self.tag} if began and self.tag else {}
+        try:
+            async with client.stream("GET", self.url, headers=headers) as answer:
+                self._judge(answer)
+                self._place(answer, began)
+                async for chunk in answer.aiter_bytes(_CHUNK_BYTES):
+                    self._check(self.target.tell() + len(chunk))
+                    await asyncio.to_thread(self.target.write, chunk)
+                    self.transfer.advance(len(chunk))
+        except httpx.TooManyRedirects:
+            message = f"source {shown(self.ref)}: more than {_REDIRECTS} redirects"
+            raise SourceError("source_invalid", message) from None
+        # Without the foreign error: its words, and the addresses in it, may hold a signature.
+        except (httpx.TransportError, httpx.InvalidURL) as exc:
+            raise Transient(type(exc).__name__, has_moved=self.target.tell() > began) from None
+
+    def _judge(self, answer: httpx.Response) -> None:
+        status = answer.status_code
+        what = f"source {shown(self.ref)}: {Path(self.url).name}: HTTP {status}"
+        if status in {200, 206}:
+            return
+        if status in _AGAIN:
+            raise Transient(f"HTTP {status}", wait_s=_seconds(answer.headers.get("retry-after", "")))
+        if status == 416:
+            self._restart()
+            raise Transient("HTTP 416: the file is shorter than it was")
+        if status in {401, 403, 407}:
+            raise SourceError("source_unauthorized", f"{what}; give this worker credentials for it: source_netrc")
+        if status in {404, 410}:
+            raise SourceError("source_not_found", f"{what}; expected an archive's address or that of a folder")
+        raise SourceError("source_invalid", f"{what}; expected 200")
+
+    def _place(self, answer: httpx.Response, began: int) -> None:
+        """Go on where this answer begins: at our end, or at 0 when the server sends all of it (or another version)."""
+        if answer.status_code == 206:
+            start = answer.headers.get("content-range", "").removeprefix("bytes ").partition("-")[0]
+            if start != str(began):
+                self._restart()
+                raise Transient("the server sent another range than asked for")
+        else:
+            self._restart()
+            tag = answer.headers.get("etag", "")
+            self.tag = "" if tag.startswith("W/") else tag  # a weak one does not promise the same bytes
+        length = answer.headers.get("content-length", "")
+        if length.isascii() and length.isdigit() and len(length) < 20:
+            total = self.target.tell() + int(length)
+            self._check(total)
+            self.transfer.expect(self.transfer.progress.done_bytes + int(length))
+
+    def _check(self, size_bytes: int) -> None:
+        if size_bytes <= self.limit:
+            return
+        if self.limit == MAX_CONFIG_BYTES:
+            name = f"source {shown(self.ref)}: {CONFIG_NAME}"
+            raise SourceError("source_too_big", f"{name}: {size_bytes} bytes or more, at most {self.limit} are allowed")
+        raise too_big(self.ref, size_bytes, self.limits)
+
+    def _restart(self) -> None:
+        if held := self.target.tell():
+            self.transfer.advance(-held)
+            self.target.seek(0)
+            self.target.truncate()
+
+
+def _seconds(text: str) -> float:
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0
