@@ -33,8 +33,10 @@ class WorkerSettings(HouseSettings):
     node: str = Field(default="", description="machine that the orchestrator spreads over")
     namespace: str = Field(default="default", description="namespace shown in the metadata")
 
-    engine: Literal["vllm", "sim"] = Field(default="vllm", description="engine to start")
-    engine_url: str = Field(default="", description="use this running vLLM instead of starting one")
+    engine: Literal["vllm", "sglang", "sim"] = Field(
+        default="vllm", description="engine to start, or that runs at engine_url; see docs/engines.md"
+    )
+    engine_url: str = Field(default="", description="use this running engine instead of starting one")
     engine_host: str = Field(default="127.0.0.1", description="address the engine listens on")
     engine_port: int = Field(default=8100, ge=0, le=65535, description="port of the engine; 0 picks a free one")
     engine_advertise_url: str = Field(default="", description="engine URL that routers use, if not its own address")

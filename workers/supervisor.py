@@ -20,14 +20,16 @@ from workers.agent import Agent
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.restarts import Restarts
+from workers.engines.base import Engine
+from workers.engines.kinds import connect
 from workers.engines.launch import kv_config, launch
 from workers.engines.process import EngineProcess, free_port, is_port_taken
-from workers.engines.vllm import VllmEngine
 from workers.wire import Transport
 
 log = structlog.get_logger()
 
 _POLL_S = 0.1
+_ATTACHED_S = 3.0  # without health, and an engine of others is taken for gone
 _SPARE_S = 10.0  # between the engine's own end of draining and SIGKILL
 
 
@@ -93,7 +95,7 @@ class Supervisor:
             self._process = None
         await asyncio.sleep(delay_s)
 
-    async def _start(self, stack: contextlib.AsyncExitStack) -> VllmEngine:
+    async def _start(self, stack: contextlib.AsyncExitStack) -> Engine:
         """A healthy engine that holds what it should. Raises EngineError with the end of its log."""
         if self._settings.engine_url:
             return await self._attach(stack)
@@ -110,12 +112,13 @@ class Supervisor:
         _make_private(self._settings.ipc_dir)
         start = launch(self._settings, port=self._port, topic=topic, own_command=self._own_command)
         self._process = await EngineProcess.start(start, state_dir=self._settings.state)
-        engine = VllmEngine(self._url())
+        engine = connect(self._settings.engine, self._url())
         stack.push_async_callback(engine.aclose)
         await self._until_healthy(engine)
         kv = kv_config(self._settings, topic)
         transport = Transport(
             engine_url=self._settings.engine_advertise_url or engine.url,
+            dialect=engine.traits.dialect,
             kv_events=(str(kv["endpoint"]),),
             kv_replay=(str(kv["replay_endpoint"]),),
             kv_topic=topic,
@@ -124,17 +127,19 @@ class Supervisor:
         await self._unless_exited(self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport))
         return engine
 
-    async def _attach(self, stack: contextlib.AsyncExitStack) -> VllmEngine:
-        engine = VllmEngine(self._settings.engine_url.rstrip("/"))
+    async def _attach(self, stack: contextlib.AsyncExitStack) -> Engine:
+        engine = connect(self._settings.engine, self._settings.engine_url.rstrip("/"))
         stack.push_async_callback(engine.aclose)
         await self._until_healthy(engine)
-        # An engine that somebody else starts has no boot id of ours; the second it started in is the next best.
-        boot_id = f"{(await engine.scrape()).started_at:.2f}"
-        transport = Transport(engine_url=self._settings.engine_advertise_url or engine.url)
+        # An engine that somebody else starts has no boot id of ours; its own mark is the next best.
+        boot_id = await engine.boot_mark()
+        transport = Transport(
+            engine_url=self._settings.engine_advertise_url or engine.url, dialect=engine.traits.dialect
+        )
         await self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport)
         return engine
 
-    async def _until_healthy(self, engine: VllmEngine) -> None:
+    async def _until_healthy(self, engine: Engine) -> None:
         deadline = self._clock() + self._settings.start_deadline_s
         while not await engine.is_healthy(timeout_s=self._settings.health_timeout_s):
             if self._process is not None and self._process.has_exited:
@@ -145,7 +150,7 @@ class Supervisor:
                 raise EngineError("engine_start_failed", message)
             await asyncio.sleep(_POLL_S)
 
-    async def _watch(self, engine: VllmEngine) -> str:
+    async def _watch(self, engine: Engine) -> str:
         """Why the engine has to be started again: it exited, hangs, or (attached) is another one now."""
         healthy_at = self._clock()
         while True:
@@ -155,18 +160,19 @@ class Supervisor:
                 healthy_at = self._clock()
                 if self._process is None and await self._is_another(engine):
                     return "the attached engine was restarted"
-            elif self._clock() - healthy_at > self._patience_s():
+            elif self._clock() - healthy_at > self._patience_s(engine):
                 return f"the engine gave no sign of health for {self._clock() - healthy_at:.0f} s"
 
-    def _patience_s(self) -> float:
-        """How long an engine may be silent. One of somebody else's is only taken for gone, which costs little."""
-        is_hanging = bool(self._agent.link.suspicion)
-        return self._settings.hang_after_s if self._process is not None or is_hanging else 3.0
-
-    async def _is_another(self, engine: VllmEngine) -> bool:
+    async def _is_another(self, engine: Engine) -> bool:
         with contextlib.suppress(EngineError):  # not heard is not another one
-            return f"{(await engine.scrape()).started_at:.2f}" != self._agent.link.boot_id
+            return await engine.boot_mark() != self._agent.link.boot_id
         return False
+
+    def _patience_s(self, engine: Engine) -> float:
+        """How long it may be silent. One of somebody else's is only taken for gone, which costs little."""
+        if self._process is not None or self._agent.link.suspicion:
+            return self._settings.hang_after_s
+        return _ATTACHED_S + engine.traits.health_lag_s
 
     async def _exited_within(self, seconds: float) -> bool:
         if self._process is None:

@@ -54,6 +54,28 @@ def test_a_command_of_ones_own_keeps_what_it_says_and_gets_the_rest():
     assert flag(command, "--max-cpu-loras") == "16"
 
 
+def test_sglang_is_started_with_what_an_agent_needs_of_it():
+    start = launch(settings(engine="sglang", max_loras=4, num_gpu_blocks_override=100), port=7, topic="kv@b")
+    command = start.command
+    assert command[1:3] == ("-m", "sglang.launch_server")
+    assert {"--enable-lora", "--enable-metrics", "--enable-cache-report"} <= set(command)
+    assert flag(command, "--max-loras-per-batch") == "5"  # the base model is one of them
+    assert flag(command, "--max-loaded-loras") == "16"
+    assert (flag(command, "--page-size"), flag(command, "--max-total-tokens")) == ("16", "1600")
+    assert flag(command, "--lora-target-modules") == "all"
+    events = json.loads(flag(command, "--kv-events-config"))
+    assert events.keys() == {"publisher", "endpoint", "replay_endpoint", "topic"}
+    assert not any(name.startswith("VLLM") for name in start.environment)
+
+
+def test_a_command_of_ones_own_names_sglangs_model_by_either_flag():
+    own = ("python", "-m", "sglang.launch_server", "--model", "/other", "--page-size=64")
+    command = launch(settings(engine="sglang"), port=9, topic="t", own_command=own).command
+    assert command[:6] == own
+    assert "--model-path" not in command
+    assert "--page-size" not in command
+
+
 def test_a_socket_path_that_no_unix_socket_can_have_is_refused_with_its_length():
     with pytest.raises(ValidationError, match="at most 107"):
         settings(ipc_dir=Path("/tmp") / ("x" * 90))

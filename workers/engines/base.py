@@ -81,3 +81,8 @@ class Engine(Protocol):
         """Whether a request for one token of the base model is answered in time."""
 
     async def scrape(self) -> Scrape: ...
+
+    async def boot_mark(self) -> str:
+        """What tells this start of the engine from any other, where nobody gave it a boot id."""
+
+    async def aclose(self) -> None: ...

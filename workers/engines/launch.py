@@ -9,11 +9,24 @@ from pathlib import Path
 
 from workers.config import WorkerSettings
 
-MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sim": "workers.engines.sim"}
+MODULES = {
+    "vllm": "vllm.entrypoints.openai.api_server",
+    "sim": "workers.engines.sim",
+    "sglang": "sglang.launch_server",
+}
+_Flags = list[tuple[str, str | None]]
 
 # The lightest vLLM on a few cores; on a GPU none of it is set (vLLM 0.32 on the CPU, seen running).
 _CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 _CPU_BLOCK_SIZE = 32  # the CPU backend takes multiples of 32 only
+# SGLang's own page is one token on most hardware, a block each: sixteen times the events and the index. vLLM's default.
+_SGLANG_BLOCK_SIZE = 16
+
+_VLLM_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+# Seconds of GPU time in prefill, from which its rate is told; two CUDA events a forward pass.
+_SGLANG_ENVIRONMENT = {"SGLANG_ENABLE_METRICS_DEVICE_TIMER": "1", "DO_NOT_TRACK": "1"}
+# By whatever name a command of the user's own has one of our flags (SGLang 0.5.23 server_args.py).
+_ALIASES = {"--model-path": ("--model-path", "--model")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +42,17 @@ def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequ
     is_cpu = settings.engine == "vllm" and is_cpu_build(settings)
     base = tuple(own_command) or (sys.executable, "-m", MODULES[settings.engine])
     command = list(base)
-    for flag, value in _flags(settings, port=port, topic=topic, is_cpu=is_cpu):
-        if not _has(base, flag) and not (flag == "--model" and "serve" in base):
+    if settings.engine == "sglang":
+        flags, environment = _sglang_flags(settings, port=port, topic=topic), dict(_SGLANG_ENVIRONMENT)
+    else:
+        flags = _flags(settings, port=port, topic=topic, is_cpu=is_cpu)
+        environment = dict(_VLLM_ENVIRONMENT)
+    for flag, value in flags:
+        if not any(_has(base, name) for name in _ALIASES.get(flag, (flag,))) and not (
+            flag == "--model" and "serve" in base
+        ):
             command += [flag] if value is None else [flag, value]
     command += settings.engine_args
-    environment = {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
     if Path(settings.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if is_cpu:
@@ -55,9 +70,13 @@ def is_cpu_build(settings: WorkerSettings) -> bool:
 
 
 def kv_config(settings: WorkerSettings, topic: str) -> dict[str, object]:
-    """vLLM's --kv-events-config. It binds ipc:// endpoints (a tcp:// one with an address it would connect to)."""
+    """--kv-events-config of vLLM and SGLang. Both bind ipc:// endpoints (a tcp:// one with an address they connect to).
+
+    SGLang has no switch beside the publisher.
+    """
+    switch = {} if settings.engine == "sglang" else {"enable_kv_cache_events": True}
     return {
-        "enable_kv_cache_events": True,
+        **switch,
         "publisher": "zmq",
         "endpoint": f"ipc://{settings.socket_path('events')}",
         "replay_endpoint": f"ipc://{settings.socket_path('replay')}",
@@ -65,7 +84,7 @@ def kv_config(settings: WorkerSettings, topic: str) -> dict[str, object]:
     }
 
 
-def _flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> list[tuple[str, str | None]]:
+def _flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> _Flags:
     block_size = settings.block_size or (_CPU_BLOCK_SIZE if is_cpu else None)
     optional: list[tuple[str, object]] = [
         ("--block-size", block_size),
@@ -88,6 +107,38 @@ def _flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> 
         ("--kv-events-config", json.dumps(kv_config(settings, topic), separators=(",", ":"))),
         *((flag, str(value)) for flag, value in optional if value is not None),
         *([("--enforce-eager", None)] if is_cpu else []),
+    ]
+
+
+def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str) -> _Flags:
+    """SGLang 0.5.23 arg_groups/fields/lora.py: --max-loras-per-batch counts the base model as one.
+
+    --max-loaded-loras is at least that, and bounds what requests for unloaded names may bring back.
+    """
+    block_size = settings.block_size or _SGLANG_BLOCK_SIZE
+    blocks = settings.num_gpu_blocks_override
+    optional: list[tuple[str, object]] = [
+        ("--context-length", settings.max_model_len),
+        ("--max-total-tokens", blocks * block_size if blocks else None),
+    ]
+    per_batch = settings.max_loras + 1
+    return [
+        ("--model-path", settings.model),
+        ("--served-model-name", settings.model_name),
+        ("--host", settings.engine_host),
+        ("--port", str(port)),
+        ("--enable-lora", None),
+        ("--max-loras-per-batch", str(per_batch)),
+        ("--max-loaded-loras", str(max(settings.max_cpu_loras, per_batch))),
+        ("--max-lora-rank", str(settings.max_lora_rank)),
+        ("--lora-target-modules", "all"),
+        ("--page-size", str(block_size)),
+        ("--max-running-requests", str(settings.max_num_seqs)),
+        ("--chunked-prefill-size", str(settings.max_num_batched_tokens)),
+        ("--enable-metrics", None),
+        ("--enable-cache-report", None),
+        ("--kv-events-config", json.dumps(kv_config(settings, topic), separators=(",", ":"))),
+        *((flag, str(value)) for flag, value in optional if value is not None),
     ]
 
 

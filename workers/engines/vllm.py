@@ -1,16 +1,16 @@
 """vLLM 0.32's HTTP, which the sim speaks too: adapters, health, metrics."""
 
-import asyncio
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from workers.core.errors import EngineError
 from workers.engines.base import Scrape, Shape, Traits
+from workers.engines.client import EngineClient
 
 # Only these lines of /metrics are parsed: the whole page is thousands of histogram buckets, and read every second.
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -36,18 +36,10 @@ _WANTED = re.compile(
 )  # fmt: skip
 
 
-class VllmEngine:
-    """Client of one engine. Redirects and proxies of the environment are not followed."""
+class VllmEngine(EngineClient):
+    """Client of one vLLM, or of the sim."""
 
     traits = Traits(dialect="vllm", keeps_ghosts=True)
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        limits = httpx.Limits(max_keepalive_connections=4, keepalive_expiry=2.0)
-        self._client = httpx.AsyncClient(base_url=url, timeout=10.0, limits=limits, trust_env=False)
-
-    async def aclose(self) -> None:
-        await self._client.aclose()
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
         """Raises EngineError: `adapter_refused` with the engine's reason, `engine_timeout`, `engine_unreachable`."""
@@ -68,12 +60,9 @@ class VllmEngine:
         if not answer.is_success and answer.status_code != 404:
             self._refuse(f"unload {name}", answer)
 
-    async def adapters(self) -> Mapping[str, str]:
-        return {item["id"]: str(item.get("root") or "") for item in await self._models() if item.get("parent")}
-
     async def shape(self) -> Shape:
         """Block size and count from vllm:cache_config_info, length and name from /v1/models."""
-        base = next((item for item in await self._models() if not item.get("parent")), {})
+        base = await self._base()
         scrape = await self.scrape()
         return Shape(
             block_size=scrape.block_size,
@@ -82,54 +71,12 @@ class VllmEngine:
             model_name=str(base.get("id") or ""),
         )
 
-    async def is_healthy(self, *, timeout_s: float) -> bool:
-        try:
-            return (await self._call("GET", "/health", timeout_s=timeout_s)).is_success
-        except EngineError:
-            return False
-
-    async def gives_tokens(self, model: str, *, timeout_s: float) -> bool:
-        body = {"model": model, "prompt": "a", "max_tokens": 1}
-        try:
-            return (await self._call("POST", "/v1/completions", body=body, timeout_s=timeout_s)).is_success
-        except EngineError:
-            return False
+    async def boot_mark(self) -> str:
+        started_at = (await self.scrape()).started_at
+        return f"{started_at:.2f}"
 
     async def scrape(self) -> Scrape:
-        answer = await self._call("GET", "/metrics", timeout_s=5.0)
-        if not answer.is_success:  # read as a page, it would say that nothing runs
-            message = f"engine {self.url}/metrics: HTTP {answer.status_code}"
-            raise EngineError("engine_unreachable", message, retry_after_s=1)
-        return parse_metrics(answer.text)
-
-    async def _has(self, name: str, path: Path) -> bool:
-        try:
-            return (await self.adapters()).get(name) == str(path)
-        except EngineError:
-            return False
-
-    async def _models(self) -> list[dict[str, Any]]:
-        answer = await self._call("GET", "/v1/models", timeout_s=10.0)
-        try:
-            return list(answer.json()["data"])
-        except (ValueError, KeyError, TypeError) as exc:
-            message = f"engine {self.url}: /v1/models is no list of models: HTTP {answer.status_code}"
-            raise EngineError("engine_unreachable", message, retry_after_s=1) from exc
-
-    async def _call(
-        self, method: str, path: str, *, timeout_s: float, body: Mapping[str, object] | None = None
-    ) -> httpx.Response:
-        if self._client.is_closed:  # the supervisor gave this engine up while somebody was still speaking to it
-            raise EngineError("engine_down", f"engine {self.url}{path}: given up", retry_after_s=5)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._client.request(method, path, json=body, timeout=timeout_s)
-        except (TimeoutError, httpx.TimeoutException) as exc:
-            message = f"engine {self.url}{path}: no answer within {timeout_s:g} s"
-            raise EngineError("engine_timeout", message, retry_after_s=2) from exc
-        except httpx.HTTPError as exc:
-            message = f"engine {self.url}{path}: {exc!r}"
-            raise EngineError("engine_unreachable", message, retry_after_s=2) from exc
+        return parse_metrics(await self._metrics_page())
 
     def _refuse(self, what: str, answer: httpx.Response) -> NoReturn:
         try:
