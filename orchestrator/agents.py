@@ -30,7 +30,32 @@ SOURCE_CODES = frozenset(
 """Agent error codes (workers/core/errors.py) for what a worker finds at a source: another one may find more there."""
 
 CONTENT_CODES = frozenset(
-    {"adapter_invalid", "adapter_refused", "base_model_mismatch", "digest_mismatch", "invalid_lora_id"}
+    {
+        "adapter_config_invalid",
+        "adapter_incomplete",
+        "adapter_invalid",
+        "adapter_pickled",
+        "adapter_refused",
+        "base_model_mismatch",
+        "bias_unsupported",
+        "digest_mismatch",
+        "dora_unsupported",
+        "dtype_unsupported",
+        "invalid_lora_id",
+        "module_unknown",
+        "module_unsupported",
+        "module_untargeted",
+        "modules_to_save_unsupported",
+        "modules_unmatched",
+        "peft_feature_unsupported",
+        "peft_type_unsupported",
+        "rank_mismatch",
+        "shape_mismatch",
+        "tensor_unexpected",
+        "tensor_unpaired",
+        "weights_corrupt",
+        "weights_empty",
+    }
 )
 """Those for what is wrong with the bytes that it did find.
 

@@ -21,7 +21,7 @@ from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
 from workers.agent import Agent
 from workers.api import build_router
-from workers.cache import Cache, base_shapes
+from workers.cache import Cache
 from workers.config import WorkerSettings
 from workers.core.errors import SourceError, WorkerError
 from workers.core.manifest import Rules
@@ -34,6 +34,7 @@ from workers.records import Records
 from workers.residency import timestamp
 from workers.sources.local import LocalSource
 from workers.supervisor import Supervisor
+from workers.verify import read_base_model
 
 log = structlog.get_logger()
 
@@ -143,20 +144,21 @@ def disk_of(settings: WorkerSettings) -> Disk:
 
 
 def rules_of(settings: WorkerSettings) -> Rules:
-    """What this worker accepts; the base model's shapes where its folder is at hand."""
+    """What this worker accepts; the base model's modules where its folder is at hand."""
     folder = Path(settings.model)
-    shapes = None
+    base = None
     if settings.check_shapes and settings.model and folder.is_dir():
         try:
-            shapes = base_shapes(folder)
-        except (SourceError, OSError) as exc:
+            base = read_base_model(folder)
+        except (SourceError, OSError, ValueError) as exc:
             log.warning("adapters are not held against the base model's shapes", model=str(folder), error=str(exc))
     names = {settings.base_name, settings.model_name, settings.model} - {""}
     return Rules(
         max_rank=settings.max_lora_rank,
         base_names=frozenset(names),
         base_check=settings.base_model_check if names else "off",
-        base_shapes=shapes,
+        base=base,
+        max_bytes=settings.max_adapter_bytes,
     )
 
 

@@ -8,31 +8,19 @@ its files are read-only.
 import asyncio
 import contextlib
 import errno
-import hashlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from workers.core import manifest as manifests
 from workers.core.errors import SourceError
-from workers.core.manifest import (
-    CONFIG_NAME,
-    MAX_CONFIG_BYTES,
-    MAX_HEADER_BYTES,
-    WEIGHTS_NAME,
-    FileEntry,
-    Manifest,
-    Rules,
-    Shape,
-    inspect,
-    is_adapter_file,
-    parse_header,
-)
+from workers.core.manifest import Manifest, Rules, is_adapter_file
 from workers.core.references import shown
 from workers.disk import Disk
 from workers.sources.base import Sources, Transfer, source_for
+from workers.verify import read_entry, read_manifest
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -160,59 +148,9 @@ class Cache:
         return target
 
 
-def read_manifest(folder: Path, rules: Rules) -> Manifest:
-    """The manifest of the adapter in a folder: reads every byte once, for the digest."""
-    files = tuple(_entry(path) for path in sorted(folder.iterdir()) if is_adapter_file(path.name))
-    names = {entry.path for entry in files}
-    if missing := {CONFIG_NAME, WEIGHTS_NAME} - names:
-        raise SourceError("adapter_invalid", f"{', '.join(sorted(missing))} missing; found: {', '.join(sorted(names))}")
-    if (size := (folder / CONFIG_NAME).stat().st_size) > MAX_CONFIG_BYTES:
-        raise SourceError("source_too_big", f"{CONFIG_NAME} has {size} bytes, at most {MAX_CONFIG_BYTES} are allowed")
-    tensors: dict[str, Shape] = {}
-    for entry in files:
-        if entry.path != CONFIG_NAME:
-            tensors |= read_shapes(folder / entry.path)
-    return inspect((folder / CONFIG_NAME).read_bytes(), tensors, files, rules)
-
-
-def read_shapes(path: Path) -> Mapping[str, Shape]:
-    """Every tensor's shape in a safetensors file: 8 bytes of header length, little-endian, then JSON."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise SourceError("adapter_invalid", f"{path.name}: not a safetensors file, or cut short")
-        header = file.read(length)
-    shapes, end = parse_header(header, path.name)
-    if end != size - 8 - length:
-        message = f"{path.name}: its tensors take {end} bytes, the file has {size - 8 - length}: cut short or padded"
-        raise SourceError("adapter_invalid", message)
-    return shapes
-
-
-def base_shapes(model: Path) -> dict[str, Shape]:
-    """module -> [out, in] of the linear layers in a model folder's safetensors; empty when it has none."""
-    shapes: dict[str, Shape] = {}
-    for path in sorted(model.glob("*.safetensors")):
-        shapes |= {
-            name.removesuffix(".weight"): shape
-            for name, shape in read_shapes(path).items()
-            if name.endswith(".weight") and len(shape) == 2
-        }
-    return shapes
-
-
-def _entry(path: Path) -> FileEntry:
-    if not path.is_file():  # opening a FIFO would wait for a writer for ever
-        raise SourceError("adapter_invalid", f"{path.name}: not a regular file")
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256")
-        return FileEntry(path.name, file.tell(), found.hexdigest())
-
-
 def _is_intact(folder: Path, digest: str) -> bool:
     try:
-        return manifests.digest(_entry(path) for path in folder.iterdir() if is_adapter_file(path.name)) == digest
+        return manifests.digest(read_entry(path) for path in folder.iterdir() if is_adapter_file(path.name)) == digest
     except (OSError, SourceError):
         return False
 

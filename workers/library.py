@@ -8,9 +8,9 @@ from pathlib import Path
 import structlog
 
 from orchestrator.wire import checked_lora_id
-from workers.cache import read_manifest
 from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, Manifest, Rules, is_adapter_file
+from workers.verify import read_manifest
 
 log = structlog.get_logger()
 

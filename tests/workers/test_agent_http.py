@@ -155,12 +155,12 @@ async def test_broken_adapters_are_refused_with_a_code_and_the_engine_goes_on(wo
     weights.write_bytes(weights.read_bytes()[:-100])
     (root / "empty").mkdir()
     expected = {
-        change("rank", r=16): "adapter_invalid",
-        change("dora", use_dora=True): "adapter_invalid",
-        change("untargeted", target_modules=[]): "adapter_invalid",
+        change("rank", r=16): "rank_mismatch",
+        change("dora", use_dora=True): "dora_unsupported",
+        change("untargeted", target_modules=[]): "adapter_config_invalid",
         change("stranger", base_model_name_or_path="org/other"): "base_model_mismatch",
         str(make_adapter(root, "big", rank=32)): "rank_too_big",
-        str(cut): "adapter_invalid",
+        str(cut): "weights_corrupt",
         str(root / "empty"): "source_not_found",
         str(root / "nothing"): "source_not_found",
         "relative/path": "source_invalid",
@@ -180,7 +180,7 @@ async def test_broken_adapters_are_refused_with_a_code_and_the_engine_goes_on(wo
         assert (await client.get("/v1/metadata/loras/fine/v1")).json()["state"] == "ready"
         assert code(await post(client, "load_lora", lora_id="../x", source=fine)) == "invalid_lora_id"
         page = (await client.get("/metrics")).text
-        assert 'lora_load_failures_total{code="adapter_invalid"} 4.0' in page
+        assert 'lora_load_failures_total{code="weights_corrupt"} 1.0' in page
         assert not list(worker.cache_dir.glob(".partial-*"))
 
 

@@ -2,32 +2,64 @@
 
 import hashlib
 import json
+import time
 
 import pytest
+import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorafleet.tiny import make_model
+from orchestrator.agents import CONTENT_CODES
+from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
-from workers.core.manifest import FileEntry, Rules, digest, inspect, is_same_base, parse_header
+from workers.core.manifest import FileEntry, Rules, digest, inspect, is_same_base
+from workers.core.peft import is_quick, parse_config
+from workers.core.tensors import Tensor, header_bytes, parse_header
+from workers.verify import read_base_model
 
-CONFIG = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "org/Base-7B"}
+CONFIG = {
+    "peft_type": "LORA",
+    "r": 8,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj", "k_proj", "lm_head", "embed_tokens"],
+    "base_model_name_or_path": "org/Base-7B",
+}
 MODULE = "model.layers.0.self_attn.q_proj"
-BASE = {MODULE: (32, 64)}
-RULES = Rules(max_rank=16, base_names=frozenset({"base-7b"}), base_shapes=BASE)
+BASE = BaseModel(
+    {
+        **{f"model.layers.{n}.self_attn.q_proj": (32, 64) for n in range(2)},
+        **{f"model.layers.{n}.self_attn.k_proj": (16, 64) for n in range(2)},
+        "model.embed_tokens": (100, 64),
+        "lm_head": (100, 64),
+    }
+)
+RULES = Rules(max_rank=16, base_names=frozenset({"base-7b"}), base=BASE)
 
 
-def tensors(rank=8, out=32, into=64, module=MODULE):
+def tensors(rank=8, out=32, into=64, module=MODULE, dtype="BF16"):
     prefix = f"base_model.model.{module}"
-    return {f"{prefix}.lora_A.weight": (rank, into), f"{prefix}.lora_B.weight": (out, rank)}
+    return {
+        f"{prefix}.lora_A.weight": Tensor(dtype, (rank, into)),
+        f"{prefix}.lora_B.weight": Tensor(dtype, (out, rank)),
+    }
 
 
 def look(config=(), shapes=None, rules=RULES):
-    raw = json.dumps(CONFIG | dict(config)).encode()
-    return inspect(raw, tensors() if shapes is None else shapes, [FileEntry("adapter_config.json", 3, "0" * 64)], rules)
+    return inspect(json.dumps(CONFIG | dict(config)).encode(), tensors() if shapes is None else shapes, rules)
+
+
+def refusal(*args, **named):
+    with pytest.raises(SourceError) as refused:
+        look(*args, **named)
+    return refused.value.code, str(refused.value)
 
 
 def entry(path: str, content: bytes) -> FileEntry:
     return FileEntry(path, len(content), hashlib.sha256(content).hexdigest())
+
+
+# --- digest -------------------------------------------------------------------------------------------------------
 
 
 def test_the_digest_of_the_documented_example_is_the_documented_one():
@@ -54,73 +86,258 @@ def test_the_order_of_the_files_changes_nothing(pair):
     assert digest(pair[0]) == digest(pair[1])
 
 
+# --- config -------------------------------------------------------------------------------------------------------
+
+
 def test_a_plain_adapter_is_described():
     found = look()
-    assert (found.rank, found.base_model, found.modules, found.size_bytes) == (8, "org/Base-7B", 1, 3)
+    assert (found.rank, found.base_model, found.modules) == (8, "org/Base-7B", 1)
 
 
 def test_the_rank_is_the_largest_that_any_module_has():
     wide = {**tensors(), **tensors(rank=16, module="model.layers.1.self_attn.q_proj")}
-    rules = Rules(max_rank=16, base_names=frozenset(), base_check="off")
-    assert look({"rank_pattern": {"layers.1.self_attn.q_proj": 16}}, wide, rules).rank == 16
-    assert look({"rank_pattern": {r"layers\.[1-9].*": 16}}, wide, rules).rank == 16
-    with pytest.raises(SourceError, match="rank 16"):
-        look({}, wide, rules)
+    assert look({"rank_pattern": {"layers.1.self_attn.q_proj": 16}}, wide).rank == 16
+    assert look({"rank_pattern": {r"layers\.[1-9].*": 16}}, wide).rank == 16
+    assert refusal({}, wide)[0] == "rank_mismatch"
+
+
+def test_of_two_patterns_that_match_the_first_says_the_rank():
+    assert look({"rank_pattern": {"q_proj": 8, "layers.0.self_attn.q_proj": 4}}).rank == 8
+    assert refusal({"rank_pattern": {"self_attn.q_proj": 4, "q_proj": 8}})[0] == "rank_mismatch"
+
+
+def test_a_rank_that_only_the_config_mentions_counts_because_the_engine_counts_it():
+    assert refusal({"rank_pattern": {"v_proj": 32}})[0] == "rank_too_big"
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*\.(q_proj|k_proj)", r"(?:.*?(?:a|b).*?)+?(?:q|k).*", ["q_proj"]])
+def test_targets_may_be_a_list_an_expression_or_all_linear(targets):
+    assert look({"target_modules": targets}).modules == 1
+
+
+@pytest.mark.parametrize("targets", [r".*\.k_proj", ["k_proj"], ["proj"], ["layers.1.self_attn.q_proj"]])
+def test_tensors_of_a_module_that_is_no_target_are_refused(targets):
+    assert refusal({"target_modules": targets})[0] == "module_untargeted"
+
+
+@pytest.mark.parametrize("quick", ["q_proj", r".*\.[0-9]+\.mlp.*", "(?:a|b).(c|d)", r"layers\.(0|1|17)\..*q_proj"])
+@pytest.mark.parametrize(
+    "slow", [r"(\w+)+z", "(a|a)(a|a)(a|a)", "a?a?a?a", "x{1,9}", r"(a)\1", "(?=a)", "[[a]]*", "a" * 2000]
+)
+def test_an_expression_is_run_only_if_it_surely_ends(quick, slow):
+    assert is_quick(quick)
+    assert not is_quick(slow)
+
+
+QUICK = st.lists(st.sampled_from(["a", "b", ".", "*", "+", "?", "(", ")", "|", "[ab]", r"\w"]), max_size=12)
+
+
+@given(QUICK.map("".join).filter(is_quick))
+def test_what_counts_as_quick_is_quick_on_long_names(expression):
+    raw = json.dumps(CONFIG | {"rank_pattern": {expression: 8}}).encode()
+    try:
+        config = parse_config(raw)
+    except SourceError:
+        return  # no regular expression at all
+    began = time.perf_counter()
+    config.rank_of("a" * 60 + "!")
+    assert time.perf_counter() - began < 1
 
 
 @pytest.mark.parametrize(
-    ("config", "shapes", "code"),
+    ("config", "code"),
     [
-        ({"r": 16}, None, "adapter_invalid"),
-        ({"r": 0}, None, "adapter_invalid"),
-        ({"r": True}, None, "adapter_invalid"),
-        ({"r": "8"}, None, "adapter_invalid"),
-        ({"peft_type": "IA3"}, None, "adapter_invalid"),
-        ({"use_dora": True}, None, "adapter_invalid"),
-        ({"modules_to_save": ["lm_head"]}, None, "adapter_invalid"),
-        ({"target_modules": []}, None, "adapter_invalid"),
-        ({"target_modules": ["k_proj"]}, None, "adapter_invalid"),
-        ({"target_modules": ["proj"]}, None, "adapter_invalid"),
-        ({"rank_pattern": {"q_proj": "8"}}, None, "adapter_invalid"),
-        ({"rank_pattern": 3}, None, "adapter_invalid"),
-        ({"base_model_name_or_path": "org/other"}, None, "base_model_mismatch"),
-        ({"r": 32}, tensors(rank=32), "rank_too_big"),
-        ({}, {}, "adapter_invalid"),
-        ({}, {"model.embed.weight": (3, 4)}, "adapter_invalid"),
-        ({}, {f"{MODULE}.lora_A.weight": (8, 64)}, "adapter_invalid"),
-        ({}, {f"{MODULE}.lora_A.weight": (8, 64), f"{MODULE}.lora_B.weight": (32, 4)}, "adapter_invalid"),
-        ({}, {f"{MODULE}.lora_A.weight": (8,), f"{MODULE}.lora_B.weight": (32, 8)}, "adapter_invalid"),
-        ({}, tensors(into=65), "adapter_invalid"),
-        ({}, tensors(out=33), "adapter_invalid"),
-        ({}, tensors(module="model.layers.9.self_attn.q_proj"), "adapter_invalid"),
+        ({"r": 0}, "adapter_config_invalid"),
+        ({"r": True}, "adapter_config_invalid"),
+        ({"r": "8"}, "adapter_config_invalid"),
+        ({"lora_alpha": 0}, "adapter_config_invalid"),
+        ({"lora_alpha": float("nan")}, "adapter_config_invalid"),
+        ({"lora_alpha": "16"}, "adapter_config_invalid"),
+        ({"use_rslora": "yes"}, "adapter_config_invalid"),
+        ({"target_modules": []}, "adapter_config_invalid"),
+        ({"target_modules": [3]}, "adapter_config_invalid"),
+        ({"target_modules": "("}, "adapter_config_invalid"),
+        ({"rank_pattern": {"q_proj": "8"}}, "adapter_config_invalid"),
+        ({"rank_pattern": 3}, "adapter_config_invalid"),
+        ({"rank_pattern": {"a)(": 8}}, "adapter_config_invalid"),
+        ({"alpha_pattern": {"q_proj": None}}, "adapter_config_invalid"),
+        ({"alpha_pattern": {r"(\w+)+z": 8}}, "adapter_config_invalid"),
+        ({"base_model_name_or_path": ["org"]}, "adapter_config_invalid"),
+        ({"base_model_name_or_path": "org/\ud800"}, "adapter_config_invalid"),
+        ({"peft_type": "IA3"}, "peft_type_unsupported"),
+        ({"peft_type": None}, "peft_type_unsupported"),
+        ({"use_dora": True}, "dora_unsupported"),
+        ({"bias": "all"}, "bias_unsupported"),
+        ({"lora_bias": True}, "bias_unsupported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save_unsupported"),
+        ({"init_lora_weights": "pissa"}, "peft_feature_unsupported"),
+        ({"layer_replication": [[0, 1]]}, "peft_feature_unsupported"),
+        ({"trainable_token_indices": [3]}, "peft_feature_unsupported"),
+        ({"base_model_name_or_path": "org/other"}, "base_model_mismatch"),
+        ({"r": 32}, "rank_too_big"),
+        ({"r": 4}, "rank_mismatch"),
     ],
 )
-def test_what_an_engine_would_take_wrongly_or_choke_on_is_refused(config, shapes, code):
-    with pytest.raises(SourceError) as refused:
-        look(config, shapes)
-    assert refused.value.code == code
+def test_a_config_that_an_engine_would_refuse_or_misread_is_refused(config, code):
+    assert refusal(config)[0] == code
 
 
-@given(st.binary(max_size=40).filter(lambda raw: raw.strip() != b"{}"))
-def test_no_header_of_garbage_is_taken_for_one(raw):
-    with pytest.raises(SourceError, match="not a safetensors header"):
-        parse_header(raw, "x")
+@pytest.mark.parametrize("missing", ["r", "lora_alpha", "target_modules"])
+def test_a_config_without_what_the_engine_needs_is_refused_with_its_name(missing):
+    raw = json.dumps({key: value for key, value in CONFIG.items() if key != missing}).encode()
+    with pytest.raises(SourceError, match=f"{missing} is missing"):
+        inspect(raw, tensors(), RULES)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_rslora": True},
+        {"lora_alpha": 0.5},
+        {"alpha_pattern": {r".*\.k_proj": 32}},
+        {"rank_pattern": None, "alpha_pattern": {}},
+        {"modules_to_save": []},
+        {"init_lora_weights": "gaussian"},
+        {"unknown_field_of_a_newer_peft": {"a": 1}},
+    ],
+)
+def test_a_variant_that_engines_serve_rightly_is_taken(config):
+    assert look(config).modules == 1
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["r", "peft_type", "target_modules", "rank_pattern", "shape", "x"]), inner)
+        | st.dictionaries(st.sampled_from([*CONFIG, "rank_pattern", "bias", "shape", "x"]), inner)
     ),
     max_leaves=8,
 )
 
 
 @given(JSON)
-def test_no_config_makes_anything_but_a_manifest_or_a_refusal(value):
+def test_no_config_makes_anything_but_a_description_or_a_refusal(value):
     with pytest.raises(SourceError):
-        inspect(json.dumps(value).encode(), {}, [], RULES)
+        inspect(json.dumps(value).encode(), {}, RULES)
+
+
+# --- tensors against config and base model ------------------------------------------------------------------------
+
+A, B = (f"{MODULE}.lora_{half}.weight" for half in "AB")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "code"),
+    [
+        ({}, "weights_empty"),
+        ({"model.embed.weight": Tensor("F32", (3, 4))}, "tensor_unexpected"),
+        ({**tensors(), "base_model.model.lm_head.weight": Tensor("F32", (100, 64))}, "tensor_unexpected"),
+        ({f"{MODULE}.lora_A.default.weight": Tensor("F32", (8, 64))}, "tensor_unexpected"),
+        ({f"{MODULE}.lora_embedding_A": Tensor("F32", (8, 64))}, "tensor_unexpected"),
+        (tensors(module="model.embed_tokens", out=100), "tensor_unexpected"),
+        (tensors(dtype="I8"), "dtype_unsupported"),
+        ({A: Tensor("F32", (8, 64))}, "tensor_unpaired"),
+        ({A: Tensor("F32", (8, 64)), B: Tensor("F32", (32, 4))}, "rank_mismatch"),
+        ({A: Tensor("F32", (8,)), B: Tensor("F32", (32, 8))}, "shape_mismatch"),
+        ({A: Tensor("F32", (0, 64)), B: Tensor("F32", (32, 0))}, "shape_mismatch"),
+        (tensors(into=65), "shape_mismatch"),
+        (tensors(out=33), "shape_mismatch"),
+        (tensors(module="layers.0.self_attn.q_proj"), "modules_unmatched"),
+        ({**tensors(), **tensors(module="model.layers.9.self_attn.q_proj")}, "module_unknown"),
+        (
+            {
+                **tensors(),
+                "base_model.model.model.embed_tokens.base_layer.weight": Tensor("F32", (101, 64)),
+            },
+            "shape_mismatch",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(shapes, code):
+    assert refusal({}, shapes)[0] == code
+
+
+def test_a_packed_module_is_refused_with_the_names_of_its_parts_and_the_other_way_round():
+    packed = {**tensors(), **tensors(module="model.layers.0.self_attn.qkv_proj", out=64)}
+    code, said = refusal({"target_modules": "all-linear"}, packed)
+    assert (code, "q_proj, k_proj, v_proj, one pair each" in said) == ("module_unknown", True)
+    rules = Rules(16, frozenset(), "off", BaseModel({"layers.0.qkv_proj": (64, 64), "layers.0.q_norm": (32, 64)}))
+    parts = {**tensors(module="layers.0.q_norm"), **tensors(module="layers.0.k_proj")}
+    code, said = refusal({"target_modules": "all-linear"}, parts, rules)
+    assert (code, "accepted is qkv_proj" in said) == ("module_unknown", True)
+
+
+def test_embeddings_and_head_are_taken_where_the_engine_takes_them_and_fit_the_vocabulary():
+    embed = "base_model.model.model.embed_tokens.lora_embedding_"
+    both = {
+        **tensors(module="lm_head", out=100),
+        f"{embed}A": Tensor("F32", (8, 100)),
+        f"{embed}B": Tensor("F32", (64, 8)),
+        "base_model.model.model.embed_tokens.base_layer.weight": Tensor("F32", (100, 64)),
+    }
+    assert look({}, both).modules == 2
+    assert refusal({}, both | {f"{embed}A": Tensor("F32", (8, 101))})[0] == "shape_mismatch"
+    elsewhere = Rules(16, frozenset(), "off", BaseModel(BASE.shapes, takes_embeddings=False))
+    assert refusal({}, both, elsewhere)[0] == "module_unsupported"
+
+
+def test_without_a_base_model_at_hand_only_the_adapter_itself_is_held_to_the_rules():
+    rules = Rules(16, frozenset(), "off")
+    assert look({"base_model_name_or_path": "any"}, tensors(into=65), rules).modules == 1
+    assert refusal({}, {A: Tensor("F32", (8, 64)), B: Tensor("F32", (32, 4))}, rules)[0] == "rank_mismatch"
+
+
+def test_every_refusal_says_what_would_be_accepted():
+    for config in ({"r": 0}, {"use_dora": True}, {"bias": "all"}, {"r": 32}, {"r": 4}, {"peft_type": "IA3"}):
+        assert "accepted" in refusal(config)[1]
+
+
+def test_the_orchestrator_never_retries_bytes_that_a_worker_refused():
+    refused = {code for code, status in SourceError.codes.items() if status == 422}
+    assert refused - {"rank_too_big", "source_unsafe"} <= CONTENT_CODES
+
+
+# --- base models --------------------------------------------------------------------------------------------------
+
+
+def test_a_config_alone_tells_the_same_modules_as_the_weights_do(tmp_path):
+    folder = make_model(tmp_path / "base")
+    from_weights = read_base_model(folder)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    assert read_base_model(folder) == from_weights
+    assert from_weights.shapes["model.layers.3.self_attn.k_proj"] == (128, 256)
+    assert not from_weights.takes_embeddings
+
+
+def test_quantized_weights_are_not_taken_for_shapes():
+    config = {
+        "model_type": "phi3",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 100,
+        "quantization_config": {"quant_method": "bitsandbytes"},
+        "architectures": ["Phi3ForCausalLM"],
+    }
+    found = base_model(config, {"model.layers.0.self_attn.qkv_proj": (4096, 1)})
+    assert found.shapes["model.layers.0.self_attn.qkv_proj"] == (128, 64)
+    assert found.shapes["model.layers.0.mlp.gate_up_proj"] == (192, 64)
+    assert found.takes_embeddings
+    assert base_model({"quantization_config": {"a": 1}}, {"x": (1, 2)}) is None
+
+
+def test_a_head_tied_to_the_embeddings_has_their_shape():
+    assert base_model({}, {"model.embed_tokens": (100, 64)}).shapes["lm_head"] == (100, 64)
+
+
+def test_modules_of_a_model_with_a_vision_part_are_found_under_each_of_their_names():
+    base = base_model({"text_config": {}}, {"model.language_model.layers.0.q_proj": (4, 4)}).named()
+    assert base.find("language_model.model.layers.0.q_proj") == base.find("model.layers.0.q_proj") == (4, 4)
+    assert base.find("model.layers.1.q_proj") is None
+    assert base_model({}, {"model.layers.0.q_proj": (4, 4)}).named().find("layers.0.q_proj") is None
 
 
 @pytest.mark.parametrize(
@@ -137,3 +354,49 @@ def test_no_config_makes_anything_but_a_manifest_or_a_refusal(value):
 )
 def test_base_models_are_compared_as_the_setting_says(declared, check, same):
     assert is_same_base(declared, {"base-7b"}, check) is same
+
+
+# --- headers ------------------------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=40).filter(lambda raw: raw.strip() != b"{}"))
+def test_no_header_of_garbage_is_taken_for_one(raw):
+    with pytest.raises(SourceError, match="header"):
+        parse_header(raw, 0, "x")
+
+
+SIZES = st.sampled_from([0, 1, 2, 4, 8, 16, -1, 1.0, None, 1 << 70])
+SPANS = st.sampled_from([[0, 8], [8, 16], [0, 16], [8, 8], [4, 12], [16, 8], [0], "0"])
+DESCRIPTION = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "U8", "F4", "f32", 3]),
+        "shape": st.lists(SIZES, max_size=3),
+        "data_offsets": SPANS,
+    }
+)
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HEADERS = st.dictionaries(
+    st.sampled_from("ab"), st.just(GOOD) | st.just(GOOD | {"data_offsets": [8, 16]}) | DESCRIPTION
+)
+
+
+@given(HEADERS, st.sampled_from([0, 8, 16]), st.sampled_from([None, {"format": "pt"}, {"format": 3}]))
+def test_headers_are_taken_exactly_where_safetensors_takes_them(header, data_bytes, notes):
+    raw = json.dumps(header if notes is None else {"__metadata__": notes, **header}).encode()
+    whole = len(raw).to_bytes(8, "little") + raw + bytes(data_bytes)
+    try:
+        theirs = {name: tuple(found["shape"]) for name, found in safetensors.deserialize(whole)}
+    except safetensors.SafetensorError:
+        theirs = None
+    try:
+        ours = {name: found.shape for name, found in parse_header(raw, data_bytes, "x").items()}
+    except SourceError:
+        ours = None
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(("start", "size"), [(b"", 0), (b"\x01", 1), (b"\xff" * 8, 1 << 40), (b"\x09" + bytes(7), 16)])
+def test_a_header_that_cannot_be_there_is_not_read(start, size):
+    with pytest.raises(SourceError) as refused:
+        header_bytes(start, size, "x")
+    assert refused.value.code == "weights_corrupt"

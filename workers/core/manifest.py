@@ -1,4 +1,8 @@
-"""What an adapter is: its digest, rank and modules, told from file headers alone. No tensor is ever loaded."""
+"""What an adapter is: its digest, rank and modules, told from file headers alone. No tensor is ever loaded.
+
+What an engine would refuse is refused here first; so is what it would take and serve wrongly (vLLM 0.32 takes an
+adapter of another base model, of more layers, of no matching module at all, and then serves the base model).
+"""
 
 import hashlib
 import json
@@ -6,22 +10,40 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
+from workers.core.base_model import BaseModel, Names
 from workers.core.errors import SourceError
+from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES, LoraConfig, parse_config
+from workers.core.tensors import Shape, Tensor
 
-CONFIG_NAME = "adapter_config.json"
+__all__ = [
+    "CONFIG_NAME",
+    "MAX_CONFIG_BYTES",
+    "WEIGHTS_NAME",
+    "Described",
+    "FileEntry",
+    "Manifest",
+    "Rules",
+    "digest",
+    "inspect",
+    "is_adapter_file",
+    "is_same_base",
+]
+
 WEIGHTS_NAME = "adapter_model.safetensors"
-MAX_CONFIG_BYTES = 1 << 20
-MAX_HEADER_BYTES = 64 << 20
 
-# PEFT writes `base_model.model.<module>.lora_A.weight`; some writers put the adapter's name before `.weight`.
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.(?P<half>lora_A|lora_B)(?:\.[^.]+)?\.weight")
-
-_UNSUPPORTED = ("use_dora", "modules_to_save", "lora_bias", "alora_invocation_tokens", "layer_replication")
+# PEFT writes `base_model.model.<module>.lora_A.weight`, and `<module>.lora_embedding_A` for embeddings. vLLM 0.32
+# lora/utils.py parse_fine_tuned_lora_name takes nothing else, also not the adapter's name before `.weight`.
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))"
+)
+_BASE_COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>(?:.+\.)?(?:embed_tokens|lm_head))\.base_layer\.weight")
+_DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
+_PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_PARTS = frozenset(["q_proj", "qkv_proj"])
 
 BaseModelCheck = Literal["name", "exact", "off"]
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +67,28 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
+class Described:
+    """What config and tensors say of an adapter: a Manifest without its bytes."""
+
+    rank: int
+    base_model: str
+    modules: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """What this worker accepts.
 
-    base_names    names under which its base model is known
-    base_shapes   module -> [out, in] of the base model's weights; empty where they are not known, then unchecked
+    base_names   names under which its base model is known
+    base         the base model's modules; None where they are not known, then adapters are not held against them
+    max_bytes    largest adapter on disk, all files together; None for no limit
     """
 
     max_rank: int
     base_names: frozenset[str]
     base_check: BaseModelCheck = "name"
-    base_shapes: Mapping[str, Shape] | None = None
+    base: BaseModel | None = None
+    max_bytes: int | None = None
 
 
 def is_adapter_file(name: str) -> bool:
@@ -80,36 +113,23 @@ def digest(files: Iterable[FileEntry]) -> str:
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
-def parse_header(raw: bytes, name: str) -> tuple[dict[str, Shape], int]:
-    """Shape of every tensor, and where the last one ends after the header, from a safetensors header's JSON."""
-    try:
-        header = json.loads(raw)
-        tensors = {key: value for key, value in header.items() if key != "__metadata__"}
-        end = max((int(value["data_offsets"][1]) for value in tensors.values()), default=0)
-        return {key: _shape(value) for key, value in tensors.items()}, end
-    except (ValueError, AttributeError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as exc:
-        raise _invalid(f"{name}: not a safetensors header: {exc!r}") from exc
+def inspect(config: bytes, tensors: Mapping[str, Tensor], rules: Rules) -> Described:
+    """What an adapter that keeps every rule is; raises SourceError naming the first rule that it breaks.
 
-
-def inspect(config: bytes, tensors: Mapping[str, Shape], files: Iterable[FileEntry], rules: Rules) -> Manifest:
-    """The manifest of an adapter that keeps every rule; raises SourceError naming the first that it breaks."""
-    parsed = _parse_config(config)
-    entries = tuple(files)
-    base_model = str(parsed.get("base_model_name_or_path") or "")
-    _check_base(base_model, rules)
-    pairs = _pairs(tensors)
-    _check_targets(parsed, pairs)
-    ranks = {module: _rank(module, a, b, parsed) for module, (a, b) in pairs.items()}
-    rank = max(ranks.values())
-    if rank > rules.max_rank:
-        raise SourceError(
-            "rank_too_big",
-            f"rank {rank} is more than this worker's max_lora_rank {rules.max_rank};"
-            " place it on a worker with a higher one",
-        )
-    for module, (a, b) in pairs.items():
-        _check_shape(module, a, b, rules.base_shapes)
-    return Manifest(digest(entries), rank, base_model, sum(entry.size_bytes for entry in entries), len(pairs))
+    config    bytes of its adapter_config.json
+    tensors   of its adapter_model.safetensors, by name
+    """
+    said = parse_config(config)
+    _check_base(said.base_model, rules)
+    _check_rank(said.max_rank, rules)
+    modules = _modules(tensors, rules.base)
+    for module, halves in modules.items():
+        _check_halves(module, halves, said)
+    if rules.base:
+        _check_modules(modules, rules.base)
+    rank = max(halves.rank for halves in modules.values())
+    _check_rank(rank, rules)
+    return Described(rank, said.base_model, len(modules))
 
 
 def is_same_base(declared: str, names: Iterable[str], check: BaseModelCheck) -> bool:
@@ -128,100 +148,136 @@ def _last(name: str) -> str:
     return PurePosixPath(name.rstrip("/")).name.lower()
 
 
-def _invalid(message: str) -> SourceError:
-    return SourceError("adapter_invalid", message)
+# --- tensors ------------------------------------------------------------------------------------------------------
 
 
-def _shape(value: Any) -> Shape:
-    shape = value["shape"]
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"shape {shape!r} is not a list of sizes")
-    return tuple(shape)
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """A module's two matrices: A [rank, in], B [out, rank]; of an embedding A [rank, vocabulary], B [hidden, rank]."""
+
+    a: Shape
+    b: Shape
+    is_embedding: bool
+
+    @property
+    def rank(self) -> int:
+        return self.a[0]
+
+    @property
+    def base_shape(self) -> Shape:
+        """The shape of the base model's weight that this pair fits."""
+        return (self.a[1], self.b[0]) if self.is_embedding else (self.b[0], self.a[1])
 
 
-def _parse_config(raw: bytes) -> dict[str, Any]:
-    try:
-        config = json.loads(raw)
-    except (ValueError, RecursionError) as exc:
-        raise _invalid(f"{CONFIG_NAME}: not JSON: {exc}") from exc
-    if not isinstance(config, dict):
-        raise _invalid(f"{CONFIG_NAME}: expected an object, found {type(config).__name__}")
-    if config.get("peft_type", "LORA") != "LORA":
-        raise _invalid(f"{CONFIG_NAME}: peft_type {config['peft_type']!r}; only LORA adapters can be served")
-    # vLLM 0.32 lora/peft_helper.py refuses these when it loads; told here, no engine is stalled for it.
-    for unsupported in _UNSUPPORTED:
-        if config.get(unsupported):
-            raise _invalid(f"{CONFIG_NAME}: {unsupported} is set; the engine serves plain LoRA weights only")
-    if type(config.get("r")) is not int or config["r"] < 1:
-        raise _invalid(f"{CONFIG_NAME}: r is {config.get('r')!r}; expected a rank of 1 or more")
-    ranks = config.get("rank_pattern") or {}
-    if not isinstance(ranks, dict) or not all(type(rank) is int and rank > 0 for rank in ranks.values()):
-        raise _invalid(f"{CONFIG_NAME}: rank_pattern must map module names to ranks of 1 or more")
-    return config
+def _modules(tensors: Mapping[str, Tensor], base: BaseModel | None) -> dict[str, _Halves]:
+    found: dict[str, dict[str, Shape]] = {}
+    for name, tensor in tensors.items():
+        if copied := _BASE_COPY.fullmatch(name):
+            _check_copy(name, copied["module"], tensor, base)
+            continue
+        match = _TENSOR.fullmatch(name)
+        if not match:
+            accepted = "accepted are <module>.lora_A.weight and <module>.lora_B.weight"
+            raise SourceError("tensor_unexpected", f"tensor {name!r} is no part of a LoRA; {accepted}")
+        if tensor.dtype not in _DTYPES:
+            message = f"tensor {name!r} is {tensor.dtype}; accepted are {', '.join(_DTYPES)}"
+            raise SourceError("dtype_unsupported", message)
+        if len(tensor.shape) != 2 or 0 in tensor.shape:
+            accepted = "accepted are two dimensions of 1 or more"
+            raise SourceError("shape_mismatch", f"tensor {name!r} has shape {list(tensor.shape)}; {accepted}")
+        module = match["module"]
+        is_embedding = match["embedding"] is not None
+        if is_embedding != (module.rpartition(".")[2] == "embed_tokens"):
+            message = f"tensor {name!r}: embed_tokens has lora_embedding_A and _B, every other module lora_A and _B"
+            raise SourceError("tensor_unexpected", message)
+        found.setdefault(module, {})[match["embedding"] or match["half"]] = tensor.shape
+    if not found:
+        message = (
+            f"{WEIGHTS_NAME} holds no LoRA tensor; accepted is at least one <module>.lora_A.weight with its lora_B"
+        )
+        raise SourceError("weights_empty", message)
+    return {module: _paired(module, shapes) for module, shapes in found.items()}
 
 
-def _pairs(tensors: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:
-    halves: dict[str, dict[str, Shape]] = {}
-    for name, shape in tensors.items():
-        if match := _TENSOR.fullmatch(name):
-            if len(shape) != 2:
-                raise _invalid(f"tensor {name} has shape {list(shape)}; expected two dimensions")
-            halves.setdefault(match["module"], {})[match["half"]] = shape
-    if not halves:
-        raise _invalid("no tensor is called <module>.lora_A.weight or .lora_B.weight; is this a PEFT LoRA adapter?")
-    for module, found in halves.items():
-        if len(found) != 2:
-            raise _invalid(f"module {module} has {next(iter(found))} but not the other half")
-    return {module: (found["lora_A"], found["lora_B"]) for module, found in halves.items()}
+def _paired(module: str, shapes: Mapping[str, Shape]) -> _Halves:
+    if len(shapes) != 2:
+        message = f"module {module} has lora_{next(iter(shapes))} alone; accepted are both lora_A and lora_B"
+        raise SourceError("tensor_unpaired", message)
+    return _Halves(shapes["A"], shapes["B"], module.rpartition(".")[2] == "embed_tokens")
 
 
-def _check_targets(config: dict[str, Any], pairs: Mapping[str, object]) -> None:
-    targets = config.get("target_modules")
-    if not targets or not isinstance(targets, (str, list)):
-        raise _invalid(f"{CONFIG_NAME}: target_modules is {targets!r}; expected module names")
-    if isinstance(targets, str):
-        return  # a regular expression or "all-linear": the base model's shapes decide
-    for module in pairs:
-        if not any(module == target or module.endswith(f".{target}") for target in targets):
-            raise _invalid(f"tensors of module {module}, which {CONFIG_NAME} target_modules does not name")
+def _check_copy(name: str, module: str, tensor: Tensor, base: BaseModel | None) -> None:
+    """PEFT may save the base model's embeddings beside an adapter. The engine leaves them out: they must not matter."""
+    shape = base.named().find(module) if base else None
+    if shape is not None and tensor.shape != shape:
+        message = f"tensor {name!r} is {list(tensor.shape)}, the base model's is {list(shape)}: tokens were added"
+        raise SourceError("shape_mismatch", f"{message}; accepted are adapters for the base model's own vocabulary")
 
 
-def _rank(module: str, a: Shape, b: Shape, config: dict[str, Any]) -> int:
-    if a[0] != b[1]:
-        raise _invalid(f"module {module}: lora_A {list(a)} and lora_B {list(b)} do not share a rank")
-    expected = _expected_ranks(module, config)
-    if a[0] not in expected:
-        listed = " or ".join(str(rank) for rank in expected)
-        raise _invalid(f"module {module}: its tensors have rank {a[0]}, {CONFIG_NAME} says {listed}")
-    return a[0]
+def _check_halves(module: str, halves: _Halves, said: LoraConfig) -> None:
+    if halves.a[0] != halves.b[1]:
+        message = f"module {module}: lora_A {list(halves.a)} and lora_B {list(halves.b)} do not share a rank"
+        raise SourceError("rank_mismatch", f"{message}; accepted are [rank, in] and [out, rank]")
+    if halves.rank != (expected := said.rank_of(module)):
+        message = f"module {module}: its tensors have rank {halves.rank}, {CONFIG_NAME} says {expected}"
+        raise SourceError("rank_mismatch", f"{message}; accepted are equal ones, through r or rank_pattern")
+    if said.is_targeted(module) is False:
+        message = f"tensors of module {module}, which target_modules of {CONFIG_NAME} leaves out"
+        raise SourceError("module_untargeted", f"{message}; accepted are tensors of targeted modules")
 
 
-def _expected_ranks(module: str, config: dict[str, Any]) -> tuple[int, ...]:
-    """The rank that the config gives a module; every rank it mentions where only a pattern could tell.
+# --- against the base model ---------------------------------------------------------------------------------------
 
-    PEFT allows regular expressions in rank_pattern. They are not run: a hostile one could take hours.
-    """
-    patterns: dict[str, int] = config.get("rank_pattern") or {}
-    for pattern, rank in patterns.items():
-        if module == pattern or module.endswith(f".{pattern}"):
-            return (rank,)
-    plain = all(re.fullmatch(r"[\w.]+", pattern) for pattern in patterns)
-    return (config["r"],) if plain else (config["r"], *patterns.values())
+
+def _check_modules(modules: Mapping[str, _Halves], base: BaseModel) -> None:
+    names = base.named()
+    unknown = [module for module in modules if names.find(module) is None and not _is_expert(module)]
+    if len(unknown) == len(modules):
+        hint = f"accepted are modules such as {_example(base)}"
+        message = f"none of its {len(modules)} modules ({unknown[0]}, ...) is in the base model; {hint}"
+        raise SourceError("modules_unmatched", message)
+    if unknown:
+        message = f"module {unknown[0]} ({len(unknown)} in all) is not in the base model{_hint(unknown[0], names)}"
+        raise SourceError("module_unknown", message)
+    for module, halves in modules.items():
+        if module.rpartition(".")[2] in ("embed_tokens", "lm_head") and not base.takes_embeddings:
+            message = f"module {module}: the engine takes no adapter on the embeddings of this architecture"
+            raise SourceError("module_unsupported", f"{message}; accepted are its linear layers")
+        shape = names.find(module)
+        if shape is not None and halves.base_shape != shape:
+            message = (
+                f"module {module} is {list(shape)} in the base model, the adapter is for {list(halves.base_shape)}"
+            )
+            raise SourceError("shape_mismatch", f"{message}; accepted are adapters of the base model's own shapes")
+
+
+def _is_expert(module: str) -> bool:
+    """Whether it is one of a mixture's experts. Checkpoints store them in many ways: only the engine knows all."""
+    return ".experts" in module
+
+
+def _example(base: BaseModel) -> str:
+    return next((module for module in base.shapes if module.rpartition(".")[2] in _PARTS), next(iter(base.shapes)))
+
+
+def _hint(module: str, names: Names) -> str:
+    """What a packed module is called where the base model keeps its parts apart, and the other way round."""
+    parent, _, last = module.rpartition(".")
+    for whole, parts in _PACKED.items():
+        if last == whole and names.find(f"{parent}.{parts[0]}"):
+            return f"; accepted are its parts {', '.join(parts)}, one pair each"
+        if last in parts and names.find(f"{parent}.{whole}"):
+            return f"; accepted is {whole}, which holds {', '.join(parts)}"
+    return "; accepted are the base model's own layers"
+
+
+def _check_rank(rank: int, rules: Rules) -> None:
+    if rank > rules.max_rank:
+        message = f"rank {rank} is more than this worker's max_lora_rank {rules.max_rank}"
+        raise SourceError("rank_too_big", f"{message}; accepted are smaller ones, or a worker with a higher limit")
 
 
 def _check_base(declared: str, rules: Rules) -> None:
     if not is_same_base(declared, rules.base_names, rules.base_check):
-        raise SourceError(
-            "base_model_mismatch",
-            f"the adapter was trained on {declared!r}; this worker serves {', '.join(sorted(rules.base_names))}",
-        )
-
-
-def _check_shape(module: str, a: Shape, b: Shape, base: Mapping[str, Shape] | None) -> None:
-    if not base:
-        return
-    found = base.get(module)
-    if found is None:
-        raise _invalid(f"module {module} does not exist in the base model")
-    if (b[0], a[1]) != found:
-        raise _invalid(f"module {module} is {list(found)} in the base model, the adapter is for {[b[0], a[1]]}")
+        message = f"the adapter was trained on {declared!r}; this worker serves {', '.join(sorted(rules.base_names))}"
+        raise SourceError("base_model_mismatch", f"{message}; accepted are those, see base_model_check")
