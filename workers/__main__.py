@@ -1,5 +1,6 @@
 """`python -m workers [flags] [-- engine command...]`."""
 
+import os
 import sys
 
 from lorafleet import logs, serve
@@ -7,6 +8,7 @@ from lorafleet.auth import KeyFileError
 from lorafleet.settings import load_or_exit
 from workers.app import main
 from workers.config import WorkerSettings
+from workers.engines.adopt import CommandError, adopted
 
 PROG = "python -m workers"
 
@@ -17,9 +19,11 @@ def run() -> None:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     settings = load_or_exit(WorkerSettings, arguments[:cut], prog=PROG)
     logs.configure("worker", log_format=settings.log_format, level=settings.log_level)
+    own_command = arguments[cut + 1 :]
     try:
-        serve.run(lambda: main(settings, arguments[cut + 1 :]))
-    except (KeyFileError, OSError) as exc:
+        agreed = adopted(settings, own_command, os.environ)
+        serve.run(lambda: main(agreed, own_command))
+    except (CommandError, KeyFileError, OSError) as exc:
         print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
         raise SystemExit(2) from exc
 

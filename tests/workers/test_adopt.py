@@ -1,0 +1,81 @@
+"""An engine's command and the agent's settings: one word for both, or no start."""
+
+import asyncio
+import sys
+
+import pytest
+
+from tests.workers.running import SIM, RunningWorker
+from workers.config import WorkerSettings
+from workers.engines.adopt import CommandError, adopted
+from workers.wire import Metadata
+
+SERVE = ("vllm", "serve", "/models/m")
+
+
+def settings(**more) -> WorkerSettings:
+    return WorkerSettings(**{"model": "/models/m"} | more)
+
+
+def test_what_the_command_says_for_itself_is_taken():
+    found = adopted(settings(), (*SERVE, "--max-loras", "7", "--max-cpu-loras=9", "--served-model-name", "m"), {})
+    assert (found.max_loras, found.max_cpu_loras, found.model_name) == (7, 9, "m")
+    assert found.model == "/models/m"
+    assert adopted(settings(engine_args=("--max-cpu-loras", "33")), (), {}).max_cpu_loras == 33
+
+
+def test_of_two_flags_the_last_one_counts_as_it_does_for_the_engine():
+    given = settings(engine_args=("--max-cpu-loras", "12"))
+    assert adopted(given, (*SERVE, "--max-cpu-loras", "20"), {}).max_cpu_loras == 12
+
+
+def test_settings_that_agree_stay_as_they_are():
+    given = settings(max_cpu_loras=9)
+    assert adopted(given, (*SERVE, "--max-cpu-loras", "9"), {}) is given
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "said"),
+    [
+        ({"max_cpu_loras": 8}, ("--max-cpu-loras", "9"), "max_cpu_loras is 8"),
+        ({}, ("--max-cpu-loras", "2"), "at least max_loras 4"),
+        ({}, ("--max-lora-rank", "12"), "max_lora_rank"),
+        ({}, ("--kv-events-config", "{}"), "--kv-events-config"),
+        ({}, ("--kv-events-config={}",), "--kv-events-config"),
+        ({}, ("--no-enable-lora",), "--no-enable-lora"),
+        ({}, ("--api-server-count", "2"), "--api-server-count 2"),
+        ({"engine_url": "http://127.0.0.1:1"}, (), "leave one out"),
+    ],
+)
+def test_a_command_that_contradicts_is_refused_and_the_word_is_named(more, words, said):
+    with pytest.raises(CommandError, match=said):
+        adopted(settings(**more), (*SERVE, *words), {})
+
+
+def test_an_environment_that_forbids_loading_is_refused():
+    with pytest.raises(CommandError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=0"):
+        adopted(settings(), (), {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
+
+
+def test_ranks_are_given_one_api_server():
+    assert adopted(settings(), (*SERVE, "--data-parallel-size", "2"), {}).engine_args == ("--api-server-count", "1")
+    assert adopted(settings(), (*SERVE, "-dp", "2", "--api-server-count", "1"), {}).engine_args == ()
+
+
+async def test_the_agent_counts_the_slots_that_its_engines_own_command_gives(agent_model, agent_adapters, tmp_path):
+    worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine", "sim")
+    own = ("--", sys.executable, "-m", "workers.engines.sim", "--max-loras", "3", "--max-cpu-loras", "5")
+    async with worker.running(*own) as client:
+        told = Metadata.model_validate((await client.get("/metadata")).json()).lora
+        assert (told.max_loras, told.max_cpu_loras, told.capacity.available_slots) == (3, 5, 5)
+
+
+async def test_a_contradiction_ends_the_start_with_one_line(agent_model, agent_adapters, tmp_path):
+    worker = RunningWorker(agent_model, agent_adapters, tmp_path, *SIM, "--engine-args=--max-cpu-loras=9")
+    agent = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(agent.communicate(), 20)
+    assert agent.returncode == 2
+    assert b"max_cpu_loras is 3" in said
+    assert b"Traceback" not in said
