@@ -250,6 +250,8 @@ class Agent:
         """Bring the gauges up to date."""
         self.link.measure()
         self.residency.measure()
+        self.metrics.cache_used_bytes.set(self.cache.used_bytes)
+        self.metrics.cache_adapters.set(self.cache.adapters)
         self.metrics.disk_free_bytes.set(self.cache.disk.free_bytes())
 
     # --- what is told --------------------------------------------------------------------------------------------

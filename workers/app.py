@@ -58,7 +58,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     keys = Keys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     lock(settings.state)
-    rng, metrics, boot_id = Random(), Metrics(), uuid.uuid4().hex
+    rng, metrics, boot_id = Random(), Metrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
     roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
     local = LocalSource(roots, max_bytes=settings.max_adapter_bytes)

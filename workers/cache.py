@@ -38,6 +38,7 @@ class Cache:
         source_prefixes: tuple[str, ...] = (),
     ) -> None:
         self.disk = disk
+        self.used_bytes, self.adapters = 0, 0  # at the last sweep
         self.rules = rules
         self._sources, self._prefixes = sources, source_prefixes
         self._fetch_deadline_s = fetch_deadline_s
@@ -102,7 +103,7 @@ class Cache:
             return []
         gone, missing = await asyncio.to_thread(self.disk.make_room, manifest.size_bytes, wanted)
         if missing:
-            used = await asyncio.to_thread(self.disk.used_bytes)
+            used, _ = await asyncio.to_thread(self.disk.usage)
             raise SourceError(
                 "disk_full",
                 f"the adapter has {manifest.size_bytes} bytes; max_disk_bytes is {self.disk.max_bytes}, of which {used}"
@@ -117,6 +118,7 @@ class Cache:
         def both() -> tuple[list[str], list[str]]:
             lost = self.disk.renew(wanted)
             self.disk.make_room(0, wanted)
+            self.used_bytes, self.adapters = self.disk.usage()
             return lost, [digest for digest in known - wanted if not self.path(digest).exists()]
 
         return await asyncio.to_thread(both)
@@ -124,7 +126,7 @@ class Cache:
     def _disk_error(self, ref: str, exc: OSError) -> SourceError:
         if exc.errno not in _FULL:
             return SourceError("source_failed", f"source {shown(ref)}: {exc}", retry_after_s=30)
-        used, free = self.disk.used_bytes(), self.disk.free_bytes()
+        used, free = self.disk.usage()[0], self.disk.free_bytes()
         message = (
             f"source {shown(ref)}: no space left in {self.disk.folder}: {free} bytes are free, {used} are taken by"
             " installed adapters; give it more room, or unload adapters"

@@ -67,8 +67,10 @@ class Disk:
                     found.append(self._look(path.name, wanted, now))
         return found
 
-    def used_bytes(self) -> int:
-        return sum(folder.size_bytes for folder in self.folders(frozenset()))
+    def usage(self) -> tuple[int, int]:
+        """Bytes and number of the installed adapters."""
+        folders = self.folders(frozenset())
+        return sum(folder.size_bytes for folder in folders), len(folders)
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.folder).free

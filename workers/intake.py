@@ -32,11 +32,13 @@ class Intake:
         slots = self._residency.slots
         known = self._known(request)
         if known is not None and (slots.has(known.engine_name) or await self._cache.has(known.digest)):
+            self._metrics.cache.labels("hit").inc()
             return known
         is_held = any(slots.has(record.engine_name) for record in self._records.of(request.lora_id))
         if not is_held and not self._residency.has_room(request.evict):
             # Before a fetch for nothing; what is held may be the very version asked for.
             raise self._residency.no_free_slot()
+        self._metrics.cache.labels("miss").inc()
         source = self._resolve(request)
         self._residency.show(request.lora_id, request.digest or "", "downloading")
         return await self._fetched(request.lora_id, source, request.digest)
@@ -69,6 +71,7 @@ class Intake:
             async with self._cache.fetch(source) as folder:
                 with self._timed("verify"):
                     manifest = await self._cache.verify(folder)
+                    self._metrics.fetched_bytes.inc(manifest.size_bytes)
                     _check_digest(lora_id, manifest.digest, digest)
                 with self._timed("install"):
                     self._residency.deleted(await self._cache.make_room(manifest, self._residency.wanted()))
@@ -110,7 +113,7 @@ class Intake:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        with self._metrics.load_seconds.labels(stage).time():
+        with self._metrics.stage_seconds.labels(stage).time():
             yield
 
 

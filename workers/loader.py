@@ -162,7 +162,7 @@ class Loader:
             victim = await self._make_room(engine, evict)
             began = self._clock()
             try:
-                with self._metrics.load_seconds.labels("load").time():
+                with self._metrics.load_seconds(record.lora_id).time():
                     await self._load_and_check(engine, record)
             except EngineError:
                 if victim is not None:
@@ -215,7 +215,7 @@ class Loader:
 
     async def _unload_one(self, engine: Engine, record: Record) -> None:
         try:
-            with self._metrics.unload_seconds.time():
+            with self._metrics.unload_seconds(record.lora_id).time():
                 await engine.unload(record.engine_name, timeout_s=self._settings.load_deadline_s)
         except EngineError as exc:
             self._residency.events.add(

@@ -1,26 +1,56 @@
-"""The agent's own metrics. Labels are bounded: codes and operations, never adapters."""
+"""The agent's own metrics. Labels are bounded: adapters are named while they are loaded or were among the last."""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from workers.core.rates import Rates
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
+_FEW_BUCKETS = (0.05, 0.25, 1, 5, 20, 60)
+MOST_NAMED = 100
+"""Adapters with a series of their own: some eight lines each, so that a page stays below 200 KB."""
 
 
 class Metrics:
     """One agent's metrics, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker_id: str = "") -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
-        self.load_seconds = Histogram(
-            "lora_load_duration_seconds", "Stages of a load.", ["stage"], registry=registry, buckets=_BUCKETS
+        self._worker_id = worker_id
+        self._named: OrderedDict[str, None] = OrderedDict()
+        labels = ["lora_id", "worker_id"]
+        self._load_seconds = Histogram(
+            "lora_load_duration_seconds",
+            "Until the engine has an adapter.",
+            labels,
+            registry=registry,
+            buckets=_FEW_BUCKETS,
         )
-        self.unload_seconds = Histogram("lora_unload_duration_seconds", "Unloads.", registry=registry, buckets=_BUCKETS)
+        self._unload_seconds = Histogram(
+            "lora_unload_duration_seconds", "Unloads.", labels, registry=registry, buckets=_FEW_BUCKETS
+        )
+        self.stage_seconds = Histogram(
+            "lorafleet_workers_stage_seconds", "Stages of a load.", ["stage"], registry=registry, buckets=_BUCKETS
+        )
         self.load_failures = Counter("lora_load_failures", "Failed loads by error code.", ["code"], registry=registry)
-        self.memory_bytes = Gauge("lora_memory_usage_bytes", "Weights of the loaded adapters.", registry=registry)
-        self.requests = Gauge(
-            "lora_request_count", "Requests on the loaded adapters, as routers report them.", registry=registry
+        self._memory_bytes = Gauge(
+            "lora_memory_usage_bytes", "Weights of the loaded adapters.", labels, registry=registry
+        )
+        self._requests = Gauge(
+            "lora_request_count", "Requests on the loaded adapters, as routers report them.", labels, registry=registry
+        )
+        self.fetched_bytes = Counter("lorafleet_workers_fetched_bytes", "Adapters from sources.", registry=registry)
+        self.cache = Counter(
+            "lorafleet_workers_cache", "Adapters asked for: on this disk or not.", ["outcome"], registry=registry
+        )
+        self.cache_used_bytes = Gauge("lorafleet_workers_disk_used_bytes", "Installed adapters.", registry=registry)
+        self.cache_adapters = Gauge("lorafleet_workers_disk_adapters", "Installed adapters.", registry=registry)
+        self.cache_deleted = Counter(
+            "lorafleet_workers_disk_deleted", "Adapters that left the cache.", registry=registry
         )
         self.loaded = Gauge("lorafleet_workers_loaded_adapters", "Adapters that the engine holds.", registry=registry)
         self.ghosts = Gauge(
@@ -61,6 +91,35 @@ class Metrics:
         self.kv_readers_dropped = Counter(
             "lorafleet_workers_kv_readers_dropped", "Streams of KV changes ended as too slow.", registry=registry
         )
+
+    def load_seconds(self, lora_id: str) -> Histogram:
+        return self._load_seconds.labels(*self._labels(lora_id))
+
+    def unload_seconds(self, lora_id: str) -> Histogram:
+        return self._unload_seconds.labels(*self._labels(lora_id))
+
+    def resident(self, adapters: Iterable[tuple[str, int, int]]) -> None:
+        """What the engine holds now, as (lora_id, bytes, requests); other adapters have no such series."""
+        totals: dict[str, tuple[int, int]] = {}
+        for lora_id, size_bytes, requests in adapters:  # two versions of one are one series
+            before = totals.get(lora_id, (0, 0))
+            totals[lora_id] = (before[0] + size_bytes, before[1] + requests)
+        self._memory_bytes.clear()
+        self._requests.clear()
+        for lora_id, (size_bytes, requests) in totals.items():
+            self._memory_bytes.labels(lora_id, self._worker_id).set(size_bytes)
+            self._requests.labels(lora_id, self._worker_id).set(requests)
+
+    def _labels(self, lora_id: str) -> tuple[str, str]:
+        """The series of the adapters that were loaded or unloaded last; older ones end."""
+        self._named[lora_id] = None
+        self._named.move_to_end(lora_id)
+        while len(self._named) > MOST_NAMED:
+            oldest, _ = self._named.popitem(last=False)
+            for each in (self._load_seconds, self._unload_seconds):
+                with contextlib.suppress(KeyError):  # loaded and never unloaded
+                    each.remove(oldest, self._worker_id)
+        return lora_id, self._worker_id
 
     def rates(self, learned: Rates) -> None:
         """Show what the engine's counters have taught; 0 until measured."""

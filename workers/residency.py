@@ -120,6 +120,7 @@ class Residency:
         """Their files are gone from the cache, and with them what nobody wants to load."""
         if not digests:
             return
+        self._metrics.cache_deleted.inc(len(digests))
         for record in self.records.all():
             if record.digest in digests and record.digest not in self.wanted():
                 self.records.remove(record)
@@ -223,8 +224,7 @@ class Residency:
         resident = self.resident()
         self._metrics.loaded.set(len(self.slots.registered))
         self._metrics.ghosts.set(self.slots.ghosts)
-        self._metrics.memory_bytes.set(sum(record.size_bytes for record in resident))
-        self._metrics.requests.set(sum(record.request_count for record in resident))
+        self._metrics.resident((each.lora_id, each.size_bytes, each.request_count) for each in resident)
 
     # --- what is told --------------------------------------------------------------------------------------------
 

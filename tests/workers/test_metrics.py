@@ -1,0 +1,47 @@
+"""The agent's metrics: adapters by name, and only so many of them."""
+
+from tests.workers.running import post
+from workers.metrics import MOST_NAMED, Metrics
+
+
+def lines(metrics: Metrics, name: str) -> list[str]:
+    return [line for line in metrics.page().decode().splitlines() if line.startswith(f"{name}{{")]
+
+
+def test_only_the_adapters_loaded_last_have_a_series():
+    metrics = Metrics("w0")
+    for number in range(MOST_NAMED + 20):
+        metrics.load_seconds(f"a{number}").observe(1.0)
+    metrics.unload_seconds("a30").observe(1.0)
+    metrics.load_seconds("new").observe(1.0)
+    counts = lines(metrics, "lora_load_duration_seconds_count")
+    assert len(counts) == MOST_NAMED
+    assert not any('lora_id="a20"' in line for line in counts)
+    assert 'lora_load_duration_seconds_count{lora_id="a30",worker_id="w0"} 1.0' in counts
+    assert len(metrics.page()) < 200_000
+
+
+def test_what_has_left_the_engine_has_no_size_and_no_requests():
+    metrics = Metrics("w0")
+    metrics.resident([("a", 10, 1), ("b", 20, 2), ("b", 5, 1)])
+    assert 'lora_memory_usage_bytes{lora_id="b",worker_id="w0"} 25.0' in lines(metrics, "lora_memory_usage_bytes")
+    metrics.resident([("a", 10, 4)])
+    assert lines(metrics, "lora_memory_usage_bytes") == ['lora_memory_usage_bytes{lora_id="a",worker_id="w0"} 10.0']
+    assert lines(metrics, "lora_request_count") == ['lora_request_count{lora_id="a",worker_id="w0"} 4.0']
+
+
+async def test_loads_fetches_and_hits_are_counted(worker):
+    async with worker.running() as client:
+        size = (await post(client, "load_lora", lora_id="legal/v2")).json()["size_bytes"]
+        digest = (await post(client, "load_lora", lora_id="legal/v2")).json()["digest"]
+        await post(client, "unload_lora", lora_id="legal/v2")
+        await post(client, "load_lora", lora_id="legal/v2", digest=digest)
+        page = (await client.get("/metrics")).text.splitlines()
+        labels = '{lora_id="legal/v2",worker_id="worker-0"}'
+        assert f"lora_load_duration_seconds_count{labels} 2.0" in page
+        assert f"lora_unload_duration_seconds_count{labels} 1.0" in page
+        assert f"lora_memory_usage_bytes{labels} {float(size)}" in page
+        fetched = next(line for line in page if line.startswith("lorafleet_workers_fetched_bytes_total "))
+        assert float(fetched.split()[1]) % size == 0
+        assert 'lorafleet_workers_cache_total{outcome="hit"} 1.0' in page
+        assert "lorafleet_workers_ghosts 1.0" in page
