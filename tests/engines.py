@@ -1,5 +1,9 @@
-"""Real engine processes for tests: the sim and vLLM on the CPU, started with the same arguments."""
+"""Real engine processes for tests: the sim and vLLM on the CPU, started with the same arguments, and SGLang's stub.
 
+With LORAFLEET_SGLANG_PYTHON, a Python that has SGLang, the stub's place is taken by the real one.
+"""
+
+import json
 import os
 import shutil
 import signal
@@ -15,16 +19,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["sim", "vllm"]
+Kind = Literal["sim", "vllm", "sglang"]
 
-MODULES = {"sim": "workers.engines.sim", "vllm": "vllm.entrypoints.openai.api_server"}
-START_WITHIN_S = {"sim": 20.0, "vllm": 240.0}  # vLLM: 25-60 s alone on 2 cores, longer beside other work
+SGLANG_PYTHON = os.environ.get("LORAFLEET_SGLANG_PYTHON", "")
+MODULES = {
+    "sim": "workers.engines.sim",
+    "vllm": "vllm.entrypoints.openai.api_server",
+    "sglang": "sglang.launch_server" if SGLANG_PYTHON else "tests.sglang_stub",
+}
+# vLLM: 25-60 s alone on 2 cores, longer beside other work
+START_WITHIN_S = {"sim": 20.0, "vllm": 240.0, "sglang": 600.0 if SGLANG_PYTHON else 20.0}
 
 # The least that vLLM 0.32 starts with on 2 cores; the sim takes and ignores what it has no use for.
 FLAGS: Sequence[str] = (
     "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "16", "--enforce-eager",
     "--max-model-len", "2048", "--max-num-batched-tokens", "2048", "--max-num-seqs", "8", "--block-size", "32",
     "--num-gpu-blocks-override", "256", "--enable-prompt-tokens-details", "--shutdown-timeout", "20",
+)  # fmt: skip
+SGLANG_FLAGS: Sequence[str] = (
+    "--enable-lora", "--max-loras-per-batch", "3", "--max-loaded-loras", "4", "--max-lora-rank", "16",
+    "--lora-target-modules", "all", "--context-length", "2048", "--chunked-prefill-size", "2048",
+    "--max-running-requests", "8", "--page-size", "32", "--max-total-tokens", "8192", "--enable-metrics",
+    "--enable-cache-report",
 )  # fmt: skip
 ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
@@ -34,6 +50,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "SGLANG_STUB_HEALTH_S": "0.01",
 }
 
 
@@ -78,12 +95,14 @@ def start_engine(
     folder = Path(tempfile.mkdtemp(prefix="engine-", dir="/tmp"))  # short: an ipc path has at most 107 bytes
     port = free_port()
     kv_endpoint, replay_endpoint = f"ipc://{folder}/kv", f"ipc://{folder}/replay"
-    events = (
-        f'{{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"{kv_endpoint}",'
-        f'"replay_endpoint":"{replay_endpoint}","topic":"kv"}}'
-    )
-    command = [sys.executable, "-m", MODULES[kind], "--model", str(model_dir), "--served-model-name", served_model_name]
-    command += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, "--kv-events-config", events, *flags]
+    events = {"publisher": "zmq", "endpoint": kv_endpoint, "replay_endpoint": replay_endpoint, "topic": "kv"}
+    python, model_flag, own = sys.executable, "--model", FLAGS
+    if kind == "sglang":
+        python, model_flag, own = SGLANG_PYTHON or python, "--model-path", SGLANG_FLAGS
+    else:
+        events["enable_kv_cache_events"] = True
+    command = [python, "-m", MODULES[kind], model_flag, str(model_dir), "--served-model-name", served_model_name]
+    command += ["--host", "127.0.0.1", "--port", str(port), *own, "--kv-events-config", json.dumps(events), *flags]
     log = folder / "log"
     began = time.monotonic()
     with log.open("wb") as out:

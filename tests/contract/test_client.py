@@ -1,0 +1,302 @@
+"""What the fleet needs of any engine, asked through its own client and dialect: one suite for every kind we drive."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq.asyncio
+
+from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.kv.events import Decoder
+from lorafleet.kv.ledger import TRAITS, Ledger, Tier
+from router.dress import dialect_of
+from tests.engines import RunningEngine, start_engine
+from workers.core.errors import EngineError
+from workers.engines.base import Engine
+from workers.engines.kinds import connect
+
+BASE, BLOCK = "tiny-qwen", 32
+KINDS = ["sim", "sglang", pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def running(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RunningEngine]:
+    engine = start_engine(request.param, model_dir)
+    yield engine
+    engine.stop()
+
+
+class Cached(set[int]):
+    """Our hashes of what the engine's events say is cached on its device."""
+
+    def add(self, tier: Tier, hashes: Any) -> None:  # type: ignore[override]
+        assert tier == "device"
+        self.update(hashes)
+
+    def drop(self, tier: Tier, hashes: Any) -> None:
+        self.difference_update(hashes)
+
+
+@dataclass
+class Bench:
+    """An engine, its client, and a ledger fed by its events."""
+
+    kind: str
+    engine: Engine
+    http: httpx.AsyncClient
+    sub: zmq.asyncio.Socket
+    adapters: dict[str, Path]
+    cached: Cached = field(default_factory=Cached)
+    fresh: "count[int]" = field(default_factory=lambda: FRESH)
+
+    def __post_init__(self) -> None:
+        self.dialect = dialect_of(self.engine.traits.dialect, engine_name="")
+        self.traits = TRAITS[self.engine.traits.dialect]
+        self.ledger = Ledger(BASE, BLOCK, self.cached, self.traits)
+        self._decode = Decoder().decode
+
+    def tokens(self, blocks: int) -> list[int]:
+        """Whole blocks and one token more, that no test has used before."""
+        first = next(self.fresh)
+        return [300 + first % 1000, 400 + first % 60, *range(500, 500 + blocks * BLOCK - 1)]
+
+    def hashes(self, tokens: list[int], name: str = "", salt: str = "") -> set[int]:
+        return set(block_hashes(tokens, block_size=BLOCK, root=root_hash(BASE, name, salt)))
+
+    async def ask(self, prompt: Any, adapter: str = "", **more: Any) -> httpx.Response:
+        """What a router would send for it."""
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True} | more
+        fields = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
+        dressed = self.dialect.dress(fields, self.dialect.model(BASE, adapter))
+        return await self.http.post("/v1/completions", content=dressed, headers={"content-type": "application/json"})
+
+    async def text(self, prompt: Any, adapter: str = "", **more: Any) -> str:
+        answer = await self.ask(prompt, adapter, **more)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    async def until_cached(self, wanted: set[int]) -> None:
+        async with asyncio.timeout(10):
+            while not wanted <= self.cached:
+                self.ledger.apply(self._decode((await self.sub.recv_multipart())[2]))
+
+    async def settle(self) -> None:
+        """Hear of everything that was asked so far."""
+        marker = self.tokens(1)
+        await self.text(marker)
+        await self.until_cached(self.hashes(marker))
+
+
+FRESH = count(1)
+
+
+@pytest.fixture
+async def bench(running: RunningEngine, adapters: dict[str, Path]) -> AsyncIterator[Bench]:
+    engine = connect(running.kind, running.url)
+    context = zmq.asyncio.Context()
+    sub = context.socket(zmq.SUB)
+    sub.set_hwm(0)
+    sub.connect(running.kv_endpoint)
+    sub.subscribe(b"")
+    try:
+        async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
+            bench = Bench(running.kind, engine, http, sub, adapters)
+            await _until_heard(bench)
+            yield bench
+            for name in await engine.adapters():
+                await engine.unload(name, timeout_s=30)
+    finally:
+        await engine.aclose()
+        sub.close(linger=0)
+        context.term()
+
+
+async def _until_heard(bench: Bench) -> None:
+    """A subscription takes effect some time after it was made."""
+    while True:
+        await bench.text(bench.tokens(1))
+        if await bench.sub.poll(50):
+            break
+
+
+# --- adapters
+
+
+async def test_a_loaded_adapter_is_listed_with_its_path_and_a_second_load_is_fine(bench: Bench) -> None:
+    for _ in range(2):
+        await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
+        assert await bench.engine.adapters() == {"sql/v1@1": str(bench.adapters["sql"])}
+
+
+async def test_an_unloaded_adapter_is_not_listed_and_a_second_unload_is_fine(bench: Bench) -> None:
+    await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
+    for _ in range(2):
+        await bench.engine.unload("sql/v1@1", timeout_s=30)
+        assert await bench.engine.adapters() == {}
+    await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
+    assert "sql/v1@1" in await bench.engine.adapters()
+
+
+async def test_a_name_that_is_taken_by_other_files_is_refused(bench: Bench) -> None:
+    await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
+    with pytest.raises(EngineError, match="already") as refused:
+        await bench.engine.load("sql/v1@1", bench.adapters["legal"], timeout_s=30)
+    assert refused.value.code == "adapter_refused"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("rank", "rank"), ("dora", "DoRA"), ("noconfig", "adapter_config|No adapter found")]
+)
+async def test_a_bad_adapter_is_refused_with_the_engines_reason(
+    bench: Bench, bad_adapters: dict[str, Path], fault: str, said: str
+) -> None:
+    with pytest.raises(EngineError, match=said) as refused:
+        await bench.engine.load("bad@1", bad_adapters[fault], timeout_s=30)
+    assert refused.value.code == "adapter_refused"
+    assert await bench.engine.adapters() == {}
+
+
+async def test_each_adapter_answers_for_itself_and_under_the_name_it_was_asked_by(bench: Bench) -> None:
+    await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
+    await bench.engine.load("legal/v2@2", bench.adapters["legal"], timeout_s=30)
+    prompt = bench.tokens(1)
+    said = {name: await bench.text(prompt, name, max_tokens=8) for name in ("", "sql/v1@1", "legal/v2@2")}
+    assert len(set(said.values())) == 3
+    for name in said:
+        assert (await bench.ask(prompt, name)).json()["model"] == bench.dialect.model(BASE, name)
+
+
+async def test_an_adapter_that_was_never_loaded_is_an_error_and_not_the_base_models_answer(bench: Bench) -> None:
+    assert (await bench.ask("x", "never/v1@1")).status_code in (400, 404)
+
+
+# --- what it says of itself
+
+
+async def test_it_says_its_shape(bench: Bench) -> None:
+    shape = await bench.engine.shape()
+    assert (shape.block_size, shape.max_model_len, shape.model_name) == (BLOCK, 2048, BASE)
+    assert shape.total_kv_blocks == 256
+
+
+async def test_its_counters_tell_what_was_computed_and_what_was_cached(bench: Bench) -> None:
+    prompt = bench.tokens(3)
+    before = await bench.engine.scrape()
+    await bench.text(prompt, max_tokens=5)
+    once = await bench.engine.scrape()
+    assert once.computed_tokens - before.computed_tokens == len(prompt)
+    assert (once.ended - before.ended, once.ended_output_tokens - before.ended_output_tokens) == (1, 5)
+    assert once.steps > before.steps
+    assert once.ended_seconds > before.ended_seconds
+    await bench.text(prompt, max_tokens=1)
+    again = await bench.engine.scrape()
+    assert again.computed_tokens - once.computed_tokens == len(prompt) - 3 * BLOCK
+    assert (again.running, again.waiting) == (0, 0)
+
+
+async def test_its_answers_say_how_much_was_cached(bench: Bench) -> None:
+    prompt = bench.tokens(2)
+    await bench.text(prompt)
+    usage = (await bench.ask(prompt)).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * BLOCK
+
+
+async def test_it_is_healthy_gives_tokens_and_keeps_its_boot_mark(bench: Bench) -> None:
+    assert await bench.engine.is_healthy(timeout_s=10)
+    assert await bench.engine.gives_tokens(BASE, timeout_s=30)
+    assert await bench.engine.boot_mark() == await bench.engine.boot_mark()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_an_engine_that_is_not_there_is_unreachable(kind: str) -> None:
+    gone = connect(kind, "http://127.0.0.1:1")
+    assert not await gone.is_healthy(timeout_s=1)
+    for ask in (gone.adapters, gone.scrape, gone.shape, gone.boot_mark):
+        with pytest.raises(EngineError) as refused:
+            await ask()
+        assert refused.value.code == "engine_unreachable"
+    await gone.aclose()
+
+
+# --- its cache and events
+
+
+async def test_what_its_events_say_is_cached_is_told_apart_by_adapter_and_salt(bench: Bench) -> None:
+    await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
+    prompt = bench.tokens(2)
+    roots = [{}, {"name": "sql/v1@1"}, {"salt": "tenant"}, {"name": "sql/v1@1", "salt": "tenant"}]
+    for root in roots:
+        more = {"cache_salt": root["salt"]} if "salt" in root else {}
+        answer = await bench.ask(prompt, root.get("name", ""), **more)
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, root
+        await bench.until_cached(bench.hashes(prompt, **root))
+        for other in roots[roots.index(root) + 1 :]:
+            assert bench.cached.isdisjoint(bench.hashes(prompt, **other)), (root, other)
+    assert not bench.ledger.rejected
+
+
+async def test_after_unload_and_load_the_ledger_believes_what_the_engine_finds(bench: Bench) -> None:
+    prompt = bench.tokens(2)
+    await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
+    await bench.text(prompt, "sql/v1@1")
+    await bench.until_cached(bench.hashes(prompt, "sql/v1@1"))
+    await bench.engine.unload("sql/v1@1", timeout_s=30)
+    await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
+    if bench.traits.forgets_on_load:
+        bench.ledger.forget_adapter("sql/v1@1")
+    await bench.settle()
+    believed = len(bench.hashes(prompt, "sql/v1@1") & bench.cached) * BLOCK
+    answer = await bench.ask(prompt, "sql/v1@1")
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == believed
+    assert (believed == 0) == bench.traits.forgets_on_load
+    await bench.until_cached(bench.hashes(prompt, "sql/v1@1"))
+
+
+async def test_room_that_is_made_is_told(bench: Bench) -> None:
+    old = bench.tokens(2)
+    await bench.text(old)
+    await bench.until_cached(bench.hashes(old))
+    for _ in range(5):  # 5 x 60 blocks into a pool of 256
+        await bench.text(bench.tokens(60))
+    await bench.settle()
+    assert bench.cached.isdisjoint(bench.hashes(old))
+    usage = (await bench.ask(old)).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+# --- SGLang's own traps, which the rest is built around
+
+
+only_sglang = pytest.mark.parametrize("running", ["sglang"], indirect=True)
+
+
+@only_sglang
+async def test_a_bare_name_gets_the_base_models_answer_so_no_list_can_be_had_by_trying(bench: Bench) -> None:
+    await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
+    prompt = bench.tokens(1)
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "model": "sql/v1@1"}
+    answer = await bench.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"] == await bench.text(prompt)
+
+
+@only_sglang
+async def test_an_unloaded_adapter_comes_back_when_it_is_asked_for_and_is_listed_again(
+    bench: Bench, tmp_path: Path
+) -> None:
+    files = Path(shutil.copytree(bench.adapters["sql"], tmp_path / "sql"))
+    await bench.engine.load("ghost/v1@1", files, timeout_s=30)
+    await bench.engine.unload("ghost/v1@1", timeout_s=30)
+    await bench.text("x", "ghost/v1@1")
+    assert "ghost/v1@1" in await bench.engine.adapters()
+    await bench.engine.unload("ghost/v1@1", timeout_s=30)
+    shutil.rmtree(files)
+    refused = await bench.ask("x", "ghost/v1@1")
+    assert (refused.status_code, "Failed to implicitly load" in refused.text) == (400, True)

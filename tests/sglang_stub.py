@@ -1,0 +1,418 @@
+"""SGLang's server without a model: `python -m tests.sglang_stub` with SGLang's own flags.
+
+Everything that the fleet relies on, or has to be afraid of, is as SGLang 0.5.23's source has it and as it was seen
+running: adapters are chosen by `base:adapter` alone and bare names fall through to the base model; an unloaded name
+comes back with the next request; each load has a new id, which seeds the hashes of the adapter's blocks; an unload
+waits for requests in flight and publishes nothing. Text is a function of the adapter's content and the prompt.
+
+source  sglang/srt/managers/tokenizer_control_mixin.py, tokenizer_manager.py, lora/lora_registry.py,
+        entrypoints/http_server.py, entrypoints/openai/serving_base.py, mem_cache/events.py,
+        disaggregation/kv_events.py, observability/metrics_collector.py
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import random
+import time
+import uuid
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from lorafleet.chat import ChatTokenizer
+from workers.engines.sim.publisher import Publisher
+from workers.engines.sim.settings import EventsConfig
+
+
+class Event(msgspec.Struct, omit_defaults=True, tag=True):
+    pass
+
+
+class BlockStored(Event):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+    cache_salt: str | None = None
+    lora_name: str | None = None
+
+
+class BlockRemoved(Event):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+@dataclass(frozen=True)
+class Ref:
+    """One load of an adapter."""
+
+    name: str
+    path: str
+    digest: bytes
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass
+class Page:
+    parent: int | None
+    children: int = 0
+
+
+class Cache:
+    """Pages of tokens by the hash of all before them; the least recently used leaf goes first."""
+
+    def __init__(self, page_size: int, pages: int) -> None:
+        self.page_size, self.most = page_size, pages
+        self.pages: OrderedDict[int, Page] = OrderedDict()
+        self.events: list[Event] = []
+
+    def hashes(self, tokens: list[int], ref: Ref | None, salt: str | None) -> list[int]:
+        running, found = hashlib.sha256(f"{ref.id if ref else ''}|{salt or ''}".encode()).digest(), []
+        for start in range(0, len(tokens) - len(tokens) % self.page_size, self.page_size):
+            page = json.dumps(tokens[start : start + self.page_size]).encode()
+            running = hashlib.sha256(running + page).digest()
+            found.append(int.from_bytes(running[:8], "big", signed=True))
+        return found
+
+    def match(self, tokens: list[int], ref: Ref | None, salt: str | None) -> int:
+        """Tokens found; the last one is always computed."""
+        found = 0
+        for page in self.hashes(tokens[:-1], ref, salt):
+            if page not in self.pages:
+                break
+            self.pages.move_to_end(page)
+            found += self.page_size
+        return found
+
+    def store(self, tokens: list[int], ref: Ref | None, salt: str | None) -> None:
+        parent: int | None = None
+        first = True
+        for number, page in enumerate(self.hashes(tokens, ref, salt)):
+            if page in self.pages:
+                self.pages.move_to_end(page)
+            else:
+                self._make_room(parent)
+                self.pages[page] = Page(parent)
+                if parent is not None:
+                    self.pages[parent].children += 1
+                ids = tokens[number * self.page_size : (number + 1) * self.page_size]
+                last = self.events[-1] if self.events and not first else None
+                if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
+                    last.block_hashes.append(page)
+                    last.token_ids.extend(ids)
+                else:
+                    self.events.append(
+                        BlockStored([page], parent, ids, self.page_size, None, "GPU", salt, ref.name if ref else None)
+                    )
+                first = False
+            parent = page
+
+    def _make_room(self, keep: int | None) -> None:
+        while len(self.pages) >= self.most:
+            leaf = next(page for page, held in self.pages.items() if not held.children and page != keep)
+            gone = self.pages.pop(leaf)
+            if gone.parent is not None:
+                self.pages[gone.parent].children -= 1
+            self.events.append(BlockRemoved([leaf], "GPU"))
+
+
+class Refused(Exception):
+    """What SGLang raises as ValueError."""
+
+
+class Adapters:
+    """The registry of names, and the cache of every name that was ever loaded."""
+
+    def __init__(self, *, max_loaded: int | None, max_rank: int) -> None:
+        self.max_loaded, self.max_rank = max_loaded, max_rank
+        self.registry: OrderedDict[str, Ref] = OrderedDict()
+        self.ever: dict[str, Ref] = {}
+        self.running: Counter[str] = Counter()
+        self.lock = asyncio.Lock()
+        self.ended = asyncio.Condition()
+
+    async def load(self, name: str, path: str) -> None:
+        async with self.lock:
+            if name in self.registry:
+                raise Refused(f"Failed to load LoRA adapter {name} because it is already loaded")
+            ref = Ref(name, path, _read_adapter(name, Path(path), self.max_rank))
+            self.registry[name] = self.ever[name] = ref
+            while self.max_loaded is not None and len(self.registry) > self.max_loaded:
+                await self._unload(next(iter(self.registry)))
+
+    async def unload(self, name: str) -> None:
+        async with self.lock:
+            await self._unload(name)
+
+    async def _unload(self, name: str) -> None:
+        if name not in self.registry:
+            raise Refused(f"LoRA with name {name} does not exist. Loaded LoRAs: {self.registry.keys()}")
+        ref = self.registry.pop(name)
+        async with self.ended:
+            await self.ended.wait_for(lambda: not self.running[ref.id])
+
+    @contextlib.asynccontextmanager
+    async def used(self, name: str | None):
+        """The adapter while a request runs on it, loaded again where it was unloaded."""
+        if name is None:
+            yield None
+            return
+        if name not in self.registry:
+            if name not in self.ever:
+                known = self.ever.keys()
+                raise Refused(f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {known}.")
+            try:
+                await self.load(name, self.ever[name].path)
+            except (Refused, OSError) as exc:
+                raise Refused(f"Failed to implicitly load LoRA adapter {name}: {exc}") from exc
+        ref = self.registry[name]
+        self.registry.move_to_end(name)
+        self.running[ref.id] += 1
+        try:
+            yield ref
+        finally:
+            self.running[ref.id] -= 1
+            async with self.ended:
+                self.ended.notify_all()
+
+
+def _read_adapter(name: str, path: Path, max_rank: int) -> bytes:
+    config = json.loads((path / "adapter_config.json").read_text())
+    if config.get("use_dora"):
+        raise Refused(f"Failed to load {name} because LoRA serving currently doesn't support DoRA adapters")
+    if config["r"] > max_rank:
+        raise Refused(
+            f"LoRA adapter {name} with rank {config['r']} is incompatible with the current LoRA memory pool"
+            " configuration. Please ensure that the LoRA adapter's rank is within the configured `--max-lora-rank`"
+            " and that the target modules are included in `--lora-target-modules`."
+        )
+    return hashlib.sha256((path / "adapter_model.safetensors").read_bytes()).digest()
+
+
+class Server:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.tokenizer = ChatTokenizer.from_dir(Path(args.model_path))
+        self.adapters = Adapters(max_loaded=args.max_loaded_loras, max_rank=args.max_lora_rank)
+        self.cache = Cache(args.page_size, args.max_total_tokens // args.page_size)
+        config = json.loads(args.kv_events_config)
+        assert config.pop("publisher") == "zmq"
+        self.publisher = Publisher(EventsConfig(**config))
+        self.totals: Counter[str] = Counter()
+        self.started = {"scheduler_e2e": time.perf_counter() % 1, "cuda_graph": {}}
+        self.seed = random.getrandbits(30)
+        self.token_s = float(os.environ.get("SGLANG_STUB_TOKEN_S", "0"))
+        self.health_s = float(os.environ.get("SGLANG_STUB_HEALTH_S", "1"))
+
+    # --- what it answers
+
+    def adapter_of(self, body: dict) -> str | None:
+        served, model = self.args.served_model_name, body.get("model", "default")
+        if ":" not in model or model == served:
+            return body.get("lora_path")
+        cut = model[len(served) + 1 :] if model.startswith(served + ":") else model.split(":", 1)[1]
+        return cut.strip() or body.get("lora_path")
+
+    async def generate(self, body: dict, tokens: list[int]):
+        """Yields (None, usage) once the prompt is computed, then (text, usage) a token."""
+        if len(tokens) >= self.args.context_length:
+            raise Refused(f"The input ({len(tokens)} tokens) is longer than the model's context length")
+        salt = body.get("cache_salt")
+        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or 16
+        began = time.perf_counter()
+        async with self.adapters.used(self.adapter_of(body)) as ref:
+            self.totals["running"] += 1
+            try:
+                cached = self.cache.match(tokens, ref, salt)
+                self.totals["prefill_compute"] += len(tokens) - cached
+                self.totals["passes"] += 1
+                self.store(tokens, ref, salt)
+                seed = hashlib.sha256((ref.digest if ref else b"") + json.dumps(tokens).encode()).digest()
+                ids = Random(seed).choices(range(300, 2000), k=wanted)
+                usage = {"prompt_tokens": len(tokens), "prompt_tokens_details": {"cached_tokens": cached}}
+                yield None, usage
+                for number, token in enumerate(ids, 1):
+                    if self.token_s:
+                        await asyncio.sleep(self.token_s)
+                    self.totals["passes"] += 1
+                    yield (
+                        self.tokenizer.decode([token]),
+                        usage
+                        | {
+                            "completion_tokens": number,
+                            "total_tokens": len(tokens) + number,
+                        },
+                    )
+                self.store([*tokens, *ids[:-1]], ref, salt)
+                self.totals["requests"] += 1
+                self.totals["generated"] += wanted
+                self.totals["e2e"] += time.perf_counter() - began
+            finally:
+                self.totals["running"] -= 1
+
+    def store(self, tokens: list[int], ref: Ref | None, salt: str | None) -> None:
+        self.cache.store(tokens, ref, salt)
+        events, self.cache.events = self.cache.events, []
+        if events:
+            self.publisher.publish([time.time(), events, 0])
+
+    async def chat(self, request: Request) -> Response:
+        body = await request.json()
+        return await self.answer(body, self.tokenizer.chat_ids(body), is_chat=True)
+
+    async def complete(self, request: Request) -> Response:
+        body = await request.json()
+        prompt = body["prompt"]
+        return await self.answer(
+            body, self.tokenizer.completion_ids(prompt) if isinstance(prompt, str) else prompt, is_chat=False
+        )
+
+    async def answer(self, body: dict, tokens: list[int], *, is_chat: bool) -> Response:
+        steps = self.generate(body, tokens)
+        kind = "chat.completion" if is_chat else "text_completion"
+        head = {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": body.get("model")}
+
+        def choice(text: str, *, delta: bool) -> dict:
+            said = {"role": "assistant", "content": text}
+            part = {("delta" if delta else "message"): said} if is_chat else {"text": text}
+            return {"index": 0, **part, "finish_reason": None if delta else "length"}
+
+        try:
+            await anext(steps)  # refusals come before the answer begins
+        except Refused as exc:
+            error = {"object": "error", "message": str(exc), "type": "BadRequestError", "param": None, "code": 400}
+            return JSONResponse(error, 400)
+        if body.get("stream"):
+
+            async def pieces():
+                usage = {}
+                async for text, usage in steps:  # noqa: B007
+                    yield f"data: {json.dumps(head | {'choices': [choice(text, delta=True)]})}\n\n"
+                if (body.get("stream_options") or {}).get("include_usage"):
+                    yield f"data: {json.dumps(head | {'choices': [], 'usage': usage})}\n\n"
+                yield "data: [DONE]\n\n"
+
+            return StreamingResponse(pieces(), media_type="text/event-stream")
+        said, usage = "", {}
+        async for text, usage in steps:  # noqa: B007
+            said += text
+        return JSONResponse(head | {"choices": [choice(said, delta=False)], "usage": usage})
+
+    async def models(self, _request: Request) -> Response:
+        served = self.args.served_model_name
+        card = {"object": "model", "created": int(time.time()), "owned_by": "sglang"}
+        base = {"id": served, **card, "root": served, "parent": None, "max_model_len": self.args.context_length}
+        loaded = [
+            {"id": ref.name, **card, "root": ref.path, "parent": served, "max_model_len": None}
+            for ref in self.adapters.registry.values()
+        ]
+        return JSONResponse({"object": "list", "data": [base, *loaded]})
+
+    # --- what runs it
+
+    async def load(self, request: Request) -> Response:
+        body = await request.json()
+        return await self.updated(lambda: self.adapters.load(body["lora_name"], body["lora_path"]))
+
+    async def unload(self, request: Request) -> Response:
+        body = await request.json()
+        return await self.updated(lambda: self.adapters.unload(body["lora_name"]))
+
+    async def updated(self, change) -> Response:
+        try:
+            await change()
+        except (Refused, OSError, ValueError, KeyError) as exc:
+            return JSONResponse({"success": False, "error_message": str(exc), "loaded_adapters": None}, 400)
+        loaded = {ref.name: ref.path for ref in self.adapters.registry.values()}
+        return JSONResponse({"success": True, "error_message": "", "loaded_adapters": loaded})
+
+    async def health(self, _request: Request) -> Response:
+        await asyncio.sleep(self.health_s)
+        return Response()
+
+    async def info(self, _request: Request) -> Response:
+        args = vars(self.args) | {"kv_events": None, "version": "0.5.23", "random_seed": self.seed, "dp_size": 1}
+        args["max_total_num_tokens"] = self.args.max_total_tokens
+        return JSONResponse(args | {"startup_time": self.started, "internal_states": []})
+
+    async def metrics(self, _request: Request) -> Response:
+        told, used = self.totals, len(self.cache.pages) * self.args.page_size
+        labels = f'engine_type="unified",model_name="{self.args.served_model_name}"'
+        rank = labels + ',moe_ep_rank="0",pp_rank="0",tp_rank="0"'
+        gauges = {
+            "num_running_reqs": told["running"],
+            "num_queue_reqs": 0,
+            "token_usage": used / self.args.max_total_tokens,
+            "page_size": self.args.page_size,
+            "num_pages": self.args.max_total_tokens // self.args.page_size,
+        }
+        lines = [f"# TYPE sglang:{name} gauge\nsglang:{name}{{{rank}}} {value}" for name, value in gauges.items()]
+        lines += [
+            f'sglang:realtime_tokens_total{{{rank},mode="prefill_compute"}} {told["prefill_compute"]}',
+            f'sglang:cuda_graph_passes_total{{{rank},mode="decode_none"}} {told["passes"]}',
+            f'sglang:num_requests_total{{{labels},is_streaming="false"}} {told["requests"]}',
+            f'sglang:generation_tokens_total{{{labels},is_streaming="false"}} {told["generated"]}',
+            f'sglang:e2e_request_latency_seconds_sum{{{labels},is_streaming="false"}} {told["e2e"]}',
+        ]
+        return PlainTextResponse("\n".join([*lines, ""]))
+
+    @property
+    def app(self) -> Starlette:
+        post = {"methods": ["POST"]}
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self.chat, **post),
+                Route("/v1/completions", self.complete, **post),
+                Route("/v1/models", self.models),
+                Route("/load_lora_adapter", self.load, **post),
+                Route("/unload_lora_adapter", self.unload, **post),
+                Route("/health", self.health),
+                Route("/server_info", self.info),
+                Route("/metrics", self.metrics),
+            ]
+        )
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """SGLang's flags; what it does not know it refuses, as SGLang does."""
+    parser = argparse.ArgumentParser(prog="sglang.launch_server", allow_abbrev=False)
+    for flag in ("--model-path", "--served-model-name", "--host", "--kv-events-config", "--lora-target-modules"):
+        parser.add_argument(flag, required=True)
+    for flag, default in (
+        ("--port", 30000),
+        ("--max-loras-per-batch", 8),
+        ("--max-loaded-loras", None),
+        ("--max-lora-rank", None),
+        ("--page-size", 1),
+        ("--max-running-requests", None),
+        ("--chunked-prefill-size", 8192),
+        ("--context-length", 2048),
+        ("--max-total-tokens", 8192),
+    ):
+        parser.add_argument(flag, type=int, default=default)
+    for flag in ("--enable-lora", "--enable-metrics", "--enable-cache-report"):
+        parser.add_argument(flag, action="store_true")
+    args = parser.parse_args(argv)
+    assert args.max_lora_rank
+    assert args.max_loaded_loras is None or args.max_loaded_loras >= args.max_loras_per_batch
+    assert args.chunked_prefill_size % args.page_size == 0
+    return args
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    uvicorn.run(Server(arguments).app, host=arguments.host, port=arguments.port, log_level="warning")
