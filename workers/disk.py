@@ -82,8 +82,11 @@ class Disk:
         with self._locked():
             try:
                 self._renew(digest)
-            except OSError:
+            except FileNotFoundError:
                 return False
+            except OSError as exc:  # a disk that is full, or another user's folder: it can be read all the same
+                log.warning("no lease on an adapter of the cache", digest=digest, error=str(exc))
+                return self.path(digest).is_dir()
             return True
 
     def renew(self, wanted: Iterable[str]) -> list[str]:
@@ -215,8 +218,11 @@ class Disk:
 
     def _now(self) -> float:
         clock = self.folder / f".clock-{self._user}"
-        clock.touch()
-        return clock.stat().st_mtime
+        try:
+            clock.touch()
+            return clock.stat().st_mtime
+        except OSError:  # a full disk
+            return time.time()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

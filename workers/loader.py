@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -41,12 +41,13 @@ class Loader:
         self._residency = residency
         self._metrics = metrics
         self._clock = clock
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # Weak: there are as many as are held or waited for, not as many as names were ever asked for.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def ensure(self, request: LoadRequest) -> LoadedLora:
         """The adapter, ready in the engine; at once when it was there already. Raises WorkerError."""
         check_id(request.lora_id)
-        async with self._locks[request.lora_id]:
+        async with self._lock(request.lora_id):
             with self._residency.reported(request):
                 record = await self._intake.installed(request)
                 self._residency.show(record.lora_id, record.digest, "loading")
@@ -55,7 +56,7 @@ class Loader:
     async def inspect(self, request: InspectRequest) -> AvailableLora:
         """Fetch, verify, install; load nothing. Raises WorkerError."""
         check_id(request.lora_id)
-        async with self._locks[request.lora_id]:
+        async with self._lock(request.lora_id):
             record = await self._intake.inspected(request)
         self._residency.changed()
         return self._residency.available_of(record)
@@ -63,7 +64,7 @@ class Loader:
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
         """Engine names that were unloaded; requests in flight on them go on. Raises WorkerError `not_loaded`."""
         check_id(request.lora_id)
-        async with self._locks[request.lora_id], self._link.lock:
+        async with self._lock(request.lora_id), self._link.lock:
             engine = self._link.require()
             records = [
                 record
@@ -77,6 +78,9 @@ class Loader:
                 await self._unload_one(engine, record)
                 self._residency.forget_load(record)
             return tuple(record.engine_name for record in records)
+
+    def _lock(self, lora_id: str) -> asyncio.Lock:
+        return self._locks.setdefault(lora_id, asyncio.Lock())
 
     # --- after a start -------------------------------------------------------------------------------------------
 

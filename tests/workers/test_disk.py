@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -12,8 +13,20 @@ import pytest
 
 from lorafleet.tiny import make_adapter
 from tests.workers.running import SIM, RunningWorker, code, loaded, post, until
+from workers.cache import Cache
+from workers.config import WorkerSettings
+from workers.core.errors import SourceError
+from workers.core.manifest import Rules
 from workers.core.shelf import Folder, to_free
 from workers.disk import Disk
+from workers.events import Events
+from workers.intake import Intake
+from workers.library import Library
+from workers.metrics import Metrics
+from workers.records import Records
+from workers.residency import Residency, timestamp
+from workers.sources.local import LocalSource
+from workers.wire import InspectRequest
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -141,6 +154,53 @@ def test_a_damaged_folder_is_replaced_under_the_leases_of_all(tmp_path):
     mine.replace("digest", whole)
     assert (mine.path("digest") / "adapter_model.safetensors").read_bytes() == b"whole"
     assert {path.name for path in (mine.path("digest") / ".users").iterdir()} == {"a", "b"}
+
+
+def test_an_adapter_without_a_lease_can_be_used_where_none_can_be_written(tmp_path):
+    mine = disk(tmp_path)
+    put(mine, "here")
+    (mine.path("here") / ".users").write_text("")  # no folder: as full a disk as a lease can meet
+    assert mine.claim("here")
+    assert not mine.claim("elsewhere")
+
+
+class FullOnce:
+    """A source that finds the disk full for as long as an adapter is there that nobody uses."""
+
+    def __init__(self, source: LocalSource, idle: Path) -> None:
+        self.source, self.idle = source, idle
+        self.tries = 0
+
+    async def fetch(self, ref, into, transfer) -> None:
+        self.tries += 1
+        if self.idle.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        await self.source.fetch(ref, into, transfer)
+
+
+@pytest.mark.parametrize("idle_s", [1000, 0])
+async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tried_once_more(tmp_path, idle_s):
+    mine = disk(tmp_path / "cache")
+    put(mine, "idle", idle_s=idle_s)
+    source = FullOnce(LocalSource([tmp_path], max_bytes=1 << 30), mine.path("idle"))
+    rules = Rules(64, frozenset(), "off")
+    cache = Cache(mine, sources={"file": source}, rules=rules, fetch_deadline_s=10)
+    metrics, library, records = Metrics(), Library(None, rules), Records(tmp_path / "state")
+    settings = WorkerSettings(model="/models/m")
+    events = Events(boot_id="b", size=10, now=timestamp)
+    residency = Residency(
+        settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
+    )
+    intake = Intake(cache=cache, library=library, residency=residency, metrics=metrics)
+    ask = InspectRequest(lora_id="a/v1", source=str(make_adapter(tmp_path / "from", "a/v1")))
+    if idle_s:
+        assert (await intake.inspected(ask)).lora_id == "a/v1"
+        assert source.tries == 2
+    else:
+        with pytest.raises(SourceError, match=r"no space left in .*: \d+ bytes are free, 100 are taken"):
+            await intake.inspected(ask)
+        assert source.tries == 1
+    assert not list((tmp_path / "cache").glob(".partial-*"))
 
 
 # --- real agents ----------------------------------------------------------------------------------------------------
