@@ -1,0 +1,31 @@
+"""The corpus of broken adapters on the engine itself: what it refuses we refuse, what we take it takes.
+
+Where we refuse an adapter that the engine takes, the corpus says so and why; this holds that to be true as well.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.conftest import Bench
+from tests.workers.broken import BROKEN, GOOD, Case
+
+
+def verdict(bench: Bench, case: Case, folder: Path) -> str:
+    answer = bench.client.post("/v1/load_lora_adapter", json={"lora_name": case.name, "lora_path": str(folder)})
+    if answer.status_code != 200:
+        return "refuses"
+    bench.unload(case.name)
+    return "takes"
+
+
+def test_vllm_does_with_every_adapter_of_the_corpus_what_the_corpus_says(bench: Bench, tmp_path: Path) -> None:
+    if bench.engine.kind == "sim":
+        pytest.skip("the sim opens no weights: agents verify them before any engine sees them")
+    asked = [case for case in (*BROKEN, *GOOD) if case.vllm != "not asked"]
+    found = {case.name: verdict(bench, case, case.write(tmp_path)) for case in asked}
+    assert found == {case.name: case.vllm for case in asked}
+    assert bench.client.get("/health").status_code == 200
+    bench.load("after-all", bench.adapters["sql"])
+    assert bench.complete("still there?", model="after-all")["choices"]
+    bench.unload("after-all")

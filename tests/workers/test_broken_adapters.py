@@ -1,0 +1,92 @@
+"""Every adapter of the corpus meets the verdict that stands beside it; what its header costs does not grow with it."""
+
+import json
+import time
+
+import pytest
+
+from lorafleet.tiny import MODEL_NAME
+from tests.workers.broken import BROKEN, CONFIG, GOOD, MAX_RANK, pairs, safetensors_header
+from workers.core.base_model import base_model
+from workers.core.errors import SourceError
+from workers.core.manifest import Rules
+from workers.verify import describe, read_base_model, read_manifest
+
+
+@pytest.fixture(scope="module")
+def rules(agent_model) -> Rules:
+    base = read_base_model(agent_model)
+    assert base is not None
+    return Rules(MAX_RANK, frozenset({MODEL_NAME}), base=base, max_bytes=64 << 20)
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+def test_a_broken_adapter_is_refused_with_its_own_code_and_what_would_be_accepted(case, rules, tmp_path):
+    with pytest.raises(SourceError) as refused:
+        read_manifest(case.write(tmp_path), rules)
+    said = str(refused.value)
+    assert refused.value.code == case.code, said
+    assert "accepted" in said or refused.value.code in ("adapter_config_invalid", "weights_corrupt"), said
+    assert str(tmp_path) not in said
+
+
+@pytest.mark.parametrize("case", GOOD, ids=lambda case: case.name)
+def test_a_good_variant_is_taken(case, rules, tmp_path):
+    assert read_manifest(case.write(tmp_path), rules).modules
+
+
+def test_the_corpus_says_why_where_we_are_stricter_than_the_engine():
+    assert [case.name for case in BROKEN if (case.vllm != "refuses") != bool(case.why)] == []
+    assert len({case.name for case in (*BROKEN, *GOOD)}) == len(BROKEN) + len(GOOD)
+
+
+def test_an_adapter_larger_than_the_limit_is_refused_by_size_before_anything_is_read(rules, tmp_path):
+    folder = GOOD[0].write(tmp_path)
+    with (folder / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(65 << 20)
+    with pytest.raises(SourceError, match="at most 67108864") as refused:
+        describe(folder, rules)
+    assert refused.value.code == "source_too_big"
+
+
+def test_a_pickle_beside_proper_weights_is_left_alone(rules, tmp_path):
+    folder = GOOD[0].write(tmp_path)
+    plain = read_manifest(folder, rules)
+    (folder / "adapter_model.bin").write_bytes(b"anything")
+    assert read_manifest(folder, rules) == plain
+
+
+def test_the_header_of_a_300_mb_adapter_is_verified_in_milliseconds(tmp_path):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    base = base_model(config, {})
+    assert base is not None
+    layer = {
+        module.removeprefix("model.layers.0."): shape
+        for module, shape in base.shapes.items()
+        if module.startswith("model.layers.0.")
+    }
+    header = safetensors_header(pairs(64, 32, modules=layer))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(CONFIG | {"r": 64, "target_modules": [name.partition(".")[2] for name in layer]})
+    )
+    with (tmp_path / "adapter_model.safetensors").open("wb") as file:
+        file.write(header)
+        size = max(tensor["data_offsets"][1] for tensor in json.loads(header[8:]).values())
+        file.truncate(len(header) + size)  # a hole: it costs no disk here, and 0.1 s to whoever would read it
+    assert size > 300e6
+    rules = Rules(64, frozenset({MODEL_NAME}), base=base)
+    took_s = []
+    for _ in range(5):
+        began = time.perf_counter()
+        assert describe(tmp_path, rules).modules == 7 * 32
+        took_s.append(time.perf_counter() - began)
+    assert min(took_s) < 0.03
