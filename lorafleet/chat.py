@@ -26,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from lorafleet.cuts import Cuts
+from lorafleet.words import Words
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
@@ -107,12 +108,14 @@ class ChatTokenizer:
         templates: Mapping[str, str],
         named_tokens: Mapping[str, str],
         cuts: Cuts | None = None,
+        words: Words | None = None,
     ) -> None:
         """`templates` by name ("default", "tool_use"), `named_tokens` as templates see them ("eos_token")."""
         self._tokenizer = tokenizer
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._cuts = cuts
+        self._words = words
         self._has_frame = tokenizer.num_special_tokens_to_add(False) > 0
         self._named_tokens = dict(named_tokens)
         self._templates = {name: _Template(source) for name, source in templates.items()}
@@ -124,14 +127,14 @@ class ChatTokenizer:
             raise Untokenizable("no tokenizer.json: only models with a fast tokenizer can be tokenized here")
         try:
             tokenizer = Tokenizer.from_str(files["tokenizer.json"])
-            cuts = Cuts.of(files["tokenizer.json"])
+            cuts, words = Cuts.of(files["tokenizer.json"]), Words.of(files["tokenizer.json"])
         except msgspec.DecodeError:
-            cuts = None  # in a shape that we do not know: it can be encoded, but not in pieces
+            cuts = words = None  # in a shape that we do not know: it can be encoded, but not in pieces
         except Exception as exc:  # tokenizers raises bare Exception for every fault of the file
             raise Untokenizable(f"tokenizer.json: {exc}") from exc
         config = _parsed_object(files, "tokenizer_config.json")
         config.update(_parsed_object(files, "special_tokens_map.json"))
-        return cls(tokenizer, _templates(files, config), _named_tokens(config), cuts)
+        return cls(tokenizer, _templates(files, config), _named_tokens(config), cuts, words)
 
     @classmethod
     def from_dir(cls, path: Path) -> "ChatTokenizer":
@@ -196,6 +199,15 @@ class ChatTokenizer:
     def encode_pieces(self, pieces: Sequence[str], *, add_special_tokens: bool) -> list["array[int]"]:
         """Token ids of each piece, as unsigned 32-bit integers. Raises Untokenizable."""
         return [array("I", self.encode(piece, add_special_tokens=add_special_tokens)) for piece in pieces]
+
+    def quick_ids(self, piece: str, *, add_special_tokens: bool) -> "array[int] | None":
+        """The ids of a piece by its words, with Python's lock held for a millisecond at most; None: `encode` it."""
+        if self._words is None or (add_special_tokens and self._has_frame):
+            return None
+        return self._words.ids(piece, self._encoded)
+
+    def _encoded(self, word: str) -> list[int]:
+        return self.encode(word, add_special_tokens=False)
 
     def chat_ids(self, body: Mapping[str, Any]) -> list[int]:
         """Token ids of a chat request's prompt. Raises Untokenizable."""

@@ -33,8 +33,9 @@ _LOCAL_PRE_TOKENIZERS: Final = frozenset(
 )
 
 
-class _AddedToken(msgspec.Struct):
+class AddedToken(msgspec.Struct):
     content: str
+    id: int = 0
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
@@ -48,9 +49,12 @@ class _Model(msgspec.Struct):
     dropout: float | None = None
 
 
-class _File(msgspec.Struct):
+class TokenizerFile(msgspec.Struct):
+    """What of a tokenizer.json decides where texts may be cut and words begin."""
+
     model: _Model
-    added_tokens: list[_AddedToken] = []
+    added_tokens: list[AddedToken] = []
+    normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
 
 
@@ -65,7 +69,7 @@ class Cuts:
     @classmethod
     def of(cls, tokenizer_json: str) -> "Cuts | None":
         """From the text of a tokenizer.json; None where no cut is provably safe. Raises msgspec.DecodeError."""
-        file = msgspec.json.decode(tokenizer_json, type=_File)
+        file = msgspec.json.decode(tokenizer_json, type=TokenizerFile)
         # A normalized token is looked for in the stretches between the raw ones, so it cannot cross a raw one.
         raw = [token.content for token in file.added_tokens if not token.normalized and token.content]
         # A single-word token asks for the characters around it, one with rstrip swallows the blanks behind it: a cut

@@ -9,13 +9,14 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import httpx
 import structlog
 from jinja2 import TemplateError
 
 from lorafleet.chat import ChatTokenizer, Untokenizable, read_files
+from lorafleet.words import MAX_CHARS
 from router.metrics import Metrics
 from router.pieces import PieceCache
 from router.surface.prompts import prompt_body
@@ -52,6 +53,8 @@ FIELDS = frozenset({*_TOKENIZE_FIELDS, *_ENGINE_ONLY_FIELDS})
 # second number in other threads, so that a short prompt never waits behind a book.
 _INLINE_CHARS = 4_096
 _LONG_CHARS = 65_536
+# And up to so many by their words, which takes about as long.
+_QUICK_CHARS = MAX_CHARS
 # Of the threads: a third of the event loop's share of a core that both want.
 _THREAD_NICENESS = 5
 # Prompts that may wait for a thread; beyond, a prompt is routed without a KV term. A guess, nothing measured.
@@ -223,23 +226,33 @@ class Tokenizers:
         # The last piece grows with the next turn, so it would never be found again.
         found = [self._cache.get(base_model, piece) for piece in pieces[:-1]]
         missing = [piece for piece, ids in zip(pieces, [*found, None], strict=True) if ids is None]
-        new_chars = sum(map(len, missing))
-
-        def encode() -> "list[array[int]]":
-            return local.encode_pieces(missing, add_special_tokens=special)
-
-        if new_chars <= _INLINE_CHARS:
-            encoded = encode()
+        quick: list[array[int] | None] = [None] * len(missing)
+        if sum(map(len, missing)) <= _QUICK_CHARS:
+            quick = [local.quick_ids(piece, add_special_tokens=special) for piece in missing]
+        slow = [piece for piece, ids in zip(missing, quick, strict=True) if ids is None]
+        encoded = await self._encoded(local, slow, special=special) if slow else []
+        if slow:
+            rest = iter(encoded)
+            made = [next(rest) if ids is None else ids for ids in quick]
         else:
-            encoded = await (self._long if new_chars <= _LONG_CHARS else self._very_long).run(encode)
-        for piece, ids in zip(missing[:-1], encoded, strict=False):
+            made = cast("list[array[int]]", quick)
+        for piece, ids in zip(missing[:-1], made, strict=False):
             self._cache.put(base_model, piece, ids)
-        self._count(found, encoded)
-        made = iter(encoded)
-        whole = array("I")
+        self._count(found, made)
+        if len(pieces) == 1:
+            return made[0]
+        whole, new = array("I"), iter(made)
         for held in [*found, None]:
-            whole += next(made) if held is None else held
+            whole += next(new) if held is None else held
         return whole
+
+    async def _encoded(self, local: ChatTokenizer, pieces: Sequence[str], *, special: bool) -> "list[array[int]]":
+        """By the tokenizer; in a thread when that takes long."""
+        chars = sum(map(len, pieces))
+        if chars <= _INLINE_CHARS:
+            return local.encode_pieces(pieces, add_special_tokens=special)
+        threads = self._long if chars <= _LONG_CHARS else self._very_long
+        return await threads.run(lambda: local.encode_pieces(pieces, add_special_tokens=special))
 
     def _count(self, found: "Sequence[array[int] | None]", encoded: "Sequence[array[int]]") -> None:
         if self._metrics is None:
@@ -356,8 +369,11 @@ def _packed(ids: list[Any]) -> "array[int] | None":
 
 
 def _encoded_or_none(local: ChatTokenizer, body: Mapping[str, Any]) -> "array[int] | None":
+    """Both ways; None, too, where they differ."""
     try:
         text, special = local.prompt_text(body)
-        return array("I", local.encode(text, add_special_tokens=special))
+        ids = array("I", local.encode(text, add_special_tokens=special))
+        quick = local.quick_ids(text, add_special_tokens=special)
     except (Untokenizable, TemplateError, TypeError, ValueError):
         return None
+    return ids if quick in (None, ids) else None

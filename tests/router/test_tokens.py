@@ -292,6 +292,9 @@ class Gate:
     def pieces(self, text, *, add_special_tokens):
         return self.chat.pieces(text, add_special_tokens=add_special_tokens)
 
+    def quick_ids(self, piece, *, add_special_tokens):
+        return None
+
     def encode_pieces(self, pieces, *, add_special_tokens):
         self.threads.add(threading.current_thread().name)
         if sum(map(len, pieces)) > 65_536:

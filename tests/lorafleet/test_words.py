@@ -1,0 +1,175 @@
+"""The ids of a text by its words are the tokenizer's own, or none are given."""
+
+import json
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from lorafleet import words as words_module
+from lorafleet.words import MAX_CHARS, Words
+
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    "qwen": QWEN,
+    "llama 3": QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
+    "gpt 2": None,
+    # Leaves what is no letter to nobody: the tokenizer then takes it for a word.
+    "letters": r" ?\p{L}+",
+}
+CORPUS = [
+    "It's what they'll say: I'd've done 12345 things, hadn't I?\n\n",
+    "def main(argv):\n    return {'a': argv[0], \"b\": 0x1F}\t# tabs\r\n",
+    "the quick brown fox jumps over the lazy dog  and then   some",
+] * 20
+
+
+def built(name):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    pattern = SPLITS[name]
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        if pattern is None
+        else pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|im_end|>x"])
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    return tokenizer
+
+
+TOKENIZERS = {name: built(name) for name in SPLITS}
+WORDS = {name: Words.of(tokenizer.to_str()) for name, tokenizer in TOKENIZERS.items()}
+
+# What splits are about, and everything that ASCII has, \x1c to \x1f among it, which Python takes for spaces.
+ascii_texts = st.text(st.characters(max_codepoint=127), max_size=30)
+bits = st.sampled_from([
+    "'s", "'LL", " ", "  ", "\t", "\n", "\r\n", "\x0b", "\x1c", "a", "Zz", " the", "1", "123", "4567", "...", " (", "_",
+    "<|im_start|>", "<|im_end|>", "<|im_end|>x", "<|im_", "end|>", "<tool>", "<to", "\x00", "\x7f",
+])  # fmt: skip
+texts = ascii_texts | st.lists(bits, max_size=12).map("".join)
+
+
+def asked(name, text):
+    def encode(word):
+        return TOKENIZERS[name].encode(word, add_special_tokens=False).ids
+
+    return WORDS[name].ids(text, encode), encode(text)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@given(texts)
+@settings(max_examples=400)
+def test_the_ids_of_a_text_are_the_tokenizers_own(name, text):
+    found, own = asked(name, text)
+    assert found is None or list(found) == own
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama 3", "gpt 2"])
+def test_every_three_characters_of_ascii_that_matter_are_split_as_the_tokenizer_splits_them(name):
+    for text in map("".join, product("a1 \n\r\t\x0b\x1c\x1f'.s", repeat=3)):
+        found, own = asked(name, text)
+        assert found is not None
+        assert list(found) == own, repr(text)
+
+
+def test_what_no_word_covers_is_left_to_the_tokenizer():
+    assert asked("letters", "fine words")[0] is not None
+    assert asked("letters", "fine, words")[0] is None
+
+
+@pytest.mark.parametrize("text", ["naïve", "a\u0130", "x" * (MAX_CHARS + 1)])
+def test_what_is_not_plain_or_too_long_is_left_to_the_tokenizer(text):
+    assert asked("qwen", text)[0] is None
+
+
+def test_of_many_new_words_some_are_learned_each_time_until_all_are_known():
+    words = Words.of(TOKENIZERS["qwen"].to_str())
+    learned = []
+
+    def encode(word):
+        learned.append(word)
+        return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
+
+    text = "".join(f" w{chr(97 + n % 26)}{chr(97 + n // 26)}" for n in range(200))
+    tries = 1
+    while words.ids(text, encode) is None:
+        tries += 1
+    assert (tries, len(learned)) == (4, 200)
+    learned.clear()
+    assert list(words.ids(text, encode)) == TOKENIZERS["qwen"].encode(text, add_special_tokens=False).ids
+    assert learned == []
+
+
+def test_the_table_is_bounded_in_words_and_in_their_length(monkeypatch):
+    monkeypatch.setattr(words_module, "_MAX_WORDS", 50)
+    words = Words.of(TOKENIZERS["qwen"].to_str())
+
+    def encode(word):
+        return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
+
+    for n in range(300):
+        text = f" word{'abcdefghij'[n % 10] * (n // 10 + 1)}"
+        assert list(words.ids(text, encode)) == encode(text)
+        assert len(words._known) <= 51
+    long = " " + "z" * 1000
+    assert list(words.ids(long, encode)) == encode(long)
+    assert long not in words._known
+
+
+def changed(**changes):
+    return json.dumps(json.loads(TOKENIZERS["qwen"].to_str()) | changes)
+
+
+def split(pattern, **changes):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} | changes
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TOKEN = {"id": 1, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Prepend", "prepend": "_"}]}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "Metaspace"}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(QWEN), split(QWEN), BYTES]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(QWEN, behavior="Removed"), BYTES]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(QWEN, invert=True), BYTES]}},
+        {"added_tokens": [TOKEN | {"normalized": True}]},
+        {"added_tokens": [TOKEN | {"single_word": True}]},
+        {"added_tokens": [TOKEN | {"lstrip": True}]},
+        {"added_tokens": [TOKEN | {"rstrip": True}]},
+        {"model": {"type": "Unigram"}},
+        {"model": {"type": "BPE", "dropout": 0.1}},
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_does_more_than_split_and_merge_has_no_table(changes):
+    assert Words.of(changed()) is not None
+    assert Words.of(changed(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\w+", r"\p{Lu}+", r"\P{L}", r".+", r"^a|\s", r"a$", r"(a)|b", r"[[:alpha:]]+", r"[a&&b]", r"a*", r"a{1,2}+", "[",
+        r"[\S]", r"\bx", r"[a--b]",
+    ],
+)  # fmt: skip
+def test_an_expression_that_may_mean_something_else_here_has_no_table(pattern):
+    assert Words.of(changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [split(pattern), BYTES]})) is None
