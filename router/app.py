@@ -58,6 +58,8 @@ log = structlog.get_logger()
 
 _USAGE_EVERY_S = 1.0
 _WATCH_EVERY_S = 1.0
+# Within this a thread that tokenizes gives Python's lock to the event loop; the default is 5 ms.
+_SWITCH_EVERY_S = 0.001
 # Objects made and not freed since the last look for cycles: of requests in flight and kept decisions, mostly.
 _COLLECT_EVERY = 50_000
 # What workers that went have left in an index is cleaned up in steps of a millisecond or two.
@@ -243,6 +245,7 @@ async def _running(
         if siblings is not None:
             await siblings.start()
         _rest_the_collector()
+        sys.setswitchinterval(_SWITCH_EVERY_S)
         try:
             yield
         finally:
