@@ -281,6 +281,13 @@ def test_embeddings_and_head_are_taken_where_the_engine_takes_them_and_fit_the_v
     assert refusal({}, both, elsewhere)[0] == "module_unsupported"
 
 
+def test_experts_are_left_to_the_engine_where_the_base_model_has_any():
+    experts = tensors() | tensors(module="model.layers.0.mlp.experts.3.up_proj")
+    assert refusal({"target_modules": "all-linear"}, experts)[0] == "module_unknown"
+    mixture = base_model({"num_experts": 8}, {MODULE: (32, 64)})
+    assert look({"target_modules": "all-linear"}, experts, Rules(16, frozenset(), "off", mixture)).modules == 2
+
+
 def test_without_a_base_model_at_hand_only_the_adapter_itself_is_held_to_the_rules():
     rules = Rules(16, frozenset(), "off")
     assert look({"base_model_name_or_path": "any"}, tensors(into=65), rules).modules == 1
@@ -337,6 +344,7 @@ def test_modules_of_a_model_with_a_vision_part_are_found_under_each_of_their_nam
     base = base_model({"text_config": {}}, {"model.language_model.layers.0.q_proj": (4, 4)}).named()
     assert base.find("language_model.model.layers.0.q_proj") == base.find("model.layers.0.q_proj") == (4, 4)
     assert base.find("model.layers.1.q_proj") is None
+    assert base_model({"vision_config": {}}, {"model.layers.0.q_proj": (4, 4)}).has_other_names
     assert base_model({}, {"model.layers.0.q_proj": (4, 4)}).named().find("layers.0.q_proj") is None
 
 

@@ -25,6 +25,10 @@ _LLAMA_LIKE = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3")
 )
 
+# Keys of a config that only models of several parts have, and those that only mixtures of experts have.
+_PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
@@ -33,11 +37,13 @@ class BaseModel:
     shapes             module -> [out, in] of its weights, as its own checkpoint names them
     takes_embeddings   whether the engine takes adapters on `embed_tokens` and `lm_head`
     has_other_names    whether its modules go by other names too, as those of models with a vision part do
+    has_experts        whether it is a mixture; checkpoints store experts in many ways, so `shapes` may lack them
     """
 
     shapes: Mapping[str, Shape]
     takes_embeddings: bool = True
     has_other_names: bool = False
+    has_experts: bool = False
 
     def named(self) -> "Names":
         """For looking up many modules."""
@@ -76,7 +82,17 @@ def base_model(config: Mapping[str, Any], weights: Mapping[str, Shape]) -> BaseM
     takes_embeddings = not architectures or any(
         str(name).removesuffix("ForCausalLM") in _TAKES_EMBEDDINGS for name in architectures
     )
-    return BaseModel(shapes, takes_embeddings, has_other_names="text_config" in config)
+    return BaseModel(
+        shapes,
+        takes_embeddings,
+        has_other_names=any(name in config for name in _PARTS),
+        has_experts=any(".experts" in module for module in weights) or _has_experts(config),
+    )
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config")
+    return any(name in part for part in (config, text) if isinstance(part, Mapping) for name in _EXPERTS)
 
 
 def _plain(module: str) -> str:

@@ -231,7 +231,9 @@ def _check_halves(module: str, halves: _Halves, said: LoraConfig) -> None:
 
 def _check_modules(modules: Mapping[str, _Halves], base: BaseModel) -> None:
     names = base.named()
-    unknown = [module for module in modules if names.find(module) is None and not _is_expert(module)]
+    unknown = [
+        module for module in modules if names.find(module) is None and not (base.has_experts and ".experts" in module)
+    ]
     if len(unknown) == len(modules):
         hint = f"accepted are modules such as {_example(base)}"
         message = f"none of its {len(modules)} modules ({unknown[0]}, ...) is in the base model; {hint}"
@@ -249,11 +251,6 @@ def _check_modules(modules: Mapping[str, _Halves], base: BaseModel) -> None:
                 f"module {module} is {list(shape)} in the base model, the adapter is for {list(halves.base_shape)}"
             )
             raise SourceError("shape_mismatch", f"{message}; accepted are adapters of the base model's own shapes")
-
-
-def _is_expert(module: str) -> bool:
-    """Whether it is one of a mixture's experts. Checkpoints store them in many ways: only the engine knows all."""
-    return ".experts" in module
 
 
 def _example(base: BaseModel) -> str:
