@@ -33,6 +33,7 @@ class Library:
     def __init__(self, folder: Path | None, rules: Rules) -> None:
         self.folder = folder
         self._rules = rules
+        self.revision = 0  # grows with every scan that found a change
         self._seen: dict[str, tuple[_Stamp, Shelved]] = {}
 
     @property
@@ -58,6 +59,7 @@ class Library:
         found = await asyncio.to_thread(self._scan, self.folder)
         changed = found != self._seen
         self._seen = found
+        self.revision += changed
         return changed
 
     def _scan(self, root: Path) -> dict[str, tuple[_Stamp, Shelved]]:

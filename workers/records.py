@@ -39,6 +39,8 @@ class Records:
         self._folder = folder / "adapters"
         self._epoch_file = folder / "epoch.json"
         self._folder.mkdir(parents=True, exist_ok=True)
+        self.revision = 0  # grows whenever an adapter comes or goes
+        self._sorted: tuple[Record, ...] | None = None
         self._records = {record.engine_name: record for record in _read_all(self._folder)}
         self.epoch = _read_epoch(self._epoch_file)
 
@@ -46,25 +48,31 @@ class Records:
         return self._records.get(engine_name)
 
     def all(self) -> tuple[Record, ...]:
-        return tuple(sorted(self._records.values(), key=lambda record: record.order))
+        if self._sorted is None:
+            self._sorted = tuple(sorted(self._records.values(), key=lambda record: record.order))
+        return self._sorted
 
     def of(self, lora_id: str) -> tuple[Record, ...]:
         """Every version of an adapter, oldest load first."""
         return tuple(record for record in self.all() if record.lora_id == lora_id)
 
     def put(self, record: Record) -> Record:
-        self._records[record.engine_name] = record
+        self.revision += record.engine_name not in self._records
+        self.keep(record)
         write_whole(self._folder / _file_name(record.engine_name), asdict(record))
         return record
 
     def remove(self, record: Record) -> None:
         """Nothing is known of it any more."""
         self._records.pop(record.engine_name, None)
+        self._sorted = None
+        self.revision += 1
         (self._folder / _file_name(record.engine_name)).unlink(missing_ok=True)
 
     def keep(self, record: Record) -> None:
         """Change what is in memory alone; it reaches the disk with the next `put`. For counts of use."""
         self._records[record.engine_name] = record
+        self._sorted = None
 
     def next_order(self) -> int:
         return max((record.order for record in self._records.values()), default=0) + 1
