@@ -16,6 +16,8 @@ from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_ev
 _SHUTTING_DOWN = b"cannot schedule new futures after shutdown"
 # vLLM 0.32 v1/engine/exceptions.py EngineDeadError.
 _DEAD = b"EngineCore encountered an issue"
+# SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
+_NOT_LOADED = (b"Got LoRA adapter that has never been loaded", b"Failed to implicitly load LoRA adapter")
 _EVENT_STREAM = b"text/event-stream"
 # Sooner than an engine can have looked at a request that would kill it.
 _AT_ONCE_S = 0.05
@@ -281,7 +283,8 @@ async def _decided(pool: Pool, call: Call, limits: Limits) -> Attempt:
     try:
         return await _waited_for(attempt)
     except EngineLost as exc:
-        if exc.reason != "no_answer" or not connection.said_nothing or loop.time() - sent_at > _AT_ONCE_S:
+        is_unheard = not attempt.status and connection.said_nothing
+        if exc.reason != "no_answer" or not is_unheard or loop.time() - sent_at > _AT_ONCE_S:
             raise
         try:
             connection = await pool.connect(call.origin)
@@ -306,6 +309,8 @@ def _retry_reason(attempt: Attempt, call: Call) -> str | None:
         return "engine_unavailable"
     # An engine names the model that it does not know; any other 404 (a route that it does not serve) is the client's.
     if status == 404 and call.has_adapter and call.engine_model.encode() in first:
+        return "adapter_missing"
+    if status == 400 and call.has_adapter and any(said in first for said in _NOT_LOADED):
         return "adapter_missing"
     if status == 500 and _SHUTTING_DOWN in first:
         return "engine_draining"
