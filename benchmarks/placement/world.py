@@ -15,12 +15,25 @@ from random import Random
 from typing import Protocol
 
 from benchmarks.placement.workload import Request, Scene
+from orchestrator.config import OrchestratorSettings
 
 LOAD_S, LOAD_SIGMA, STALL_S = 4.4, 0.26, 0.5
 ANSWER_S = 3.0
 """From the first token to the last."""
-LOST_AFTER_S = 5.0
-"""From a worker's loss until whoever places adapters is sure of it. The router goes around it at once."""
+
+
+def sure_after_s(settings: OrchestratorSettings, probe_s: float) -> float:
+    """From a worker's last heartbeat until the orchestrator is sure of its loss, when a probe fails after `probe_s`."""
+    asked_s = settings.probe_after_s
+    while asked_s + probe_s < settings.lost_after_s:
+        asked_s += settings.probe_after_s
+    return asked_s + probe_s
+
+
+_DEFAULTS = OrchestratorSettings.model_construct()
+# A host that is gone answers nothing: the agent is asked, its engine a third of a deadline later, both in vain.
+LOST_AFTER_S = max(sure_after_s(_DEFAULTS, 0.0), sure_after_s(_DEFAULTS, _DEFAULTS.probe_timeout_s * 4 / 3))
+"""From a worker's loss until whoever places adapters is sure of it, at worst. The router goes around it at once."""
 
 
 @dataclass(slots=True, eq=False)

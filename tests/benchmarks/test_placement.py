@@ -9,7 +9,8 @@ import pytest
 from benchmarks.placement.ideal import shared_lru
 from benchmarks.placement.measure import CONTENDERS, run
 from benchmarks.placement.workload import Request, Scene, requests_of
-from benchmarks.placement.world import LOAD_S, World
+from benchmarks.placement.world import LOAD_S, World, sure_after_s
+from orchestrator.config import OrchestratorSettings
 
 SMALL = Scene(name="small", adapters=20, workers=2, slots=4, rate=2.0, lasts_s=300, warm_s=60, work_s=0.3)
 
@@ -95,6 +96,13 @@ def test_a_lost_worker_s_requests_begin_again_where_their_adapter_is():
     placer.joined = lambda: [placer.wanted(adapter) for adapter in list(world.waiting)]
     world.run(placer)
     assert requests[1].first_token > 60.0
+
+
+def test_a_loss_is_certain_when_a_probe_has_failed_after_a_silence_that_is_long_enough():
+    settings = OrchestratorSettings.model_construct(probe_after_s=2.0, lost_after_s=3.0)
+    assert sure_after_s(settings, 0.0) == 4.0
+    assert sure_after_s(settings, 0.5) == 4.5
+    assert sure_after_s(settings, 1.5) == 3.5
 
 
 def test_the_same_seed_draws_the_same_requests_and_zipf_the_hottest():
