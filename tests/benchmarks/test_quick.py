@@ -7,7 +7,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("name", ["decision", "rest"])
+@pytest.mark.parametrize("name", ["agent", "decision", "rest"])
 def test_a_quick_benchmark_ends_and_writes_its_rows(tmp_path, name):
     out = tmp_path / "rows.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(out)]
