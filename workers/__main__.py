@@ -5,7 +5,7 @@ import sys
 
 from lorafleet import logs, serve
 from lorafleet.auth import KeyFileError
-from lorafleet.settings import load_or_exit
+from lorafleet.settings import SettingsError, load_or_exit
 from workers.app import main
 from workers.config import WorkerSettings
 from workers.engines.adopt import CommandError, adopted
@@ -23,7 +23,7 @@ def run() -> None:
     try:
         agreed = adopted(settings, own_command, os.environ)
         serve.run(lambda: main(agreed, own_command))
-    except (CommandError, KeyFileError, OSError) as exc:
+    except (CommandError, KeyFileError, SettingsError, OSError) as exc:
         print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
         raise SystemExit(2) from exc
 

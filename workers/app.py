@@ -23,16 +23,25 @@ from workers.agent import Agent
 from workers.api import build_router
 from workers.cache import Cache
 from workers.config import WorkerSettings
+from workers.core.addresses import parse_networks
 from workers.core.errors import SourceError, WorkerError
 from workers.core.manifest import Rules
+from workers.core.retry import Retry
 from workers.disk import Disk
 from workers.events import Events
 from workers.heartbeat import Heartbeats
 from workers.library import Library
 from workers.metrics import Metrics
+from workers.plugin import LoraManager
 from workers.records import Records
 from workers.residency import timestamp
+from workers.sources.base import PLUGIN, Limits, Source
+from workers.sources.guard import GuardedTransport
+from workers.sources.hub import HubSource
 from workers.sources.local import LocalSource
+from workers.sources.objects import ObjectSource
+from workers.sources.plugged import PluginSource, installed, listener, manager_of
+from workers.sources.web import WebSource
 from workers.supervisor import Supervisor
 from workers.verify import read_base_model
 
@@ -60,15 +69,25 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     lock(settings.state)
     rng, metrics, boot_id = Random(), Metrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
-    roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
-    local = LocalSource(roots, max_bytes=settings.max_adapter_bytes)
-    cache = Cache(disk_of(settings), sources={"file": local}, rules=rules, fetch_deadline_s=settings.fetch_deadline_s)
+    manager = manager_of(settings.lora_downloader_plugin) if settings.lora_downloader_plugin else None
+    cache = Cache(
+        disk_of(settings),
+        sources=sources_of(settings, manager, rng),
+        rules=rules,
+        fetch_deadline_s=settings.fetch_deadline_s,
+        source_prefixes=settings.source_prefixes,
+    )
     agent = Agent(
         settings=settings,
         cache=cache,
         library=Library(settings.lora_path.resolve() if settings.lora_path else None, rules),
         records=Records(settings.state),
-        events=Events(boot_id=boot_id, size=settings.event_buffer, now=timestamp),
+        events=Events(
+            boot_id=boot_id,
+            size=settings.event_buffer,
+            now=timestamp,
+            listen=listener(manager) if manager else lambda _: None,
+        ),
         metrics=metrics,
         boot_id=boot_id,
         agent_url=settings.advertise_url.rstrip("/") or _url(settings.host, port),
@@ -141,6 +160,32 @@ def disk_of(settings: WorkerSettings) -> Disk:
         # An engine of somebody else's goes on, and reads its adapters, long after we have fallen silent.
         outlives_s=_OUTLIVES_S if settings.engine_url else 0.0,
     )
+
+
+def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Random) -> dict[str, Source]:
+    """A source for each scheme: our own, the plugin's, and those of installed packages. Raises SettingsError."""
+    limits = Limits(
+        max_bytes=settings.max_adapter_bytes,
+        timeout_s=settings.source_timeout_s,
+        parts=settings.source_parts,
+        retry=Retry(attempts=settings.source_attempts),
+        rng=rng,
+    )
+    roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
+    allowed = parse_networks(settings.source_networks)
+    ours: dict[str, Source] = {
+        "file": LocalSource(roots, max_bytes=settings.max_adapter_bytes),
+        "https": WebSource(
+            limits,
+            transport=lambda: GuardedTransport(httpx.create_ssl_context(), allowed=allowed),
+            netrc=settings.source_netrc,
+        ),
+        "hf": HubSource(limits, token_file=settings.hf_token_file),
+        **{scheme: ObjectSource(scheme, limits) for scheme in ("s3", "gs", "az")},
+    }
+    if manager is not None:
+        ours[PLUGIN] = PluginSource(manager, limits)
+    return ours | installed(limits, frozenset({*ours, PLUGIN}))
 
 
 def rules_of(settings: WorkerSettings) -> Rules:

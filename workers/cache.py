@@ -69,6 +69,9 @@ class Cache:
         finally:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
 
+    def has_source(self, scheme: str) -> bool:
+        return scheme in self._sources
+
     async def verify(self, folder: Path) -> Manifest:
         """The manifest of the adapter in a folder; raises SourceError naming the rule it breaks."""
         return await asyncio.to_thread(read_manifest, folder, self.rules)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import tempfile
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -64,6 +65,25 @@ class WorkerSettings(HouseSettings):
         default=None, description="folder scanned for adapters: a subfolder's path below it is its lora_id"
     )
     lora_roots: tuple[Path, ...] = Field(default=(), description="further folders that sources may name")
+    source_prefixes: tuple[str, ...] = Field(
+        default=(), description="remote sources that adapters may have, as s3://bucket/team; none named: any"
+    )
+    source_networks: tuple[str, ...] = Field(
+        default=(), description="networks not public that https:// sources may be on, as 10.0.0.0/8"
+    )
+    source_netrc: Path | None = Field(
+        default=None, description="netrc file with users and passwords for https:// sources, by host"
+    )
+    hf_token_file: Path | None = Field(
+        default=None,
+        description="file with the token for hf:// sources; default: huggingface_hub's own, HF_TOKEN",
+    )
+    source_timeout_s: float = Field(default=30.0, gt=0, description="seconds a source may send nothing")
+    source_attempts: int = Field(default=5, ge=1, description="times in a row that a source is asked without success")
+    source_parts: int = Field(default=4, ge=1, description="parts of a file fetched at a time, from object stores")
+    lora_downloader_plugin: str = Field(
+        default="", description="package.module.Class of a workers.plugin.LoraManager: fetches adapters by name"
+    )
     preload_loras: tuple[str, ...] = Field(default=(), description="adapters of lora_path loaded before ready")
     cache_dir: Path = Field(default=_home("cache"), description="verified adapters, one folder a digest; may be shared")
     max_disk_bytes: int = Field(
@@ -114,6 +134,8 @@ class WorkerSettings(HouseSettings):
                 raise ValueError(f"{name}: {url!r} must start with http:// or https://")
         if self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
+        for network in self.source_networks:
+            ip_network(network)  # its ValueError says what is wrong
         path = str(self.socket_path("replay"))
         if len(path.encode()) > UNIX_PATH_BYTES:
             raise ValueError(

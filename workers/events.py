@@ -12,9 +12,13 @@ from workers.wire import AgentEvent, AgentEventType
 class Events:
     """One writer, many readers. A reader too slow for the buffer is told to start over."""
 
-    def __init__(self, *, boot_id: str, size: int, now: Callable[[], str]) -> None:
+    def __init__(
+        self, *, boot_id: str, size: int, now: Callable[[], str], listen: Callable[[AgentEvent], None] = lambda _: None
+    ) -> None:
+        """`listen` hears each event in the event loop; it must be quick and raise nothing."""
         self._boot_id = boot_id
         self._now = now
+        self._listen = listen
         self._kept: deque[AgentEvent] = deque(maxlen=size)
         self._changes = Changes()
         self._last = 0
@@ -28,6 +32,9 @@ class Events:
         digest: str | None = None,
         engine_name: str | None = None,
         error: str | None = None,
+        source: str | None = None,
+        done_bytes: int | None = None,
+        total_bytes: int | None = None,
     ) -> None:
         self._last += 1
         event = AgentEvent(
@@ -38,9 +45,13 @@ class Events:
             digest=digest,
             engine_name=engine_name,
             error=error,
+            source=source,
+            done_bytes=done_bytes,
+            total_bytes=total_bytes,
         )
         self._kept.append(event)
         self._changes.notify()
+        self._listen(event)
 
     def close(self) -> None:
         """End every stream."""

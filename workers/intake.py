@@ -13,6 +13,7 @@ from workers.library import Library
 from workers.metrics import Metrics
 from workers.records import Record
 from workers.residency import Residency
+from workers.sources.base import PLUGIN, Progress, Transfer
 from workers.wire import InspectRequest, LoadRequest, engine_name
 
 
@@ -51,12 +52,13 @@ class Intake:
     async def again(self, record: Record) -> Path:
         """Where the record's files are; fetched once more if they are gone or damaged. Raises SourceError."""
         if not await self._cache.has(record.digest):
-            await self._fetched(record.lora_id, record.source, record.digest)
+            pinned = record.pinned_source or record.source
+            await self._fetched(record.lora_id, record.source, record.digest, pinned)
         return self._cache.path(record.digest)
 
-    async def _fetched(self, lora_id: str, source: str, digest: str | None) -> Record:
+    async def _fetched(self, lora_id: str, source: str, digest: str | None, pinned: str = "") -> Record:
         try:
-            return await self._fetched_once(lora_id, source, digest)
+            return await self._fetched_once(lora_id, source, digest, pinned or source)
         except SourceError as exc:
             if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
                 raise
@@ -64,11 +66,17 @@ class Intake:
             if not gone:
                 raise
             self._residency.deleted(gone)
-        return await self._fetched_once(lora_id, source, digest)
+        return await self._fetched_once(lora_id, source, digest, pinned or source)
 
-    async def _fetched_once(self, lora_id: str, source: str, digest: str | None) -> Record:
+    async def _fetched_once(self, lora_id: str, source: str, digest: str | None, pinned: str) -> Record:
+        loop = asyncio.get_running_loop()
+
+        def tell(progress: Progress) -> None:
+            loop.call_soon_threadsafe(self._residency.downloading, lora_id, progress)
+
+        transfer = Transfer(on_progress=tell)
         with self._timed("fetch"):
-            async with self._cache.fetch(source) as folder:
+            async with self._cache.fetch(pinned, transfer) as folder:
                 with self._timed("verify"):
                     manifest = await self._cache.verify(folder)
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
@@ -76,7 +84,7 @@ class Intake:
                 with self._timed("install"):
                     self._residency.deleted(await self._cache.make_room(manifest, self._residency.wanted()))
                     path = await self._cache.install(folder, manifest.digest)
-        return self._residency.remember(_record(lora_id, source, manifest, path))
+        return self._residency.remember(_record(lora_id, source, transfer.pinned, manifest, path))
 
     def _known(self, request: LoadRequest) -> Record | None:
         """A record that answers this request without a look at its source: same digest, and no other source named.
@@ -98,6 +106,8 @@ class Intake:
             if request.digest == record.digest:
                 return record.source
         path = self._library.path(request.lora_id)
+        if path is None and self._cache.has_source(PLUGIN):
+            return f"{PLUGIN}://{request.lora_id}"
         if path is None:
             where = self._library.folder or "lora_path (not set)"
             raise RequestError(
@@ -125,13 +135,14 @@ def check_id(lora_id: str) -> None:
         raise RequestError("invalid_lora_id", str(exc), param="lora_id") from exc
 
 
-def _record(lora_id: str, source: str, manifest: Manifest, path: Path) -> Record:
+def _record(lora_id: str, source: str, pinned: str, manifest: Manifest, path: Path) -> Record:
     return Record(
         lora_id=lora_id,
         digest=manifest.digest,
         engine_name=engine_name(lora_id, manifest.digest),
         path=str(path),
         source=source,
+        pinned_source=pinned,
         base_model=manifest.base_model,
         rank=manifest.rank,
         size_bytes=manifest.size_bytes,

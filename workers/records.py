@@ -28,6 +28,8 @@ class Record:
     last_used: str | None = None
     request_count: int = 0
     load_seconds: float | None = None
+    pinned_source: str = ""
+    """Where these very bytes are, when `source` is a branch that moves on; "" in records of older agents."""
     order: int = 0
     """Grows with every load: the order in which a restart loads again."""
 

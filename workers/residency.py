@@ -20,6 +20,7 @@ from workers.events import Events
 from workers.library import Library
 from workers.metrics import Metrics
 from workers.records import Record, Records
+from workers.sources.base import Progress
 from workers.wire import (
     AgentEventType,
     AvailableLora,
@@ -85,10 +86,22 @@ class Residency:
     def remember(self, record: Record) -> Record:
         """Files that are installed and verified; what an older record of them knows is kept."""
         self.events.add(
-            "DOWNLOADED_TO_DISK", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+            "DOWNLOADED_TO_DISK",
+            lora_id=record.lora_id,
+            digest=record.digest,
+            engine_name=record.engine_name,
+            source=record.pinned_source,
         )
         known = self.records.get(record.engine_name)
-        return self.records.put(record if known is None else replace(known, source=record.source, path=record.path))
+        if known is not None:
+            record = replace(known, source=record.source, pinned_source=record.pinned_source, path=record.path)
+        return self.records.put(record)
+
+    def downloading(self, lora_id: str, progress: Progress) -> None:
+        """How far a fetch is."""
+        self.events.add(
+            "DOWNLOADING", lora_id=lora_id, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
+        )
 
     def loaded_now(self, record: Record, *, load_seconds: float | None) -> Record:
         """The engine has taken it."""
@@ -356,4 +369,5 @@ class Residency:
             digest=record.digest,
             size_bytes=record.size_bytes,
             state="ready" if self.slots.has(record.engine_name) else "on_disk",
+            source=record.pinned_source or record.source,
         )

@@ -16,6 +16,7 @@ AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "
 AdapterLocation = Literal["remote", "disk", "host", "device"]
 AgentState = Literal["starting", "ready", "draining", "engine_down"]
 AgentEventType = Literal[
+    "DOWNLOADING",
     "DOWNLOADED_TO_DISK",
     "DELETED_FROM_DISK",
     "LOADED_TO_DEVICE",
@@ -69,7 +70,10 @@ class Transport(_Wire):
 
 
 class AvailableLora(_Wire):
-    """An adapter whose verified files are on this worker's disk."""
+    """An adapter whose verified files are on this worker's disk.
+
+    source  where these very bytes are: the reference that was asked for, with a hub's branch as the commit it had
+    """
 
     lora_id: str
     path: str
@@ -78,6 +82,7 @@ class AvailableLora(_Wire):
     digest: str
     size_bytes: int = 0
     state: AdapterState = "on_disk"
+    source: str = ""
 
 
 class LoadedLora(_Wire):
@@ -245,7 +250,11 @@ class AvailableLoras(_Wire):
 
 
 class AgentEvent(_Wire):
-    """One SSE message of `GET /v1/events`; `id` grows by one within an `agent_boot_id`."""
+    """One SSE message of `GET /v1/events`; `id` grows by one within an `agent_boot_id`.
+
+    done_bytes, total_bytes  of DOWNLOADING, about once a second; `total_bytes` once the source has said it
+    source                   of DOWNLOADED_TO_DISK: as in `AvailableLora`
+    """
 
     id: int
     type: AgentEventType
@@ -254,6 +263,9 @@ class AgentEvent(_Wire):
     digest: str | None = None
     engine_name: str | None = None
     error: str | None = None
+    source: str | None = None
+    done_bytes: int | None = None
+    total_bytes: int | None = None
 
 
 class ModelFiles(_Wire):

@@ -208,6 +208,8 @@ class Hub:
             return ranged(ask, files["/".join(parts[4:])]) if ask.query.get("signature") else Answer(403)
         if parts[:2] == ["api", "models"]:
             return self._info("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main")
+        if parts[2:3] != ["resolve"]:
+            return Answer(404)
         return self._resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
 
     def _info(self, repo: str, revision: str) -> Answer:

@@ -214,9 +214,11 @@ async def put(store, name, files):
 async def fetched(store, ref, **changes) -> tuple[dict[str, bytes], Transfer]:
     into = store.tmp_path / "into"
     into.mkdir(exist_ok=True)
-    transfer = Transfer()
+    told = []
+    transfer = Transfer(on_progress=told.append, every_s=0)
     async with asyncio.timeout(20):
         await store.source(**changes).fetch(ref, into, transfer)
+    assert told[-1] == transfer.progress
     return {str(path.relative_to(into)): path.read_bytes() for path in into.rglob("*") if path.is_file()}, transfer
 
 

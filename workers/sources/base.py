@@ -20,6 +20,9 @@ T = TypeVar("T")
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """An OSError with one of these is our disk's, in the middle of a library that has network errors of that class too."""
 
+PLUGIN = "plugin"
+"""The scheme of a downloader plugin, where one is set; also for adapters that name no source."""
+
 _TELL_EVERY_S = 1.0
 
 
@@ -41,15 +44,18 @@ class Transfer:
     pinned  what names these very bytes (a branch resolved to its commit); the reference itself where there is no such
     """
 
-    def __init__(self, *, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
-        """`on_progress` is called about once a second, from whatever thread has the bytes."""
+    def __init__(
+        self, *, on_progress: Callable[[Progress], None] = lambda _: None, every_s: float = _TELL_EVERY_S
+    ) -> None:
+        """`on_progress` is called about every so many seconds, from whatever thread has the bytes."""
         self.pinned = ""
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._done_bytes = 0
         self._total_bytes: int | None = None
-        self._told_at = 0.0
+        self._every_s = every_s
+        self._told_at = time.monotonic()
 
     @property
     def progress(self) -> Progress:
@@ -66,7 +72,7 @@ class Transfer:
         with self._lock:
             self._done_bytes += size_bytes
             now = time.monotonic()
-            is_due = now - self._told_at >= _TELL_EVERY_S
+            is_due = now - self._told_at >= self._every_s
             if is_due:
                 self._told_at = now
         if is_due:

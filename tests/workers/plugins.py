@@ -1,0 +1,45 @@
+"""Downloader plugins of tests."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from tests.workers.source_servers import SECRET
+from workers.plugin import LoraEvent, LoraManager, LoraModel
+
+
+class Shelf(LoraManager):
+    """Copies from a folder into one of its own, as a downloader would; notes what it was told beside it."""
+
+    root = Path()
+
+    def __init__(self) -> None:
+        self.heard: list[LoraEvent] = []
+        self.given: dict[str, Path] = {}
+
+    def download_lora_to_disk(self, name: str) -> LoraModel:
+        if name == "secret":
+            raise RuntimeError(SECRET)
+        folder = Path(tempfile.mkdtemp(dir=self.root))
+        self.given[name] = folder / "copy"
+        shutil.copytree(self.root / name, folder / "copy")
+        return LoraModel(name=name, path=folder / "copy")
+
+    def delete_lora_from_disk(self, name: str) -> None:
+        shutil.rmtree(self.given.pop(name, Path("/nonexistent")), ignore_errors=True)
+
+    def on_event(self, event: LoraEvent) -> None:
+        self.heard.append(event)
+        raise RuntimeError("told")
+
+
+class AsyncShelf(Shelf):
+    async def download_lora_to_disk(self, name: str) -> LoraModel:
+        return Shelf.download_lora_to_disk(self, name)
+
+    async def delete_lora_from_disk(self, name: str) -> None:
+        Shelf.delete_lora_from_disk(self, name)
+
+
+class Loose:
+    """No LoraManager."""

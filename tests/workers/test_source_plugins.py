@@ -1,0 +1,110 @@
+"""Downloaders that others wrote, and sources through the whole agent."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from lorafleet.settings import SettingsError
+from tests.workers.plugins import AsyncShelf, Shelf
+from tests.workers.running import code, loaded, post, sse
+from tests.workers.source_servers import SECRET, Hub, Site
+from workers.core.errors import SourceError
+from workers.sources.base import Limits, Transfer
+from workers.sources.plugged import PluginSource, installed, listener, manager_of
+from workers.wire import AgentEvent
+
+FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+
+
+@pytest.fixture(params=[Shelf, AsyncShelf])
+def shelf(request, tmp_path, monkeypatch):
+    for name, data in FILES.items():
+        (tmp_path / "shelf/sql/v1").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "shelf/sql/v1" / name).write_bytes(data)
+    monkeypatch.setattr(request.param, "root", tmp_path / "shelf")
+    (tmp_path / "into").mkdir()
+    return request.param()
+
+
+async def test_what_a_plugin_downloads_is_copied_and_given_back(shelf, tmp_path):
+    await PluginSource(shelf, Limits(max_bytes=1 << 20)).fetch("plugin://sql/v1", tmp_path / "into", Transfer())
+    assert {path.name: path.read_bytes() for path in (tmp_path / "into").iterdir()} == FILES
+    assert shelf.given == {}
+
+
+async def test_a_plugins_failure_is_told_by_its_class_and_its_folder_given_back(shelf, tmp_path):
+    source = PluginSource(shelf, Limits(max_bytes=1 << 20))
+    for name, expected in {"nosuch": "source_not_found", "secret": "source_failed"}.items():
+        with pytest.raises(SourceError) as caught:
+            await source.fetch(f"plugin://{name}", tmp_path / "into", Transfer())
+        assert (caught.value.code, SECRET in str(caught.value)) == (expected, False)
+    assert shelf.given == {}
+
+
+def test_a_plugin_hears_the_events_it_knows_and_harms_nothing_when_it_fails():
+    manager = Shelf()
+    listen = listener(manager)
+    for number, kind in enumerate(("LOADED_TO_DEVICE", "ENGINE_UP", "DOWNLOADING"), 1):
+        listen(AgentEvent(id=number, type=kind, at="now", lora_id="sql/v1", digest="d"))
+    assert [(event.type, event.name, event.digest) for event in manager.heard] == [("LOADED_TO_DEVICE", "sql/v1", "d")]
+
+
+@pytest.mark.parametrize(
+    "path", ["nosuch.module.Class", "Class", "tests.workers.plugins.Loose", "tests.workers.plugins.No"]
+)
+def test_a_plugin_that_cannot_be_used_stops_the_start_and_is_named(path):
+    with pytest.raises(SettingsError, match=path):
+        manager_of(path)
+
+
+def test_a_packages_entry_point_is_a_source_of_its_name(tmp_path, monkeypatch):
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[lorafleet.sources]\nacme = acme_source:make\n")
+    (tmp_path / "acme_source.py").write_text("def make(limits):\n    return ('acme', limits.max_bytes)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed(Limits(max_bytes=7), frozenset({"s3"})) == {"acme": ("acme", 7)}
+    with pytest.raises(SettingsError, match="taken"):
+        installed(Limits(max_bytes=7), frozenset({"acme"}))
+
+
+async def test_an_agent_loads_from_a_hub_and_says_which_commit_it_was(worker, agent_adapters, monkeypatch):
+    hub = Hub()
+    folder = agent_adapters / "legal/v2"
+    commit = hub.push("acme/legal", "main", {path.name: path.read_bytes() for path in folder.iterdir()})
+
+    def slowly(ask):
+        if ask.path.startswith("/signed") and "model" in ask.path:
+            time.sleep(1.1)
+        return hub.respond(ask)
+
+    async with Site(slowly).serving() as site:
+        hub.url = site.url.replace("127.0.0.1", "localhost")
+        monkeypatch.setenv("HF_ENDPOINT", site.url)
+        monkeypatch.setenv("HF_TOKEN", SECRET)
+        monkeypatch.setenv("LORAFLEET_WORKERS_LORA_DOWNLOADER_PLUGIN", "tests.workers.plugins.Shelf")
+        monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+        async with worker.running() as client, client.stream("GET", "/v1/events") as stream:
+            lines = stream.aiter_lines()
+            answer = await post(client, "load_lora", lora_id="legal/hub", source="hf://acme/legal")
+            assert answer.status_code == 200, answer.text
+            seen = {}
+            while "LOADED_TO_DEVICE" not in seen:
+                _, event = await sse(lines)
+                seen[event["type"]] = event
+            assert seen["DOWNLOADING"]["total_bytes"] >= seen["DOWNLOADING"]["done_bytes"] > 0
+            assert seen["DOWNLOADED_TO_DISK"]["source"] == f"hf://acme/legal@{commit}"
+            told = (await client.get("/metadata")).json()["lora"]["available_loras"]
+            assert f"hf://acme/legal@{commit}" in {item["source"] for item in told}
+            # The branch moves on, the files are lost: what was pinned comes back, not what is new.
+            hub.push("acme/legal", "main", {"adapter_config.json": b"{}"})
+            path = answer.json()["path"]
+            missing = await post(client, "load_lora", lora_id="nosuch/v1")
+            assert code(missing) == "source_not_found"
+        shutil.rmtree(path, ignore_errors=True)
+        async with worker.running() as client:
+            assert await loaded(client) == {"legal/hub"}
+    assert SECRET not in (worker.folder / "agent.log").read_text()

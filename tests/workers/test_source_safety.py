@@ -1,0 +1,287 @@
+"""What a reference, a server or an archive may not make an agent do."""
+
+import functools
+import gzip
+import io
+import ssl
+import stat
+import tarfile
+import zipfile
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.workers.source_servers import Answer, Site, certificate, files_of, ranged
+from workers.core.addresses import is_allowed, parse_networks
+from workers.core.errors import SourceError
+from workers.core.references import bucket_and_folder, hub, is_below, shown, split
+from workers.core.retry import Retry
+from workers.sources import archive
+from workers.sources.base import Limits, Transfer, source_for
+from workers.sources.guard import GuardedTransport
+from workers.sources.objects import ObjectSource
+from workers.sources.web import WebSource
+
+LIMITS = Limits(max_bytes=10 << 20, timeout_s=5, retry=Retry(attempts=2, base_s=0.01))
+CONFIG = b'{"r": 8}'
+
+
+def web(client: ssl.SSLContext, *allowed: str, resolve=None) -> WebSource:
+    networks = parse_networks(allowed)
+    transport = functools.partial(GuardedTransport, client, allowed=networks, resolve=resolve)
+    return WebSource(LIMITS, transport=transport)
+
+
+async def refusal(source, ref, into) -> SourceError:
+    into.mkdir(exist_ok=True)
+    with pytest.raises(SourceError) as caught:
+        await source.fetch(ref, into, Transfer())
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "10.1.2.3", "172.20.0.1", "192.168.1.1", "169.254.169.254", "100.100.100.200", "0.0.0.0", "::1", "::",
+     "fd00:ec2::254", "fe80::1%eth0", "::ffff:10.0.0.1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "168.63.129.16",
+     "192.0.0.192", "224.0.0.1", "ff02::1", "240.0.0.1", "255.255.255.255"],
+)  # fmt: skip
+def test_an_address_that_is_not_public_is_not_called(address):
+    assert not is_allowed(address, ())
+
+
+def test_public_addresses_and_allowed_networks_are_called():
+    assert is_allowed("1.1.1.1", ())
+    assert is_allowed("2606:4700::1111", ())
+    assert is_allowed("10.1.2.3", parse_networks(["10.0.0.0/8"]))
+    assert not is_allowed("11.1.2.3", parse_networks(["10.0.0.0/8"])) or is_allowed("11.1.2.3", ())
+
+
+async def test_a_host_on_this_network_is_refused_before_a_connection_is_made(tmp_path):
+    server, client = certificate(tmp_path)
+    async with Site(files_of({})).serving(server) as site:
+        error = await refusal(web(client), f"{site.url}/adapter", tmp_path / "into")
+        named = await refusal(web(client), site.url.replace("127.0.0.1", "localhost") + "/a", tmp_path / "into2")
+    assert (error.code, named.code) == ("source_address_forbidden",) * 2
+    assert site.asked == []
+
+
+async def test_a_name_is_judged_by_the_address_that_is_connected_to(tmp_path):
+    """A name that was public when it was asked for and is private now: only one look is taken, and that one counts."""
+    server, client = certificate(tmp_path)
+    answers = [["127.0.0.2"], ["10.0.0.1"]]
+
+    async def resolve(host, port):
+        return answers.pop(0)
+
+    files = {"a/adapter_config.json": CONFIG, "a/adapter_model.safetensors": b"w"}
+    async with Site(files_of(files)).serving(server) as site:
+        port = site.url.rpartition(":")[2]
+        source = web(client, "127.0.0.1/32", resolve=resolve)
+        assert (await refusal(source, f"https://adapters.test:{port}/a", tmp_path / "i")).code == (
+            "source_address_forbidden"
+        )
+        answers[:] = [["127.0.0.1"], ["10.0.0.1"]]
+        assert (await refusal(source, f"https://adapters.test:{port}/a", tmp_path / "j")).code == (
+            "source_address_forbidden"
+        )
+    assert [ask.headers["host"] for ask in site.asked] == [f"adapters.test:{port}"]
+
+
+async def test_a_certificate_must_be_for_the_name_that_was_asked_for(tmp_path):
+    server, client = certificate(tmp_path)
+
+    async def resolve(host, port):
+        return ["127.0.0.1"]
+
+    async with Site(files_of({})).serving(server) as site:
+        ref = f"https://elsewhere.test:{site.url.rpartition(':')[2]}/a"
+        assert (await refusal(web(client, "127.0.0.1/32", resolve=resolve), ref, tmp_path / "i")).code == (
+            "source_failed"
+        )
+    assert site.asked == []
+
+
+@pytest.mark.parametrize(
+    "target", ["https://127.0.0.2:{port}/x", "http://127.0.0.1:{port}/x", "https://169.254.169.254/latest"]
+)
+async def test_a_redirect_is_judged_as_the_first_address_was(tmp_path, target):
+    server, client = certificate(tmp_path)
+    site = Site(lambda ask: Answer(302, b"", {"location": target.format(port=site.url.rpartition(":")[2])}))
+    async with site.serving(server):
+        error = await refusal(web(client, "127.0.0.1/32"), f"{site.url}/a.zip", tmp_path / "into")
+    assert error.code == "source_address_forbidden"
+    assert len(site.asked) == 1
+
+
+async def test_a_circle_of_redirects_ends(tmp_path):
+    server, client = certificate(tmp_path)
+    async with Site(lambda ask: Answer(302, b"", {"location": ask.path})).serving(server) as site:
+        error = await refusal(web(client, "127.0.0.1/32"), f"{site.url}/a.zip", tmp_path / "into")
+    assert (error.code, len(site.asked)) == ("source_invalid", 6)
+
+
+async def test_a_body_without_a_length_is_cut_at_the_limit(tmp_path):
+    server, client = certificate(tmp_path)
+
+    def respond(ask):
+        return (
+            Answer(200, bytes(20 << 20), {"content-length": "9" * 30}) if "model" in ask.path else ranged(ask, CONFIG)
+        )
+
+    async with Site(respond).serving(server) as site:
+        error = await refusal(web(client, "127.0.0.1/32"), f"{site.url}/a", tmp_path / "into")
+    assert error.code in {"source_too_big", "source_failed"}
+    assert sum(path.stat().st_size for path in (tmp_path / "into").iterdir()) <= 11 << 20
+
+
+SECRETS = ["https://me:hunter2@host/a.zip", "https://host/a.zip?sig=hunter2", "s3://me:hunter2@bucket/a",
+           "https://host/a#hunter2", "az://me:hunter2@box/a?hunter2",
+           "https://[hunter2/a", "gopher://me:hunter2@h/"]  # fmt: skip
+
+
+@pytest.mark.parametrize("ref", SECRETS)
+def test_a_reference_with_a_secret_in_it_is_refused_without_showing_it(ref):
+    sources = dict.fromkeys(("https", "s3", "az"))
+    with pytest.raises(SourceError) as caught:
+        source_for(ref, sources)
+    assert caught.value.code in {"source_invalid", "source_unsupported"}
+    assert "hunter2" not in str(caught.value) or "[hunter2" in ref
+
+
+@given(st.text(max_size=60))
+def test_what_is_shown_of_a_reference_never_has_its_password_or_query(text):
+    for ref in (f"https://me:hunter2{text}@host/a", f"https://host/a?{text}hunter2", f"s3://b/a#{text}hunter2"):
+        if "/" not in text and "#" not in text and "?" not in text:
+            assert "hunter2" not in shown(ref)
+
+
+@pytest.mark.parametrize(
+    "ref",
+    ["hf://org", "hf://org/repo@", "hf://org/../repo", "hf://org/repo@../x", "hf://org/repo@a b", "hf://o/r/../../x",
+     "hf://org/re%2Fpo", "hf://me:pw@org/repo"],
+)  # fmt: skip
+def test_a_hub_reference_has_one_form(ref):
+    with pytest.raises(SourceError, match="source"):
+        hub(ref)
+
+
+def test_a_hub_reference_is_taken_apart():
+    assert hub("hf://org/repo").revision == "main"
+    found = hub("hf://org/repo/sql/v1@refs/pr/1")
+    assert (found.repo, found.folder, found.revision) == ("org/repo", "sql/v1", "refs/pr/1")
+    assert found.at("c" * 40) == "hf://org/repo/sql/v1@" + "c" * 40
+
+
+@pytest.mark.parametrize("ref", ["s3://bucket", "s3://b/../c", "s3://bucket/a/%2e%2e/b", "s3://bucket/a*", "s3:///a"])
+def test_an_object_reference_names_a_bucket_and_a_folder(ref):
+    with pytest.raises(SourceError, match="source"):
+        bucket_and_folder(ref)
+
+
+def test_allowed_prefixes_end_at_a_slash():
+    allowed = ("s3://bucket/team", "hf://acme", "https://host/")
+    assert is_below("s3://bucket/team/sql", allowed)
+    assert is_below("hf://acme/repo@main", allowed)
+    assert is_below("https://host/a.zip", allowed)
+    for ref in (
+        "s3://bucket/team2/a",
+        "s3://bucket/team/../b",
+        "s3://bucket/team/%2e%2e/b",
+        "hf://acme2/r",
+        "https://host2/a",
+    ):
+        assert not is_below(ref, allowed), ref
+    with pytest.raises(SourceError, match="source_prefixes"):
+        source_for("s3://other/a", {"s3": ObjectSource("s3", LIMITS)}, allowed)
+
+
+async def test_a_library_that_is_not_installed_is_named_with_the_command_that_brings_it(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    error = await refusal(ObjectSource("s3", LIMITS), "s3://bucket/a", tmp_path / "into")
+    assert (error.code, "pip install 'lorafleet[s3]'" in str(error)) == ("source_extra_missing", True)
+
+
+def tar(*members: tuple[str, object], into=None) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", format=tarfile.PAX_FORMAT) as made:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, bytes):
+                info.size = len(content)
+                made.addfile(info, io.BytesIO(content))
+            else:
+                info.type, info.linkname = content
+                made.addfile(info)
+    return packed.getvalue()
+
+
+def zipped(*members: tuple[str, bytes, int]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, content, mode in members:
+            info = zipfile.ZipInfo(name)
+            info.external_attr = mode << 16
+            info.compress_type = zipfile.ZIP_DEFLATED
+            made.writestr(info, content)
+    return packed.getvalue()
+
+
+GOOD = (("a/adapter_config.json", CONFIG), ("a/adapter_model.safetensors", b"weights"))
+FILE, LINK = stat.S_IFREG | 0o644, stat.S_IFLNK | 0o777
+PLAIN = tuple((name, data, FILE) for name, data in GOOD)
+
+ARCHIVES = {
+    "link": ("a.tar.gz", tar(*GOOD, ("a/more.safetensors", (tarfile.SYMTYPE, "/etc/passwd"))), "source_unsafe"),
+    "hard link": ("a.tar.gz", tar(*GOOD, ("a/x", (tarfile.LNKTYPE, "adapter_config.json"))), "source_unsafe"),
+    "device": ("a.tar.gz", tar(*GOOD, ("a/null", (tarfile.CHRTYPE, ""))), "source_unsafe"),
+    "fifo": ("a.tgz", tar(*GOOD, ("a/pipe", (tarfile.FIFOTYPE, ""))), "source_unsafe"),
+    "parent": ("a.tar.gz", tar(*GOOD, ("a/../../x.safetensors", b"")), "source_unsafe"),
+    "absolute": ("a.tar.gz", tar(("/tmp/adapter_config.json", CONFIG)), "source_unsafe"),
+    "twice": ("a.tar.gz", tar(*GOOD, GOOD[0]), "source_unsafe"),
+    "two adapters": ("a.tar.gz", tar(*GOOD, ("b/adapter_config.json", CONFIG)), "source_invalid"),
+    "no adapter": ("a.tar.gz", tar(("README", b"")), "source_not_found"),
+    "too many": ("a.tar.gz", tar(*((f"f{number}", b"") for number in range(1001))), "source_too_big"),
+    "bomb": ("a.tar.gz", tar(*GOOD, ("zeros", bytes(20 << 20))), "source_too_big"),
+    "header bomb": ("a.tar.gz", tar(("x" * (5 << 20), b"")), "source_invalid"),
+    "cut": ("a.tar.gz", tar(*GOOD, ("b.bin", Random(1).randbytes(200_000)))[:100_000], "source_invalid"),
+    "not a tar": ("a.tar.gz", gzip.compress(b"hello" * 1000), "source_invalid"),
+    "not a gzip": ("a.tar.gz", b"hello", "source_invalid"),
+    "zip link": ("a.zip", zipped(*PLAIN, ("a/l.safetensors", b"/etc/passwd", LINK)), "source_unsafe"),
+    "zip parent": ("a.zip", zipped(*PLAIN, ("../x.safetensors", b"", FILE)), "source_unsafe"),
+    "zip windows": ("a.zip", zipped(*PLAIN, ("..\\x.safetensors", b"", FILE)), "source_unsafe"),
+    "zip bomb": ("a.zip", zipped(*PLAIN, ("a/z.safetensors", bytes(20 << 20), FILE)), "source_too_big"),
+    "not a zip": ("a.zip", b"hello" * 100, "source_invalid"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "packed", "code"), ARCHIVES.values(), ids=ARCHIVES)
+def test_a_hostile_archive_is_refused_and_leaves_nothing_outside(tmp_path, name, packed, code):
+    (tmp_path / "into").mkdir()
+    (tmp_path / "packed").write_bytes(packed)
+    with pytest.raises(SourceError) as caught:
+        archive.unpack(tmp_path / "packed", tmp_path / "into", f"https://host/{name}", 10 << 20, Transfer())
+    assert (caught.value.code, str(caught.value)[:6]) == (code, "source")
+    assert {path.name for path in tmp_path.iterdir()} == {"into", "packed"}
+    assert not [path for path in (tmp_path / "into").rglob("*") if path.is_symlink()]
+
+
+def test_what_macos_adds_to_an_archive_is_left_out(tmp_path):
+    extra = (("a/._adapter_model.safetensors", b"x"), ("__MACOSX/a/._adapter_config.json", b"x"))
+    (tmp_path / "into").mkdir()
+    (tmp_path / "packed").write_bytes(tar(*GOOD, *extra))
+    archive.unpack(tmp_path / "packed", tmp_path / "into", "https://host/a.tgz", 10 << 20, Transfer())
+    assert {path.name for path in (tmp_path / "into").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_waits_between_attempts_double_are_bounded_and_differ():
+    delays = [list(Retry(attempts=6, base_s=1, max_s=4).delays_s(Random(seed))) for seed in range(20)]
+    assert all(0.5 * full <= delay <= full for row in delays for delay, full in zip(row, [1, 2, 4, 4, 4], strict=True))
+    assert len({row[0] for row in delays}) == 20
+
+
+def test_userless_references_are_taken():
+    assert split("https://host:8443/a/b.zip").port == 8443

@@ -1,0 +1,101 @@
+"""Sources that others wrote: a `LoraManager`, and entry points of the group `lorafleet.sources`."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from lorafleet.settings import SettingsError
+from workers.core.errors import SourceError, WorkerError
+from workers.core.references import shown
+from workers.plugin import LoraEvent, LoraEventType, LoraManager, LoraModel
+from workers.sources.base import Limits, Source, Transfer, in_thread
+from workers.sources.local import LocalSource
+from workers.wire import AgentEvent
+
+log = structlog.get_logger()
+
+GROUP = "lorafleet.sources"
+
+
+class PluginSource:
+    """`plugin://name`: what a `LoraManager` downloads is copied as a local folder would be, and then given back."""
+
+    def __init__(self, manager: LoraManager, limits: Limits) -> None:
+        self._manager = manager
+        self._limits = limits
+
+    async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
+        name = ref.partition("://")[2]
+        try:
+            model = await self._called(ref, self._manager.download_lora_to_disk, name)
+            if not isinstance(model, LoraModel):
+                message = f"source {shown(ref)}: the plugin returned a {type(model).__name__}, not a LoraModel"
+                raise SourceError("source_failed", message)
+            local = LocalSource([model.path], max_bytes=self._limits.max_bytes)
+            await local.fetch(str(model.path), into, transfer)
+        finally:
+            await self._called(ref, self._manager.delete_lora_from_disk, name)
+
+    async def _called(self, ref: str, function: Callable[[str], Any], name: str) -> Any:
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(name)
+            found = await in_thread(function, name)
+            return await found if inspect.isawaitable(found) else found
+        except WorkerError:
+            raise
+        except FileNotFoundError:
+            raise SourceError("source_not_found", f"source {shown(ref)}: the plugin knows no such adapter") from None
+        except Exception as exc:  # noqa: BLE001  (somebody else's code)
+            what = f"{type(self._manager).__name__}.{getattr(function, '__name__', 'method')}: {type(exc).__name__}"
+            raise SourceError("source_failed", f"source {shown(ref)}: {what}", retry_after_s=30) from None
+
+
+def manager_of(path: str) -> LoraManager:
+    """The plugin that `package.module.Class` names, made. Raises SettingsError."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise SettingsError(f"lora_downloader_plugin {path!r}: {exc}; expected package.module.Class") from exc
+    if not (isinstance(found, type) and issubclass(found, LoraManager)):
+        raise SettingsError(f"lora_downloader_plugin {path!r}: must be a subclass of workers.plugin.LoraManager")
+    try:
+        manager: LoraManager = found()
+    except TypeError as exc:
+        raise SettingsError(f"lora_downloader_plugin {path!r}: cannot be made without arguments: {exc}") from exc
+    return manager
+
+
+def installed(limits: Limits, taken: frozenset[str]) -> dict[str, Source]:
+    """A source for each entry point: its name is the scheme, and it is called with the limits. Raises SettingsError."""
+    found: dict[str, Source] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in taken or point.name in found:
+            raise SettingsError(f"entry point {point.name} = {point.value} of {GROUP}: that scheme is taken")
+        try:
+            found[point.name] = point.load()(limits)
+        except (ImportError, AttributeError, TypeError) as exc:
+            raise SettingsError(f"entry point {point.name} = {point.value} of {GROUP}: {exc}") from exc
+    return found
+
+
+def listener(manager: LoraManager) -> Callable[[AgentEvent], None]:
+    """Tells the manager of what it can hear; an error there is logged and harms nothing else."""
+    kinds = {kind.value for kind in LoraEventType}
+
+    def listen(event: AgentEvent) -> None:
+        if event.type not in kinds or event.lora_id is None:
+            return
+        told = LoraEvent(type=LoraEventType(event.type), name=event.lora_id, digest=event.digest or "", at=event.at)
+        try:
+            manager.on_event(told)
+        except Exception as exc:  # noqa: BLE001  (somebody else's code)
+            log.warning("the downloader plugin failed on an event", type=event.type, error=type(exc).__name__)
+
+    return listen
