@@ -46,6 +46,7 @@ app.add_typer(intent.app)
 
 class EngineName(StrEnum):
     vllm = "vllm"
+    sglang = "sglang"
     sim = "sim"
 
 
@@ -97,9 +98,9 @@ def _default_state_dir() -> Path:
 
 @app.command()
 def up(
-    engine: Annotated[EngineName, typer.Option(help="vllm: real vLLM; sim: speaks like it, computes nothing")] = (
-        EngineName.vllm
-    ),
+    engine: Annotated[
+        EngineName, typer.Option(help="vllm, sglang: the real ones; sim: speaks like vLLM, computes nothing")
+    ] = EngineName.vllm,
     workers: Annotated[int, typer.Option(min=1, max=256, help="how many engines, each with its agent")] = 2,
     model: Annotated[Path | None, typer.Option(help="folder of the base model; without it a tiny one is made")] = None,
     adapters: Annotated[

@@ -25,7 +25,8 @@ from lorafleet.processes import Child, Guard, clean_environment
 from lorafleet.progress import Steps
 
 _POLL_S = 0.05
-_WITHIN_S = {"sim": 60.0, "vllm": 600.0}  # per worker on an idle box vLLM takes 25-60 s; ten minutes is stuck
+# Per worker; on an idle box vLLM takes 25-60 s, and ten minutes is stuck.
+_WITHIN_S = {"sim": 60.0, "vllm": 600.0, "sglang": 600.0}
 _SERVER_WITHIN_S = 60.0  # orchestrator and router take about a second; beside two starting vLLMs several
 _STARTS_BEFORE_READY = 3
 _LONGEST_BACKOFF_S = 10.0

@@ -35,6 +35,8 @@ def check(options: Options, *, has: Callable[[str], bool] = is_installed) -> Non
             "vLLM is not installed in this environment: `make install`, or see docs/quickstart.md for the pip commands"
             " (or try `--engine sim`, which computes nothing and needs no vLLM)"
         )
+    if options.engine == "sglang" and not has("sglang"):
+        raise Failure("SGLang is not installed in this environment: `pip install sglang`, on a machine with a GPU")
     if options.model is None and not (has("numpy") and has("safetensors")):
         raise Failure(
             "the tiny demo model is made with numpy and safetensors, which are not both installed:"

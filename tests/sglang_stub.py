@@ -312,6 +312,14 @@ class Server:
             said += text
         return JSONResponse(head | {"choices": [choice(said, delta=False)], "usage": usage})
 
+    async def tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        if body.get("messages") is not None:
+            ids = self.tokenizer.chat_ids(body)
+        else:
+            ids = self.tokenizer.completion_ids(body["prompt"], body.get("add_special_tokens", True))
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.args.context_length})
+
     async def models(self, _request: Request) -> Response:
         served = self.args.served_model_name
         card = {"object": "model", "created": int(time.time()), "owned_by": "sglang"}
@@ -377,6 +385,7 @@ class Server:
             routes=[
                 Route("/v1/chat/completions", self.chat, **post),
                 Route("/v1/completions", self.complete, **post),
+                Route("/tokenize", self.tokenize, **post),
                 Route("/v1/models", self.models),
                 Route("/load_lora_adapter", self.load, **post),
                 Route("/unload_lora_adapter", self.unload, **post),
@@ -392,6 +401,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sglang.launch_server", allow_abbrev=False)
     for flag in ("--model-path", "--served-model-name", "--host", "--kv-events-config", "--lora-target-modules"):
         parser.add_argument(flag, required=True)
+    parser.add_argument("--dtype")
     for flag, default in (
         ("--port", 30000),
         ("--max-loras-per-batch", 8),
@@ -413,6 +423,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def main() -> None:
+    args = parse()
+    uvicorn.run(Server(args).app, host=args.host, port=args.port, log_level="warning")
+
+
 if __name__ == "__main__":
-    arguments = parse()
-    uvicorn.run(Server(arguments).app, host=arguments.host, port=arguments.port, log_level="warning")
+    main()

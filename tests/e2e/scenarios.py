@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 from openai import OpenAI
 
+from router.dress import dialect_of
 from tests.e2e.fleets import Fleet, chat, until
 
 SQL, PYTHON, COLD = "sql-expert/v1", "python-expert/v1", "cold/v1"
@@ -77,7 +78,7 @@ class FleetSuite:
             texts[lora_id] = text(answer)
             worker = fleet.workers()[answer.headers["x-lorafleet-worker"]]
             url = f"{worker['transport']['engine_url']}/v1/chat/completions"
-            direct = fleet.http("POST", url, json=chat(model=engine_name(worker, lora_id), prompt=prompt))
+            direct = fleet.http("POST", url, json=chat(model=model_name(worker, lora_id), prompt=prompt))
             assert text(direct) == texts[lora_id]
         base = text(fleet.ask(prompt=prompt))
         assert len({base, *texts.values()}) == 3
@@ -184,7 +185,7 @@ class FleetSuite:
         until(is_back, within_s=self.come_back_within_s, what=f"{worker}'s engine is back with {held}")
         engine = fleet.workers()[worker]
         url = f"{engine['transport']['engine_url']}/v1/chat/completions"
-        assert text(fleet.http("POST", url, json=chat(model=engine_name(engine, SQL), prompt=fresh_prompt())))
+        assert text(fleet.http("POST", url, json=chat(model=model_name(engine, SQL), prompt=fresh_prompt())))
         assert text(fleet.ask(prompt=fresh_prompt(), lora_id=SQL))
 
 
@@ -193,6 +194,12 @@ def engine_name(metadata: dict[str, Any], lora_id: str) -> str:
     names = [lora["engine_name"] for lora in metadata["lora"]["loaded_loras"] if lora["lora_id"] == lora_id]
     assert len(names) == 1, (lora_id, metadata["lora"])
     return names[0]
+
+
+def model_name(metadata: dict[str, Any], lora_id: str) -> str:
+    """How a request to this worker's engine names the adapter."""
+    dialect = dialect_of(metadata["transport"]["dialect"], engine_name="")
+    return dialect.model(metadata["model"]["base_model"], engine_name(metadata, lora_id))
 
 
 def explain(fleet: Fleet, prompt: str) -> str:

@@ -1,0 +1,58 @@
+"""A fleet on SGLang does what every fleet must do, and what SGLang makes hard. The engine is its stub."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lorafleet import tiny
+from tests.e2e.fleets import Fleet, running, until
+from tests.e2e.scenarios import COLD, PYTHON, SQL, FleetSuite, cached, fresh_prompt, predicted, text
+
+ROOT = Path(__file__).parents[2]
+STUB = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "stubs")]),
+    "SGLANG_STUB_HEALTH_S": "0.01",
+    "SGLANG_STUB_TOKEN_S": "0.001",
+}
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder: Path = tmp_path_factory.mktemp("sglang")
+    tiny.make_adapters(folder / "adapters")
+    tiny.make_adapter(folder / "adapters", COLD)
+    flags = ("--engine", "sglang", "--workers", "2", "--adapters", str(folder / "adapters"))
+    with running(folder / "state", *flags, environment=STUB) as fleet:
+        yield fleet
+
+
+class TestTwoSglangWorkers(FleetSuite):
+    def test_an_adapter_that_was_unloaded_and_loaded_again_is_expected_to_have_no_blocks(self, fleet: Fleet) -> None:
+        prompt = fresh_prompt()
+        first = fleet.ask(prompt=prompt, lora_id=SQL)
+        worker = first.headers["x-lorafleet-worker"]
+        again = fleet.ask(prompt=prompt, lora_id=SQL)
+        assert again.headers["x-lorafleet-worker"] == worker
+        assert predicted(again) == cached(again) > 0
+        told = fleet.workers()[worker]
+        as_leader = {"x-lorafleet-epoch": str(told["epoch"])}
+        url = f"{told['agent_url']}/v1/admin/unload_lora"
+        httpx.post(url, json={"lora_id": SQL}, headers=as_leader, timeout=30).raise_for_status()
+        until(lambda: worker not in fleet.held_by(SQL), within_s=10, what="it is unloaded")
+        reloaded = fleet.ask(prompt=prompt, lora_id=SQL)
+        assert text(reloaded) == text(first)
+        assert reloaded.headers["x-lorafleet-worker"] in fleet.held_by(SQL)
+        assert predicted(reloaded) == cached(reloaded) == 0
+
+    def test_a_replica_that_does_not_report_an_adapter_is_never_asked_for_it(self, fleet: Fleet) -> None:
+        """Else it would bring back what was unloaded, or answer from the base model."""
+        holders = set(fleet.held_by(PYTHON))
+        served = {fleet.ask(prompt=fresh_prompt(), lora_id=PYTHON).headers["x-lorafleet-worker"] for _ in range(10)}
+        assert served <= holders | set(fleet.held_by(PYTHON))
+        for metadata in fleet.workers().values():
+            listed = fleet.get(f"{metadata['transport']['engine_url']}/v1/models")["data"]
+            names = {lora["engine_name"] for lora in metadata["lora"]["loaded_loras"] if lora["state"] == "ready"}
+            assert {item["id"] for item in listed if item["parent"]} == names

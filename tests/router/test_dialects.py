@@ -1,0 +1,68 @@
+"""Workers of several kinds: of one that this router has never heard of, and of SGLang."""
+
+from starlette.responses import JSONResponse
+
+from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, fleet, with_sql
+from workers.wire import Metadata, engine_name
+
+
+def speaking(control: Control, **dialects: str) -> Control:
+    """The same control plane, whose workers' engines are of these kinds."""
+    plain = control.metadata
+
+    def metadata(worker: str) -> Metadata:
+        told = plain(worker)
+        kind = dialects.get(worker, "vllm")
+        return told.model_copy(update={"transport": told.transport.model_copy(update={"dialect": kind})})
+
+    control.metadata = metadata
+    return control
+
+
+async def test_a_kind_that_nobody_knows_serves_the_base_model_and_hides_no_other_worker():
+    engines = [Engine("w0"), Engine("w1")]
+    async with fleet(*engines, control=speaking(with_sql("w0", "w1"), w0="mlx")) as (client, _, parts):
+        assert {replica.dialect for replica in parts.discovery.fleet.replicas.values()} == {"mlx", "vllm"}
+        for _ in range(8):
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            assert (await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})).status_code == 200
+    assert {body["model"] for body in engines[0].bodies} <= {BASE}
+    assert engine_name("sql/v1", DIGEST) in {body["model"] for body in engines[1].bodies}
+
+
+async def test_an_adapter_that_only_an_unknown_kind_holds_is_refused_and_never_sent():
+    async def nowhere(_control, _lora_id):
+        return JSONResponse({"error": {"message": "no room", "type": "x", "param": None, "code": "no_capacity"}}, 503)
+
+    engine, control = Engine("w0"), speaking(with_sql("w0"), w0="mlx")
+    control.ensure = nowhere
+    async with fleet(engine, control=control, cold_start_timeout_s=0.3) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
+    assert answer.status_code == 503, answer.text
+    assert engine.bodies == []
+
+
+async def test_sglang_is_asked_for_base_and_adapter_and_the_client_sees_the_name_it_used():
+    engine = Engine("w0")
+    async with fleet(engine, control=speaking(with_sql("w0"), w0="sglang")) as (client, _, _):
+        for stream in (False, True):
+            body = {**CHAT, "model": "sql/v1", "stream": stream}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200
+            assert b'"model":"sql/v1"' in answer.content
+            assert b"@" not in answer.content
+    assert {body["model"] for body in engine.bodies} == {f"{BASE}:{engine_name('sql/v1', DIGEST)}"}
+
+
+async def test_sglangs_400_for_an_adapter_it_no_longer_has_is_answered_by_another_replica():
+    async def forgot(engine, body):
+        message = f"Got LoRA adapter that has never been loaded: {body['model']}\nAll loaded adapters: dict_keys([])."
+        return JSONResponse({"object": "error", "message": message, "code": 400}, 400)
+
+    engines = [Engine("w0", forgot), Engine("w1")]
+    control = speaking(with_sql("w0", "w1"), w0="sglang", w1="sglang")
+    async with fleet(*engines, control=control) as (client, _, _):
+        for _ in range(8):
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
+            assert answer.status_code == 200
+    assert engines[0].bodies  # it was tried
