@@ -15,7 +15,7 @@ from orchestrator.core.victims import victim, worth
 
 FULL = 1.4
 """A worker busy for less than so many times the target utilisation gives nothing away: its queue does not grow. This
-and `SMALL` were chosen on six seeds of `benchmarks.placement`, among rules that differ by little more than their noise."""
+and `SMALL` were chosen on six seeds of `benchmarks.placement`, among rules that differ by little more than noise."""
 DONORS = 4
 """Workers with most to do that are looked at for each that takes a move."""
 SMALL = 0.3
