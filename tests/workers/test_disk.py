@@ -133,6 +133,16 @@ def test_a_claim_that_comes_while_a_folder_is_being_deleted_keeps_it_or_finds_it
             assert claimed.result() == (digest not in freed.result()[0]) == mine.path(digest).exists()
 
 
+def test_what_was_taken_into_use_after_the_look_around_is_not_deleted(tmp_path):
+    mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
+    put(mine, "old")
+    seen = mine.folders(NOBODY)
+    other.claim("old")
+    assert mine._free(seen, 1, NOBODY) == ([], 100)
+    assert here(mine) == {"old"}
+    assert not list(tmp_path.glob(".gone-*"))
+
+
 def test_a_crash_leaves_nothing_of_ours_and_others_downloads_stay_while_they_grow(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
     for each in (mine, other):
