@@ -15,7 +15,7 @@ from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
 from workers.core.manifest import FileEntry, Rules, digest, inspect, is_same_base
 from workers.core.peft import is_quick, parse_config
-from workers.core.tensors import Tensor, header_bytes, parse_header
+from workers.core.tensors import MAX_HEADER_BYTES, Tensor, header_bytes, parse_header
 from workers.verify import read_base_model
 
 CONFIG = {
@@ -113,6 +113,10 @@ def test_a_rank_that_only_the_config_mentions_counts_because_the_engine_counts_i
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.(q_proj|k_proj)", r"(?:.*?(?:a|b).*?)+?(?:q|k).*", ["q_proj"]])
 def test_targets_may_be_a_list_an_expression_or_all_linear(targets):
     assert look({"target_modules": targets}).modules == 1
+
+
+def test_an_expression_of_targets_that_might_never_end_is_not_run():
+    assert look({"target_modules": r"(\w+)+z"}).modules == 1
 
 
 @pytest.mark.parametrize("targets", [r".*\.k_proj", ["k_proj"], ["proj"], ["layers.1.self_attn.q_proj"]])
@@ -403,7 +407,30 @@ def test_headers_are_taken_exactly_where_safetensors_takes_them(header, data_byt
     assert ours == theirs
 
 
-@pytest.mark.parametrize(("start", "size"), [(b"", 0), (b"\x01", 1), (b"\xff" * 8, 1 << 40), (b"\x09" + bytes(7), 16)])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b' {"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        b'{"a":{"dtype":"F32","shape":[9],"shape":[2],"data_offsets":[0,8]}}',
+        b'{"a":{"dtype":"F4","shape":[17],"data_offsets":[0,8]}}',
+        b'{"a\\n":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        b'{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        b'{"\xff":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    ],
+)
+def test_a_header_that_reads_in_two_ways_is_refused(raw):
+    with pytest.raises(SourceError) as refused:
+        parse_header(raw, 8, "x")
+    assert refused.value.code == "weights_corrupt"
+    assert str(refused.value).isprintable()
+
+
+LARGE = (MAX_HEADER_BYTES + 1).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    ("start", "size"), [(b"", 0), (b"\x01", 1), (b"\xff" * 8, 1 << 40), (b"\x09" + bytes(7), 16), (LARGE, 1 << 40)]
+)
 def test_a_header_that_cannot_be_there_is_not_read(start, size):
     with pytest.raises(SourceError) as refused:
         header_bytes(start, size, "x")
