@@ -86,14 +86,15 @@ def start_engine(
     served_model_name: str = "tiny-qwen",
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    port: int = 0,
 ) -> RunningEngine:
-    """Start an engine on a free loopback port, KV events on ipc sockets; returns once it answers.
+    """Start an engine on a loopback port (0: a free one), KV events on ipc sockets; returns once it answers.
 
     flags        come after `FLAGS`, so that they win
     raises       RuntimeError with the end of the engine's log when it exits or is not up in time
     """
     folder = Path(tempfile.mkdtemp(prefix="engine-", dir="/tmp"))  # short: an ipc path has at most 107 bytes
-    port = free_port()
+    port = port or free_port()
     kv_endpoint, replay_endpoint = f"ipc://{folder}/kv", f"ipc://{folder}/replay"
     events = {"publisher": "zmq", "endpoint": kv_endpoint, "replay_endpoint": replay_endpoint, "topic": "kv"}
     python, model_flag, own = sys.executable, "--model", FLAGS

@@ -38,6 +38,7 @@ class Link:
         self._clock = clock
         self._kv: KvLedgers | None = None
         self._shape = Shape()
+        self._mark = ""
         self._scrape = Scrape()
         self._scraped_at: float | None = None
         self._rates = Rates()
@@ -46,9 +47,14 @@ class Link:
     async def up(self, engine: Engine, *, boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use. Raises EngineError."""
         self._shape = await engine.shape()
+        self._mark = await engine.boot_mark()
         self._rates = Rates()
         self.engine, self.boot_id = engine, boot_id
         self.transport = await self._with_ledger(transport)
+
+    async def is_same_start(self) -> bool:
+        """Whether the engine that answers is still the one taken into use. Raises EngineError."""
+        return self.engine is not None and await self.engine.boot_mark() == self._mark
 
     async def down(self, reason: str) -> None:
         """The engine is gone, and what was known of it."""

@@ -154,7 +154,12 @@ class Loader:
             if engine is None or not is_settled():
                 return
             listed = set(await engine.adapters())
-            if self._link.engine is engine and listed != self._residency.slots.registered:
+            known = self._residency.slots.registered
+            if listed == known or (known - listed and not await self._link.is_same_start()):
+                return  # another engine's list is empty, and its adapters are still wanted: the supervisor will see
+            if self._link.engine is engine:
+                for name in listed - known:
+                    self._link.forget_adapter(name)  # loaded by somebody else, or brought back by a request
                 self._residency.correct(listed)
 
     async def _load(self, record: Record, *, evict: str | None) -> Record:

@@ -160,7 +160,7 @@ class Supervisor:
                 healthy_at = self._clock()
                 if self._process is None and await self._is_another(engine):
                     return "the attached engine was restarted"
-            elif self._clock() - healthy_at > self._patience_s(engine):
+            elif self._clock() - healthy_at > self._patience_s():
                 return f"the engine gave no sign of health for {self._clock() - healthy_at:.0f} s"
 
     async def _is_another(self, engine: Engine) -> bool:
@@ -168,11 +168,11 @@ class Supervisor:
             return await engine.boot_mark() != self._agent.link.boot_id
         return False
 
-    def _patience_s(self, engine: Engine) -> float:
+    def _patience_s(self) -> float:
         """How long it may be silent. One of somebody else's is only taken for gone, which costs little."""
         if self._process is not None or self._agent.link.suspicion:
             return self._settings.hang_after_s
-        return _ATTACHED_S + engine.traits.health_lag_s
+        return _ATTACHED_S
 
     async def _exited_within(self, seconds: float) -> bool:
         if self._process is None:

@@ -79,3 +79,11 @@ async def test_a_contradiction_ends_the_start_with_one_line(agent_model, agent_a
     assert agent.returncode == 2
     assert b"max_cpu_loras is 3" in said
     assert b"Traceback" not in said
+
+
+def test_sglangs_flags_are_taken_too_and_its_batch_counts_the_base_model():
+    command = ("python", "-m", "sglang.launch_server", "--max-loras-per-batch", "8", "--max-loaded-loras=32")
+    found = adopted(settings(engine="sglang"), command, {})
+    assert (found.max_loras, found.max_cpu_loras, found.engine_args) == (7, 32, ())
+    with pytest.raises(CommandError, match="--max-loras-per-batch 7, the setting max_loras is 8"):
+        adopted(settings(engine="sglang", max_loras=8), command, {})

@@ -13,9 +13,10 @@ from workers.config import WorkerSettings
 
 log = structlog.get_logger()
 
-# vLLM 0.32's flags, which the sim has too -> the settings that say the same. Of its block size, count and longest
-# request a running engine tells us itself.
-_SAME = {
+# An engine's flags -> the settings that say the same. Of its block size, count and longest request a running engine
+# tells us itself.
+# vLLM 0.32, and the sim
+_VLLM = {
     "--max-loras": "max_loras",
     "--max-cpu-loras": "max_cpu_loras",
     "--max-lora-rank": "max_lora_rank",
@@ -23,12 +24,22 @@ _SAME = {
     "--max-num-batched-tokens": "max_num_batched_tokens",
     "--served-model-name": "served_model_name",
 }
+# SGLang 0.5.23
+_BASE_INCLUDED = "--max-loras-per-batch"  # the base model is one of them
+_SGLANG = {
+    _BASE_INCLUDED: "max_loras",
+    "--max-loaded-loras": "max_cpu_loras",
+    "--max-lora-rank": "max_lora_rank",
+    "--max-running-requests": "max_num_seqs",
+    "--chunked-prefill-size": "max_num_batched_tokens",
+    "--served-model-name": "served_model_name",
+}
+_SAME = {"vllm": _VLLM, "sim": _VLLM, "sglang": _SGLANG}
 _OURS = {
     "--kv-events-config": "the agent binds the sockets itself, under a topic for each start",
     "--no-enable-lora": "a worker serves adapters",
     "--api-key": "the agent and the routers have no key for the engine; bind it to loopback or fence it",
 }
-_SPEAK_VLLM = frozenset({"vllm", "sim"})
 _SWITCH = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
@@ -44,11 +55,11 @@ def adopted(settings: WorkerSettings, own_command: Sequence[str], environment: M
         return settings
     words = (*own_command, *settings.engine_args)
     _refuse(words, environment)
-    if settings.engine not in _SPEAK_VLLM:
-        return settings
     changes: dict[str, Any] = {}
-    for flag, name in _SAME.items():
+    for flag, name in _SAME[settings.engine].items():
         said = _value(words, flag)
+        if flag == _BASE_INCLUDED and said is not None and said.isdigit():
+            said = str(int(said) - 1)
         if said is None or said == str(getattr(settings, name)):
             continue
         if name in settings.model_fields_set:
@@ -56,7 +67,7 @@ def adopted(settings: WorkerSettings, own_command: Sequence[str], environment: M
             raise CommandError(f"the engine's command says {flag} {said}, the setting {name} is {ours}: give only one")
         changes[name] = said
         log.info("taken from the engine's command", setting=name, value=said)
-    if _has_ranks(words) and _value(words, "--api-server-count") is None:
+    if settings.engine != "sglang" and _has_ranks(words) and _value(words, "--api-server-count") is None:
         # Its default is the number of ranks, and then vLLM refuses to load at run time.
         log.info("added to the engine's command", flag="--api-server-count 1")
         changes["engine_args"] = (*settings.engine_args, "--api-server-count", "1")

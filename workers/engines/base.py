@@ -13,8 +13,6 @@ class Traits:
     dialect: str
     keeps_ghosts: bool
     """Unloaded weights stay until an LRU drops them."""
-    health_lag_s: float = 0.0
-    """How long a healthy engine may take to say so while it is busy."""
 
 
 @dataclass(frozen=True, slots=True)

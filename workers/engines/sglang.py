@@ -27,9 +27,10 @@ from workers.engines.base import Scrape, Shape, Traits
 from workers.engines.client import EngineClient
 
 _INFO_TIMEOUT_S = 10.0
-# entrypoints/http_server.py: /health runs a token and waits for any sign of life, a second at least, 20 at most
-# (HEALTH_CHECK_TIMEOUT); a long prefill is no sign.
-_HEALTH_LAG_S = 20.0
+# entrypoints/http_server.py: /health runs a token and waits for any sign of life, a second at least, and says 503 after
+# 20 (HEALTH_CHECK_TIMEOUT). A long prefill gives no sign, so less patience would take a busy engine for a dead one;
+# one that is gone refuses the connection at once.
+_HEALTH_WITHIN_S = 25.0
 _INCOMPLETE_UNLOAD = "incomplete unload"
 
 # observability/metrics_collector.py. One series a scheduler: with --enable-metrics-for-all-schedulers every tensor rank
@@ -58,7 +59,7 @@ _WANTED = re.compile(r"^(?:" + "|".join((*_GAUGES, *_TOTALS)) + r")[ {].*$", re.
 class SglangEngine(EngineClient):
     """Client of one SGLang."""
 
-    traits = Traits(dialect="sglang", keeps_ghosts=False, health_lag_s=_HEALTH_LAG_S)
+    traits = Traits(dialect="sglang", keeps_ghosts=False)
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
         """Raises EngineError: `adapter_refused` with the engine's reason, `engine_timeout`, `engine_unreachable`."""
@@ -97,6 +98,9 @@ class SglangEngine(EngineClient):
             max_model_len=_whole(base.get("max_model_len")),
             model_name=str(base.get("id") or ""),
         )
+
+    async def is_healthy(self, *, timeout_s: float) -> bool:
+        return await super().is_healthy(timeout_s=max(timeout_s, _HEALTH_WITHIN_S))
 
     async def scrape(self) -> Scrape:
         return parse_metrics(await self._metrics_page())

@@ -1,0 +1,77 @@
+"""A real agent around SGLang's stub, and beside one that somebody else started."""
+
+import os
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.engines import start_engine
+from tests.workers.running import RunningWorker, loaded, post, until
+from workers.wire import Metadata
+
+ROOT = Path(__file__).parents[2]
+STUB = (sys.executable, "-m", "tests.sglang_stub")
+FLAGS = ("--engine", "sglang", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
+SHAPE = ("--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "256")
+
+
+@pytest.fixture(autouse=True)
+def stub_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("SGLANG_STUB_HEALTH_S", "0.01")
+
+
+@pytest.fixture
+def worker(agent_model, agent_adapters, tmp_path) -> RunningWorker:
+    return RunningWorker(agent_model, agent_adapters, tmp_path, *FLAGS)
+
+
+async def told_by(client) -> Metadata:
+    return Metadata.model_validate((await client.get("/metadata")).json())
+
+
+async def test_a_killed_sglang_comes_back_with_its_adapters_under_another_boot_id(worker):
+    async with worker.running(*SHAPE, "--", *STUB, "--page-size", "64") as client:
+        before = await told_by(client)
+        assert (before.transport.dialect, before.transport.kv_ledger) == ("sglang", 1)
+        shape = before.model.runtime_config
+        assert (shape.block_size, shape.total_kv_blocks, shape.max_model_len) == (64, 128, 2048)
+        assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
+        os.kill(worker.engine_pid, 9)
+        while (now := await told_by(client)).engine_boot_id == before.engine_boot_id or now.state != "ready":
+            pass
+        assert await loaded(client) == {"sql-expert/v1"}
+
+
+async def test_an_attached_sglang_is_driven_and_its_restart_noticed(worker, agent_model):
+    first = start_engine("sglang", agent_model)
+    try:
+        async with worker.running("--engine-url", first.url) as client:
+            before = await told_by(client)
+            assert (before.transport.dialect, before.transport.engine_url) == ("sglang", first.url)
+            assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
+            first.process.kill()
+            first.process.wait()
+            second = start_engine("sglang", agent_model, port=urlsplit(first.url).port)
+            try:
+                while (now := await told_by(client)).engine_boot_id == before.engine_boot_id or now.state != "ready":
+                    pass
+                assert await loaded(client) == {"sql-expert/v1"}
+            finally:
+                second.stop()
+    finally:
+        first.stop()
+
+
+async def test_an_engine_of_another_kind_than_said_is_refused_with_what_to_do(worker, agent_model):
+    engine = start_engine("sim", agent_model)
+    try:
+        async with worker.running("--engine-url", engine.url, until_ready=False) as client:
+            log = worker.folder / "agent.log"
+            await until(lambda: "is not SGLang's" in log.read_text())
+            assert "say with --engine what runs there" in log.read_text()
+            assert (await client.get("/ready")).status_code == 503
+    finally:
+        engine.stop()
