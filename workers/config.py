@@ -7,10 +7,11 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.settings import HouseSettings
+from workers.engines.base import STATIC
 
 UNIX_PATH_BYTES = 107  # sun_path of Linux has 108 with the closing zero
 
@@ -124,6 +125,16 @@ class WorkerSettings(HouseSettings):
     event_buffer: int = Field(default=1000, ge=1, description="events kept for those who reconnect")
     keep_alive_s: float = Field(default=15.0, gt=0, description="seconds between signs of life on the event stream")
     stop_grace_s: float = Field(default=30.0, ge=1, description="seconds open calls may take when stopping")
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _is_driven(cls, kind: object) -> object:
+        if isinstance(kind, str) and (traits := STATIC.get(kind)):
+            raise ValueError(
+                f"{kind} takes adapters {traits.takes_adapters} alone, so no agent can load them; an agent drives vllm,"
+                " sglang or sim, see docs/engines.md"
+            )
+        return kind
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -76,6 +76,12 @@ def test_a_command_of_ones_own_names_sglangs_model_by_either_flag():
     assert "--page-size" not in command
 
 
+@pytest.mark.parametrize(("kind", "when"), [("llama.cpp", "at its start"), ("tensorrt-llm", "with a request")])
+def test_an_engine_that_no_agent_can_load_into_is_refused_with_the_reason(kind, when):
+    with pytest.raises(ValidationError, match=f"{kind} takes adapters {when} alone.*docs/engines.md"):
+        settings(engine=kind)
+
+
 def test_a_socket_path_that_no_unix_socket_can_have_is_refused_with_its_length():
     with pytest.raises(ValidationError, match="at most 107"):
         settings(ipc_dir=Path("/tmp") / ("x" * 90))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,17 @@ class Traits:
     dialect: str
     keeps_ghosts: bool
     """Unloaded weights stay until an LRU drops them."""
+    takes_adapters: Literal["while running", "with a request", "at its start"] = "while running"
+
+
+# Engines that no agent can load adapters into (docs/engines.md).
+STATIC: Mapping[str, Traits] = {
+    "llama.cpp": Traits("llama.cpp", keeps_ghosts=False, takes_adapters="at its start"),
+    "sgl-jax": Traits("sgl-jax", keeps_ghosts=False, takes_adapters="at its start"),
+    "tgi": Traits("tgi", keeps_ghosts=False, takes_adapters="at its start"),
+    "lorax": Traits("lorax", keeps_ghosts=False, takes_adapters="with a request"),
+    "tensorrt-llm": Traits("tensorrt-llm", keeps_ghosts=False, takes_adapters="with a request"),
+}
 
 
 @dataclass(frozen=True, slots=True)
