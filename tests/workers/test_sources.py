@@ -16,7 +16,7 @@ from tests.workers.source_servers import SECRET, Cable, Hub, Site, azure, certif
 from workers.core.addresses import parse_networks
 from workers.core.errors import SourceError
 from workers.core.retry import Retry
-from workers.sources.base import Limits, Transfer
+from workers.sources.base import Limits, Transfer, TransferCancelled
 from workers.sources.guard import GuardedTransport
 from workers.sources.hub import HubSource
 from workers.sources.local import LocalSource
@@ -267,7 +267,7 @@ async def test_a_config_of_many_bytes_is_refused(store):
 @remote
 async def test_a_connection_that_breaks_off_is_taken_up_again(store):
     ref = await put(store, "sql", ADAPTER)
-    store.cable.cuts = [1 << 20, 1 << 20]
+    store.cable.cuts = [1 << 20]
     found, transfer = await fetched(store, ref)
     assert found == ADAPTER
     assert store.cable.cuts == []
@@ -345,6 +345,26 @@ async def test_a_fetch_that_nobody_waits_for_ends_at_once(store):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+@pytest.mark.parametrize("store", [Web, HuggingFace, S3], indirect=True, ids=lambda cls: cls.__name__)
+async def test_words_of_a_server_that_fails_are_repeated_in_no_message(store, caplog):
+    caplog.set_level(logging.WARNING)
+    ref = await put(store, "sql", ADAPTER)
+    store.deny()
+    store.site.denies = 500
+    error = await refusal(store, ref, retry=Retry(attempts=1))
+    assert error.code == "source_failed"
+    seen = [str(error), str(error.__cause__), *(record.getMessage() for record in caplog.records)]
+    assert not [text for text in seen if SECRET in text]
+
+
+async def test_bytes_for_nobody_end_the_library_that_brings_them():
+    transfer = Transfer()
+    transfer.advance(1)
+    transfer.cancel()
+    with pytest.raises(TransferCancelled):
+        transfer.advance(1)
 
 
 @remote
