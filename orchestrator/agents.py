@@ -25,7 +25,17 @@ from workers.wire import (
 M = TypeVar("M", bound=BaseModel)
 
 SOURCE_CODES = frozenset(
-    {"source_forbidden", "source_invalid", "source_not_found", "source_too_big", "source_unsupported"}
+    {
+        "source_address_forbidden",
+        "source_extra_missing",
+        "source_forbidden",
+        "source_invalid",
+        "source_not_found",
+        "source_too_big",
+        "source_unauthorized",
+        "source_unsafe",
+        "source_unsupported",
+    }
 )
 """Agent error codes (workers/core/errors.py) for what a worker finds at a source: another one may find more there."""
 

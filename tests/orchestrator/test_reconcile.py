@@ -249,10 +249,14 @@ async def test_what_one_worker_cannot_get_right_is_no_fault_of_an_adapter_that_w
     assert len([verb for verb, _ in first.operations() if verb == "load_lora"]) == 1
 
 
-async def test_a_source_is_looked_for_on_a_few_workers_and_not_on_every_one(house):
+@pytest.mark.parametrize(
+    "code",
+    ["source_not_found", "source_unauthorized", "source_address_forbidden", "source_extra_missing", "source_unsafe"],
+)
+async def test_a_source_is_looked_for_on_a_few_workers_and_not_on_every_one(house, code):
     agents = [await house.worker(f"w{i}") for i in range(6)]
     for agent in agents:
-        agent.refuse["sql/v1"] = "source_not_found"
+        agent.refuse["sql/v1"] = code
     await house.register()
     await house.settle()
     assert (await house.adapter())["state"] == "failed"
