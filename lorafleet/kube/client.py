@@ -1,0 +1,216 @@
+"""The API server over httpx, in raw JSON: dicts in, dicts out, and a deadline for each call."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import structlog
+
+from lorafleet.kube.access import ACCOUNT, Access, Source, source
+from lorafleet.kube.errors import KubeConfigError, KubeError, Unreachable, refusal
+
+log = structlog.get_logger()
+
+Json = dict[str, Any]
+MERGE_PATCH = "application/merge-patch+json"
+
+
+async def connect(
+    kubeconfig: Path | None = None, *, environ: Mapping[str, str] = os.environ, account: Path = ACCOUNT
+) -> "Kube":
+    """A client for the cluster that is configured; asks the API server nothing yet.
+
+    kubeconfig  this one; None: KUBECONFIG's, else the service account of the pod we are in
+    raises      KubeConfigError
+    """
+    found = source(kubeconfig, environ, account)
+    return Kube(found, await found.read())
+
+
+class Kube:
+    """One API server. Every call may raise KubeError: by status Conflict, NotFound, Gone, Forbidden, or Unreachable."""
+
+    def __init__(self, found: Source, access: Access) -> None:
+        self._source = found
+        self._access = access
+        self._client = _client(access)
+        self._renewing = asyncio.Lock()
+
+    @property
+    def namespace(self) -> str:
+        """Our own."""
+        return self._access.namespace
+
+    @property
+    def url(self) -> str:
+        return self._access.url
+
+    async def get(self, path: str, *, timeout_s: float = 10.0, **params: str | int) -> Json:
+        return await self._call("GET", path, timeout_s=timeout_s, params=params)
+
+    async def post(self, path: str, body: Json, *, timeout_s: float = 10.0) -> Json:
+        return await self._call("POST", path, timeout_s=timeout_s, body=body)
+
+    async def put(self, path: str, body: Json, *, timeout_s: float = 10.0) -> Json:
+        return await self._call("PUT", path, timeout_s=timeout_s, body=body)
+
+    async def patch(self, path: str, body: Any, *, content_type: str = MERGE_PATCH, timeout_s: float = 10.0) -> Json:
+        return await self._call("PATCH", path, timeout_s=timeout_s, body=body, content_type=content_type)
+
+    async def delete(self, path: str, body: Json | None = None, *, timeout_s: float = 10.0) -> Json:
+        """`body`: DeleteOptions, such as preconditions."""
+        return await self._call("DELETE", path, timeout_s=timeout_s, body=body)
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, *, head_timeout_s: float = 10.0, read_timeout_s: float, **params: str | int
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The lines of an answer without end. Raises Unreachable when nothing came for `read_timeout_s`."""
+        what = f"GET {self.url}{path}"
+        try:
+            async with asyncio.timeout(head_timeout_s):
+                answer = await self._sent("GET", path, params=params, read_s=read_timeout_s)
+        except TimeoutError as exc:
+            raise Unreachable(f"{what}: no answer within {head_timeout_s:g} s") from exc
+        try:
+            if not answer.is_success:
+                async with asyncio.timeout(head_timeout_s):
+                    await answer.aread()
+                raise _refusal(what, answer)
+            yield _lines(answer)
+        except httpx.HTTPError as exc:
+            raise Unreachable(f"{what}: {exc!r}") from exc
+        finally:
+            await answer.aclose()
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        params: Mapping[str, str | int] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> Json:
+        what = f"{method} {self.url}{path}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._sent(method, path, params=params, body=body, content_type=content_type)
+                try:
+                    content = await answer.aread()
+                finally:
+                    await answer.aclose()
+        except TimeoutError as exc:
+            raise Unreachable(f"{what}: no answer within {timeout_s:g} s") from exc
+        except httpx.HTTPError as exc:
+            raise Unreachable(f"{what}: {exc!r}") from exc
+        if not answer.is_success:
+            raise _refusal(what, answer)
+        try:
+            found = msgspec.json.decode(content)
+        except msgspec.DecodeError as exc:
+            raise Unreachable(f"{what}: answered with something other than JSON: {content[:200]!r}") from exc
+        if not isinstance(found, dict):
+            raise Unreachable(f"{what}: answered with something other than an object: {content[:200]!r}")
+        return found
+
+    async def _sent(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str | int] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+        read_s: float | None = None,
+    ) -> httpx.Response:
+        """An answer whose body is not read. A refused token is read anew, and if it is another one tried at once."""
+        content = None if body is None else msgspec.json.encode(body)
+        for is_last in (False, True):
+            client, token = self._client, self._token()
+            request = client.build_request(
+                method,
+                self.url + path,
+                params=dict(params or {}),
+                content=content,
+                headers=_headers(token, content_type if content is not None else None),
+                # Without a read deadline of its own the caller's deadline for the whole call stands.
+                timeout=httpx.Timeout(None, read=read_s),
+            )
+            try:
+                answer = await client.send(request, stream=True)
+            except httpx.HTTPError as exc:
+                raise Unreachable(f"{method} {self.url}{path}: {exc!r}") from exc
+            if answer.status_code != httpx.codes.UNAUTHORIZED or is_last or not await self._renewed(token):
+                return answer
+            await answer.aclose()
+        raise AssertionError("the second answer is returned")
+
+    def _token(self) -> str:
+        return self._source.token() or self._access.token
+
+    async def _renewed(self, refused: str) -> bool:
+        """Whether there is another token by now than the one that was refused."""
+        async with self._renewing:
+            if self._token() != refused:
+                return True
+            try:
+                access = await self._source.read()
+            except KubeConfigError as exc:
+                log.warning("API server's credentials not read again", error=str(exc))
+                return False
+            if access.token == refused:
+                return False
+            log.info("API server's credentials renewed", url=access.url)
+            self._access = replace(self._access, token=access.token)
+            return True
+
+
+def _client(access: Access) -> httpx.AsyncClient:
+    # Not the environment's proxies: those are for the way out of the cluster.
+    verify = access.tls if access.tls is not None else False  # False: plain http
+    return httpx.AsyncClient(verify=verify, proxy=access.proxy, trust_env=False)
+
+
+def _headers(token: str, content_type: str | None) -> dict[str, str]:
+    headers = {"accept": "application/json"}
+    if token:
+        headers["authorization"] = f"Bearer {token}"
+    if content_type is not None:
+        headers["content-type"] = content_type
+    return headers
+
+
+def _refusal(what: str, answer: httpx.Response) -> KubeError:
+    try:
+        body: Any = msgspec.json.decode(answer.content)
+    except msgspec.DecodeError:
+        body = answer.text
+    try:
+        retry_after_s = float(answer.headers["retry-after"])
+    except (KeyError, ValueError):
+        retry_after_s = None
+    return refusal(what, answer.status_code, body, retry_after_s=retry_after_s)
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Whole lines, however they were cut. One may be a megabyte, and is joined once."""
+    rest: list[bytes] = []
+    async for piece in answer.aiter_bytes():
+        first, *others = piece.split(b"\n")
+        rest.append(first)
+        for other in others:
+            line = b"".join(rest)
+            rest = [other]
+            if line.strip():
+                yield line

@@ -1,0 +1,204 @@
+"""List, then watch: what there is, then each change, through everything that an API server can do to its clients.
+
+Lists and events are raw objects. What was last known stays in force while the API server is away: a follower is told
+nothing then. After a failure of any kind it lists again, so that whoever follows sees the whole, whatever was missed.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgspec
+import structlog
+
+from lorafleet.kube.client import Json, Kube
+from lorafleet.kube.errors import Gone, KubeError, Unreachable, refusal
+
+log = structlog.get_logger()
+
+_PAGE = 500
+_MOST_RETRY_AFTER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one loop, in seconds.
+
+    watch_s     how long the API server is to keep a watch open, between these two; bookmarks show that it lives
+    silent_s    beyond that: a watch that said nothing for so long is broken, though no end of it was seen
+    pause_s     the first and the longest pause after a failure; what is slept is half to all of it
+    steady_s    a watch that stood for so long was none of a row of failures
+    """
+
+    watch_s: tuple[float, float] = (25.0, 30.0)
+    silent_s: float = 10.0
+    pause_s: tuple[float, float] = (0.2, 5.0)
+    steady_s: float = 5.0
+    call_s: float = 10.0
+
+
+async def follow(
+    kube: Kube,
+    path: str,
+    *,
+    label_selector: str = "",
+    on_list: Callable[[list[Json]], object],
+    on_event: Callable[[str, Json], object],
+    on_failure: Callable[[], object] = lambda: None,
+    times: Times = Times(),
+    clock: Callable[[], float] = time.monotonic,
+    rng: random.Random | None = None,
+) -> NoReturn:
+    """Follow the objects at `path` until cancelled.
+
+    on_list     all objects, whenever they were listed: at first, and after each failure
+    on_event    ADDED, MODIFIED or DELETED, and the object as it is after it (as it last was, when deleted)
+    on_failure  whatever went wrong has been logged; for a count of it
+
+    A callback that raises is a failure too: it is logged with its traceback, and everything is listed again.
+    """
+    loop = _Follower(kube, path, label_selector, on_list, on_event, on_failure, times, clock, rng or random.Random())
+    while True:
+        await loop.round()
+
+
+@dataclass(slots=True)
+class _Follower:
+    kube: Kube
+    path: str
+    label_selector: str
+    on_list: Callable[[list[Json]], object]
+    on_event: Callable[[str, Json], object]
+    on_failure: Callable[[], object]
+    times: Times
+    clock: Callable[[], float]
+    rng: random.Random
+    version: str = ""  # "": to be listed
+    why: str = "first look"
+    failures: int = 0
+    away_since: float | None = None
+    watching_since: float = 0.0
+
+    async def round(self) -> None:
+        """One list where one is due, and one watch to its end."""
+        self.watching_since = self.clock()
+        try:
+            if not self.version:
+                await self._list()
+            self.watching_since = self.clock()
+            await self._watch()
+        except KubeError as exc:
+            self._failed(exc)
+            self._tell(exc)
+            await asyncio.sleep(max(self._pause_s(), min(exc.retry_after_s or 0.0, _MOST_RETRY_AFTER_S)))
+            return
+        except Exception as exc:  # the top of a loop: it logs, counts and goes on
+            self._failed(exc)
+            if self._is_worth_telling():
+                log.exception("objects not taken in", path=self.path, failures=self.failures)
+            await asyncio.sleep(self._pause_s())
+            return
+        if self.clock() - self.watching_since >= min(self.times.steady_s, self.times.watch_s[0] / 2):
+            self.failures = 0
+            return
+        # An orderly end, yet far too soon. Resumed at once, and always cut off, this would be a hot loop.
+        self.failures += 1
+        await asyncio.sleep(self._pause_s())
+
+    async def _list(self) -> None:
+        items: list[Json] = []
+        page = await self._page("")
+        items.extend(page.get("items") or [])
+        while token := _metadata(page).get("continue"):
+            page = await self._page(str(token))
+            items.extend(page.get("items") or [])
+        self.on_list(items)
+        # Only now: had the callback raised, nothing would have been taken in.
+        self.version = str(_metadata(page).get("resourceVersion") or "0")
+        self._answers()
+        log.info("objects listed", path=self.path, why=self.why, objects=len(items), version=self.version)
+
+    async def _page(self, token: str) -> Json:
+        params: dict[str, str | int] = {"limit": _PAGE}
+        if self.label_selector:
+            params["labelSelector"] = self.label_selector
+        if token:
+            params["continue"] = token
+        return await self.kube.get(self.path, timeout_s=self.times.call_s, **params)
+
+    async def _watch(self) -> None:
+        """Until the API server ends it in good order; resumed from there, nothing is missed."""
+        keep_s = self.rng.uniform(*self.times.watch_s)
+        params: dict[str, str | int] = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self.version,
+            "timeoutSeconds": max(1, round(keep_s)),
+        }
+        if self.label_selector:
+            params["labelSelector"] = self.label_selector
+        async with self.kube.stream(
+            self.path, head_timeout_s=self.times.call_s, read_timeout_s=keep_s + self.times.silent_s, **params
+        ) as lines:
+            self._answers()
+            async for line in lines:
+                self._take(_event(line))
+
+    def _take(self, event: Json) -> None:
+        kind, changed = event.get("type"), event.get("object")
+        if not isinstance(changed, dict):
+            raise Unreachable(f"{self.path}: an event without an object: {event!r:.200}")
+        if kind == "ERROR":
+            raise refusal(f"watch {self.path}", int(changed.get("code") or 0), changed)
+        if kind in ("ADDED", "MODIFIED", "DELETED"):
+            self.on_event(kind, changed)
+        self.version = str(_metadata(changed).get("resourceVersion") or self.version)
+
+    def _answers(self) -> None:
+        if self.away_since is not None:
+            away_s = round(self.clock() - self.away_since, 1)
+            log.info("API server answers again", path=self.path, away_s=away_s, failures=self.failures)
+            self.away_since = None
+
+    def _failed(self, exc: Exception) -> None:
+        # A watch that stood for long and then broke is the first failure of its row, however many there were before.
+        stood_s = self.clock() - self.watching_since
+        self.failures = 1 if self.version and stood_s >= self.times.steady_s else self.failures + 1
+        self.on_failure()
+        self.version, self.why = "", _why(exc)
+
+    def _tell(self, exc: KubeError) -> None:
+        if isinstance(exc, Unreachable) and self.away_since is None:
+            self.away_since = self.clock()
+            log.warning("API server away", path=self.path, error=str(exc))
+        elif not isinstance(exc, Gone | Unreachable) and self._is_worth_telling():
+            log.warning("objects not followed", path=self.path, failures=self.failures, error=str(exc))
+
+    def _is_worth_telling(self) -> bool:
+        return self.failures in (1, 10) or self.failures % 100 == 0
+
+    def _pause_s(self) -> float:
+        first, most = self.times.pause_s
+        return min(most, first * 2.0 ** min(self.failures - 1, 20)) * self.rng.uniform(0.5, 1.0)
+
+
+def _metadata(found: Json) -> Json:
+    metadata = found.get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    try:
+        event = msgspec.json.decode(line)
+    except msgspec.DecodeError as exc:
+        raise Unreachable(f"an event that is no JSON: {line[:200]!r}") from exc
+    if not isinstance(event, dict):
+        raise Unreachable(f"an event that is no object: {line[:200]!r}")
+    return event
+
+
+def _why(exc: Exception) -> str:
+    return "version no longer kept" if isinstance(exc, Gone) else f"after a failure: {exc}"[:200]
