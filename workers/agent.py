@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import structlog
 
+from lorafleet.vllm_page import Scrape
 from orchestrator.wire import UsageReport
 from workers.cache import Cache
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, RequestError
-from workers.engines.base import Engine, Scrape
+from workers.engines.base import Engine
 from workers.events import Events
 from workers.intake import Intake
 from workers.kv import KvLedgers

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import structlog
 from zmq import ZMQError
 
+from lorafleet.rates import Rates, Reading
+from lorafleet.vllm_page import Scrape
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
-from workers.core.rates import Rates, Reading
-from workers.engines.base import Engine, Scrape, Shape
+from workers.engines.base import Engine, Shape
 from workers.kv import KvLedgers
 from workers.metrics import Metrics
 from workers.wire import KV_HASHING, Load, ModelCard, RuntimeConfig, Transport

@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 from lorafleet.http import envelope
+from lorafleet.vllm_page import parse_metrics
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, RequestError, SourceError, WorkerError
 from workers.engines.launch import launch
-from workers.engines.vllm import parse_metrics
 
 COMMON = {"model": "/models/m", "served_model_name": "m"}
 

@@ -14,9 +14,9 @@ from random import Random
 import httpx
 import pytest
 
+from lorafleet.rates import Rates, Reading
 from tests.workers.running import post
 from workers import wire
-from workers.core.rates import Rates, Reading
 from workers.engines.sim.blocks import BlockPool, Chain, Root
 from workers.engines.sim.timing import Batch, Ended, Job, Pace
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from lorafleet.vllm_page import Scrape
+
 
 @dataclass(frozen=True, slots=True)
 class Traits:
@@ -34,34 +36,6 @@ class Shape:
     total_kv_blocks: int = 0
     max_model_len: int = 0
     model_name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Scrape:
-    """One reading of the engine's metrics. Totals grow from the engine's start; 0 where it has no such counter.
-
-    computed_tokens  prompt tokens computed (not cached), counted when their prefill ends
-    steps            engine steps that gave tokens
-    ended_*          of requests that ended; `ended_seconds` from scheduled to the last token
-    token_gaps       between two tokens of a request; `gap_seconds` is their sum
-    """
-
-    running: int = 0
-    waiting: int = 0
-    waiting_for_slot: int = 0
-    kv_usage: float = 0.0
-    computed_tokens: float = 0.0
-    steps: float = 0.0
-    ended: float = 0.0
-    ended_prefill_tokens: float = 0.0
-    ended_prefill_seconds: float = 0.0
-    ended_output_tokens: float = 0.0
-    ended_seconds: float = 0.0
-    token_gaps: float = 0.0
-    gap_seconds: float = 0.0
-    started_at: float = 0.0
-    block_size: int = 0
-    total_kv_blocks: int = 0
 
 
 class Engine(Protocol):

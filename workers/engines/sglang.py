@@ -22,8 +22,9 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorafleet.vllm_page import Scrape
 from workers.core.errors import EngineError
-from workers.engines.base import Scrape, Shape, Traits
+from workers.engines.base import Shape, Traits
 from workers.engines.client import EngineClient
 
 _INFO_TIMEOUT_S = 10.0

@@ -1,0 +1,101 @@
+"""One page of vLLM's /metrics, read: an agent does it beside its engine, a router where there is no agent."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+# Only these lines of /metrics are parsed: the whole page is thousands of histogram buckets, and read every second.
+_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+_TOTALS = (
+    # Counted at a prompt's first token, at each step that gave tokens, and at each token (v1/metrics/loggers.py
+    # record(), v1/metrics/stats.py IterationStats).
+    "vllm:prompt_tokens_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:iteration_tokens_total_count",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:inter_token_latency_seconds_sum",
+    # Observed when a request ends, so that their quotients fit together.
+    "vllm:request_prefill_kv_computed_tokens_sum",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_inference_time_seconds_sum",
+    "vllm:request_generation_tokens_sum",
+    "vllm:request_generation_tokens_count",
+)
+_LABELS = ("vllm:num_requests_waiting_by_reason", "vllm:cache_config_info")
+_WANTED = re.compile(
+    r"^(?:" + "|".join((*_GAUGES, *_TOTALS, *_LABELS)) + r"|process_start_time_seconds)[ {].*$", re.MULTILINE
+)
+# Not among them: it has a series for every set of adapters that ever ran together.
+_MAX_LORAS = re.compile(r'^vllm:lora_requests_info\{(?:[^}\n]*,)?max_lora="(\d+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """One reading of an engine's metrics. Totals grow from the engine's start; 0 where it has no such counter.
+
+    computed_tokens  prompt tokens computed (not cached), counted when their prefill ends
+    steps            engine steps that gave tokens
+    ended_*          of requests that ended; `ended_seconds` from scheduled to the last token
+    token_gaps       between two tokens of a request; `gap_seconds` is their sum
+    max_loras        device slots for adapters, which vLLM tells once an adapter has run
+    """
+
+    running: int = 0
+    waiting: int = 0
+    waiting_for_slot: int = 0
+    kv_usage: float = 0.0
+    computed_tokens: float = 0.0
+    steps: float = 0.0
+    ended: float = 0.0
+    ended_prefill_tokens: float = 0.0
+    ended_prefill_seconds: float = 0.0
+    ended_output_tokens: float = 0.0
+    ended_seconds: float = 0.0
+    token_gaps: float = 0.0
+    gap_seconds: float = 0.0
+    started_at: float = 0.0
+    block_size: int = 0
+    total_kv_blocks: int = 0
+    max_loras: int = 0
+
+
+def parse_metrics(page: str) -> Scrape:
+    """What one page of vLLM's /metrics says, summed over data-parallel ranks (usage: the mean)."""
+    values: dict[str, list[float]] = {}
+    cache: Mapping[str, str] = {}
+    deferred = 0.0
+    for family in text_string_to_metric_families("\n".join(_WANTED.findall(page)) + "\n"):
+        for sample in family.samples:
+            values.setdefault(sample.name, []).append(sample.value)
+            if sample.name == "vllm:cache_config_info":
+                cache = sample.labels
+            if sample.labels.get("reason") == "deferred":
+                deferred += sample.value
+    total = {name: sum(found) for name, found in values.items()}
+    slots = _MAX_LORAS.search(page)
+    usage = values.get("vllm:kv_cache_usage_perc", [0.0])
+    return Scrape(
+        running=int(total.get("vllm:num_requests_running", 0)),
+        waiting=int(total.get("vllm:num_requests_waiting", 0)),
+        waiting_for_slot=int(deferred),
+        kv_usage=sum(usage) / len(usage),
+        computed_tokens=total.get("vllm:prompt_tokens_total", 0.0) - total.get("vllm:prompt_tokens_cached_total", 0.0),
+        steps=total.get("vllm:iteration_tokens_total_count", 0.0),
+        ended=total.get("vllm:request_generation_tokens_count", 0.0),
+        ended_prefill_tokens=total.get("vllm:request_prefill_kv_computed_tokens_sum", 0.0),
+        ended_prefill_seconds=total.get("vllm:request_prefill_time_seconds_sum", 0.0),
+        ended_output_tokens=total.get("vllm:request_generation_tokens_sum", 0.0),
+        ended_seconds=total.get("vllm:request_inference_time_seconds_sum", 0.0),
+        token_gaps=total.get("vllm:inter_token_latency_seconds_count", 0.0),
+        gap_seconds=total.get("vllm:inter_token_latency_seconds_sum", 0.0),
+        started_at=total.get("process_start_time_seconds", 0.0),
+        block_size=_number(cache.get("block_size")),
+        total_kv_blocks=_number(cache.get("num_gpu_blocks")),
+        max_loras=int(slots[1]) if slots else 0,
+    )
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0
