@@ -1,0 +1,300 @@
+"""The client of the API server: how it finds one, who it is there, and what it makes of every answer."""
+
+import asyncio
+import json
+import ssl
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+
+import pytest
+import uvicorn
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from lorafleet.kube.client import Kube, connect
+from lorafleet.kube.errors import Conflict, Forbidden, Gone, KubeConfigError, KubeError, NotFound, Unreachable
+from lorafleet.serve import bind
+from tests.serving import serving
+
+
+class Api:
+    """Answers as told, and keeps what it was asked."""
+
+    def __init__(self, answer=None):
+        self.answer = answer or (lambda request: JSONResponse({"kind": "Thing"}))
+        self.asked: list[Request] = []
+        self.bodies: list[bytes] = []
+
+    @property
+    def app(self):
+        async def handle(request: Request):
+            self.asked.append(request)
+            self.bodies.append(await request.body())
+            answer = self.answer(request)
+            return await answer if asyncio.iscoroutine(answer) else answer
+
+        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+        return Starlette(routes=[Route("/{path:path}", handle, methods=methods)])
+
+
+def status(code: int, reason: str, message: str = "so it is", headers=None) -> JSONResponse:
+    body = {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message}
+    return JSONResponse(body, code, headers)
+
+
+def kubeconfig(path, url, *, token="", namespace="fleet"):
+    user = {"token": token} if token else {}
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [{"name": "c", "cluster": {"server": url}}],
+                "users": [{"name": "u", "user": user}],
+                "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": namespace}}],
+                "current-context": "x",
+            }
+        )
+    )
+    return path
+
+
+@pytest.fixture
+async def api():
+    return Api()
+
+
+@pytest.fixture
+async def kube(api, tmp_path):
+    async with serving(api.app) as url:
+        client = await connect(kubeconfig(tmp_path / "config", url, token="t0"), environ={})
+        yield client
+        await client.close()
+
+
+async def test_every_verb_sends_its_body_as_json_with_the_kubeconfigs_token(kube: Kube, api):
+    assert kube.namespace == "fleet"
+    assert await kube.get("/api/v1/x", labelSelector="a=b", limit=5) == {"kind": "Thing"}
+    await kube.post("/api/v1/x", {"a": 1})
+    await kube.put("/api/v1/x", {"a": 2})
+    await kube.patch("/api/v1/x", [{"op": "remove"}], content_type="application/json-patch+json")
+    await kube.delete("/api/v1/x", {"preconditions": {"uid": "u"}})
+    assert [request.method for request in api.asked] == ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    assert dict(api.asked[0].query_params) == {"labelSelector": "a=b", "limit": "5"}
+    assert {request.headers["authorization"] for request in api.asked} == {"Bearer t0"}
+    assert [json.loads(body) for body in api.bodies[1:]] == [
+        {"a": 1},
+        {"a": 2},
+        [{"op": "remove"}],
+        {"preconditions": {"uid": "u"}},
+    ]
+    assert "content-type" not in api.asked[0].headers
+    assert api.asked[2].headers["content-type"] == "application/json"
+    assert api.asked[3].headers["content-type"] == "application/json-patch+json"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "error"),
+    [
+        (401, "Unauthorized", Forbidden),
+        (403, "Forbidden", Forbidden),
+        (404, "NotFound", NotFound),
+        (409, "AlreadyExists", Conflict),
+        (410, "Expired", Gone),
+        (422, "Invalid", KubeError),
+        (503, "ServiceUnavailable", KubeError),
+    ],
+)
+async def test_a_refusal_is_an_error_with_its_status_reason_and_message(kube: Kube, api, code, reason, error):
+    api.answer = lambda request: status(code, reason, headers={"retry-after": "3"})
+    with pytest.raises(error, match=f"GET .*/api/v1/x: HTTP {code} {reason}: so it is") as told:
+        await kube.get("/api/v1/x")
+    assert (told.value.status, told.value.reason, told.value.retry_after_s) == (code, reason, 3.0)
+    assert type(told.value) is error
+
+
+async def test_what_is_no_answer_is_unreachable_whatever_came_instead(kube: Kube, api):
+    for nonsense in (Response("<html>"), JSONResponse([1])):
+        api.answer = lambda request, nonsense=nonsense: nonsense
+        with pytest.raises(Unreachable, match="something other than"):
+            await kube.get("/api/v1/x")
+
+    async def never(request):
+        await asyncio.Event().wait()
+
+    api.answer = never
+    with pytest.raises(Unreachable, match=r"no answer within 0\.05 s"):
+        await kube.get("/api/v1/x", timeout_s=0.05)
+
+
+async def test_a_server_that_is_not_there_is_unreachable(tmp_path):
+    free = bind("127.0.0.1", 0)
+    free.close()
+    client = await connect(kubeconfig(tmp_path / "config", "http://127.0.0.1:9"), environ={})
+    with pytest.raises(Unreachable, match="ConnectError"):
+        await client.get("/api")
+    await client.close()
+
+
+async def test_an_error_that_is_no_status_object_is_told_as_it_came(kube: Kube, api):
+    api.answer = lambda request: Response("upstream connect error", 502)
+    with pytest.raises(KubeError, match="HTTP 502 : upstream connect error"):
+        await kube.get("/api/v1/x")
+
+
+async def test_a_refused_token_is_read_again_and_the_call_goes_through(kube: Kube, api, tmp_path):
+    api.answer = lambda request: (
+        JSONResponse({"ok": True}) if request.headers["authorization"] == "Bearer t1" else status(401, "Unauthorized")
+    )
+    with pytest.raises(Forbidden):
+        await kube.get("/api")
+    assert len(api.asked) == 1, "with nothing new to try it is asked once"
+    kubeconfig(tmp_path / "config", kube.url, token="t1")
+    assert await kube.get("/api") == {"ok": True}
+    assert len(api.asked) == 3
+    await kube.get("/api")
+    assert len(api.asked) == 4, "the new token stays"
+
+
+async def test_lines_come_whole_however_they_were_cut_and_a_silent_stream_is_unreachable(kube: Kube, api):
+    never = asyncio.Event()
+
+    async def pieces():
+        for piece in (b'{"a"', b":1}\n", b'{"b":2}\n{"c', b'":3}\n\n', b'{"unfinished'):
+            yield piece
+            await asyncio.sleep(0)
+        await never.wait()
+
+    api.answer = lambda request: StreamingResponse(pieces())
+    seen = []
+
+    async def read():
+        async with kube.stream("/w", read_timeout_s=0.1, watch="true") as lines:
+            async for line in lines:
+                seen.append(json.loads(line))  # noqa: PERF401  (kept though the stream breaks)
+
+    with pytest.raises(Unreachable, match="ReadTimeout"):
+        await read()
+    never.set()
+    assert seen == [{"a": 1}, {"b": 2}, {"c": 3}]
+    api.answer = lambda request: status(403, "Forbidden")
+    with pytest.raises(Forbidden, match="so it is"):
+        async with kube.stream("/w", read_timeout_s=1):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "neither in a pod .* nor is a kubeconfig named"),
+        ({"KUBECONFIG": "/nowhere/config"}, "KUBECONFIG names /nowhere/config, which does not exist"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "automountServiceAccountToken"),
+    ],
+)
+async def test_what_is_missing_to_connect_is_said(tmp_path, environ, expected):
+    with pytest.raises(KubeConfigError, match=expected):
+        await connect(environ=environ, account=tmp_path)
+
+
+async def test_a_kubeconfig_without_its_context_is_refused_by_name(tmp_path):
+    path = kubeconfig(tmp_path / "config", "http://127.0.0.1:9")
+    path.write_text(path.read_text().replace("current-context: x", "current-context: other"))
+    with pytest.raises(KubeConfigError, match="other"):
+        await connect(path, environ={})
+
+
+def _account(folder, host: str, token: str):
+    """A pod's folder, and the server's own certificate for this address."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kube-apiserver")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(host))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "ca.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    (folder / "namespace").write_text("tenants\n")
+    (folder / "token").write_text(f"{token}\n")
+    return {"ssl_certfile": str(folder / "ca.crt"), "ssl_keyfile": str(folder / "key.pem")}
+
+
+_IN_A_POD = """
+import asyncio, sys
+from pathlib import Path
+from lorafleet.kube.client import connect
+
+async def main():
+    kube = await connect(account=Path(sys.argv[1]))
+    print(kube.namespace, kube.url, await kube.get("/version"))
+    await kube.close()
+    heavy = {"kubernetes", "aiohttp", "urllib3"} & sys.modules.keys()
+    assert not heavy, heavy
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_in_a_pod_its_account_is_used_over_tls_and_the_kubernetes_library_is_not_imported(tmp_path, api, host):
+    api.answer = lambda request: JSONResponse({"token": request.headers["authorization"]})
+    files = _account(tmp_path, host, "pod-token")
+    sock = bind(host, 0)
+    server = uvicorn.Server(uvicorn.Config(api.app, log_config=None, lifespan="off", **files))
+    serves = asyncio.create_task(server.serve(sockets=[sock]))
+    environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(sock.getsockname()[1])}
+    command = [sys.executable, "-c", _IN_A_POD, str(tmp_path)]
+    try:
+        done = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True, timeout=20)
+        assert done.returncode == 0, done.stderr
+        url = f"https://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        assert done.stdout.strip() == f"tenants {url} {{'token': 'Bearer pod-token'}}"
+
+        kube = await connect(environ=environ, account=tmp_path)
+        (tmp_path / "token").write_text("rotated")
+        assert await kube.get("/version") == {"token": "Bearer rotated"}, "the file is read for each request"
+        (tmp_path / "token").unlink()
+        assert await kube.get("/version") == {"token": "Bearer pod-token"}, "none there for a moment: the one we had"
+        await kube.close()
+
+        stranger = tmp_path / "stranger"
+        stranger.mkdir()
+        _account(stranger, host, "t")
+        kube = await connect(environ=environ, account=stranger)
+        with pytest.raises(Unreachable, match="CERTIFICATE_VERIFY_FAILED"):
+            await kube.get("/version")
+        await kube.close()
+    finally:
+        server.should_exit = True
+        await serves
+        sock.close()
+
+
+async def test_a_kubeconfig_of_https_brings_its_own_authority(tmp_path):
+    _account(tmp_path, "127.0.0.1", "t")
+    path = kubeconfig(tmp_path / "config", "https://127.0.0.1:1")
+    config = yaml.safe_load(path.read_text())
+    config["clusters"][0]["cluster"]["certificate-authority"] = str(tmp_path / "ca.crt")
+    path.write_text(yaml.safe_dump(config))
+    kube = await connect(environ={"KUBECONFIG": f"{tmp_path}/none:{path}"})
+    assert kube._access.tls.verify_mode is ssl.CERT_REQUIRED
+    await kube.close()
