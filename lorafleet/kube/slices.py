@@ -1,0 +1,166 @@
+"""EndpointSlices, raw, to the workers they name. Pure.
+
+One Service may have several slices: for size, for each address family of a dual stack, and for a moment the same
+endpoint in two of them while the controller moves it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+AGENT, ENGINE, KV_EVENTS, KV_REPLAY = "agent", "engine", "kv-events", "kv-replay"
+"""Names of a worker Service's ports."""
+POOL_LABEL = "lorafleet.io/pool"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundWorker:
+    """A worker as the slices name it.
+
+    id             its pod's name, else its address
+    agent_url      None where the Service has no port `agent`: a stock engine with nobody beside it
+    is_ready       may be sent new requests, as far as Kubernetes knows; never while terminating
+    is_serving     its readiness probe passes, also while terminating
+    """
+
+    id: str
+    namespace: str
+    agent_url: str | None
+    engine_url: str | None
+    kv_events: str | None = None
+    kv_replay: str | None = None
+    zone: str = ""
+    node: str = ""
+    pool: str = ""
+    is_ready: bool = True
+    is_serving: bool = True
+    is_terminating: bool = False
+
+
+@dataclass(slots=True)
+class SliceBook:
+    """The slices of one or more namespaces, by name, as they were last seen; `workers` are what they add up to."""
+
+    _slices: dict[tuple[str, str], tuple[FoundWorker, ...]] = field(default_factory=dict)
+    _families: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def put(self, slice_: Mapping[str, Any]) -> None:
+        """One slice, new or changed."""
+        key = _key(slice_)
+        self._slices[key] = found_in(slice_)
+        self._families[key] = str(slice_.get("addressType") or "")
+
+    def remove(self, slice_: Mapping[str, Any]) -> None:
+        self._slices.pop(_key(slice_), None)
+        self._families.pop(_key(slice_), None)
+
+    def replace(self, namespace: str, slices: Iterable[Mapping[str, Any]]) -> None:
+        """Everything that there is in this namespace; what was there before and is not among it is gone."""
+        for key in [key for key in self._slices if key[0] == namespace]:
+            del self._slices[key], self._families[key]
+        for slice_ in slices:
+            self.put(slice_)
+
+    def workers(self) -> dict[str, FoundWorker]:
+        """id -> worker. The same pod in several slices is one: IPv4 speaks for it, and any word of its end counts.
+
+        Of two pods with one name, in two namespaces, the first namespace has it: an agent goes by its pod's name, and
+        whatever is done to "worker-0" can be done to one only.
+        """
+        found: dict[str, FoundWorker] = {}
+        for key in sorted(self._slices, key=lambda key: (key[0], _rank(self._families[key]), key[1])):
+            for worker in self._slices[key]:
+                known = found.get(worker.id)
+                if known is None:
+                    found[worker.id] = worker
+                elif known.namespace == worker.namespace:
+                    found[worker.id] = _joined(known, worker)
+        return found
+
+
+def found_in(slice_: Mapping[str, Any]) -> tuple[FoundWorker, ...]:
+    """The workers that one slice names. What is not as the API has it is passed over; nothing raises.
+
+    source  discovery.k8s.io/v1: `endpoints` and `ports` may be null (a Service without pods); a condition that is
+            absent means ready, serving and not terminating; with publishNotReadyAddresses what terminates is ready, too
+    """
+    metadata = _mapping(slice_.get("metadata"))
+    namespace = str(metadata.get("namespace") or "")
+    pool = str(_mapping(metadata.get("labels")).get(POOL_LABEL) or "")
+    ports = _ports(slice_)
+    workers = []
+    for endpoint in _mappings(slice_.get("endpoints")):
+        addresses = endpoint.get("addresses")
+        address = addresses[0] if isinstance(addresses, list) and addresses else None
+        if not isinstance(address, str) or not address:
+            continue
+        host = f"[{address}]" if ":" in address else address
+        conditions = _mapping(endpoint.get("conditions"))
+        is_terminating = conditions.get("terminating") is True
+        says_ready = conditions.get("ready") is not False
+        serving = conditions.get("serving")
+        target = _mapping(endpoint.get("targetRef"))
+        workers.append(
+            FoundWorker(
+                id=str(target.get("name") or address) if target.get("kind", "Pod") == "Pod" else address,
+                namespace=namespace,
+                agent_url=_url("http", host, ports.get(AGENT)),
+                engine_url=_url("http", host, ports.get(ENGINE)),
+                kv_events=_url("tcp", host, ports.get(KV_EVENTS)),
+                kv_replay=_url("tcp", host, ports.get(KV_REPLAY)),
+                zone=str(endpoint.get("zone") or ""),
+                node=str(endpoint.get("nodeName") or ""),
+                pool=pool,
+                is_ready=says_ready and not is_terminating,
+                is_serving=says_ready if serving is None else serving is True,
+                is_terminating=is_terminating,
+            )
+        )
+    return tuple(workers)
+
+
+def _joined(first: FoundWorker, other: FoundWorker) -> FoundWorker:
+    is_terminating = first.is_terminating or other.is_terminating
+    return replace(
+        first,
+        agent_url=first.agent_url or other.agent_url,
+        engine_url=first.engine_url or other.engine_url,
+        kv_events=first.kv_events or other.kv_events,
+        kv_replay=first.kv_replay or other.kv_replay,
+        zone=first.zone or other.zone,
+        node=first.node or other.node,
+        pool=first.pool or other.pool,
+        is_ready=(first.is_ready or other.is_ready) and not is_terminating,
+        is_serving=first.is_serving or other.is_serving,
+        is_terminating=is_terminating,
+    )
+
+
+def _ports(slice_: Mapping[str, Any]) -> dict[str, int]:
+    found = {}
+    for port in _mappings(slice_.get("ports")):
+        number = port.get("port")
+        if port.get("protocol") in (None, "TCP") and isinstance(number, int) and 0 < number < 65536:
+            found[str(port.get("name") or "")] = number
+    return found
+
+
+def _url(scheme: str, host: str, port: int | None) -> str | None:
+    return None if port is None else f"{scheme}://{host}:{port}"
+
+
+def _key(slice_: Mapping[str, Any]) -> tuple[str, str]:
+    metadata = _mapping(slice_.get("metadata"))
+    return str(metadata.get("namespace") or ""), str(metadata.get("name") or "")
+
+
+def _rank(family: str) -> int:
+    return {"IPv4": 0, "IPv6": 1}.get(family, 2)
+
+
+def _mapping(found: Any) -> Mapping[str, Any]:
+    return found if isinstance(found, Mapping) else {}
+
+
+def _mappings(found: Any) -> list[Mapping[str, Any]]:
+    return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list) else []
