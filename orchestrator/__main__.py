@@ -4,6 +4,7 @@ import sys
 
 from lorafleet import logs, serve
 from lorafleet.auth import KeyFileError
+from lorafleet.kube.errors import KubeConfigError
 from lorafleet.settings import load_or_exit
 from orchestrator.app import main
 from orchestrator.config import OrchestratorSettings
@@ -18,7 +19,7 @@ def run() -> None:
     logs.configure("orchestrator", log_format=settings.log_format, level=settings.log_level)
     try:
         serve.run(lambda: main(settings))
-    except (StoreError, KeyFileError, OSError) as exc:
+    except (StoreError, KeyFileError, KubeConfigError, OSError) as exc:
         print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
         raise SystemExit(2) from exc
 

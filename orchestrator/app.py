@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 
 from lorafleet.auth import Keys, refuse_open_server
 from lorafleet.http import install_error_handlers
+from lorafleet.kube.client import Kube, connect
 from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
 from orchestrator.agents import Agents
@@ -25,8 +27,9 @@ from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorError
 from orchestrator.fleet import Fleet
 from orchestrator.forward import Forwarder
+from orchestrator.kube_lease import KubeLease
 from orchestrator.leadership import Leadership
-from orchestrator.lease import FileLease
+from orchestrator.lease import FileLease, Lease
 from orchestrator.metrics import Metrics
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
@@ -57,12 +60,14 @@ def build(
     settings: OrchestratorSettings,
     *,
     url: str = "",
+    kube: Kube | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
 ) -> Orchestrator:
     """Everything, joined. Raises StoreError, KeyFileError, OSError; nothing runs until the app is served.
 
-    url   where other orchestrators reach this one
+    url    where other orchestrators reach this one
+    kube   the API server, where the settings want one; closed with the app
     """
     keys = Keys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
@@ -71,7 +76,9 @@ def build(
     client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256))
     fleet, metrics = Fleet(clock=clock, wall=wall), Metrics()
     holder = secrets.token_hex(8)
-    lease = FileLease(settings.store.with_name(f"{settings.store.name}.lease"), holder=holder)
+    if settings.lease == "kubernetes":
+        holder = f"{socket.gethostname()}_{holder}"  # the pod's name, for whoever reads the Lease
+    lease = _lease(settings, kube, holder, wall)
     leadership = Leadership(
         lease,
         holder=holder,
@@ -124,6 +131,8 @@ def build(
             await leadership.release()
             await client.aclose()
             store.close()
+            if kube is not None:
+                await kube.close()
 
     app = FastAPI(
         title="lorafleet orchestrator",
@@ -157,13 +166,27 @@ def build(
     return whole
 
 
+def _lease(settings: OrchestratorSettings, kube: Kube | None, holder: str, wall: Callable[[], float]) -> Lease:
+    if settings.lease == "file":
+        return FileLease(settings.store.with_name(f"{settings.store.name}.lease"), holder=holder)
+    assert kube is not None, "lease kubernetes needs an API server"
+    return KubeLease(
+        kube,
+        namespace=settings.kube_namespace or kube.namespace,
+        name=settings.kube_name,
+        timeout_s=settings.lease_duration_s / 3,
+        wall=wall,
+    )
+
+
 async def main(settings: OrchestratorSettings) -> None:
-    """Serve until SIGTERM. Raises StoreError, KeyFileError, OSError when it cannot start."""
+    """Serve until SIGTERM. Raises StoreError, KeyFileError, KubeConfigError, OSError when it cannot start."""
+    kube = await connect(settings.kubeconfig) if settings.lease == "kubernetes" else None
     sock = bind(settings.host, settings.port)
     port = sock.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        whole = build(settings, url=f"http://{host}:{port}")
+        whole = build(settings, url=f"http://{host}:{port}", kube=kube)
     except BaseException:
         sock.close()
         raise

@@ -1,7 +1,7 @@
 """The orchestrator's settings; see `lorafleet.settings` for where they come from."""
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -17,6 +17,21 @@ class OrchestratorSettings(HouseSettings):
     port: int = Field(default=8080, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     store: Path = Field(
         default=Path("lorafleet-orchestrator.db"), description="SQLite file with what was asked for; made when missing"
+    )
+    backend: Literal["sqlite", "configmaps"] = Field(
+        default="sqlite", description="where what was asked for is kept: the file `store`, or ConfigMaps"
+    )
+    lease: Literal["file", "kubernetes"] = Field(
+        default="file", description="who leads: by a file beside `store`, or by a Lease of Kubernetes"
+    )
+    kubeconfig: Path | None = Field(
+        default=None, description="how to reach the API server; default: KUBECONFIG's, else the pod's service account"
+    )
+    kube_namespace: str = Field(default="", description="of the Lease and the ConfigMaps; empty: our own")
+    kube_name: str = Field(
+        default="lorafleet",
+        pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$",
+        description="of the Lease, and of the fleet in the ConfigMaps' label lorafleet.io/fleet",
     )
     advertise_url: str = Field(
         default="", description="where other orchestrators reach this one; empty: http, at host and port"
@@ -62,4 +77,10 @@ class OrchestratorSettings(HouseSettings):
     def _lease_can_be_renewed_in_time(self) -> Self:
         if self.lease_renew_s + self.lease_margin_s >= self.lease_duration_s:
             raise ValueError("lease_renew_s and lease_margin_s together must be less than lease_duration_s")
+        return self
+
+    @model_validator(mode="after")
+    def _configmaps_have_one_writer(self) -> Self:
+        if self.backend == "configmaps" and self.lease != "kubernetes":
+            raise ValueError("backend configmaps needs lease kubernetes: a file says nothing about other pods")
         return self

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from random import Random
 
 import structlog
@@ -15,14 +15,22 @@ from orchestrator.lease import Lease
 log = structlog.get_logger()
 
 
+_SOON_S = 0.02  # between looks at a lease whose time is over and which somebody else may be writing
+
+
 def _nothing() -> None:
+    pass
+
+
+async def _no_preparation() -> None:
     pass
 
 
 class Leadership:
     """Holds the lease or watches who does. `on_begin` and `on_end` bracket each term.
 
-    on_begin   may raise: then the term does not begin, and is tried again
+    prepare    awaited with the lease in hand, before a term begins
+    on_begin   may raise, as `prepare` may: then the term does not begin, and is tried again
     on_end     everything under way is dropped
     """
 
@@ -39,6 +47,7 @@ class Leadership:
         rng: Random | None = None,
     ) -> None:
         self.holder = holder
+        self.prepare: Callable[[], Awaitable[None]] = _no_preparation
         self.on_begin: Callable[[], None] = _nothing
         self.on_end: Callable[[], None] = _nothing
         self._lease = lease
@@ -79,7 +88,7 @@ class Leadership:
     def lead_until(self, until: float) -> None:
         """Begin a term without asking for the lease, up to this time: for whoever knows that nobody else is there."""
         self._candidate.hold_until(until)
-        self._settle()
+        self._begin()
 
     async def start(self) -> None:
         """The first look, before anything is served: so that who starts alone leads from its first answer on."""
@@ -101,24 +110,35 @@ class Leadership:
                 log.warning("lease not reached", error=repr(exc), left_s=round(left_s, 2))
             except Exception:
                 log.exception("lease step failed")
-            self._settle()
-            left_s = self._candidate.left_s(self._clock())
-            wait_s = self._renew_s * self._rng.uniform(0.8, 1.0)
+            self._end_in_time()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(wait_s, left_s) if left_s else wait_s):
+                async with asyncio.timeout(self._wait_s()):
                     await self._due.wait()
+
+    def _wait_s(self) -> float:
+        """Until the next look: sooner where our own time ends before it, or somebody else's."""
+        now = self._clock()
+        ends = [end for end in (self._candidate.left_s(now), self._candidate.free_in_s(now)) if end]
+        return max(_SOON_S, min([self._renew_s * self._rng.uniform(0.8, 1.0), *ends]))
 
     async def step(self) -> None:
         """One look at the lease, and one write if it is ours to renew or free to take. Raises LeaseUnreachable."""
         candidate, clock = self._candidate, self._clock
         candidate.look(await self._lease.read(), clock())
+        self._end_in_time()  # somebody else may have had it, and given it back, since our last look
         other = candidate.seen if candidate.seen and candidate.seen.holder != self.holder else None
         is_gone = other is not None and await self._lease.is_gone(other)
         asked_at = clock()
         wanted = candidate.wanted(asked_at, is_holder_gone=is_gone)
         if wanted is not None and await self._lease.write(wanted, candidate.seen):
             candidate.wrote(wanted, asked_at)
-        self._settle()
+        if candidate.left_s(clock()) > 0 and not self._is_term:
+            try:
+                await self.prepare()
+            except Exception:
+                log.exception("cannot lead yet, though the lease is ours")
+            else:
+                self._begin()
 
     async def release(self) -> None:
         """An orderly end: whoever is next need not wait."""
@@ -131,18 +151,20 @@ class Leadership:
                 await self._lease.write(gone, held)
         self._lease.close()
 
-    def _settle(self) -> None:
-        """Begin or end the term as the lease has it."""
-        has_lease = self._candidate.left_s(self._clock()) > 0
-        if has_lease and not self._is_term:
-            try:
-                self.on_begin()
-            except Exception:
-                log.exception("cannot lead, though the lease is ours")
-            else:
-                self._is_term = True
-                log.info("leading", holder=self.holder)
-        elif self._is_term and not has_lease:
+    def _begin(self) -> None:
+        """Begin a term, if there is still time for one."""
+        if self._is_term or not self._candidate.left_s(self._clock()):
+            return
+        try:
+            self.on_begin()
+        except Exception:
+            log.exception("cannot lead, though the lease is ours")
+        else:
+            self._is_term = True
+            log.info("leading", holder=self.holder)
+
+    def _end_in_time(self) -> None:
+        if self._is_term and not self._candidate.left_s(self._clock()):
             self._end("the lease was not renewed in time, or somebody else has it")
 
     def _end(self, reason: str) -> None:

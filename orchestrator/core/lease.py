@@ -74,6 +74,11 @@ class Candidate:
         """Seconds for which we may still act; 0.0 when we may not."""
         return 0.0 if self._until is None else max(0.0, self._until - now)
 
+    def free_in_s(self, now: float) -> float:
+        """Seconds until somebody else's hold is over, as far as we know; 0.0 when nobody else holds it."""
+        other = self.other(now)
+        return 0.0 if other is None else self._seen_at + other.duration_s - now
+
     def other(self, now: float) -> Hold | None:
         """Who else holds the lease, as far as we know."""
         seen = self.seen

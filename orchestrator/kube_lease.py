@@ -1,0 +1,119 @@
+"""The lease as a coordination.k8s.io/v1 Lease, which only a PUT with the resourceVersion that was read may change.
+
+`holderIdentity`, `acquireTime`, `renewTime`, `leaseDurationSeconds` and `leaseTransitions` are there for people and
+tools. What we decide by is the holder, and an annotation with what a Lease has no field for: where the holder is
+reached, the beat that says "renewed" without a clock, and a duration of less than a whole second.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from datetime import UTC, datetime
+from typing import Any
+
+from lorafleet.kube.client import Json, Kube
+from lorafleet.kube.errors import Conflict, KubeError, NotFound
+from orchestrator.core.errors import LeaseUnreachable
+from orchestrator.core.lease import Hold
+
+ANNOTATION = "lorafleet.io/hold"
+
+
+class KubeLease:
+    """A Lease. A PATCH would go through without a resourceVersion and lock nothing: it is never sent.
+
+    timeout_s   deadline of one call; less than the lease's duration, so that a call that hangs can be tried again
+    """
+
+    def __init__(
+        self, kube: Kube, *, namespace: str, name: str, timeout_s: float, wall: Callable[[], float] = time.time
+    ) -> None:
+        self._kube = kube
+        self._what = f"Lease {namespace}/{name}"
+        self._name = name
+        self._folder = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._timeout_s = timeout_s
+        self._wall = wall
+        self._known: Json | None = None
+
+    async def read(self) -> Hold | None:
+        try:
+            self._known = await self._kube.get(f"{self._folder}/{self._name}", timeout_s=self._timeout_s)
+        except NotFound:
+            self._known = None
+        except KubeError as exc:
+            raise self._unreachable(exc) from exc
+        return None if self._known is None else hold_of(self._known)
+
+    async def write(self, new: Hold, seen: Hold | None) -> bool:
+        """Made by POST where there was none, else put in place of the very version that was read."""
+        known = self._known
+        if (None if known is None else hold_of(known)) != seen:
+            return False
+        body = with_hold(known, new, name=self._name, at=self._wall())
+        try:
+            if known is None:
+                self._known = await self._kube.post(self._folder, body, timeout_s=self._timeout_s)
+            else:
+                self._known = await self._kube.put(f"{self._folder}/{self._name}", body, timeout_s=self._timeout_s)
+        except (Conflict, NotFound):  # somebody else wrote, or deleted it, since it was read
+            return False
+        except KubeError as exc:
+            raise self._unreachable(exc) from exc
+        return True
+
+    async def is_gone(self, hold: Hold) -> bool:  # noqa: ARG002  (the interface's)
+        """Never known: a pod that cannot be seen may still act."""
+        return False
+
+    def close(self) -> None:
+        """Nothing of it stays open."""
+
+    def _unreachable(self, exc: KubeError) -> LeaseUnreachable:
+        return LeaseUnreachable(f"{self._what}: {exc}")
+
+
+def hold_of(lease: Json) -> Hold:
+    """What a Lease says, whoever wrote it: without our annotation it has no url, and lasts as its spec says."""
+    spec = lease.get("spec") or {}
+    said: Any = {}
+    with suppress(ValueError):
+        said = json.loads(((lease.get("metadata") or {}).get("annotations") or {}).get(ANNOTATION, "{}"))
+    said = said if isinstance(said, dict) else {}
+    holder = str(spec.get("holderIdentity") or "")
+    return Hold(
+        holder=holder,
+        url=_text(said.get("url")),
+        beat=int(_number(said.get("beat"), 0)),
+        duration_s=_number(said.get("duration_s"), _number(spec.get("leaseDurationSeconds"), 1.0)),
+        is_released=not holder,
+    )
+
+
+def with_hold(known: Json | None, hold: Hold, *, name: str, at: float) -> Json:
+    """The Lease to send: `known` with its resourceVersion and all that others keep in it, and this hold. `at`: Unix."""
+    lease: Json = deepcopy(known) if known is not None else {"metadata": {"name": name}}
+    spec: Json = lease.setdefault("spec", {})
+    annotations = lease["metadata"].setdefault("annotations", {})
+    annotations[ANNOTATION] = json.dumps({"url": hold.url, "beat": hold.beat, "duration_s": hold.duration_s})
+    now = datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    if hold.is_released:
+        spec["holderIdentity"] = ""
+    elif spec.get("holderIdentity") != hold.holder:
+        spec["holderIdentity"], spec["acquireTime"] = hold.holder, now
+        spec["leaseTransitions"] = int(spec.get("leaseTransitions") or 0) + (known is not None)
+    spec["renewTime"] = now
+    spec["leaseDurationSeconds"] = max(1, math.ceil(hold.duration_s))
+    return lease | {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _number(value: object, otherwise: float) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return float(value) if is_number else otherwise  # type: ignore[arg-type]
