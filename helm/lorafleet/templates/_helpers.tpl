@@ -1,0 +1,106 @@
+{{/* Names, labels, images. Every object is named <fullname>-<component>, so two releases share a namespace. */}}
+
+{{- define "lorafleet.fullname" -}}
+{{- $name := .Chart.Name -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end }}
+
+{{/* What selectors match: never changed after the install. (dict "root" $ "component" "router" "pool" "") */}}
+{{- define "lorafleet.selector" -}}
+app.kubernetes.io/name: lorafleet
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .pool }}
+lorafleet.io/pool: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "lorafleet.labels" -}}
+{{ include "lorafleet.selector" . }}
+app.kubernetes.io/part-of: lorafleet
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* (dict "root" $ "image" .Values.image): registry/repository:tag, or @digest where one is given. */}}
+{{- define "lorafleet.image" -}}
+{{- $tag := .image.tag | default .root.Chart.AppVersion -}}
+{{- $name := ternary (printf "%s/%s" .image.registry .image.repository) .image.repository (ne (.image.registry | default "") "") -}}
+{{- if .image.digest -}}{{ $name }}@{{ .image.digest }}{{- else -}}{{ $name }}:{{ $tag }}{{- end -}}
+{{- end }}
+
+{{/* An address as part of a URL: in brackets where it is IPv6. */}}
+{{- define "lorafleet.podHost" -}}
+{{- ternary "[$(POD_IP)]" "$(POD_IP)" .Values.ipv6 -}}
+{{- end }}
+
+{{/* What a server listens on to be reached from other pods. */}}
+{{- define "lorafleet.anyHost" -}}
+{{- ternary "::" "0.0.0.0" .Values.ipv6 | quote -}}
+{{- end }}
+
+{{- define "lorafleet.orchestratorUrl" -}}
+http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator.service.port }}
+{{- end }}
+
+{{/* EndpointSlices carry their Service's labels, so this finds the workers of every pool of this release. */}}
+{{- define "lorafleet.workerSelector" -}}
+app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=worker
+{{- end }}
+
+{{/* Secret with the tokens in clear, and the keys in it that are in use. */}}
+{{- define "lorafleet.tokensSecret" -}}
+{{- .Values.auth.existingSecret | default (printf "%s-tokens" (include "lorafleet.fullname" .)) -}}
+{{- end }}
+
+{{- define "lorafleet.tokenKey" -}}
+{{- if .root.Values.auth.existingSecret -}}{{ .role }}{{- else -}}{{ printf "%s.%d" .role (int .root.Values.auth.use) }}{{- end -}}
+{{- end }}
+
+{{/* A pool with the defaults under it. (dict "root" $ "pool" $given) as YAML; read it with fromYaml. */}}
+{{- define "lorafleet.pool" -}}
+{{- toYaml (mustMergeOverwrite (deepCopy .root.Values.poolDefaults) (deepCopy .pool)) -}}
+{{- end }}
+
+{{- define "lorafleet.poolName" -}}
+{{ include "lorafleet.fullname" .root }}-{{ .pool.name }}
+{{- end }}
+
+{{- define "lorafleet.workerAccount" -}}
+{{ include "lorafleet.fullname" . }}-worker
+{{- end }}
+
+{{/* What no schema can say, because it is about two values at once. */}}
+{{- define "lorafleet.check" -}}
+{{- $accepted := list -}}
+{{- range .Values.auth.accept }}{{- $accepted = append $accepted (int .) }}{{- end }}
+{{- if and (not .Values.auth.existingSecret) (not (has (int .Values.auth.use) $accepted)) }}
+{{- fail (printf "auth.use is %d, which auth.accept %v does not have: nobody would take that token. Add it to auth.accept first, wait until every pod has seen it (2 minutes), then use it; see docs/kubernetes.md, Rotate tokens" (int .Values.auth.use) $accepted) }}
+{{- end }}
+{{- if and .Values.router.autoscaling.enabled (eq .Values.router.autoscaling.type "keda") (not .Values.monitoring.prometheusUrl) }}
+{{- fail "router.autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" }}
+{{- end }}
+{{- $seen := dict -}}
+{{- range .Values.pools }}
+{{- if hasKey $seen .name }}{{- fail (printf "pools: two are named %q; each needs a name of its own" .name) }}{{- end }}
+{{- $_ := set $seen .name true }}
+{{- $pool := include "lorafleet.pool" (dict "root" $ "pool" .) | fromYaml }}
+{{- if has .name (list "router" "orchestrator" "worker" "tokens" "keys") }}{{- fail (printf "pools: the name %q is taken by the chart itself; give another" .name) }}{{- end }}
+{{- if gt (int $pool.maxLoras) (int $pool.maxCpuLoras) }}{{- fail (printf "pool %s: maxCpuLoras %d must be at least maxLoras %d: what runs in a batch is held in host memory, too" .name (int $pool.maxCpuLoras) (int $pool.maxLoras)) }}{{- end }}
+{{- if and $pool.autoscaling.enabled (eq $pool.autoscaling.type "keda") (not $.Values.monitoring.prometheusUrl) }}{{- fail (printf "pool %s: autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" .name) }}{{- end }}
+{{- if and (eq $pool.kind "Deployment") $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: a Deployment's pods share their volumes: use cache.existingClaim (ReadWriteMany), or kind StatefulSet for cache.persistent" .name) }}{{- end }}
+{{- if and $pool.cache.existingClaim $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: cache.existingClaim and cache.persistent.enabled: one volume; leave one out" .name) }}{{- end }}
+{{- if and $pool.demoModel $pool.modelVolume }}{{- fail (printf "pool %s: demoModel makes the model in a volume of its own; leave modelVolume out" .name) }}{{- end }}
+{{- if and (not $pool.demoModel) (not $pool.model) }}{{- fail (printf "pool %s: model is missing: a hub name (Qwen/Qwen2.5-7B-Instruct), or a folder below /models on modelVolume; or demoModel: true for a tiny one that is made" .name) }}{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,153 @@
+{{/* What all our pods have in common. Restricted Pod Security: none of it is a setting, but for the ids. */}}
+
+{{- define "lorafleet.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.security.runAsUser }}
+runAsGroup: {{ .Values.security.runAsGroup }}
+fsGroup: {{ .Values.security.fsGroup }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "lorafleet.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* (dict "root" $ "given" .Values.router "component" "router" "pool" ""): where the pod goes, and who pulls its image. */}}
+{{- define "lorafleet.scheduling" -}}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- with .given.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .given.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .given.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .given.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .given.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+{{- if .given.topologySpreadConstraints }}
+  {{- toYaml .given.topologySpreadConstraints | nindent 2 }}
+{{- else }}
+{{- $selector := include "lorafleet.selector" . }}
+{{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+  - maxSkew: 1
+    topologyKey: {{ . }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- $selector | nindent 8 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Alive for as long as it answers: a process that is busy is not dead, so a minute of silence goes by first. */}}
+{{- define "lorafleet.liveness" -}}
+livenessProbe:
+  httpGet:
+    path: /health
+    port: {{ . }}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end }}
+
+{{/* (dict "prefix" "LORAFLEET_ROUTER_" "settings" map): settings by their own names, JSON where they are not strings. */}}
+{{- define "lorafleet.settings" -}}
+{{- $prefix := .prefix }}
+{{- range $name, $value := .settings }}
+- name: {{ $prefix }}{{ upper $name }}
+  value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Where a pod is. Before Kubernetes 1.35 no pod knows its zone, and the label is empty: EndpointSlices tell it then. */}}
+{{- define "lorafleet.whereabouts" -}}
+- name: POD_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.name
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+{{- end }}
+
+{{- define "lorafleet.zone" -}}
+valueFrom:
+  fieldRef:
+    fieldPath: metadata.labels['topology.kubernetes.io/zone']
+{{- end }}
+
+{{/* (dict "root" $ "role" "router" "name" "LORAFLEET_ROUTER_TOKEN") */}}
+{{- define "lorafleet.token" -}}
+- name: {{ .name }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "lorafleet.tokensSecret" .root }}
+      key: {{ include "lorafleet.tokenKey" . }}
+{{- end }}
+
+{{/* Files of hashes, mounted whole so that a change arrives without a restart. (dict "root" $ "house" "router") */}}
+{{- define "lorafleet.keyVolumes" -}}
+- name: keys
+  secret:
+    {{- if .root.Values.auth.existingSecret }}
+    secretName: {{ .root.Values.auth.existingSecret }}
+    items:
+      - key: {{ .house }}-keys.yaml
+        path: keys.yaml
+    {{- else }}
+    secretName: {{ include "lorafleet.fullname" .root }}-keys-{{ .house }}
+    {{- end }}
+    defaultMode: 0440
+{{- if ne .house "worker" }}
+{{- range $index, $name := .root.Values.auth.existingKeySecrets }}
+- name: keys-{{ $index }}
+  secret:
+    secretName: {{ $name }}
+    defaultMode: 0440
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "lorafleet.keyMounts" -}}
+- name: keys
+  mountPath: /etc/lorafleet/keys
+  readOnly: true
+{{- if ne .house "worker" }}
+{{- range $index, $name := .root.Values.auth.existingKeySecrets }}
+- name: keys-{{ $index }}
+  mountPath: /etc/lorafleet/keys-{{ $index }}
+  readOnly: true
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "lorafleet.keyFiles" -}}
+{{- $files := list "/etc/lorafleet/keys/keys.yaml" -}}
+{{- if ne .house "worker" -}}
+{{- range $index, $name := .root.Values.auth.existingKeySecrets -}}
+{{- $files = append $files (printf "/etc/lorafleet/keys-%d/keys.yaml" $index) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $files | squote -}}
+{{- end }}
