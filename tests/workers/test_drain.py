@@ -1,0 +1,30 @@
+"""`python -m workers.drain`, the hook that runs before a pod is stopped."""
+
+import asyncio
+import os
+import sys
+
+import httpx
+
+from lorafleet.auth import hash_key
+
+
+async def drain(client: httpx.AsyncClient, **environment: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "workers.drain", "--deadline-s", "5",
+        env={**os.environ, "LORAFLEET_WORKERS_PORT": str(client.base_url.port), **environment},
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, said = await asyncio.wait_for(process.communicate(), 20)
+    return process.returncode, said.decode()
+
+
+async def test_the_hook_drains_the_agent_with_the_agents_own_key_and_a_pod_stops_all_the_same_without(worker, tmp_path):
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"keys: [{{sha256: {hash_key('own')}, scopes: [admin]}}]")
+    async with worker.running("--key-files", str(keys)) as client:
+        assert await drain(client) == (0, "not drained: HTTP Error 401: Unauthorized\n")
+        assert (await client.get("/ready")).is_success
+        assert await drain(client, LORAFLEET_WORKERS_TOKEN="own") == (0, "drained\n")
+        assert not (await client.get("/ready")).is_success
+    assert (await drain(client))[0] == 0
