@@ -473,9 +473,12 @@ class CatalogAdapter(_Wire):
 
 
 class CatalogWorker(_Wire):
+    """A worker; one that is an engine and no more has no `agent_url`, and routers ask its engine instead."""
+
     id: str
     agent_url: str
     state: WorkerState
+    engine_url: str = ""
 
 
 class Draining(_Wire):

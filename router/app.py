@@ -40,6 +40,7 @@ from router.core.trust import Trust
 from router.discovery import Discovery
 from router.inference import Inference
 from router.kv_events import Feeds
+from router.listed import engines_by_id
 from router.metrics import Metrics
 from router.multi import Member
 from router.parts import Parts
@@ -238,10 +239,9 @@ async def _running(
             asyncio.create_task(parts.waiting.run()),
             asyncio.create_task(_sweep(parts.feeds, metrics)),
             asyncio.create_task(_watch(parts.mind, parts.pool, discovery, metrics)),
-            asyncio.create_task(
-                _report_usage(control, parts.config.orchestrator_url.rstrip("/"), parts.usage, discovery, metrics)
-            ),
         ]
+        if url := parts.config.orchestrator_url.rstrip("/"):
+            running.append(asyncio.create_task(_report_usage(control, url, parts.usage, discovery, metrics)))
         if siblings is not None:
             await siblings.start()
         _rest_the_collector()
@@ -279,7 +279,9 @@ def _discovery(
     return Discovery(
         control,
         partial(fetch, agents, token=config.token, timeout_s=config.control_timeout_s),
+        ask_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
         orchestrator_url=config.orchestrator_url.rstrip("/"),
+        engines=engines_by_id(config.engines),
         listener=listener,
         state_file=config.state_dir / "catalog.json" if config.state_dir else None,
         catalog_poll_s=config.catalog_poll_s,

@@ -206,6 +206,12 @@ class ColdStarts:
     async def _bring(self, lora_id: str) -> None:
         """Ask until nobody waits any more (then this is cancelled) or somebody says that it will not be."""
         while True:
+            adapter = self.discovery.fleet.adapters.get(lora_id)
+            if adapter is not None and adapter.is_listed:
+                # Nobody brings it: its engine has to come back with it.
+                self.discovery.look_now()
+                await asyncio.sleep(_ASK_AGAIN_S)
+                continue
             try:
                 placed = await self._ensure(lora_id)
             except RouterError as exc:
@@ -261,7 +267,8 @@ class ColdStarts:
         return home.id if answer.is_success else None
 
     def _homes(self, adapter: Adapter) -> list[Replica]:
-        return [r for r in self.discovery.fleet.roster(adapter.base_model or "").replicas if r.state == "ready"]
+        roster = self.discovery.fleet.roster(adapter.base_model or "")
+        return [replica for replica in roster.replicas if replica.state == "ready" and replica.agent_url]
 
 
 _REFUSALS: dict[int, Callable[[str], RouterError]] = {404: ModelNotFound, 409: AdapterFailed}

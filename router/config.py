@@ -2,13 +2,14 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import DirectoryPath, Field, NonNegativeFloat, field_validator
+from pydantic import DirectoryPath, Field, NonNegativeFloat, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.settings import HouseSettings
 from router.core.cost import Costs
+from router.listed import engines_by_id
 
 PolicyName = Literal["kv_lora", "round_robin", "least_loaded", "session", "prefix_hash"]
 
@@ -22,7 +23,12 @@ class RouterSettings(HouseSettings):
     model_config = SettingsConfigDict(env_prefix="LORAFLEET_ROUTER_")
 
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    orchestrator_url: str = Field(default="http://127.0.0.1:8080", description="where the catalog comes from")
+    orchestrator_url: str = Field(
+        default="http://127.0.0.1:8080", description="where the catalog comes from; with engines named, none by default"
+    )
+    engines: tuple[str, ...] = Field(
+        default=(), description="vLLMs without an agent, each as http://host:port or id=http://host:port"
+    )
     router_id: str = Field(default="", description="our name in usage reports; empty: host name and process id")
     state_dir: Path | None = Field(
         default=None, description="keep the last catalog here, so that a restart does not need the orchestrator"
@@ -138,6 +144,17 @@ class RouterSettings(HouseSettings):
     trace_ratio: float = Field(
         default=0.1, ge=0, le=1, description="of requests to trace, where the client's traceparent has not decided"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engines_need_no_orchestrator(cls, given: dict[str, object]) -> dict[str, object]:
+        return {"orchestrator_url": "", **given} if given.get("engines") else given
+
+    @model_validator(mode="after")
+    def _has_somebody_to_follow(self) -> Self:
+        if not engines_by_id(self.engines) and not self.orchestrator_url:
+            raise ValueError("orchestrator_url: give one, or name engines")
+        return self
 
     @field_validator("costs")
     @classmethod

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -13,9 +14,11 @@ import structlog
 from pydantic import ValidationError
 
 from lorafleet.loops import Changes, forever
+from lorafleet.plain import PlainEngine
 from orchestrator.wire import Catalog, CatalogWorker
 from router.core.fleet import Adapter, Alias, Fleet, Replica, ReplicaState, Report, Resident
 from router.core.index import WorkerId
+from router.listed import listed_adapters
 from router.relay.fetch import Refused
 from router.relay.upstream import EngineLost
 from workers.wire import Metadata, engine_name
@@ -33,10 +36,11 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class _Follow:
-    """One worker that the catalog names."""
+    """One worker that the catalog or the settings name; `plain`: its engine, where it has no agent."""
 
     worker: CatalogWorker
     poke: asyncio.Event
+    plain: PlainEngine | None = None
     is_named: bool = True
     metadata: Metadata | None = None
     heard_at: float = 0.0
@@ -54,7 +58,9 @@ class Discovery:
         client: httpx.AsyncClient,
         ask: Callable[[str, str], Awaitable[bytes]],
         *,
+        ask_engine: Callable[[str, str], Awaitable[bytes]],
         orchestrator_url: str,
+        engines: Mapping[str, str] = MappingProxyType({}),
         listener: Listener,
         state_file: Path | None,
         catalog_poll_s: float,
@@ -66,6 +72,10 @@ class Discovery:
         """ask: the body that a GET of a path below a worker's URL answers; may raise EngineLost and Refused.
 
         Each worker is asked every second, and an HTTP client takes a millisecond of the router's core for that.
+
+        ask_engine        the same, without our own key: an engine is somebody else's
+        orchestrator_url  empty: there is none, and only `engines` are followed
+        engines           worker id -> URL of engines that have no agent
         """
         self.fleet = Fleet()
         self.changes = Changes()
@@ -76,7 +86,9 @@ class Discovery:
         self._was_synced = False
         self._client = client
         self._ask = ask
+        self._ask_engine = ask_engine
         self._url = orchestrator_url.rstrip("/")
+        self._engines = engines
         self._listener = listener
         self._state_file = state_file
         self._catalog_poll_s = catalog_poll_s
@@ -87,6 +99,7 @@ class Discovery:
         self._catalog = Catalog(revision=0)
         # Made once a catalog, not at every report of every agent: there are thousands.
         self._adapters: Mapping[str, Adapter] = MappingProxyType({})
+        self._known: Mapping[str, Adapter] = self._adapters
         self._aliases: Mapping[str, Alias] = MappingProxyType({})
         self._draining: dict[str, frozenset[str]] = {}
         self._etag: str | None = None
@@ -95,8 +108,13 @@ class Discovery:
 
     async def run(self) -> None:
         """Follow until cancelled. The last catalog on disk is in force until the orchestrator answers."""
-        self._read_saved()
+        if self._url:
+            self._read_saved()
+        for id_, url in self._engines.items():
+            self._follow(CatalogWorker(id=id_, agent_url="", engine_url=url, state="ready"))
         try:
+            if not self._url:
+                await asyncio.Event().wait()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._forever(self._look, "catalog", self._catalog_poll_s, self._catalog_poke))
                 tasks.create_task(self._forever(self._listen_orchestrator, "catalog_events", self._catalog_poll_s))
@@ -110,9 +128,11 @@ class Discovery:
         be reached does not change it.
         """
         if not self._was_synced:
-            asked = (f.metadata is not None or f.heard_at for f in self._follows.values())
-            self._was_synced = self.has_catalog and all(asked)
+            self._was_synced = self.has_catalog and self._has_asked_all()
         return self._was_synced
+
+    def _has_asked_all(self) -> bool:
+        return all(f.metadata is not None or f.heard_at for f in self._follows.values())
 
     def look_now(self, worker: str | None = None) -> None:
         """Ask the orchestrator and this worker's agent (None: every agent) again at once."""
@@ -153,16 +173,17 @@ class Discovery:
     def _adopt(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._adapters, self._aliases = _named_by(catalog)
+        self._list_anew()
         before, self._draining = self._draining, _draining_by_worker(catalog)
         self.has_catalog = True
         named = {worker.id for worker in catalog.workers}
         # Absence is no reason to let a worker go: an orchestrator that just started has heard from nobody yet. One
         # that the catalog does not name is followed for as long as it answers.
         for id_, follow in self._follows.items():
-            follow.is_named = id_ in named
+            follow.is_named = id_ in named or id_ in self._engines
         for worker in catalog.workers:
             known = self._follows.get(worker.id)
-            if known is not None and known.worker.agent_url == worker.agent_url:
+            if known is not None and _address(known.worker) == _address(worker):
                 known.worker = worker
                 continue
             if known is not None:
@@ -174,6 +195,10 @@ class Discovery:
 
     def _follow(self, worker: CatalogWorker) -> None:
         follow = _Follow(worker, asyncio.Event())
+        if not worker.agent_url:
+            follow.plain = PlainEngine(
+                worker.id, worker.engine_url, partial(self._ask_engine, worker.engine_url), clock=self._clock
+            )
         self._follows[worker.id] = follow
 
         async def look() -> None:
@@ -182,20 +207,21 @@ class Discovery:
         async def listen() -> None:
             await self._listen(f"{worker.agent_url}/v1/events", {}, follow.poke)
 
-        follow.tasks = (
-            asyncio.create_task(self._forever(look, "metadata", self._metadata_poll_s, follow.poke)),
-            asyncio.create_task(self._forever(listen, "agent_events", self._metadata_poll_s)),
-        )
+        loops = [self._forever(look, "metadata", self._metadata_poll_s, follow.poke)]
+        if follow.plain is None:
+            loops.append(self._forever(listen, "agent_events", self._metadata_poll_s))
+        follow.tasks = tuple(asyncio.create_task(loop) for loop in loops)
 
     def _unfollow(self, id_: str) -> None:
         follow = self._follows.pop(id_)
         for task in follow.tasks:
             task.cancel()
+        self._list_anew()
         self._listener.gone(WorkerId(id_))
 
     async def _hear(self, follow: _Follow) -> None:
         try:
-            metadata = Metadata.model_validate_json(await self._ask(follow.worker.agent_url, "/metadata"))
+            metadata = await self._report(follow)
         except (EngineLost, Refused, ValueError):  # pydantic's ValidationError is a ValueError, as that of a bad URL
             follow.heard_at = follow.heard_at or self._clock()
             if self._clock() - follow.heard_at > self._unreachable_after_s:
@@ -206,16 +232,30 @@ class Discovery:
             raise
         if self._follows.get(follow.worker.id) is not follow:
             return
-        follow.metadata, follow.heard_at, follow.engine_answers = metadata, self._clock(), True
+        before, follow.metadata = follow.metadata, metadata
+        follow.heard_at, follow.engine_answers = self._clock(), True
+        if follow.plain is not None and (before is None or before.lora != metadata.lora):
+            self._list_anew()
         self._rebuild()
         self._listener.heard(self.fleet.replicas[WorkerId(follow.worker.id)], metadata)
+
+    async def _report(self, follow: _Follow) -> Metadata:
+        if follow.plain is not None:
+            return await follow.plain.report()
+        return Metadata.model_validate_json(await self._ask(follow.worker.agent_url, "/metadata"))
+
+    def _list_anew(self) -> None:
+        """Join the catalog's adapters with what engines without an agent list, and listed when they were last heard."""
+        plain = [f.metadata for f in self._follows.values() if f.plain is not None and f.metadata is not None]
+        taken = {a.lora_id for a in self._catalog.adapters} | self._aliases.keys()
+        self._known = MappingProxyType({**self._adapters, **listed_adapters(plain, taken)}) if plain else self._adapters
 
     async def _engine_answers(self, follow: _Follow) -> bool:
         """An agent's restart or upgrade moves nothing: while its engine answers, the last report stays valid."""
         if follow.metadata is None:
             return False
         try:
-            await self._ask(follow.metadata.transport.engine_url, "/health")
+            await self._ask_engine(follow.metadata.transport.engine_url, "/health")
         except (EngineLost, Refused, ValueError):
             return False
         return True
@@ -226,7 +266,9 @@ class Discovery:
             for id_, follow in self._follows.items()
             if follow.metadata is not None
         }
-        self.fleet = Fleet(self._catalog.revision, MappingProxyType(replicas), self._adapters, self._aliases)
+        self.fleet = Fleet(self._catalog.revision, MappingProxyType(replicas), self._known, self._aliases)
+        if not self._url and replicas and self._has_asked_all():
+            self.has_catalog = True  # all that there is to know
         self.changes.notify()
 
     def _replica(self, follow: _Follow, metadata: Metadata) -> Replica:
@@ -263,6 +305,10 @@ class Discovery:
         self, step: Callable[[], Awaitable[object]], name: str, every_s: float, poke: asyncio.Event | None = None
     ) -> None:
         await forever(step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name))
+
+
+def _address(worker: CatalogWorker) -> str:
+    return worker.agent_url or worker.engine_url
 
 
 def _named_by(catalog: Catalog) -> tuple[Mapping[str, Adapter], Mapping[str, Alias]]:

@@ -171,7 +171,9 @@ class Tokenizers:
         A worker with which it came to nothing is left alone for a minute; any other worker may be tried meanwhile.
         raises  httpx.HTTPError when agent or engine cannot be asked now
         """
-        worker = (base_model, agent_url)
+        if not agent_url and base_model not in self._paths:
+            return  # an engine without an agent hands out no files: it is asked for each prompt
+        worker = (base_model, agent_url or engine_url)
         now = self._clock()
         self._worker_again_at = {key: at for key, at in self._worker_again_at.items() if at > now}
         if self.knows(base_model) or base_model in self._learning or worker in self._worker_again_at:

@@ -76,7 +76,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that the catalog knows. `digest` is None until one agent has inspected it."""
+    """An adapter that the catalog knows. `digest` is None until one agent has inspected it.
+
+    is_listed  no catalog knows it: an engine without an agent lists it by this name, and nobody has read its bytes
+    """
 
     lora_id: str
     base_model: str | None
@@ -85,11 +88,14 @@ class Adapter:
     tenants: tuple[str, ...] | None = None
     error: str | None = None
     priority: int = 0
+    is_listed: bool = False
 
     @property
     def engine_name(self) -> str | None:
         """What engines call it; the name carries the digest, so other bytes are another name."""
-        return None if self.digest is None else f"{self.lora_id}@{self.digest[:12]}"
+        if self.digest is None:
+            return self.lora_id if self.is_listed else None
+        return f"{self.lora_id}@{self.digest[:12]}"
 
 
 @dataclass(frozen=True, slots=True)

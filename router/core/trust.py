@@ -108,4 +108,6 @@ def hit_tokens(depth_blocks: int, block_size: int, prompt_tokens: int) -> int:
             its whole block. Holds for every request of tests/recordings, where a prompt that ends with a block tells
             this apart from prompt_tokens - 1.
     """
+    if not block_size:  # an engine that does not tell it: nothing of it is matched
+        return 0
     return min(depth_blocks, max(0, prompt_tokens - 1) // block_size) * block_size

@@ -1,0 +1,198 @@
+"""A stock vLLM that has no agent, asked over its own HTTP: what it says becomes the report that an agent would give.
+
+Nobody reads the files behind such an engine's adapters. So their digest is not known, and what tells one from another
+is the engine's own name for it: reports carry `digest` empty, and the engine counts as another boot when a name gets
+another path, because its cached blocks are then no longer those of that name.
+"""
+
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from lorafleet.rates import Rates, Reading
+from lorafleet.vllm_page import Scrape, parse_metrics
+from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
+
+Get = Callable[[str], Awaitable[bytes]]
+"""The body that a GET of a path answers; raises OSError when there is none, or its status is not 200."""
+
+# vLLM tells it nowhere; its default is 256, on large GPUs 1,024. Too few would have requests wait for nothing.
+_MAX_NUM_SEQS = 256
+# What the fleet itself calls an adapter, see workers/wire.py engine_name.
+_OURS = re.compile(r"(.+)@[0-9a-f]{12}")
+# vLLM binds only these, and connects to others (0.32, seen running).
+_EVERYWHERE = re.compile(r"tcp://(\*|\[?::\]?):(\d+)")
+
+
+class PlainEngine:
+    """One engine, asked again and again. Adapters are believed only of a vLLM: others answer for names they lack."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        url: str,
+        get: Get,
+        *,
+        zone: str = "",
+        node: str = "",
+        kv_events: tuple[str, ...] = (),
+        kv_replay: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """kv_events, kv_replay: where its events are; empty: where the engine itself says that they are."""
+        self.worker_id = worker_id
+        self.url = url.rstrip("/")
+        self._get = get
+        self._place = {"zone": zone, "node": node}
+        self._given = (kv_events, kv_replay)
+        self._clock = clock
+        self._rates = Rates()
+        self._started_at: float | None = None
+        self._kv = Transport(engine_url=self.url)
+        self._paths: Mapping[str, str] = {}
+        self._repaths = 0
+
+    async def report(self) -> Metadata:
+        """What it is, holds and does now. Raises OSError when it cannot be asked, ValueError for what is no vLLM's."""
+        await self._get("/health")
+        models = _models(await self._get("/v1/models"), self.url)
+        scrape = parse_metrics((await self._get("/metrics")).decode())
+        base = next((model for model in models if not model.get("parent")), None)
+        if base is None:
+            raise ValueError(f"{self.url}/v1/models lists no base model")
+        dialect = str(base.get("owned_by") or "unknown")
+        paths = {str(m["id"]): str(m.get("root") or "") for m in models if m.get("parent") and dialect == "vllm"}
+        await self._note(scrape, paths)
+        name = str(base["id"])
+        return Metadata(
+            instance_id=self.worker_id,
+            **self._place,
+            model=ModelCard(name=name, base_model=name, runtime_config=_shape(base, scrape)),
+            transport=self._kv.model_copy(update={"dialect": dialect}),
+            lora=_loras(name, paths, scrape),
+            load=self._load(scrape),
+            agent_boot_id="none",
+            engine_boot_id=f"{scrape.started_at:.2f}" + (f"+{self._repaths}" if self._repaths else ""),
+        )
+
+    async def _note(self, scrape: Scrape, paths: Mapping[str, str]) -> None:
+        if scrape.started_at != self._started_at:
+            self._rates, self._paths, self._repaths = Rates(), {}, 0
+            self._kv = await self._sources()
+            self._started_at = scrape.started_at
+        self._repaths += any(self._paths.get(name, path) != path for name, path in paths.items())
+        # Names that went are remembered: the blocks outlive the unload (vLLM 0.32, seen running).
+        self._paths = {**self._paths, **paths}
+        self._rates.add(
+            Reading(
+                at_s=self._clock(),
+                running=scrape.running,
+                computed_tokens=scrape.computed_tokens,
+                steps=scrape.steps,
+                ended=scrape.ended,
+                ended_prefill_tokens=scrape.ended_prefill_tokens,
+                ended_prefill_seconds=scrape.ended_prefill_seconds,
+                ended_output_tokens=scrape.ended_output_tokens,
+                ended_seconds=scrape.ended_seconds,
+                token_gaps=scrape.token_gaps,
+                gap_seconds=scrape.gap_seconds,
+            )
+        )
+
+    async def _sources(self) -> Transport:
+        """Where its KV events are; without any what it has cached is estimated.
+
+        source  vLLM 0.32 entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig, ports resolved
+        """
+        events, replay = self._given
+        topic = ""
+        if not events:
+            try:
+                ranks = json.loads(await self._get("/kv_event_sources"))
+                told = [ranks[rank] for rank in sorted(ranks, key=int)]
+                host = urlsplit(self.url).hostname or ""
+                events = tuple(_at(host, rank["endpoint"]) for rank in told if rank.get("enable_kv_cache_events"))
+                replay = tuple(_at(host, rank.get("replay_endpoint") or "") for rank in told)
+                topic = str(told[0].get("topic") or "") if told else ""
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                events = replay = ()  # an older vLLM, or another engine
+        is_whole = bool(events) and all(events)
+        return Transport(
+            engine_url=self.url,
+            kv_events=events if is_whole else (),
+            kv_replay=replay if is_whole and len(replay) == len(events) else (),
+            kv_topic=topic,
+        )
+
+    def _load(self, scrape: Scrape) -> Load:
+        return Load(
+            running=scrape.running,
+            waiting=scrape.waiting,
+            waiting_for_slot=scrape.waiting_for_slot,
+            kv_usage=scrape.kv_usage,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_tokens_per_s=self._rates.decode_tokens_per_s,
+            inter_token_s=self._rates.inter_token_s,
+            mean_output_tokens=self._rates.mean_output_tokens,
+            mean_request_s=self._rates.mean_request_s,
+        )
+
+
+def lora_id_of(engine_name: str) -> str:
+    """The adapter that an engine's name stands for; only a name that the fleet gave has a digest behind it."""
+    ours = _OURS.fullmatch(engine_name)
+    return ours[1] if ours else engine_name
+
+
+def _models(body: bytes, url: str) -> list[Mapping[str, Any]]:
+    try:
+        return [dict(item) for item in json.loads(body)["data"] if isinstance(item["id"], str)]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ValueError(f"{url}/v1/models is no list of models: {body[:100]!r}") from exc
+
+
+def _shape(base: Mapping[str, Any], scrape: Scrape) -> RuntimeConfig:
+    return RuntimeConfig(
+        block_size=scrape.block_size,
+        total_kv_blocks=scrape.total_kv_blocks,
+        max_num_seqs=_MAX_NUM_SEQS,
+        max_num_batched_tokens=0,
+        max_model_len=int(base.get("max_model_len") or 0),
+    )
+
+
+def _loras(base_model: str, paths: Mapping[str, str], scrape: Scrape) -> LoraInfo:
+    # Which of more than its slots are on the device is not told.
+    location = "host" if 0 < scrape.max_loras < len(paths) else "device"
+    loaded = tuple(
+        LoadedLora.model_validate(
+            {
+                "lora_id": lora_id_of(name),
+                "digest": "",
+                "engine_name": name,
+                "state": "ready",
+                "location": location,
+                "base_model": base_model,
+                "path": path,
+            }
+        )
+        for name, path in sorted(paths.items())
+    )
+    return LoraInfo(
+        enabled=False,  # nobody loads there
+        max_loras=scrape.max_loras,
+        loaded_loras=loaded,
+        capacity=LoraCapacity(loaded_count=len(loaded), device_slots=scrape.max_loras),
+    )
+
+
+def _at(host: str, endpoint: str) -> str:
+    """Where to connect to a socket that the engine has bound; empty where it has bound none that we reach."""
+    bound = _EVERYWHERE.fullmatch(endpoint)
+    if bound is None:
+        is_here = endpoint.startswith("ipc://") and host in {"127.0.0.1", "::1", "localhost"}
+        return endpoint if is_here else ""
+    return f"tcp://[{host}]:{bound[2]}" if ":" in host else f"tcp://{host}:{bound[2]}"

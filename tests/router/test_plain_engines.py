@@ -1,0 +1,313 @@
+"""Engines without an agent: a router that has nothing else serves their base model and the adapters that they list."""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Route
+
+from lorafleet.plain import PlainEngine
+from lorafleet.tiny import make_adapters, make_model
+from orchestrator.wire import CatalogWorker
+from router.app import build
+from router.config import RouterSettings
+from router.listed import engines_by_id
+from tests.engines import RunningEngine, start_engine
+from tests.router.doubles import Control, Engine, error_of, until
+from tests.serving import serving
+
+BASE = "tiny-qwen"
+SQL = "sql-expert/v1"
+# 19 tokens a sentence and more: several blocks of 32.
+LONG = "The quick brown fox jumps over the lazy dog, again and again and again. " * 20
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    model = make_model(tmp_path_factory.mktemp("model"))
+    into = tmp_path_factory.mktemp("adapters")
+    return model, {str(folder.relative_to(into)): folder for folder in make_adapters(into)}
+
+
+@pytest.fixture(scope="module")
+def engines(folders: tuple[Path, dict[str, Path]]) -> Iterator[tuple[RunningEngine, RunningEngine]]:
+    model, adapters = folders
+    first = start_engine("sim", model, flags=("--max-loras", "4", "--max-cpu-loras", "8"))
+    second = start_engine("sim", model, flags=("--kv-events-config", "{}"))
+    try:
+        load(first, "sql", adapters[SQL])
+        load(first, "both", adapters["legal/v2"])
+        load(second, "both", adapters["legal/v2"])
+        yield first, second
+    finally:
+        first.stop()
+        second.stop()
+
+
+def load(engine: RunningEngine, name: str, path: Path) -> None:
+    answer = httpx.post(f"{engine.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+    assert answer.status_code == 200, answer.text
+
+
+def unload(engine: RunningEngine, name: str) -> None:
+    httpx.post(f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+
+
+@contextlib.asynccontextmanager
+async def routing(*named: str, **settings) -> AsyncIterator:
+    """(client, parts) of a router whose workers are these engines."""
+    app, parts = build(
+        RouterSettings(**{"engines": named, "metadata_poll_s": 0.1, "cold_start_timeout_s": 1.0, **settings})
+    )
+    async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
+        assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=10)
+        yield client, parts
+
+
+async def ask(client: httpx.AsyncClient, model: str, prompt: str = "hello") -> httpx.Response:
+    return await client.post("/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": 4})
+
+
+async def test_a_router_needs_nothing_but_engines_to_serve_base_and_listed_adapters(engines) -> None:
+    first, second = engines
+    async with routing(f"a={first.url}", f"b={second.url}") as (client, _):
+        assert (await client.get("/ready")).status_code == 200
+        cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+        assert cards.keys() == {BASE, "sql", "both"}
+        assert cards["sql"]["parent"] == BASE
+        answer = await ask(client, "sql")
+        assert answer.status_code == 200, answer.text
+        assert (answer.headers["x-lorafleet-worker"], answer.json()["model"]) == ("a", "sql")
+        by_base = await ask(client, f"{BASE}:sql")
+        assert by_base.json()["choices"][0]["text"] == answer.json()["choices"][0]["text"]
+        assert (await ask(client, BASE)).json()["choices"][0]["text"] != answer.json()["choices"][0]["text"]
+        assert {(await ask(client, "both")).status_code for _ in range(4)} == {200}
+        assert error_of(await ask(client, "nobody")) == (404, "model_not_found")
+
+
+async def test_adapters_come_and_go_with_the_engines_own_list(engines, folders) -> None:
+    first, _ = engines
+    async with routing(f"a={first.url}") as (client, parts):
+        assert error_of(await ask(client, "late")) == (404, "model_not_found")
+        load(first, "late", folders[1]["python-expert/v1"])
+        await until(lambda: "late" in parts.discovery.fleet.adapters)
+        assert (await ask(client, "late")).status_code == 200
+        unload(first, "late")
+        await until(lambda: "late" not in parts.discovery.fleet.adapters)
+        assert error_of(await ask(client, "late")) == (404, "model_not_found")
+
+
+async def test_an_engines_kv_events_are_found_and_followed_without_being_named(engines) -> None:
+    first, _ = engines
+    async with routing(f"a={first.url}") as (client, parts):
+        await until(lambda: parts.trust.state("a") == "exact")
+        await ask(client, "sql", LONG)
+        index = parts.feeds.index(BASE, 32)
+        await until(lambda: index.workers().get("a", 0) > 8)
+        again = await ask(client, "sql", LONG)
+        assert int(again.headers["x-lorafleet-cached-tokens"]) > 256
+        # The same prompt under another name has nothing of it.
+        assert (await ask(client, "both", LONG)).headers["x-lorafleet-cached-tokens"] == "0"
+
+
+async def test_without_events_what_is_cached_is_an_estimate(engines) -> None:
+    _, second = engines
+    async with routing(f"b={second.url}") as (client, parts):
+        await ask(client, BASE, LONG)
+        assert parts.trust.state("b") == "estimate"
+        again = await ask(client, BASE, LONG)
+        assert int(again.headers["x-lorafleet-cached-tokens"]) > 256
+
+
+async def test_an_adapter_whose_engine_is_away_is_waited_for_and_never_unknown(engines, folders) -> None:
+    lone = start_engine("sim", folders[0])
+    try:
+        load(lone, "alone", folders[1][SQL])
+        async with routing(f"a={lone.url}", f"b={engines[1].url}", unreachable_after_s=0.3) as (client, parts):
+            assert (await ask(client, "alone")).status_code == 200
+            lone.stop()
+            await until(lambda: parts.discovery.fleet.replicas["a"].state == "unreachable")
+            assert error_of(await ask(client, "alone")) == (503, "adapter_loading")
+            assert (await ask(client, BASE)).headers["x-lorafleet-worker"] == "b"
+    finally:
+        lone.stop()
+
+
+async def test_a_router_whose_engines_are_all_away_says_that_it_knows_nothing_yet() -> None:
+    app, _ = build(RouterSettings(engines=("http://127.0.0.1:9",)))
+    async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url) as client:
+        assert error_of(await ask(client, BASE)) == (503, "catalog_unavailable")
+        assert (await client.get("/ready")).status_code == 503
+
+
+async def test_beside_a_catalog_its_adapters_are_found_by_their_engine_names_and_keep_their_names(
+    engines, folders
+) -> None:
+    first, second = engines
+    control = Control()
+    control.add_adapter("team/sql")
+    control.add_adapter("sql", tenants=())
+    ours = f"team/sql@{'ab' * 6}"
+    load(first, ours, folders[1][SQL])
+    try:
+        async with serving(control.app) as url:
+            control.url = url
+            async with routing(f"a={first.url}", f"b={second.url}", orchestrator_url=url) as (client, parts):
+                await until(lambda: len(parts.discovery.fleet.replicas) == 2)
+                answer = await ask(client, "team/sql")
+                assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, "a")
+                known = parts.discovery.fleet.adapters
+                assert known.keys() == {"team/sql", "sql", "both"}
+                # A name of the catalog's is the catalog's, with its digest; nobody reports that one.
+                assert not known["sql"].is_listed
+                assert known["both"].is_listed
+    finally:
+        unload(first, ours)
+
+
+async def test_a_worker_of_the_catalog_without_an_agent_is_asked_itself(engines) -> None:
+    class OneEngine(Control):
+        @property
+        def app(self):
+            app = super().app
+
+            async def catalog(_request):
+                worker = CatalogWorker(id="e0", agent_url="", engine_url=engines[0].url, state="ready")
+                return JSONResponse({"revision": 1, "workers": [worker.model_dump()]})
+
+            app.router.routes.insert(0, Route("/v1/catalog", catalog))
+            return app
+
+    control = OneEngine()
+    async with serving(control.app) as url:
+        app, parts = build(RouterSettings(orchestrator_url=url, metadata_poll_s=0.1))
+        async with serving(app, http=app.state.http) as router, httpx.AsyncClient(base_url=router) as client:
+            await until(lambda: "e0" in parts.discovery.fleet.replicas)
+            assert (await ask(client, "sql")).headers["x-lorafleet-worker"] == "e0"
+
+
+async def test_no_adapter_of_an_engine_is_believed_that_is_no_vllm() -> None:
+    """Four of seven engines answer 200 from the base model for an adapter that they lack."""
+    engine = Engine("x")
+    listed = [{"id": BASE, "owned_by": "llamacpp"}, {"id": "sql", "owned_by": "llamacpp", "parent": BASE}]
+    app = engine.app
+    app.router.routes += [
+        Route("/v1/models", lambda _: JSONResponse({"data": listed})),
+        Route("/metrics", lambda _: PlainTextResponse("")),
+    ]
+    async with serving(app) as url, routing(f"x={url}") as (client, _):
+        assert error_of(await ask(client, "sql")) == (404, "model_not_found")
+        assert (await ask(client, BASE)).status_code == 200
+        assert engine.bodies[-1]["model"] == BASE
+
+
+async def test_our_own_key_is_not_shown_to_an_engine() -> None:
+    seen: list[dict[str, str]] = []
+
+    async def models(request):
+        seen.append(dict(request.headers))
+        return JSONResponse({"data": [{"id": BASE, "owned_by": "vllm"}]})
+
+    app = Starlette(
+        routes=[
+            Route("/health", lambda _: PlainTextResponse("")),
+            Route("/v1/models", models),
+            Route("/metrics", lambda _: PlainTextResponse("")),
+        ]
+    )
+    async with serving(app) as url, routing(f"x={url}", token="secret") as (_, parts):
+        await until(lambda: "x" in parts.discovery.fleet.replicas)
+        assert seen
+        assert not any("authorization" in headers for headers in seen)
+
+
+class Said:
+    """What an engine would answer, by path."""
+
+    def __init__(self) -> None:
+        self.paths = {"sql": "/adapters/a"}
+        self.started_at = 100.0
+        self.sources: object = None
+
+    async def __call__(self, path: str) -> bytes:
+        if path == "/metrics":
+            page = f"process_start_time_seconds {self.started_at}\n"
+            both = 'vllm:lora_requests_info{max_lora="3",waiting_lora_adapters="%s",running_lora_adapters="%s"} 1.0\n'
+            return (page + both % ("sql", "sql") + both % ("", "")).encode()
+        if path == "/v1/models":
+            base = {"id": BASE, "owned_by": "vllm", "max_model_len": 2048, "parent": None}
+            held = [{"id": name, "owned_by": "vllm", "parent": BASE, "root": root} for name, root in self.paths.items()]
+            return JSONResponse({"data": [base, *held]}).body
+        if path == "/kv_event_sources" and self.sources is not None:
+            return JSONResponse(self.sources).body
+        if path == "/health":
+            return b""
+        raise ConnectionError(f"GET {path}: 404")
+
+
+def boots(said: Said) -> PlainEngine:
+    return PlainEngine("e0", "http://10.0.0.7:8100/", said)
+
+
+async def test_a_name_with_another_path_is_another_boot_so_that_its_blocks_are_forgotten() -> None:
+    said = Said()
+    engine = boots(said)
+    first = (await engine.report()).engine_boot_id
+    assert (await engine.report()).engine_boot_id == first
+    said.paths = {}
+    assert (await engine.report()).engine_boot_id == first  # blocks outlive an unload
+    said.paths = {"sql": "/adapters/b"}
+    moved = (await engine.report()).engine_boot_id
+    assert moved != first
+    said.started_at = 200.0
+    assert (await engine.report()).engine_boot_id not in {first, moved}
+
+
+async def test_a_digest_that_nobody_has_read_is_left_empty_and_slots_are_as_the_engine_tells() -> None:
+    said = Said()
+    said.paths = {"sql": "/a", f"team/x@{'0' * 12}": "/b"}
+    report = await boots(said).report()
+    assert [(lora.lora_id, lora.digest) for lora in report.lora.loaded_loras] == [("sql", ""), ("team/x", "")]
+    assert report.lora.max_loras == 3
+    assert not report.lora.enabled
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "found"),
+    [
+        (["tcp://*:5557"], ("tcp://10.0.0.7:5557",)),
+        (["tcp://*:5557", "tcp://*:5558"], ("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558")),
+        (["tcp://[::]:5557"], ("tcp://10.0.0.7:5557",)),
+        (["tcp://broker:5557"], ()),  # the engine connects there itself
+        (["ipc:///tmp/kv"], ()),  # on its own machine
+    ],
+)
+async def test_event_sockets_are_those_that_the_engine_has_bound(endpoints, found) -> None:
+    said = Said()
+    said.sources = {
+        str(rank): {"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"}
+        for rank, endpoint in enumerate(endpoints)
+    }
+    assert (await boots(said).report()).transport.kv_events == found
+
+
+def test_engines_have_ids_of_their_own() -> None:
+    assert engines_by_id(["http://e0:8100/", "gold=https://e1"]) == {"e0:8100": "http://e0:8100", "gold": "https://e1"}
+
+
+@pytest.mark.parametrize("named", [["e0:8100"], ["=http://e0"], ["http://e0", "e0=http://e1"], ["a=ftp://e0"], ["a="]])
+def test_engines_that_are_no_urls_or_named_twice_are_refused(named) -> None:
+    with pytest.raises(ValueError, match="engines: "):
+        engines_by_id(named)
+
+
+def test_a_router_that_names_engines_has_no_orchestrator_unless_it_is_given_one() -> None:
+    assert RouterSettings(engines=("http://e0",)).orchestrator_url == ""
+    assert RouterSettings(engines=("http://e0",), orchestrator_url="http://o").orchestrator_url == "http://o"
+    assert RouterSettings().orchestrator_url
+    with pytest.raises(ValueError, match="orchestrator_url: give one"):
+        RouterSettings(orchestrator_url="")
