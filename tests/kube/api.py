@@ -1,0 +1,87 @@
+"""A bare client for tests: paths and JSON, nothing retried, nothing hidden."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import ssl
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+
+@contextlib.asynccontextmanager
+async def connected(kubeconfig: Path) -> AsyncIterator["Api"]:
+    """To the server and namespace of its first context: with a token or a client certificate, as it says."""
+    cluster, user, context = _named_in(kubeconfig)
+    headers = {"authorization": f"Bearer {user['token']}"} if "token" in user else {}
+    async with httpx.AsyncClient(
+        base_url=cluster["server"], headers=headers, timeout=30, trust_env=False, verify=_trust(cluster, user)
+    ) as client:
+        yield Api(client, context.get("namespace", "default"))
+
+
+class Api:
+    """`{namespace}` in a path is the connection's."""
+
+    def __init__(self, client: httpx.AsyncClient, namespace: str) -> None:
+        self.client, self.namespace = client, namespace
+
+    async def ask(self, method: str, path: str, body: Any = None, *, kind: str = "", **query: Any) -> tuple[int, Any]:
+        """Status and body; `kind` is the content type of a patch."""
+        headers = {"content-type": kind or "application/json"}
+        url = path.format(namespace=self.namespace)
+        content = None if body is None else json.dumps(body)
+        answer = await self.client.request(method, url, content=content, headers=headers, params=query)
+        return answer.status_code, answer.json()
+
+    async def make(self, path: str, body: Any) -> Any:
+        code, made = await self.ask("POST", path, body)
+        assert code == 201, made
+        return made
+
+    @contextlib.asynccontextmanager
+    async def watch(self, path: str, **query: Any) -> AsyncIterator["Watched"]:
+        url = path.format(namespace=self.namespace)
+        async with self.client.stream("GET", url, params={"watch": 1, "timeoutSeconds": 30, **query}) as answer:
+            assert answer.status_code == 200
+            yield Watched(answer)
+
+
+class Watched:
+    """A watch's events, one `next` each; None when it has ended."""
+
+    def __init__(self, answer: httpx.Response) -> None:
+        self._lines = answer.aiter_lines()
+
+    async def next(self, *, within_s: float = 40) -> Any:
+        async with asyncio.timeout(within_s):
+            line = await anext(self._lines, "")
+        return json.loads(line) if line else None
+
+    async def said(self) -> tuple[str, str]:
+        """Type and name of the next one."""
+        event = await self.next()
+        return event["type"], event["object"]["metadata"].get("name", "")
+
+
+def _named_in(kubeconfig: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    config = yaml.safe_load(kubeconfig.read_text())
+    return config["clusters"][0]["cluster"], config["users"][0]["user"], config["contexts"][0]["context"]
+
+
+def _trust(cluster: dict[str, Any], user: dict[str, Any]) -> ssl.SSLContext | bool:
+    if cluster["server"].startswith("http://"):
+        return False
+    data = cluster.get("certificate-authority-data", "")
+    context = ssl.create_default_context(cadata=base64.b64decode(data).decode() or None)
+    if "client-certificate-data" in user:
+        with tempfile.NamedTemporaryFile() as file:  # ssl reads keys from files alone
+            file.write(b"\n".join(base64.b64decode(user[f"client-{part}-data"]) for part in ("certificate", "key")))
+            file.flush()
+            context.load_cert_chain(file.name)
+    return context

@@ -1,0 +1,92 @@
+"""The API server that the suites here run against: ours, or a real one.
+
+With LORAFLEET_TEST_KUBECONFIG=FILE the suites run against that cluster, in a namespace of their own that goes
+afterwards; a kube-apiserver with etcd and nothing else is enough, admin rights on it are needed. So tests arrange and
+look through the API (`lorafleet.kube`, `tests.kube.api`, kubectl), not in `server.objects`; what needs a fault or the
+log of requests goes through `kube.faults` and `kube.ours`, which skip there.
+"""
+
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from tests.kube.binaries import kubectl, run
+from tests.kube.faults import Faults
+from tests.kube.server import KubeServer
+
+_REAL = os.environ.get("LORAFLEET_TEST_KUBECONFIG", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where to connect, and what may be used there.
+
+    kubeconfig  its context's namespace is `namespace`
+    host        an address that this machine's processes can listen on and that endpoints may have
+    server      ours, or None on a real cluster
+    """
+
+    kubeconfig: Path
+    namespace: str
+    host: str
+    server: KubeServer | None
+
+    @property
+    def faults(self) -> Faults:
+        return self.ours.faults
+
+    @property
+    def ours(self) -> KubeServer:
+        """For what only ours can do or tell: faults, the log of requests, tokens. Skips on a real cluster."""
+        if self.server is None:
+            pytest.skip("needs the tests' own API server: faults and its log of requests cannot be had of a real one")
+        return self.server
+
+    def kubectl(self, *words: str, stdin: str | None = None) -> str:
+        """What it prints. Blocks: with our server, which is in the test's own loop, await it in a thread."""
+        done = run(kubectl(), *words, stdin=stdin, environment={"KUBECONFIG": str(self.kubeconfig)})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+async def kube(tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A cluster with an empty namespace."""
+    namespace = f"lorafleet-test-{uuid.uuid4().hex[:8]}"
+    path = tmp_path / "kubeconfig"
+    if _REAL:
+        cluster = Cluster(_with_namespace(Path(_REAL), path, namespace), namespace, _own_address(Path(_REAL)), None)
+        cluster.kubectl("create", "namespace", namespace)
+        yield cluster
+        cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+        return
+    async with KubeServer() as server:
+        server.objects.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+        yield Cluster(server.kubeconfig(path, namespace=namespace), namespace, "127.0.0.1", server)
+
+
+def _with_namespace(real: Path, path: Path, namespace: str) -> Path:
+    done = run(kubectl(), "config", "view", "--raw", "--minify", "--flatten", environment={"KUBECONFIG": str(real)})
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    config["contexts"][0]["context"]["namespace"] = namespace
+    path.write_text(yaml.safe_dump(config))
+    path.chmod(0o600)
+    return path
+
+
+def _own_address(real: Path) -> str:
+    """This machine's own, as seen from the cluster: a real server refuses endpoints on loopback."""
+    config = yaml.safe_load(real.read_text())
+    server = urlsplit(config["clusters"][0]["cluster"]["server"])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((server.hostname, server.port or 443))  # sends nothing: only asks for the way there
+        address = str(probe.getsockname()[0])
+    return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address

@@ -1,0 +1,91 @@
+"""What can be wrong with an API server, on demand."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from tests.kube.kinds import RESOURCES
+from tests.kube.status import ApiError
+from tests.kube.store import Store
+
+
+@dataclass(slots=True)
+class Faults:
+    """Each lasts until it is taken back; none of them forgets an object."""
+
+    store: Store
+    stop_listening: Callable[[], Awaitable[None]]
+    listen: Callable[[], Awaitable[None]]
+    watches: list[web.Request] = field(default_factory=list)
+    dropped: asyncio.Event = field(default_factory=asyncio.Event)
+    _refusal: tuple[int, int, int | None] | None = None  # status, Retry-After, how many more times
+    _thawed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._thawed.set()
+
+    def drop_watches(self, *, cleanly: bool = False) -> int:
+        """End all that are open: cut in the middle, or as a server ends them that is stopped. How many that were."""
+        found = len(self.watches)
+        if cleanly:
+            self.dropped.set()
+            self.dropped = asyncio.Event()
+        else:
+            for request in tuple(self.watches):
+                if request.transport is not None:
+                    request.transport.abort()
+        return found
+
+    def refuse(self, status: int | None, *, retry_after_s: int = 1, times: int | None = None) -> None:
+        """Answer everything with 429, 500 or 503; open watches go on. None: stop that."""
+        self._refusal = None if status is None else (status, retry_after_s, times)
+
+    def freeze(self) -> None:
+        """Accept connections and requests and say nothing; open watches fall silent, and no FIN tells of it."""
+        self._thawed.clear()
+
+    def thaw(self) -> None:
+        """Say everything that was held back."""
+        self._thawed.set()
+
+    async def thawed(self) -> None:
+        """Returns when nothing is frozen."""
+        await self._thawed.wait()
+
+    def compact(self) -> None:
+        """Forget the history: a watch that resumes from before this is told 410, and so is a broken list."""
+        self.store.compact(RESOURCES)
+
+    async def go_down(self) -> None:
+        """As if killed: connections are cut, new ones refused. Its port stays its own."""
+        await self.stop_listening()
+
+    async def come_back(self, *, rewound: bool = False) -> None:
+        """With the same objects and no history, as after a restart; `rewound`: at lower versions, as from a backup."""
+        if rewound:
+            self.store.rewind(RESOURCES)
+        else:
+            self.store.compact(RESOURCES)
+        await self.listen()
+
+    def refusal(self) -> web.Response | None:
+        """What to answer instead, if anything. Counts."""
+        if self._refusal is None:
+            return None
+        status, retry_after_s, times = self._refusal
+        if times is not None:
+            self._refusal = (status, retry_after_s, times - 1) if times > 1 else None
+        headers = {"Retry-After": str(retry_after_s)} if status in (429, 503) else {}
+        if status == 429:  # no Status: the filter in front of everything writes plain text
+            return web.Response(status=429, text="Too many requests, please try again later.\n", headers=headers)
+        reason, message = _REFUSALS.get(status, ("", "an error on the server"))
+        return web.json_response(ApiError(status, reason, message).body(), status=status, headers=headers)
+
+
+_REFUSALS = {
+    500: ("InternalError", "Internal error occurred: etcdserver: request timed out"),
+    503: ("ServiceUnavailable", "the server is currently unable to handle the request"),
+    504: ("Timeout", "Timeout: request did not complete within the allotted timeout"),
+}

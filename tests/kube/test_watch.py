@@ -1,0 +1,351 @@
+"""The list-then-watch loop against an API server that fails in every way it can."""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+import structlog
+
+from lorafleet.kube.client import connect
+from lorafleet.kube.errors import KubeError, refusal
+from lorafleet.kube.watch import Times, _Follower, follow
+from tests.kube.server import KubeServer
+
+PATH = "/api/v1/namespaces/default/configmaps"
+# As in production, a hundred times faster where it is about waiting.
+QUICK = Times(watch_s=(1.0, 1.2), silent_s=0.3, pause_s=(0.02, 0.1), steady_s=0.2, call_s=0.3)
+STEADY = Times(watch_s=(20.0, 30.0), silent_s=5.0, pause_s=(0.02, 0.1), steady_s=0.2, call_s=2.0)
+
+
+@pytest.fixture
+async def server():
+    async with KubeServer() as server:
+        yield server
+
+
+def put(server, name, value="0", **labels):
+    meta = {"name": name, "namespace": "default", "labels": labels}
+    return server.objects.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"value": value}})
+
+
+@dataclass
+class Seen:
+    """What a follower was told, as the state that it adds up to."""
+
+    state: dict = field(default_factory=dict)
+    lists: int = 0
+    events: list = field(default_factory=list)
+    failures: int = 0
+    answers: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def listed(self, items):
+        self.lists += 1
+        self.state = {item["metadata"]["name"]: item["data"]["value"] for item in items}
+        self.changed.set()
+
+    def event(self, kind, item):
+        name = item["metadata"]["name"]
+        self.events.append((kind, name))
+        if kind == "DELETED":
+            del self.state[name]
+        else:
+            self.state[name] = item["data"]["value"]
+        self.changed.set()
+
+    def failed(self):
+        self.failures += 1
+        self.changed.set()
+
+    def answered(self):
+        self.answers += 1
+
+    async def until(self, predicate, within_s=10.0):
+        async with asyncio.timeout(within_s):
+            while not predicate():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@contextlib.asynccontextmanager
+async def following(server, tmp_path, *, times=STEADY, selector="", **more):
+    kube = await connect(server.kubeconfig(tmp_path / "kubeconfig"), environ={})
+    seen = Seen()
+    told = {"on_list": seen.listed, "on_event": seen.event, "on_failure": seen.failed, "on_answer": seen.answered}
+    loop = asyncio.create_task(
+        follow(kube, PATH, label_selector=selector, times=times, rng=random.Random(1), **(told | more))
+    )
+    try:
+        yield seen
+        assert not loop.done(), loop
+    finally:
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+        await kube.close()
+
+
+async def test_what_there_is_comes_first_and_then_each_change(server, tmp_path):
+    put(server, "a", "1", app="x")
+    put(server, "other", app="y")
+    async with following(server, tmp_path, selector="app=x") as seen:
+        await seen.until(lambda: seen.lists)
+        assert seen.state == {"a": "1"}
+        put(server, "a", "2", app="x")
+        put(server, "b", "1", app="x")
+        put(server, "c", "1", app="y")
+        put(server, "b", "1", app="y")
+        await seen.until(lambda: len(seen.events) == 3)
+        assert seen.events == [("MODIFIED", "a"), ("ADDED", "b"), ("DELETED", "b")], "its label went: not ours any more"
+        assert seen.state == {"a": "2"}
+        assert (seen.lists, seen.failures) == (1, 0)
+
+
+async def test_a_list_of_many_pages_is_one_list(server, tmp_path):
+    for number in range(1201):
+        put(server, f"m{number:04}")
+    async with following(server, tmp_path) as seen:
+        await seen.until(lambda: seen.lists)
+        assert (len(seen.state), seen.lists, server.count("list", PATH)) == (1201, 1, 3)
+
+
+async def watched(server):
+    """Until somebody watches, and so is told of what changes from now on."""
+    async with asyncio.timeout(5):
+        while not server.faults.watches:
+            await asyncio.sleep(0.002)
+
+
+async def test_an_orderly_end_of_a_watch_is_resumed_without_a_list_and_nothing_is_missed(server, tmp_path):
+    put(server, "a", "0")
+    async with following(server, tmp_path) as seen:
+        for number in range(1, 6):
+            await watched(server)
+            server.faults.drop_watches(cleanly=True)
+            put(server, "a", str(number))
+            await seen.until(lambda number=number: seen.state.get("a") == str(number))
+        assert (seen.lists, seen.failures) == (1, 0)
+
+
+async def test_a_watch_that_the_server_ends_in_time_is_no_failure_and_its_bookmark_spares_the_list(server, tmp_path):
+    put(server, "a", "0")
+    async with following(server, tmp_path, times=QUICK) as seen:
+        await seen.until(lambda: seen.lists)
+        while server.count("watch") < 3:
+            await asyncio.sleep(0.01)
+        assert (seen.lists, seen.failures) == (1, 0)
+
+
+async def test_a_version_that_is_no_longer_kept_is_listed_again(server, tmp_path):
+    put(server, "a", "0")
+    async with following(server, tmp_path) as seen:
+        await watched(server)
+        server.faults.drop_watches(cleanly=True)
+        put(server, "a", "1")
+        put(server, "a", "2")
+        server.faults.compact()
+        with structlog.testing.capture_logs() as logs:
+            await seen.until(lambda: seen.lists == 2)
+        assert seen.state == {"a": "2"}
+        assert [entry["why"] for entry in logs if entry["event"] == "objects listed"] == ["version no longer kept"]
+
+
+async def test_a_server_that_dies_and_comes_back_compacted_is_followed_again_and_meanwhile_nothing_is_told(
+    server, tmp_path
+):
+    put(server, "a", "0")
+    with structlog.testing.capture_logs() as logs:
+        async with following(server, tmp_path, times=QUICK) as seen:
+            await watched(server)
+            await server.faults.go_down()
+            await seen.until(lambda: seen.failures > 5)
+            assert (seen.state, seen.lists, seen.events) == ({"a": "0"}, 1, [])
+            put(server, "b", "1")
+            server.objects.delete("configmaps", "default", "a")
+            await server.faults.come_back(rewound=True)
+            await seen.until(lambda: seen.state == {"b": "1"})
+    told = [entry["event"] for entry in logs]
+    assert told.count("API server away") == 1, "once, however often it was tried"
+    assert told.count("API server answers again") == 1
+    assert "after a failure" in logs[-1]["why"]
+
+
+async def test_a_server_that_falls_silent_without_an_end_is_noticed(server, tmp_path):
+    put(server, "a", "0")
+    async with following(server, tmp_path, times=QUICK) as seen:
+        await watched(server)
+        server.faults.freeze()
+        put(server, "a", "1")
+        await seen.until(lambda: seen.failures >= 3)
+        assert (seen.state, seen.lists) == ({"a": "0"}, 1)
+        server.faults.thaw()
+        await seen.until(lambda: seen.state == {"a": "1"})
+
+
+@pytest.mark.parametrize("status", [429, 500])
+async def test_a_server_that_refuses_is_asked_again_not_before_it_said(server, tmp_path, status):
+    put(server, "a", "0")
+    server.faults.refuse(status, retry_after_s=1, times=1)
+    async with following(server, tmp_path) as seen:
+        await seen.until(lambda: seen.lists)
+        first, second = [asked.time for asked in server.requests if asked.verb == "list"]
+        assert second - first >= (1.0 if status != 500 else 0.01)
+
+
+async def test_a_token_that_rotates_is_read_again(server, tmp_path):
+    server.tokens["t0"] = "admin"
+    put(server, "a", "0")
+    server.kubeconfig(tmp_path / "kubeconfig", token="t0")
+    kube = await connect(tmp_path / "kubeconfig")
+    seen = Seen()
+    loop = asyncio.create_task(follow(kube, PATH, on_list=seen.listed, on_event=seen.event, times=QUICK))
+    await watched(server)
+    server.tokens.clear()
+    server.tokens["t1"] = "admin"
+    server.kubeconfig(tmp_path / "kubeconfig", token="t1")
+    server.faults.drop_watches()
+    put(server, "a", "1")
+    await seen.until(lambda: seen.state == {"a": "1"})
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    await kube.close()
+
+
+async def test_a_role_that_is_missing_is_said_and_asked_for_ever_more_rarely(server, tmp_path):
+    server.tokens["t0"] = "nobody"
+    server.kubeconfig(tmp_path / "kubeconfig", token="t0")
+    kube = await connect(tmp_path / "kubeconfig")
+    seen = Seen()
+    times = Times(pause_s=(0.01, 0.08))
+    with structlog.testing.capture_logs() as logs:
+        loop = asyncio.create_task(
+            follow(kube, PATH, on_list=seen.listed, on_event=seen.event, on_failure=seen.failed, times=times)
+        )
+        await seen.until(lambda: seen.failures == 12)
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+    await kube.close()
+    said = [entry for entry in logs if entry["event"] == "objects not followed"]
+    assert [entry["failures"] for entry in said] == [1, 10]
+    assert "cannot list resource" in said[0]["error"]
+    asked = [asked.time for asked in server.requests]
+    gaps = [after - before for before, after in pairwise(asked)]
+    assert min(gaps[-3:]) >= 0.04, "half of the longest pause"
+
+
+async def test_whoever_cannot_take_something_in_is_told_everything_again(server, tmp_path):
+    put(server, "a", "0")
+    fails = iter([True, False])
+    seen = Seen()
+
+    def event(kind, item):
+        if next(fails, False):
+            raise ZeroDivisionError
+        seen.event(kind, item)
+
+    def listed(items):
+        seen.listed(items)
+
+    with structlog.testing.capture_logs() as logs:
+        async with following(server, tmp_path, on_event=event, on_list=listed):
+            await watched(server)
+            put(server, "a", "1")
+            await seen.until(lambda: seen.lists == 2)
+    assert seen.state == {"a": "1"}
+    assert [entry["exc_info"] for entry in logs if entry["event"] == "objects not taken in"] == [True]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_after_whatever_went_wrong_the_last_word_is_the_servers(server, tmp_path, seed):
+    chance = random.Random(seed)
+    times = Times(watch_s=(1.0, 1.0), silent_s=0.1, pause_s=(0.005, 0.03), steady_s=0.1, call_s=0.1)
+    faults = [
+        lambda: server.faults.drop_watches(cleanly=True),
+        server.faults.drop_watches,
+        server.faults.compact,
+        lambda: server.faults.refuse(503, retry_after_s=0, times=chance.randint(1, 4)),
+        server.faults.freeze,
+        server.faults.thaw,
+    ]
+    is_down = False
+    async with following(server, tmp_path, times=times) as seen:
+        for step in range(40):
+            names = {item["metadata"]["name"] for item in server.objects.list("configmaps", "default")}
+            name = f"m{chance.randrange(6)}"
+            if name in names and chance.random() < 0.4:
+                server.objects.delete("configmaps", "default", name)
+            else:
+                put(server, name, str(step))
+            if chance.random() < 0.15:
+                await (server.faults.come_back() if is_down else server.faults.go_down())
+                is_down = not is_down
+            elif chance.random() < 0.4:
+                chance.choice(faults)()
+            await asyncio.sleep(chance.choice([0, 0.005, 0.02]))
+        server.faults.thaw()
+        server.faults.refuse(None)
+        if is_down:
+            await server.faults.come_back()
+        put(server, "last", "x")
+        await seen.until(lambda: "last" in seen.state)
+        there = server.objects.list("configmaps", "default")
+        assert seen.state == {item["metadata"]["name"]: item["data"]["value"] for item in there}
+
+
+class Broken:
+    """An API server in no time at all: lists work, or do not, and each watch ends in its own way at once."""
+
+    def __init__(self, clock, how):
+        self.clock = clock
+        self.how = how
+        self.asked = []
+
+    async def get(self, path, **params):
+        self.asked.append(self.clock.now)
+        if self.how == "refuses":
+            raise refusal("list", 500, {})
+        return {"metadata": {"resourceVersion": "1"}, "items": []}
+
+    @contextlib.asynccontextmanager
+    async def stream(self, path, **params):
+        self.asked.append(self.clock.now)
+
+        async def lines():
+            if self.how == "expires":
+                yield b'{"type":"ERROR","object":{"code":410,"reason":"Expired","message":"too old"}}'
+            if self.how == "tells and ends":
+                yield b'{"type":"ADDED","object":{"metadata":{"resourceVersion":"2"}}}'
+
+        if self.how == "cuts":
+            raise KubeError(0, "", "cut")
+        yield lines()
+
+
+class Time:
+    """A clock, and a sleep that costs nothing."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize("how", ["refuses", "cuts", "expires", "ends", "tells and ends"])
+async def test_however_it_fails_an_api_server_is_asked_a_bounded_number_of_times_a_minute(how):
+    clock = Time()
+    server = Broken(clock, how)
+    told = [lambda *_: None] * 4
+    loop = _Follower(server, PATH, "", *told, Times(), clock, random.Random(1), clock.sleep)
+    while clock.now < 3600 and len(server.asked) < 10_000:
+        await loop.round()
+    per_minute = Counter(int(at // 60) for at in server.asked)
+    # With pauses of 2.5 to 5 s at the end; each may be followed by a list and a watch.
+    assert max(per_minute[minute] for minute in range(1, 60)) <= 40
+    assert per_minute[0] <= 60
+    assert min(per_minute[minute] for minute in range(60)) >= 10, "and never given up"
