@@ -8,6 +8,7 @@ its files are read-only.
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from workers.core.errors import SourceError
 from workers.core.manifest import Manifest, Rules, is_adapter_file
 from workers.core.references import shown
 from workers.disk import Disk
-from workers.sources.base import Sources, Transfer, source_for
+from workers.sources.base import Resuming, Sources, Transfer, settled, source_for
 from workers.verify import read_entry, read_manifest
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -42,32 +43,45 @@ class Cache:
         self.rules = rules
         self._sources, self._prefixes = sources, source_prefixes
         self._fetch_deadline_s = fetch_deadline_s
+        self.is_stopping = False
+        """What is under way when the process ends is kept, for the next start to go on with."""
         self._verified: set[str] = set()
 
     @asynccontextmanager
     async def fetch(self, ref: str, transfer: Transfer | None = None) -> AsyncIterator[Path]:
         """A temporary folder holding the adapter's files as the source has them; gone afterwards unless installed.
 
-        `transfer` tells how far it is while it runs, and afterwards the reference that names these very bytes.
+        `transfer` tells how far it is while it runs, and afterwards the reference that names these very bytes. What a
+        failing source has sent so far stays for the next fetch of the same, where the source can go on from there.
         """
         source = source_for(ref, self._sources, self._prefixes)
         transfer = transfer or Transfer()
         transfer.pinned = ref
+        again = f"{ref} {_boot_id()}" if isinstance(source, Resuming) else ""
+        is_kept = False
         try:
-            partial = self.disk.partial()
+            with self.disk.partial(again) as partial:
+                try:
+                    async with asyncio.timeout(self._fetch_deadline_s):
+                        await source.fetch(ref, partial, transfer)
+                    yield partial
+                except SourceError as exc:
+                    is_kept = exc.code == "source_failed"
+                    raise
+                except TimeoutError as exc:
+                    is_kept = True
+                    message = (
+                        f"source {shown(ref)}: not fetched within {self._fetch_deadline_s:g} s; see fetch_deadline_s"
+                    )
+                    raise SourceError("source_failed", message, retry_after_s=5) from exc
+                except asyncio.CancelledError:
+                    is_kept = self.is_stopping
+                    raise
+                finally:
+                    if not (again and is_kept):
+                        await settled(asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True))
         except OSError as exc:
             raise self._disk_error(ref, exc) from exc
-        try:
-            async with asyncio.timeout(self._fetch_deadline_s):
-                await source.fetch(ref, partial, transfer)
-            yield partial
-        except TimeoutError as exc:
-            message = f"source {shown(ref)}: not fetched within {self._fetch_deadline_s:g} s; see fetch_deadline_s"
-            raise SourceError("source_failed", message, retry_after_s=5) from exc
-        except OSError as exc:
-            raise self._disk_error(ref, exc) from exc
-        finally:
-            await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
 
     def has_source(self, scheme: str) -> bool:
         return scheme in self._sources
@@ -78,7 +92,8 @@ class Cache:
 
     async def install(self, partial: Path, digest: str) -> Path:
         """Give a verified temporary folder its name. If another agent was faster, its copy is used once checked."""
-        return await asyncio.to_thread(self._install, partial, digest)
+        # Not left half-way, or whoever clears up after a cancelled fetch would take files from under the new name.
+        return await settled(asyncio.to_thread(self._install, partial, digest))
 
     def path(self, digest: str) -> Path:
         return self.disk.path(digest)
@@ -93,7 +108,7 @@ class Cache:
     def _has(self, digest: str) -> bool:
         if not self.disk.claim(digest):  # before it is looked at: what is claimed is not deleted meanwhile
             return False
-        if digest not in self._verified and _is_intact(self.path(digest), digest):
+        if digest not in self._verified and is_intact(self.path(digest), digest):
             self._verified.add(digest)
         return digest in self._verified
 
@@ -120,6 +135,7 @@ class Cache:
 
         def both() -> tuple[list[str], list[str]]:
             lost = self.disk.renew(wanted)
+            self.disk.clean()
             self.disk.make_room(0, wanted)
             self.used_bytes, self.adapters = self.disk.usage()
             return lost, [digest for digest in known - wanted if not self.path(digest).exists()]
@@ -146,18 +162,27 @@ class Cache:
             with contextlib.suppress(OSError):  # another agent was faster
                 partial.rename(target)
             self.disk.claim(digest)
-        if not _is_intact(target, digest):
+        if not is_intact(target, digest):
             self.disk.replace(digest, partial)
         _sync(self.disk.folder)
         self._verified.add(digest)
         return target
 
 
-def _is_intact(folder: Path, digest: str) -> bool:
+def is_intact(folder: Path, digest: str) -> bool:
+    """Whether an installed adapter has every byte that its digest says: reads all of them."""
     try:
         return manifests.digest(read_entry(path) for path in folder.iterdir() if is_adapter_file(path.name)) == digest
     except (OSError, SourceError):
         return False
+
+
+@functools.cache
+def _boot_id() -> str:
+    """This boot of the machine. What was written before its crash may have holes that no size tells of."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def _sync(path: Path) -> None:

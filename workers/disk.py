@@ -3,6 +3,7 @@
     <digest>/                an installed adapter, never changed
     <digest>/.users/<agent>  that agent's lease: renewed while its engine holds the adapter or should
     .partial-<agent>-…/      a download under way
+    .partial-<agent>-again-… one that can go on where it stopped, also after a restart
     .gone-<agent>-…/         renamed away, being deleted
 
 Time is the file system's own (the mtime of a file touched now): agents on several machines share no other clock.
@@ -10,7 +11,9 @@ Time is the file system's own (the mtime of a file touched now): agents on sever
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -27,8 +30,9 @@ log = structlog.get_logger()
 PARTIAL = ".partial-"
 _GONE = ".gone-"
 _USERS = ".users"
+_AGAIN = re.compile(r"\.partial-.+-again-[0-9a-f]{24}")
 _ABANDONED_S = 3600.0
-"""Another agent's download in which no file has grown for this long; a guess, nothing measured."""
+"""A download in which no file has grown for this long, another agent's or an unfinished one of ours; a guess."""
 _LOCK_S = 5.0
 
 
@@ -51,6 +55,7 @@ class Disk:
         self._grace_s = grace_s
         self._lease_s = lease_s
         self._outlives_s = outlives_s
+        self._in_use: set[Path] = set()
 
     # --- what is here --------------------------------------------------------------------------------------------
 
@@ -113,7 +118,7 @@ class Disk:
             if old.exists():
                 if (old / _USERS).is_dir():
                     (old / _USERS).rename(by / _USERS)
-                old.rename(self.partial() / digest)
+                old.rename(Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._user}-", dir=self.folder)) / digest)
             by.rename(old)
         self.claim(digest)
 
@@ -169,20 +174,36 @@ class Disk:
         finally:
             _remove(aside)
 
-    # --- leftovers -----------------------------------------------------------------------------------------------
+    # --- downloads -----------------------------------------------------------------------------------------------
 
-    def clean(self) -> None:
-        """Remove what a crash left: all of ours, and others' downloads in which nothing has grown for an hour."""
+    def clean(self, *, is_full: bool = False) -> None:
+        """Remove what a crash left, and downloads in which nothing has grown for an hour.
+
+        Ours that can go on where they stopped are kept that long, unless the disk is full.
+        """
         now = self._now()
         for path in [*self.folder.glob(f"{PARTIAL}*"), *self.folder.glob(f"{_GONE}*")]:
             kind = PARTIAL if path.name.startswith(PARTIAL) else _GONE
             is_ours = path.name.startswith(f"{kind}{self._user}-")
-            if is_ours or now - _newest(path) > _ABANDONED_S:
+            is_done_for = is_ours and (is_full or not is_leftover(path))
+            if path not in self._in_use and (is_done_for or now - _newest(path) > _ABANDONED_S):
                 _remove(path)
 
-    def partial(self) -> Path:
-        """A new empty folder for a download. Raises OSError."""
-        return Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{self._user}-", dir=self.folder))
+    @contextlib.contextmanager
+    def partial(self, again: str = "") -> Iterator[Path]:
+        """A folder for a download, in use until the end of the block, which removes it or leaves it. Raises OSError.
+
+        again  what names the bytes: the folder holds what an earlier download of the same left; empty for a new one
+        """
+        path = self.folder / f"{PARTIAL}{self._user}-again-{hashlib.sha256(again.encode()).hexdigest()[:24]}"
+        if not again or path in self._in_use:
+            path = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{self._user}-", dir=self.folder))
+        self._in_use.add(path)
+        try:
+            path.mkdir(exist_ok=True)
+            yield path
+        finally:
+            self._in_use.discard(path)
 
     # --- small things --------------------------------------------------------------------------------------------
 
@@ -241,6 +262,11 @@ class Disk:
             yield
         finally:
             os.close(handle)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a download may go on in that folder."""
+    return _AGAIN.fullmatch(path.name) is not None
 
 
 def _used_at(path: Path) -> float:

@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import ipaddress
 import json
+import math
 import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -114,12 +115,16 @@ class Site:
 
 
 class Cable:
-    """A TCP connection's middle. `cuts`: bytes after which each next connection breaks off; `stalls`: stays silent."""
+    """A TCP connection's middle.
+
+    cuts         bytes after which each next connection breaks off
+    stall_after  bytes after which each connection falls silent; `stall_at`: bytes of all of them
+    """
 
     def __init__(self) -> None:
         self.cuts: list[int] = []
         self.is_dead = False
-        self.stall_after: int | None = None
+        self.stall_after = self.stall_at = math.inf
         self.stalled = asyncio.Event()
         self.carried = 0
 
@@ -154,7 +159,7 @@ class Cable:
             if self.cuts and moved > self.cuts[0]:
                 self.cuts.pop(0)
                 return
-            if self.stall_after is not None and moved > self.stall_after:
+            if moved > self.stall_after or self.carried + len(data) > self.stall_at:
                 self.stalled.set()
                 await asyncio.Event().wait()
             self.carried += len(data)
@@ -172,7 +177,7 @@ def ranged(ask: Asked, body: bytes, headers: dict[str, str] | None = None) -> An
     start, _, end = wanted.removeprefix("bytes=").partition("-")
     first, last = int(start), min(int(end or len(body) - 1), len(body) - 1)
     if first >= len(body):
-        return Answer(416, b"", headers)
+        return Answer(416, b"", headers | {"content-range": f"bytes */{len(body)}"})
     part = body[first : last + 1]
     return Answer(206, part, headers | {"content-range": f"bytes {first}-{last}/{len(body)}"})
 

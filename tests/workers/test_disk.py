@@ -146,22 +146,41 @@ def test_what_was_taken_into_use_after_the_look_around_is_not_deleted(tmp_path):
 def test_a_crash_leaves_nothing_of_ours_and_others_downloads_stay_while_they_grow(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
     for each in (mine, other):
-        (each.partial() / "adapter_model.safetensors").write_bytes(b"half")
-    stuck = other.partial()
-    age(stuck, 4000)
+        with each.partial() as path:
+            (path / "adapter_model.safetensors").write_bytes(b"half")
+    with other.partial() as stuck:
+        age(stuck, 4000)
     (tmp_path / ".gone-a-1" / "digest").mkdir(parents=True)
     mine.clean()
     assert [path.name.split("-")[1] for path in tmp_path.glob(".partial-*")] == ["b"]
     assert not list(tmp_path.glob(".gone-*"))
 
 
+def test_a_download_that_can_go_on_is_kept_for_an_hour_or_until_the_disk_is_full(tmp_path):
+    mine = disk(tmp_path)
+    with mine.partial("https://one") as one, mine.partial("https://two") as two, mine.partial("https://one") as second:
+        assert len({one, two, second}) == 3  # nobody writes where another one does
+        mine.clean(is_full=True)
+        assert one.exists()
+        assert second.exists()
+    mine.clean()
+    assert not second.exists()
+    with disk(tmp_path).partial("https://one") as found:  # another start of the same agent
+        assert found == one
+    age(two, 4000)
+    mine.clean()
+    assert (one.exists(), two.exists()) == (True, False)
+    mine.clean(is_full=True)
+    assert not one.exists()
+
+
 def test_a_damaged_folder_is_replaced_under_the_leases_of_all(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
     put(mine, "digest", size=1)
     other.claim("digest")
-    whole = mine.partial()
-    (whole / "adapter_model.safetensors").write_bytes(b"whole")
-    mine.replace("digest", whole)
+    with mine.partial() as whole:
+        (whole / "adapter_model.safetensors").write_bytes(b"whole")
+        mine.replace("digest", whole)
     assert (mine.path("digest") / "adapter_model.safetensors").read_bytes() == b"whole"
     assert {path.name for path in (mine.path("digest") / ".users").iterdir()} == {"a", "b"}
 

@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import functools
+import hashlib
 import io
 import logging
+import math
+import shutil
 import tarfile
 import zipfile
 from pathlib import Path
@@ -24,6 +27,7 @@ from workers.sources.objects import ObjectSource
 from workers.sources.web import WebSource
 
 MAX_BYTES = 40 << 20
+PART_BYTES = 1 << 20
 LOOPBACK = parse_networks(["127.0.0.0/8"])
 ADAPTER = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": Random(5).randbytes(3 << 20)}
 BESIDE = {"README.md": b"# hello", "checkpoint-1/adapter_model.safetensors": b"older"}
@@ -122,7 +126,7 @@ class Objects(Store):
         return f"{self.scheme}://bucket/team/{name}"
 
     def source(self, **changes):
-        return ObjectSource(self.scheme, limits(**changes), options=self.options())
+        return ObjectSource(self.scheme, limits(**changes), options=self.options(), part_bytes=PART_BYTES)
 
 
 class Google(Objects):
@@ -176,7 +180,7 @@ class S3(Store):
         self.url = self.site.url
 
     def source(self, **changes):
-        return ObjectSource("s3", limits(**changes), options=self.options(self.url))
+        return ObjectSource("s3", limits(**changes), options=self.options(self.url), part_bytes=PART_BYTES)
 
 
 class Folder(Store):
@@ -205,6 +209,11 @@ async def store(request, tmp_path):
 
 every = pytest.mark.parametrize("store", [*REMOTE, Folder], indirect=True, ids=lambda cls: cls.__name__)
 remote = pytest.mark.parametrize("store", REMOTE, indirect=True, ids=lambda cls: cls.__name__)
+
+
+resuming = pytest.mark.parametrize(
+    "store", [each for each in REMOTE if each is not HuggingFace], indirect=True, ids=lambda cls: cls.__name__
+)
 
 
 async def put(store, name, files):
@@ -309,6 +318,59 @@ async def test_only_what_is_missing_is_asked_for_again(store):
     store.cable.cuts = [2 << 20]
     await fetched(store, ref)
     assert store.site.asked[-1].headers["range"].startswith("bytes=1")
+
+
+async def killed_half_way(store, ref: str, after: int, kept: int) -> None:
+    """Leaves the folder that a fetch had when so many bytes had come, and at least `kept` of them were on disk."""
+    into, found = store.tmp_path / "into", store.tmp_path / "found"
+    store.cable.carried = 0
+    store.cable.stall_at = after
+    task = asyncio.create_task(fetched(store, ref, parts=1))
+    async with asyncio.timeout(15):
+        await store.cable.stalled.wait()
+        while sum(path.stat().st_size for path in into.rglob("*") if path.is_file()) < kept:
+            await asyncio.sleep(0.01)
+    await asyncio.to_thread(shutil.copytree, into, found)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.to_thread(shutil.rmtree, into, ignore_errors=True)
+    found.rename(into)
+    store.cable.stall_at, store.cable.carried = math.inf, 0
+
+
+@resuming
+async def test_a_later_fetch_goes_on_where_an_earlier_one_was_killed(store):
+    ref = await put(store, "sql", ADAPTER)
+    await killed_half_way(store, ref, after=5 << 19, kept=2 << 20)
+    found, transfer = await fetched(store, ref, parts=1)
+    assert found == ADAPTER
+    assert transfer.progress.done_bytes == (transfer.progress.total_bytes or transfer.progress.done_bytes)
+    assert 0 < store.cable.carried < 5 << 19
+
+
+@resuming
+async def test_what_an_earlier_fetch_left_of_another_version_is_not_gone_on_with(store):
+    ref = await put(store, "sql", ADAPTER)
+    await killed_half_way(store, ref, after=2 << 20, kept=0)
+    newer = ADAPTER | {"adapter_model.safetensors": Random(9).randbytes(3 << 20)}
+    await put(store, "sql", newer)
+    assert (await fetched(store, ref))[0] == newer
+
+
+@pytest.mark.parametrize("store", [Web, WebTar], indirect=True, ids=lambda cls: cls.__name__)
+async def test_what_had_come_whole_when_its_fetch_was_killed_does_not_come_again(store):
+    ref = await put(store, "sql", ADAPTER)
+    body = next(data for name, data in store.files.items() if not name.endswith(".json"))
+    name = ".packed" if ref.endswith(".gz") else "adapter_model.safetensors"
+    into = store.tmp_path / "into"
+    into.mkdir()
+    (into / name).write_bytes(body)
+    (into / f".{name}.tag").write_text(f'"{hashlib.md5(body).hexdigest()}"')
+    (into / ".0").mkdir()  # half unpacked
+    (into / ".0" / name).write_bytes(b"half")
+    store.cable.carried = 0
+    assert (await fetched(store, ref))[0] == ADAPTER
+    assert store.cable.carried < 1 << 19
 
 
 @pytest.mark.parametrize("store", [HuggingFace], indirect=True)

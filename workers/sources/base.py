@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import errno
+import shutil
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from workers.core.errors import SourceError
 from workers.core.references import is_below, scheme, shown, split
@@ -95,6 +96,16 @@ class Source(Protocol):
 
         raises  SourceError: not found, forbidden, too big, or not reachable
         """
+
+
+@runtime_checkable
+class Resuming(Source, Protocol):
+    """One that goes on where it stopped: `into` may hold what its own earlier fetch of the same `ref` left there.
+
+    It takes of that what is still the source's version, and clears away everything else.
+    """
+
+    resumes: bool
 
 
 Sources = Mapping[str, Source]
@@ -184,6 +195,35 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
     threading.Thread(target=run, daemon=True, name="source").start()
     return await future
+
+
+def clear(folder: Path, kept: Collection[str]) -> None:
+    """Remove everything from a folder but these names."""
+    for path in folder.iterdir():
+        if path.name in kept:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+async def settled(step: Awaitable[T], *, on_cancel: Callable[[], None] = lambda: None) -> T:
+    """What `step` returns. Who is cancelled meanwhile waits for its end all the same: it is a thread, and quick.
+
+    on_cancel  tells it to be
+    """
+    task = asyncio.ensure_future(step)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        on_cancel()
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # looked at: nobody else will
+        raise
 
 
 def too_big(ref: str, found_bytes: int, limits: Limits) -> SourceError:

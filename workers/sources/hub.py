@@ -17,7 +17,8 @@ T = TypeVar("T")
 class HubSource:
     """Resolves the revision to a commit first, then fetches that commit's files, so that no push falls in between.
 
-    huggingface_hub (2.4) resumes a broken download, and fetches from Xet storage in parallel parts.
+    huggingface_hub (2.4) resumes a download that broke off, though not one of an earlier process, and fetches from Xet
+    storage in parallel parts.
     """
 
     def __init__(self, limits: Limits, *, token_file: Path | None = None, endpoint: str | None = None) -> None:

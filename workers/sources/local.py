@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, is_adapter_file
-from workers.sources.base import Transfer
+from workers.sources.base import Transfer, settled
 
 
 class LocalSource:
@@ -21,11 +21,7 @@ class LocalSource:
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         folder = self._folder(ref)
-        try:
-            await asyncio.to_thread(self._copy, folder, into, transfer)
-        except asyncio.CancelledError:
-            transfer.cancel()
-            raise
+        await settled(asyncio.to_thread(self._copy, folder, into, transfer), on_cancel=transfer.cancel)
 
     def _folder(self, ref: str) -> Path:
         path = Path(_path_of(ref))

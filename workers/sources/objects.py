@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import json
 import os
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, is_adapter_file
 from workers.core.references import bucket_and_folder, shown
-from workers.sources.base import Limits, Transfer, Transient, retried, too_big
+from workers.sources.base import Limits, Transfer, Transient, clear, retried, too_big
 
 _LIBRARIES = {
     "s3": ("s3fs", "S3FileSystem"),
@@ -25,11 +26,22 @@ _ETAGS = ("ETag", "etag", "md5Hash", "LastModified", "updated", "last_modified")
 class ObjectSource:
     """One store. Credentials and endpoint are the library's own: environment, profile, the machine's role.
 
-    A file comes in parts of 16 MiB, several at the same time, each tried again by itself.
+    A file comes in parts of 16 MiB, several at the same time, each tried again by itself. Which are here is noted
+    beside them, so that a later fetch asks for the others alone.
     """
 
-    def __init__(self, scheme: str, limits: Limits, *, options: Mapping[str, Any] | None = None) -> None:
+    resumes = True
+
+    def __init__(
+        self,
+        scheme: str,
+        limits: Limits,
+        *,
+        options: Mapping[str, Any] | None = None,
+        part_bytes: int = _PART_BYTES,
+    ) -> None:
         """`options` go to the fsspec class, over those that keep to the limits."""
+        self._part_bytes = part_bytes
         self._scheme = scheme
         self._limits = limits
         self._options = dict(options or {})
@@ -41,11 +53,13 @@ class ObjectSource:
         await asyncio.to_thread(self._open, ref)
         before = self._chosen(ref, await self._listed(ref, place))
         transfer.expect(sum(size for size, _ in before.values()))
+        parts = await asyncio.to_thread(_Parts.of, into, before, self._part_bytes)
         for name, (size, _) in sorted(before.items()):
-            await self._file(ref, f"{place}/{name}", size, into / name, transfer)
+            await self._file(ref, f"{place}/{name}", size, into / name, transfer, parts)
         if self._chosen(ref, await self._listed(ref, place)) != before:
             message = f"source {shown(ref)}: its files changed while they were fetched; try again when they rest"
             raise SourceError("source_failed", message, retry_after_s=30)
+        parts.note.unlink()
 
     def _open(self, ref: str) -> None:
         if self._files is not None:
@@ -101,18 +115,22 @@ class ObjectSource:
             raise too_big(ref, total, self._limits)
         return files
 
-    async def _file(self, ref: str, path: str, size: int, to: Path, transfer: Transfer) -> None:
+    async def _file(self, ref: str, path: str, size: int, to: Path, transfer: Transfer, parts: "_Parts") -> None:
         turns = asyncio.Semaphore(self._limits.parts)
 
         async def part(fd: int, start: int) -> None:
+            end = min(start + self._part_bytes, size)
+            if parts.has(to.name, start):
+                transfer.advance(end - start)
+                return
             async with turns:
-                end = min(start + _PART_BYTES, size)
                 data = await retried(lambda: self._part(ref, path, start, end), ref, self._limits)
                 await asyncio.to_thread(_write_at, fd, data, start)
+                parts.add(to.name, start)
                 transfer.advance(len(data))
 
-        with to.open("xb") as target:
-            tasks = [asyncio.create_task(part(target.fileno(), start)) for start in range(0, size, _PART_BYTES)]
+        with open(to, "r+b", opener=_opened) as target:  # noqa: ASYNC230
+            tasks = [asyncio.create_task(part(target.fileno(), start)) for start in range(0, size, self._part_bytes)]
             try:
                 await asyncio.gather(*tasks)
             finally:
@@ -137,6 +155,38 @@ class ObjectSource:
             raise _judged(ref, exc) from None
 
 
+class _Parts:
+    """Which parts of which versions are in a folder, noted there: one line what all of it is, then one a part."""
+
+    def __init__(self, note: Path, done: set[tuple[str, int]]) -> None:
+        self.note = note
+        self._done = done
+
+    @classmethod
+    def of(cls, folder: Path, files: Mapping[str, tuple[int, str]], part_bytes: int) -> "_Parts":
+        """What is there of these files; a folder with anything else in it is emptied."""
+        note = folder / ".parts"
+        head = json.dumps([part_bytes, sorted(files.items())])
+        done: set[tuple[str, int]] = set()
+        lines = note.read_text().split("\n") if note.exists() else [""]
+        if lines[0] == head:
+            for line in lines[1:-1]:  # the last one ends no line: it was being written
+                name, start = json.loads(line)
+                done.add((name, start))
+            clear(folder, {note.name, *files})
+        else:
+            clear(folder, ())
+        note.write_text("\n".join((head, *map(json.dumps, sorted(done)), "")))
+        return cls(note, done)
+
+    def has(self, name: str, start: int) -> bool:
+        return (name, start) in self._done
+
+    def add(self, name: str, start: int) -> None:
+        with self.note.open("a") as file:
+            file.write(json.dumps((name, start)) + "\n")
+
+
 def _judged(ref: str, exc: Exception) -> SourceError | Transient:
     name, status = type(exc).__name__, _status(exc)
     what = f"source {shown(ref)}: {name}" + (f" (HTTP {status})" if status else "")
@@ -157,6 +207,10 @@ def _status(exc: Exception) -> int:
     if isinstance(response, dict):  # botocore's
         found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
     return next((int(value) for value in found if isinstance(value, int | str) and str(value).isdigit()), 0)
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT, 0o644)
 
 
 def _write_at(fd: int, data: bytes, offset: int) -> None:

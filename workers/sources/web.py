@@ -12,7 +12,7 @@ from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME
 from workers.core.references import is_archive, shown, split
 from workers.sources.archive import unpack
-from workers.sources.base import Limits, Transfer, Transient, retried, too_big
+from workers.sources.base import Limits, Transfer, Transient, clear, retried, settled, too_big
 
 _CHUNK_BYTES = 1 << 20
 _REDIRECTS = 5
@@ -20,7 +20,12 @@ _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
 class WebSource:
-    """`https://`. What broke off goes on where it stopped when the server has an ETag and ranges, else from 0."""
+    """`https://`. What broke off goes on where it stopped when the server has an ETag and ranges, else from 0.
+
+    The tag of a file's version lies beside it, so that a later fetch can go on, too.
+    """
+
+    resumes = True
 
     def __init__(
         self, limits: Limits, *, transport: Callable[[], httpx.AsyncBaseTransport], netrc: Path | None = None
@@ -44,16 +49,18 @@ class WebSource:
             headers={"accept-encoding": "identity", "user-agent": "lorafleet"},
             trust_env=False,
         )
+        packed, weights = into / ".packed", into / WEIGHTS_NAME
+        goes_on = packed if is_archive(parts.path) else weights
+        await asyncio.to_thread(clear, into, {goes_on.name, _tag_file(goes_on).name})
         async with client:
             if is_archive(parts.path):
-                packed = into / ".packed"
                 await self._file(client, ref, ref, packed, self._limits.max_bytes, transfer)
                 await self._unpack(ref, packed, into, transfer)
             else:
                 base = ref.rstrip("/")
                 await self._file(client, ref, f"{base}/{CONFIG_NAME}", into / CONFIG_NAME, MAX_CONFIG_BYTES, transfer)
                 left = self._limits.max_bytes - (into / CONFIG_NAME).stat().st_size
-                await self._file(client, ref, f"{base}/{WEIGHTS_NAME}", into / WEIGHTS_NAME, left, transfer)
+                await self._file(client, ref, f"{base}/{WEIGHTS_NAME}", weights, left, transfer)
 
     def _auth(self, ref: str) -> httpx.Auth | None:
         if self._netrc is None:
@@ -65,18 +72,19 @@ class WebSource:
             raise SourceError("source_unauthorized", message) from None
 
     async def _unpack(self, ref: str, packed: Path, into: Path, transfer: Transfer) -> None:
-        try:
-            await asyncio.to_thread(unpack, packed, into, ref, self._limits.max_bytes, transfer)
-        except asyncio.CancelledError:
-            transfer.cancel()
-            raise
+        unpacking = asyncio.to_thread(unpack, packed, into, ref, self._limits.max_bytes, transfer)
+        await settled(unpacking, on_cancel=transfer.cancel)
 
     async def _file(
         self, client: httpx.AsyncClient, ref: str, url: str, to: Path, limit: int, transfer: Transfer
     ) -> None:
-        with to.open("xb") as target:
-            download = _Download(ref, url, target, limit, self._limits, transfer)
+        tag_file = _tag_file(to)
+        tag = await asyncio.to_thread(_tag_of, to)
+        with to.open("ab" if tag else "wb") as target:
+            transfer.advance(target.tell())
+            download = _Download(ref, url, target, limit, self._limits, transfer, tag_file, tag)
             await retried(lambda: download.attempt(client), ref, self._limits)
+        tag_file.unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
@@ -89,6 +97,7 @@ class _Download:
     limit: int
     limits: Limits
     transfer: Transfer
+    tag_file: Path
     tag: str = ""
 
     async def attempt(self, client: httpx.AsyncClient) -> None:
@@ -97,6 +106,8 @@ class _Download:
         headers = {"range": f"bytes={began}-", "if-range": self.tag} if began and self.tag else {}
         try:
             async with client.stream("GET", self.url, headers=headers) as answer:
+                if answer.status_code == 416 and answer.headers.get("content-range") == f"bytes */{began}":
+                    return  # an earlier fetch had all of it
                 self._judge(answer)
                 self._place(answer, began)
                 async for chunk in answer.aiter_bytes(_CHUNK_BYTES):
@@ -137,6 +148,7 @@ class _Download:
             self._restart()
             tag = answer.headers.get("etag", "")
             self.tag = "" if tag.startswith("W/") else tag  # a weak one does not promise the same bytes
+            self.tag_file.write_text(self.tag)
         length = answer.headers.get("content-length", "")
         if length.isascii() and length.isdigit() and len(length) < 20:
             total = self.target.tell() + int(length)
@@ -156,6 +168,16 @@ class _Download:
             self.transfer.advance(-held)
             self.target.seek(0)
             self.target.truncate()
+
+
+def _tag_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tag")
+
+
+def _tag_of(path: Path) -> str:
+    """The version that a file's beginning is of; "" where there is none."""
+    tag_file = _tag_file(path)
+    return tag_file.read_text() if path.exists() and tag_file.exists() else ""
 
 
 def _seconds(text: str) -> float:
