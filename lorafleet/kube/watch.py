@@ -7,7 +7,7 @@ nothing then. After a failure of any kind it lists again, so that whoever follow
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -40,6 +40,9 @@ class Times:
     call_s: float = 10.0
 
 
+TIMES = Times()
+
+
 async def follow(
     kube: Kube,
     path: str,
@@ -48,7 +51,8 @@ async def follow(
     on_list: Callable[[list[Json]], object],
     on_event: Callable[[str, Json], object],
     on_failure: Callable[[], object] = lambda: None,
-    times: Times = Times(),
+    on_answer: Callable[[], object] = lambda: None,
+    times: Times = TIMES,
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> NoReturn:
@@ -57,10 +61,13 @@ async def follow(
     on_list     all objects, whenever they were listed: at first, and after each failure
     on_event    ADDED, MODIFIED or DELETED, and the object as it is after it (as it last was, when deleted)
     on_failure  whatever went wrong has been logged; for a count of it
+    on_answer   the API server said anything, a bookmark at least: what is known is as it should be
 
     A callback that raises is a failure too: it is logged with its traceback, and everything is listed again.
     """
-    loop = _Follower(kube, path, label_selector, on_list, on_event, on_failure, times, clock, rng or random.Random())
+    loop = _Follower(
+        kube, path, label_selector, on_list, on_event, on_failure, on_answer, times, clock, rng or random.Random()
+    )
     while True:
         await loop.round()
 
@@ -73,9 +80,11 @@ class _Follower:
     on_list: Callable[[list[Json]], object]
     on_event: Callable[[str, Json], object]
     on_failure: Callable[[], object]
+    on_answer: Callable[[], object]
     times: Times
     clock: Callable[[], float]
     rng: random.Random
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
     version: str = ""  # "": to be listed
     why: str = "first look"
     failures: int = 0
@@ -93,20 +102,20 @@ class _Follower:
         except KubeError as exc:
             self._failed(exc)
             self._tell(exc)
-            await asyncio.sleep(max(self._pause_s(), min(exc.retry_after_s or 0.0, _MOST_RETRY_AFTER_S)))
+            await self.sleep(max(self._pause_s(), min(exc.retry_after_s or 0.0, _MOST_RETRY_AFTER_S)))
             return
         except Exception as exc:  # the top of a loop: it logs, counts and goes on
             self._failed(exc)
             if self._is_worth_telling():
                 log.exception("objects not taken in", path=self.path, failures=self.failures)
-            await asyncio.sleep(self._pause_s())
+            await self.sleep(self._pause_s())
             return
         if self.clock() - self.watching_since >= min(self.times.steady_s, self.times.watch_s[0] / 2):
             self.failures = 0
             return
         # An orderly end, yet far too soon. Resumed at once, and always cut off, this would be a hot loop.
         self.failures += 1
-        await asyncio.sleep(self._pause_s())
+        await self.sleep(self._pause_s())
 
     async def _list(self) -> None:
         items: list[Json] = []
@@ -116,7 +125,6 @@ class _Follower:
             page = await self._page(str(token))
             items.extend(page.get("items") or [])
         self.on_list(items)
-        # Only now: had the callback raised, nothing would have been taken in.
         self.version = str(_metadata(page).get("resourceVersion") or "0")
         self._answers()
         log.info("objects listed", path=self.path, why=self.why, objects=len(items), version=self.version)
@@ -146,6 +154,7 @@ class _Follower:
             self._answers()
             async for line in lines:
                 self._take(_event(line))
+                self.on_answer()
 
     def _take(self, event: Json) -> None:
         kind, changed = event.get("type"), event.get("object")
@@ -158,6 +167,7 @@ class _Follower:
         self.version = str(_metadata(changed).get("resourceVersion") or self.version)
 
     def _answers(self) -> None:
+        self.on_answer()
         if self.away_since is not None:
             away_s = round(self.clock() - self.away_since, 1)
             log.info("API server answers again", path=self.path, away_s=away_s, failures=self.failures)
