@@ -55,7 +55,7 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 
 {{/* EndpointSlices carry their Service's labels, so this finds the workers of every pool of this release. */}}
 {{- define "lorafleet.workerSelector" -}}
-app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=worker
+{{- .Values.discovery.selector | default (printf "app.kubernetes.io/instance=%s,app.kubernetes.io/component=worker" .Release.Name) -}}
 {{- end }}
 
 {{/* Secret with the tokens in clear, and the keys in it that are in use. */}}
@@ -89,6 +89,10 @@ app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=worke
 {{- end }}
 {{- if and .Values.router.autoscaling.enabled (eq .Values.router.autoscaling.type "keda") (not .Values.monitoring.prometheusUrl) }}
 {{- fail "router.autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" }}
+{{- end }}
+{{- if not .Values.orchestrator.enabled }}
+{{- if or .Values.pools .Values.adapters }}{{- fail "orchestrator.enabled is false, and there are pools or adapters: nobody would place adapters on workers. Leave them out, or enable it" }}{{- end }}
+{{- if not .Values.attach.engines }}{{- fail "orchestrator.enabled is false: name the engines that the router serves in attach.engines, as http://vllm.default:8000" }}{{- end }}
 {{- end }}
 {{- $seen := dict -}}
 {{- range .Values.pools }}

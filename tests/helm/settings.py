@@ -1,0 +1,51 @@
+"""The houses' settings as the chart's schema has them: a typing error is refused before anything is installed."""
+
+import json
+from typing import Any
+
+from tests.helm.rendering import CHART, HOUSES, Manifest
+
+SCHEMA = CHART / "values.schema.json"
+
+# Those that the chart itself gives, from values of its own, or that make no sense in a pod.
+_EVERYWHERE = {"host", "port", "key_files", "token", "config", "port_file", "allow_open"}
+GIVEN = {
+    "router": _EVERYWHERE
+    | {"orchestrator_url", "router_id", "state_dir", "zone", "engines", "processes", "drain_s", "grace_s"}
+    | {"kube_selector", "kube_namespaces", "kubeconfig"},
+    "orchestrator": _EVERYWHERE
+    | {"advertise_url", "backend", "lease", "lease_duration_s", "lease_renew_s", "lease_margin_s", "stop_grace_s"}
+    | {"store"}
+    | {"kube_selector", "kube_namespaces", "kube_namespace", "kube_name", "kubeconfig"},
+    "workers": _EVERYWHERE
+    | {"instance_id", "zone", "node", "namespace", "pool", "orchestrator_url", "advertise_url", "stop_grace_s"}
+    | {"engine", "engine_url", "engine_host", "engine_port", "engine_advertise_url", "engine_args", "engine_shutdown_s"}
+    | {"model", "served_model_name", "base_model", "device_profile", "max_loras", "max_cpu_loras", "max_lora_rank"}
+    | {"lora_path", "ipc_dir", "cache_dir", "state_dir", "start_deadline_s"},
+}  # fmt: skip
+
+# Of what pydantic says about a field; the rest is prose, or nothing that helm knows.
+_SAID = {"type", "enum", "const", "minimum", "exclusiveMinimum", "maximum", "pattern", "items", "additionalProperties"}
+
+
+def free(house: str) -> dict[str, Any]:
+    """name -> schema, of the settings that values may name."""
+    known = HOUSES[house].model_json_schema()["properties"]
+    return {name: _short(known[name]) for name in sorted(known.keys() - GIVEN[house])}
+
+
+def schema_with_settings() -> str:
+    """values.schema.json as it should be."""
+    schema = json.loads(SCHEMA.read_text())
+    for house in HOUSES:
+        definition = {"workers": "worker"}.get(house, house) + "Settings"
+        schema["$defs"][definition]["properties"] = free(house)
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def _short(said: Manifest) -> Manifest:
+    """Without null: who wants the default leaves the setting out."""
+    options = [option for option in said.get("anyOf", ()) if option.get("type") != "null"]
+    if len(options) == 1:
+        said = options[0]
+    return {key: _short(value) if isinstance(value, dict) else value for key, value in said.items() if key in _SAID}
