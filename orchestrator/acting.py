@@ -14,7 +14,7 @@ from orchestrator.agents import SOURCE_CODES, Agents
 from orchestrator.audit import Audit
 from orchestrator.catalog import CatalogBook
 from orchestrator.config import OrchestratorSettings
-from orchestrator.core.errors import LeaseLost, Permanent, Transient
+from orchestrator.core.errors import Conflict, LeaseLost, Permanent, StoreError, Transient, Unavailable
 from orchestrator.core.failures import ANYWHERE, LONGEST_S
 from orchestrator.core.plan import Action, Drain
 from orchestrator.core.state import Adapter, Held
@@ -113,6 +113,8 @@ class Actor:
         end = _Ending("dropped", "", "")
         try:
             async with asyncio.timeout(deadline_s):
+                # What this follows from must not be forgotten once it is done.
+                await self._store.saved()
                 await self._claim(action.worker_id)
                 await work
             end = _Ending("ok", "", "")
@@ -120,6 +122,8 @@ class Actor:
         except LeaseLost as exc:
             end = _Ending("dropped", exc.code, str(exc))
             self._on_lease_lost(str(exc))
+        except (Conflict, StoreError, Unavailable) as exc:  # the store's: the next pass decides from what is there
+            end = _Ending("dropped", exc.code, str(exc))
         except Permanent as exc:
             end = _Ending("refused", exc.code, str(exc))
             self._refused(action, exc)
@@ -134,6 +138,7 @@ class Actor:
             log.exception("action broke", operation=action.operation, lora_id=action.lora_id)
             self._failed(action, end.code, end.error, None)
         finally:
+            work.close()  # it may never have been begun
             self._ended(action, end, who, self._clock() - began)
         self._reads.refresh_catalog()
         self._poke()

@@ -72,7 +72,6 @@ def build(
     keys = Keys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     store = Store(settings.store, wall=wall)
-    store.expire_tombstones(settings.tombstones_kept_s)
     client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256))
     fleet, metrics = Fleet(clock=clock, wall=wall), Metrics()
     holder = secrets.token_hex(8)

@@ -64,17 +64,51 @@ class Backend(Protocol):
     """Keeps intent and its history. Only one process at a time writes; any may read."""
 
     def read(self) -> Stored:
-        """Everything. Raises StoreError when it cannot be understood."""
+        """Everything, as far as it is known here now. Raises StoreError when it cannot be understood."""
         ...
 
     def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> None:
-        """All of it or none; durable when the call returns. Raises StoreError."""
+        """Take these down, in this order; durable once `saved` returns. Raises StoreError, and then none of it is."""
+        ...
+
+    async def saved(self) -> None:
+        """Until all that was written is durable, each change by itself or all together.
+
+        Raises OrchestratorError when something of it was not to be: `read` then knows nothing of that any more. The
+        history may follow some seconds later.
+        """
+        ...
+
+    async def catch_up(self) -> None:
+        """Before a term: from now on `read` knows the counters as they are stored, and `write` is ours alone.
+
+        Raises OrchestratorError while the store cannot be reached.
+        """
+        ...
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether everything that anybody wrote before `catch_up` is known: before that nothing may be decided."""
+        ...
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `read` has anything to say yet."""
+        ...
+
+    def let_go(self) -> None:
+        """The end of a term: what is not durable yet is given up."""
         ...
 
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
     ) -> list[Entry]:
         """Newest first, below the id `before`; of these kinds (none named: all)."""
+        ...
+
+    @property
+    def backup_name(self) -> str:
+        """Of the file that `backup` makes; its ending says what it is."""
         ...
 
     def backup(self, path: Path) -> None:

@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorafleet.http import error_response
-from orchestrator.core.errors import Unavailable
+from orchestrator.core.errors import OrchestratorError, Unavailable
 from orchestrator.core.lease import Hold
 from orchestrator.leadership import Leadership
 from orchestrator.metrics import Metrics
@@ -64,10 +64,11 @@ class Forwarder:
             return
         answer = await self._elsewhere(Request(scope, receive))
         if answer is None:
-            self._refresh_the_store()
-            await self._app(scope, receive, send)
-        else:
-            await answer(scope, receive, send)
+            try:
+                self._refresh_the_store()
+            except OrchestratorError as exc:
+                answer = error_response(exc)
+        await (self._app if answer is None else answer)(scope, receive, send)
 
     async def _elsewhere(self, request: Request) -> Response | None:
         """The leader's answer, or a refusal; None for a read that we may answer, as nobody leads."""

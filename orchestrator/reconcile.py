@@ -114,16 +114,29 @@ class Reconciler:
         )
         metrics.count_usage(self._usage)
         metrics.watch(failed=reads.failed_count, leading=lambda: leadership.is_leading, epoch=lambda: store.epoch)
-        leadership.on_begin, leadership.on_end = self.begin_term, self.end_term
+        leadership.prepare, leadership.on_begin, leadership.on_end = self.prepare_term, self.begin_term, self.end_term
 
     # -- terms ------------------------------------------------------------------------------------------------
 
-    def begin_term(self) -> None:
-        """We lead: from the intent as it is stored now, above every epoch that anybody has seen. Raises StoreError."""
+    async def prepare_term(self) -> None:
+        """Before we lead: the intent as it is stored now, and an epoch of our own that is stored too.
+
+        Raises OrchestratorError.
+        """
+        await self.store.catch_up()
+        self.take_up()
+        await self.store.saved()
+
+    def take_up(self) -> None:
+        """Read the intent again, and rise above every epoch that anybody has seen. Raises StoreError."""
         self.store.reload()
         self.store.raise_epoch(max(self.store.epoch, self._watcher.highest_epoch()))
         self._term_began_at = self._clock()
+        self.store.expire_tombstones(self.settings.tombstones_kept_s)
         self._watcher.claim_all()
+
+    def begin_term(self) -> None:
+        """We lead, under an epoch that nobody has had."""
         self.poke()
 
     def end_term(self) -> None:
@@ -132,6 +145,7 @@ class Reconciler:
         self._underway.clear()
 
     # -- the loop ---------------------------------------------------------------------------------------------
+        self.store.let_go()
 
     async def run(self) -> None:
         """Pass after pass, until cancelled; the worst of them costs a wait, never the loop."""
@@ -159,8 +173,16 @@ class Reconciler:
         """Something changed: pass now rather than at the next interval."""
         self._due.set()
 
-    def changed(self) -> None:
-        """Intent changed: routers may see it now, and a pass is due."""
+    async def changed(self) -> None:
+        """Intent changed: routers may see it now, a pass is due, and what was written is durable on return.
+
+        Raises OrchestratorError when it is not.
+        """
+        self.taken_in()
+        await self.store.saved()
+
+    def taken_in(self) -> None:
+        """Intent changed where it is kept: routers may see it now, and a pass is due."""
         self.refresh_catalog()
         self.poke()
 
@@ -198,13 +220,14 @@ class Reconciler:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the fleet has had time to speak since our start, so that silence means absence."""
-        return self._clock() - self._started_at >= self.settings.settle_s
+        """Whether store and fleet have had time to speak since our start, so that silence means absence."""
+        return self.store.is_read and self._clock() - self._started_at >= self.settings.settle_s
 
     @property
     def _may_decide(self) -> bool:
-        """Whether the fleet has had time to speak since our term began, too."""
-        return self.is_settled and self._clock() - self._term_began_at >= self.settings.settle_s
+        """Whether the fleet has had time to speak since our term began, too, and the store has said all."""
+        has_spoken = self._clock() - self._term_began_at >= self.settings.settle_s
+        return self.is_settled and has_spoken and self.store.is_caught_up
 
     def _next_pass_s(self) -> float:
         """Until the interval is over, we may decide at last, or somebody will have been silent for too long."""

@@ -52,7 +52,9 @@ _TRIM_EVERY = 64
 
 
 class SqliteFile:
-    """A Backend. Raises StoreError when the file is no store of ours, damaged, or of a newer version.
+    """A Backend; what `write` takes is one transaction.
+
+    Raises StoreError when the file is no store of ours, damaged, or of a newer version.
 
     history_kept   entries of each kind; older ones go, so that many loads push out no change of policy
     """
@@ -63,8 +65,20 @@ class SqliteFile:
         self._recorded: dict[str, int] = {}
         self._db = _open(self._path)
 
+    is_caught_up = is_read = True
+    backup_name = "lorafleet.db"
+
     def close(self) -> None:
         self._db.close()
+
+    async def saved(self) -> None:
+        """It is: `write` waits for the disk."""
+
+    async def catch_up(self) -> None:
+        """Every `read` looks into the file."""
+
+    def let_go(self) -> None:
+        """Nothing waits to be written."""
 
     def read(self) -> Stored:
         try:

@@ -1,7 +1,7 @@
 """What was asked for: adapters, aliases, rollouts, policy, workers' cordons, tombstones, history, and two counters.
 
-Nothing that was observed is stored. All but the history is also kept in memory, so reads never touch the backend;
-writes are small, synchronous and durable when the call returns.
+Nothing that was observed is stored. All but the history is also kept in memory, so reads never touch the backend, and
+writes are known here at once. Whoever promises somebody that a write stands awaits `saved` first; so does whoever acts.
 """
 
 import time
@@ -13,6 +13,7 @@ from typing import Any, cast
 from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 
 from orchestrator.backend import Backend, Change, Entry, Stored, Tombstone, WorkerIntent
+from orchestrator.core.errors import Unavailable
 from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import Adapter, Intent, Rules
 from orchestrator.sqlite import SqliteFile
@@ -48,13 +49,13 @@ class Store:
             raise
         self._take(stored)
         self._count_on(stored)
-        self.epoch += 1
-        with self.together():
-            self._put("counters", "epoch", self.epoch)
-            self._put("counters", "revision", self._reserved)
 
     def close(self) -> None:
         self._backend.close()
+
+    async def catch_up(self) -> None:
+        """Before a term begins: what another process may have written is there to be read. Raises OrchestratorError."""
+        await self._backend.catch_up()
 
     def reload(self) -> None:
         """Read again what another process may have written, as a standby does before it leads. Raises StoreError.
@@ -64,12 +65,34 @@ class Store:
         stored = self._backend.read()
         self._take(stored)
         self._count_on(stored)
-        with self.together():
-            self._put("counters", "revision", self._reserved)
 
     def refresh(self) -> None:
-        """Read again what another process may have written, and write nothing. Raises StoreError."""
+        """Read again what another process may have written, and write nothing. Raises StoreError, Unavailable."""
+        if not self._backend.is_read:
+            raise Unavailable("the store has not been read yet", code="starting")
         self._take(self._backend.read())
+
+    async def saved(self) -> None:
+        """Until all that was written up to now is durable. Raises OrchestratorError when something was not to be."""
+        await self._backend.saved()
+
+    def let_go(self) -> None:
+        """We lead no longer: what is not durable is given up."""
+        self._backend.let_go()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the backend has been read at all."""
+        return self._backend.is_read
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether all is known that was written before our term; until then nothing may be decided."""
+        return self._backend.is_caught_up
+
+    @property
+    def backup_name(self) -> str:
+        return self._backend.backup_name
 
     def backup(self, path: Path) -> None:
         """A copy at a new path, without what would take anything from a fleet. Raises StoreError."""
@@ -81,7 +104,7 @@ class Store:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Writes in here are one transaction: one wait for the disk, all or none. May be nested."""
+        """Writes in here go to the backend together. None of them is known to anybody if this raises. May be nested."""
         self._depth += 1
         try:
             yield
@@ -214,5 +237,5 @@ class Store:
     def _count_on(self, stored: Stored) -> None:
         # The clock lifts the revision above everything routers saw, even when the backend is an old copy put back.
         self.revision = max(self.revision, stored.counters.get("revision", 0) + 1, int(self._wall() * 1000))
-        self._reserved = self.revision + _RESERVED
+        self._reserved = self.revision  # the first that is needed reserves, and writes that down
         self.epoch = max(self.epoch, stored.counters.get("epoch", 0))

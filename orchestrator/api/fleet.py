@@ -46,12 +46,12 @@ def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: 
     @api.post("/v1/workers/{worker_id}/cordon")
     async def cordon(worker_id: str, actor: Actor) -> WorkerItem:
         """Keep what it has, give it nothing new."""
-        return _set_worker(worker_id, "cordoned", actor)
+        return await _set_worker(worker_id, "cordoned", actor)
 
     @api.post("/v1/workers/{worker_id}/uncordon")
     async def uncordon(worker_id: str, actor: Actor) -> WorkerItem:
         """Use it again; also takes back a drain, whether or not it has reached the agent."""
-        return _set_worker(worker_id, None, actor)
+        return await _set_worker(worker_id, None, actor)
 
     @api.post("/v1/workers/{worker_id}/drain")
     async def drain(
@@ -61,15 +61,15 @@ def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: 
     ) -> WorkerItem:
         """Move its adapters elsewhere, make before break, then have it take no more requests."""
         deadline_s = reconciler.store.rules.drain_deadline_s if body.deadline_s is None else body.deadline_s
-        return _set_worker(worker_id, "draining", actor, drain_s=deadline_s)
+        return await _set_worker(worker_id, "draining", actor, drain_s=deadline_s)
 
-    def _set_worker(worker_id: str, state: str | None, actor: str, *, drain_s: float | None = None) -> WorkerItem:
+    async def _set_worker(worker_id: str, state: str | None, actor: str, *, drain_s: float | None = None) -> WorkerItem:
         registry.set_worker(worker_id, state, drain_s=drain_s, actor=actor)
         if state == "draining":
             reconciler.undrained(worker_id)
         else:
             reconciler.serve_again(worker_id)
-        reconciler.changed()
+        await reconciler.changed()
         return views.worker(worker_id)
 
     return api

@@ -16,7 +16,7 @@ from orchestrator.backend import Entry
 from orchestrator.store import Store
 from orchestrator.wire import HistoryItem, HistoryList
 
-BACKUP_TYPE = "application/vnd.sqlite3"
+BACKUP_TYPES = {".db": "application/vnd.sqlite3", ".json": "application/vnd.lorafleet.backup+json"}
 ALIAS_KINDS = ("alias_set", "alias_deleted", "alias_rollout")
 HistoryCursor = Annotated[int | None, Query(ge=1, description="`next` of the answer before")]
 
@@ -37,7 +37,12 @@ def history_routes(keys: Keys, store: Store) -> APIRouter:
     @api.get(
         "/v1/backup",
         response_class=FileResponse,
-        responses={200: {"content": {BACKUP_TYPE: {}}, "description": "an SQLite file: use it as `store`"}},
+        responses={
+            200: {
+                "content": {kind: {} for kind in BACKUP_TYPES.values()},
+                "description": "an SQLite file: use it as `store`. With ConfigMaps a List for `kubectl apply -f`",
+            }
+        },
     )
     async def backup() -> FileResponse:
         """The whole store, as it is now: what a new orchestrator can be started on.
@@ -46,12 +51,15 @@ def history_routes(keys: Keys, store: Store) -> APIRouter:
         """
         folder = Path(tempfile.mkdtemp(prefix="lorafleet-backup-"))
         try:
-            store.backup(folder / "store.db")
+            store.backup(folder / store.backup_name)
         except BaseException:
             shutil.rmtree(folder)
             raise
         gone = BackgroundTask(shutil.rmtree, folder, ignore_errors=True)
-        return FileResponse(folder / "store.db", media_type=BACKUP_TYPE, filename="lorafleet.db", background=gone)
+        media_type = BACKUP_TYPES[Path(store.backup_name).suffix]
+        return FileResponse(
+            folder / store.backup_name, media_type=media_type, filename=store.backup_name, background=gone
+        )
 
     return api
 

@@ -31,7 +31,7 @@ def policy_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> API
     ) -> Policy:
         """Replace it: what is left out takes its default. Needs If-Match: the ETag of what was read, or *."""
         before = registry.policy_etag()
-        return _policy_written(registry.put_policy(policy, if_match, actor), before, response)
+        return await _policy_written(registry.put_policy(policy, if_match, actor), before, response)
 
     @api.patch("/v1/policy")
     async def patch_policy(
@@ -42,13 +42,13 @@ def policy_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> API
     ) -> Policy:
         """Change what is named, keep the rest."""
         before = registry.policy_etag()
-        return _policy_written(registry.patch_policy(changes, if_match, actor), before, response)
+        return await _policy_written(registry.patch_policy(changes, if_match, actor), before, response)
 
-    def _policy_written(policy: Policy, before: str, response: Response) -> Policy:
+    async def _policy_written(policy: Policy, before: str, response: Response) -> Policy:
         response.headers["etag"] = registry.policy_etag()
         if response.headers["etag"] != before:
             reconciler.catalog.emit("policy_changed")
-            reconciler.changed()
+            await reconciler.changed()
         return policy
 
     return api

@@ -29,6 +29,7 @@ class House:
         self.settings = OrchestratorSettings(store=path, settle_s=0, **settings)
         self.whole = build(self.settings, clock=clock, wall=lambda: 1_800_000_000.0 + clock.now)
         self.reconciler = self.whole.reconciler
+        self.reconciler.take_up()
         self.whole.leadership.lead_until(math.inf)
         self.store = self.whole.store
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.whole.app), base_url="http://orchestrator")
