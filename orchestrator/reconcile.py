@@ -130,22 +130,22 @@ class Reconciler:
     def take_up(self) -> None:
         """Read the intent again, and rise above every epoch that anybody has seen. Raises StoreError."""
         self.store.reload()
-        self.store.raise_epoch(max(self.store.epoch, self._watcher.highest_epoch()))
-        self._term_began_at = self._clock()
         self.store.expire_tombstones(self.settings.tombstones_kept_s)
-        self._watcher.claim_all()
+        self.store.raise_epoch(max(self.store.epoch, self._watcher.highest_epoch()))
 
     def begin_term(self) -> None:
         """We lead, under an epoch that nobody has had."""
+        self._term_began_at = self._clock()
+        self._watcher.claim_all()
         self.poke()
 
     def end_term(self) -> None:
         """Somebody else may lead: all that is under way is dropped. Agents finish what they were told, or refuse it."""
         self._tasks.cancel()
         self._underway.clear()
+        self.store.let_go()
 
     # -- the loop ---------------------------------------------------------------------------------------------
-        self.store.let_go()
 
     async def run(self) -> None:
         """Pass after pass, until cancelled; the worst of them costs a wait, never the loop."""
