@@ -141,6 +141,9 @@ def exposed(parts: Parts, clients: Front) -> bytes:
     metrics, room = parts.metrics, parts.mind.waiting.room
     age_s = parts.discovery.catalog_age_s()
     metrics.catalog_age.set(float("inf") if age_s is None else age_s)
+    if parts.config.kube_selector:
+        age_s = parts.discovery.slices_age_s()
+        metrics.slices_age.set(float("inf") if age_s is None else age_s)
     metrics.catalog_revision.set(parts.discovery.fleet.revision)
     metrics.waiting_bytes.set(room.size_bytes)
     metrics.held_bytes.set(parts.cold.held_bytes)
@@ -174,7 +177,8 @@ def health_routes(parts: Parts, own: Callable[[], bytes], siblings: Siblings | N
         if parts.stopping:
             raise HttpError(503, "stopping", "this router is stopping", retry_after_s=1.0)
         if not parts.discovery.is_synced():
-            raise HttpError(503, "not_synced", "waiting for the orchestrator's catalog", retry_after_s=1.0)
+            message = f"waiting for {parts.discovery.waits_for()}"
+            raise HttpError(503, "not_synced", message, retry_after_s=1.0)
         return {"status": "ready"}
 
     @api.get("/metrics")

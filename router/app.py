@@ -20,6 +20,10 @@ from fastapi import FastAPI
 from lorafleet import logs, serve
 from lorafleet.auth import KeyFileError, Keys, refuse_open_server
 from lorafleet.http import install_error_handlers
+from lorafleet.kube.access import ACCOUNT, source
+from lorafleet.kube.client import opened
+from lorafleet.kube.discovery import Slices
+from lorafleet.kube.errors import KubeConfigError
 from lorafleet.loops import forever
 from lorafleet.settings import load_or_exit
 from router import multi
@@ -111,7 +115,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     """The router's app and its parts; `app.state.http` makes the protocols that it must be served with.
 
     me      this process among several on one port
-    raises  KeyFileError, TracingUnavailable; nothing runs before the app's lifespan begins
+    raises  KeyFileError, TracingUnavailable, KubeConfigError; nothing runs before the app's lifespan begins
     """
     keys = Keys(config.key_files)
     refuse_open_server(keys, config.host, allow_open=config.allow_open)
@@ -276,12 +280,21 @@ def _tenant_share(config: RouterSettings, keys: Keys) -> float:
 def _discovery(
     config: RouterSettings, control: httpx.AsyncClient, agents: Pool, listener: _Joined, metrics: Metrics
 ) -> Discovery:
+    slices = None
+    if config.kube_selector:
+        slices = Slices(
+            partial(opened, source(config.kubeconfig, os.environ, ACCOUNT)),
+            selector=config.kube_selector,
+            namespaces=config.kube_namespaces,
+            on_failure=metrics.loop_failures.labels("slices").inc,
+        )
     return Discovery(
         control,
         partial(fetch, agents, token=config.token, timeout_s=config.control_timeout_s),
         ask_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
         orchestrator_url=config.orchestrator_url.rstrip("/"),
         engines=engines_by_id(config.engines),
+        slices=slices,
         listener=listener,
         state_file=config.state_dir / "catalog.json" if config.state_dir else None,
         catalog_poll_s=config.catalog_poll_s,
@@ -385,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         app, parts = build(config, me)
         sock = me.bind() if me else serve.bind(config.host, config.port)
-    except (KeyFileError, TracingUnavailable, OSError) as exc:
+    except (KeyFileError, TracingUnavailable, KubeConfigError, OSError) as exc:
         sys.exit(f"python -m router: {exc}")
 
     def stopping() -> None:

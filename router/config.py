@@ -29,6 +29,14 @@ class RouterSettings(HouseSettings):
     engines: tuple[str, ...] = Field(
         default=(), description="vLLMs without an agent, each as http://host:port or id=http://host:port"
     )
+    kube_selector: str = Field(
+        default="",
+        description="labels of the workers' Services in Kubernetes, whose EndpointSlices are followed; empty: none are",
+    )
+    kube_namespaces: tuple[str, ...] = Field(default=(), description="where those Services are; empty: our own")
+    kubeconfig: Path | None = Field(
+        default=None, description="how to reach the API server; default: KUBECONFIG's, else the pod's service account"
+    )
     router_id: str = Field(default="", description="our name in usage reports; empty: host name and process id")
     state_dir: Path | None = Field(
         default=None, description="keep the last catalog here, so that a restart does not need the orchestrator"
@@ -152,8 +160,8 @@ class RouterSettings(HouseSettings):
 
     @model_validator(mode="after")
     def _has_somebody_to_follow(self) -> Self:
-        if not engines_by_id(self.engines) and not self.orchestrator_url:
-            raise ValueError("orchestrator_url: give one, or name engines")
+        if not engines_by_id(self.engines) and not self.orchestrator_url and not self.kube_selector:
+            raise ValueError("orchestrator_url: give one, or name engines, or a kube_selector")
         return self
 
     @field_validator("costs")

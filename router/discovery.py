@@ -1,4 +1,4 @@
-"""Who the replicas are and what they hold: follows the orchestrator's catalog and every agent's own report."""
+"""Who the replicas are and what they hold: follows catalog and EndpointSlices, and every agent's own report."""
 
 import asyncio
 import os
@@ -13,17 +13,23 @@ import httpx
 import structlog
 from pydantic import ValidationError
 
+from lorafleet.kube.discovery import Slices
+from lorafleet.kube.slices import FoundWorker
 from lorafleet.loops import Changes, forever
 from lorafleet.plain import PlainEngine
-from orchestrator.wire import Catalog, CatalogWorker
+from orchestrator.wire import Catalog
 from router.core.fleet import Adapter, Alias, Fleet, Replica, ReplicaState, Report, Resident
 from router.core.index import WorkerId
 from router.listed import listed_adapters
+from router.named import Named, named_workers
 from router.relay.fetch import Refused
 from router.relay.upstream import EngineLost
 from workers.wire import Metadata, engine_name
 
 log = structlog.get_logger()
+
+# A router that starts while the API server is away knows its workers by the catalog, and waits no longer than this.
+_SLICES_WITHIN_S = 10.0
 
 
 class Listener(Protocol):
@@ -36,12 +42,14 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class _Follow:
-    """One worker that the catalog or the settings name; `plain`: its engine, where it has no agent."""
+    """One worker, at one of its addresses. `plain`: its engine, where it has no agent."""
 
-    worker: CatalogWorker
+    named: Named
+    url: str
     poke: asyncio.Event
     plain: PlainEngine | None = None
     is_named: bool = True
+    is_answering: bool = False
     metadata: Metadata | None = None
     heard_at: float = 0.0
     engine_answers: bool = False
@@ -61,6 +69,7 @@ class Discovery:
         ask_engine: Callable[[str, str], Awaitable[bytes]],
         orchestrator_url: str,
         engines: Mapping[str, str] = MappingProxyType({}),
+        slices: Slices | None = None,
         listener: Listener,
         state_file: Path | None,
         catalog_poll_s: float,
@@ -76,6 +85,7 @@ class Discovery:
         ask_engine        the same, without our own key: an engine is somebody else's
         orchestrator_url  empty: there is none, and only `engines` are followed
         engines           worker id -> URL of engines that have no agent
+        slices            the workers that Kubernetes names; followed for as long as this runs
         """
         self.fleet = Fleet()
         self.changes = Changes()
@@ -89,6 +99,10 @@ class Discovery:
         self._ask_engine = ask_engine
         self._url = orchestrator_url.rstrip("/")
         self._engines = engines
+        self._slices = slices
+        self._found: Mapping[str, FoundWorker] = MappingProxyType({})
+        self._called: dict[tuple[str, str], str] = {}
+        self._began_at = clock()
         self._listener = listener
         self._state_file = state_file
         self._catalog_poll_s = catalog_poll_s
@@ -97,6 +111,7 @@ class Discovery:
         self._clock = clock
         self._on_failure = on_failure
         self._catalog = Catalog(revision=0)
+        self._catalog_ids: frozenset[str] = frozenset()
         # Made once a catalog, not at every report of every agent: there are thousands.
         self._adapters: Mapping[str, Adapter] = MappingProxyType({})
         self._known: Mapping[str, Adapter] = self._adapters
@@ -110,26 +125,41 @@ class Discovery:
         """Follow until cancelled. The last catalog on disk is in force until the orchestrator answers."""
         if self._url:
             self._read_saved()
-        for id_, url in self._engines.items():
-            self._follow(CatalogWorker(id=id_, agent_url="", engine_url=url, state="ready"))
+        self._name()
         try:
-            if not self._url:
-                await asyncio.Event().wait()
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._forever(self._look, "catalog", self._catalog_poll_s, self._catalog_poke))
-                tasks.create_task(self._forever(self._listen_orchestrator, "catalog_events", self._catalog_poll_s))
+                if self._url:
+                    tasks.create_task(self._forever(self._look, "catalog", self._catalog_poll_s, self._catalog_poke))
+                    tasks.create_task(self._forever(self._listen_orchestrator, "catalog_events", self._catalog_poll_s))
+                if self._slices is not None:
+                    follow_slices = partial(self._slices.run, self._take_slices)
+                    tasks.create_task(self._forever(follow_slices, "slices", self._catalog_poll_s))
+                tasks.create_task(asyncio.Event().wait())  # with neither, too, until cancelled
         finally:
             for follow in self._follows.values():
                 for task in follow.tasks:
                     task.cancel()
 
     def is_synced(self) -> bool:
-        """Whether a catalog is in force and every worker of it has been asked; once so, a worker that comes or cannot
-        be reached does not change it.
-        """
-        if not self._was_synced:
-            self._was_synced = self.has_catalog and self._has_asked_all()
+        """Whether `waits_for` was nothing once; a worker that comes later or cannot be reached does not change it."""
+        self._was_synced = self._was_synced or self.waits_for() is None
         return self._was_synced
+
+    def waits_for(self) -> str | None:
+        """What there has to be before requests are routed: a catalog, a list of slices, an answer of each worker.
+
+        Without an API server the catalog's word is enough after a while, since it names workers, too.
+        """
+        if not self.has_catalog:
+            return "the orchestrator's catalog"
+        is_early = self._clock() - self._began_at < _SLICES_WITHIN_S
+        if self._slices is not None and not self._slices.is_synced and is_early:
+            return "the first list of EndpointSlices"
+        return None if self._has_asked_all() else "the first answer of each worker"
+
+    def slices_age_s(self) -> float | None:
+        """Seconds since the API server last confirmed the slices; None before the first time, or without any."""
+        return None if self._slices is None else self._slices.age_s()
 
     def _has_asked_all(self) -> bool:
         return all(f.metadata is not None or f.heard_at for f in self._follows.values())
@@ -172,32 +202,66 @@ class Discovery:
 
     def _adopt(self, catalog: Catalog) -> None:
         self._catalog = catalog
+        self._catalog_ids = frozenset(worker.id for worker in catalog.workers)
         self._adapters, self._aliases = _named_by(catalog)
         self._list_anew()
         before, self._draining = self._draining, _draining_by_worker(catalog)
         self.has_catalog = True
-        named = {worker.id for worker in catalog.workers}
-        # Absence is no reason to let a worker go: an orchestrator that just started has heard from nobody yet. One
-        # that the catalog does not name is followed for as long as it answers.
-        for id_, follow in self._follows.items():
-            follow.is_named = id_ in named or id_ in self._engines
-        for worker in catalog.workers:
-            known = self._follows.get(worker.id)
-            if known is not None and _address(known.worker) == _address(worker):
-                known.worker = worker
-                continue
-            if known is not None:
-                self._unfollow(worker.id)
-            self._follow(worker)
+        self._name()
         self._rebuild()
         if any(names - before.get(worker_id, frozenset()) for worker_id, names in self._draining.items()):
             self.drains_begun.set()
 
-    def _follow(self, worker: CatalogWorker) -> None:
-        follow = _Follow(worker, asyncio.Event())
-        if not worker.agent_url:
+    def _take_slices(self) -> None:
+        assert self._slices is not None
+        now = self._slices.workers
+        # What they no longer name may be ending, or only have lost a label: what they said last is still the best word.
+        gone = {id_: worker for id_, worker in self._found.items() if id_ not in now and id_ in self._follows}
+        self._found = MappingProxyType({**gone, **now})
+        there = {(worker.id, worker.agent_url or "") for worker in self._found.values()}
+        self._called = {key: name for key, name in self._called.items() if key in there}
+        self._name()
+        self._rebuild()
+
+    def _name(self) -> None:
+        """Follow whoever is named by anybody.
+
+        Absence is no reason to let a worker go: an orchestrator that just started has heard from nobody yet, and an API
+        server may have lost a label or everything. One that nobody names is followed for as long as it answers.
+        """
+        workers = named_workers(self._catalog.workers, self._found, self._engines, self._called)
+        named = workers.keys()
+        now = self._found if self._slices is None else self._slices.workers
+        if len(now) < len(self._found):
+            named = named_workers(self._catalog.workers, now, self._engines, self._called).keys()
+        for id_, follow in self._follows.items():
+            follow.is_named = id_ in named
+        for id_, worker in workers.items():
+            known = self._follows.get(id_)
+            if known is not None:
+                known.named = worker
+                if not self._has_moved(known):
+                    continue
+                self._unfollow(id_)
+            if id_ in named:
+                self._follow(worker)
+
+    def _has_moved(self, follow: _Follow) -> bool:
+        """Whether to follow it elsewhere. One that answers stays: an address that nobody names may still be its own."""
+        if follow.named.has_agent and follow.plain is not None:
+            return True
+        return follow.url not in follow.named.addresses and not follow.is_answering
+
+    def _follow(self, worker: Named) -> None:
+        follow = _Follow(worker, worker.addresses[0], asyncio.Event())
+        if not worker.has_agent:
             follow.plain = PlainEngine(
-                worker.id, worker.engine_url, partial(self._ask_engine, worker.engine_url), clock=self._clock
+                worker.id,
+                follow.url,
+                partial(self._ask_engine, follow.url),
+                kv_events=worker.kv_events,
+                kv_replay=worker.kv_replay,
+                clock=self._clock,
             )
         self._follows[worker.id] = follow
 
@@ -205,7 +269,7 @@ class Discovery:
             await self._hear(follow)
 
         async def listen() -> None:
-            await self._listen(f"{worker.agent_url}/v1/events", {}, follow.poke)
+            await self._listen(f"{follow.url}/v1/events", {}, follow.poke)
 
         loops = [self._forever(look, "metadata", self._metadata_poll_s, follow.poke)]
         if follow.plain is None:
@@ -223,26 +287,54 @@ class Discovery:
         try:
             metadata = await self._report(follow)
         except (EngineLost, Refused, ValueError):  # pydantic's ValidationError is a ValueError, as that of a bad URL
-            follow.heard_at = follow.heard_at or self._clock()
-            if self._clock() - follow.heard_at > self._unreachable_after_s:
-                follow.engine_answers = await self._engine_answers(follow)
-                if not follow.is_named and not follow.engine_answers:
-                    self._unfollow(follow.worker.id)
-            self._rebuild()
+            await self._is_silent(follow)
             raise
-        if self._follows.get(follow.worker.id) is not follow:
+        if self._follows.get(follow.named.id) is not follow:
             return
-        before, follow.metadata = follow.metadata, metadata
-        follow.heard_at, follow.engine_answers = self._clock(), True
+        if metadata.instance_id != follow.named.id:
+            self._rename(follow, metadata.instance_id)
+            return
+        before, follow.metadata = follow.metadata, _placed(metadata, follow.named)
+        follow.heard_at, follow.is_answering, follow.engine_answers = self._clock(), True, True
         if follow.plain is not None and (before is None or before.lora != metadata.lora):
             self._list_anew()
         self._rebuild()
-        self._listener.heard(self.fleet.replicas[WorkerId(follow.worker.id)], metadata)
+        self._listener.heard(self.fleet.replicas[WorkerId(follow.named.id)], follow.metadata)
+
+    async def _is_silent(self, follow: _Follow) -> None:
+        """No report: it restarts, is gone, or is somewhere else by now."""
+        follow.heard_at, follow.is_answering = follow.heard_at or self._clock(), False
+        is_late = self._clock() - follow.heard_at > self._unreachable_after_s
+        if is_late:
+            follow.engine_answers = await self._engine_answers(follow)
+        id_, addresses = follow.named.id, follow.named.addresses
+        if self._follows.get(id_) is not follow:
+            return
+        if is_late and not follow.is_named and not follow.engine_answers:
+            self._unfollow(id_)
+        elif self._has_moved(follow):
+            self._unfollow(id_)
+            self._follow(follow.named)
+        elif follow.plain is None and len(addresses) > 1:
+            follow.url = addresses[(addresses.index(follow.url) + 1) % len(addresses)]
+        self._rebuild()
 
     async def _report(self, follow: _Follow) -> Metadata:
         if follow.plain is not None:
             return await follow.plain.report()
-        return Metadata.model_validate_json(await self._ask(follow.worker.agent_url, "/metadata"))
+        metadata = Metadata.model_validate_json(await self._ask(follow.url, "/metadata"))
+        id_ = follow.named.id
+        if metadata.instance_id != id_ and id_ in self._catalog_ids:  # somebody else has its address now
+            raise ValueError(f"{follow.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
+        return metadata
+
+    def _rename(self, follow: _Follow, name: str) -> None:
+        """Found in slices by another name than its own: from now on it goes by its own."""
+        log.info("worker goes by its own name", found=follow.named.id, worker=name, agent_url=follow.url)
+        self._called[follow.named.id, follow.url] = name
+        self._unfollow(follow.named.id)
+        self._name()
+        self._rebuild()
 
     def _list_anew(self) -> None:
         """Join the catalog's adapters with what engines without an agent list, and listed when they were last heard."""
@@ -274,7 +366,7 @@ class Discovery:
     def _replica(self, follow: _Follow, metadata: Metadata) -> Replica:
         is_silent = self._clock() - follow.heard_at > self._unreachable_after_s
         state = _state(follow, metadata, silent=is_silent)
-        draining = self._draining.get(follow.worker.id, frozenset())
+        draining = self._draining.get(follow.named.id, frozenset())
         # One agent's report makes one replica anew, not all of them: a fleet reports many times a second.
         made = follow.made_from
         if follow.replica is None or made is None or made[0] is not metadata or made[1:] != (state, draining):
@@ -307,8 +399,12 @@ class Discovery:
         await forever(step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name))
 
 
-def _address(worker: CatalogWorker) -> str:
-    return worker.agent_url or worker.engine_url
+def _placed(metadata: Metadata, named: Named) -> Metadata:
+    """With zone and node from the slices, where the agent knows none."""
+    zone, node = metadata.zone or named.zone, metadata.node or named.node
+    if (zone, node) == (metadata.zone, metadata.node):
+        return metadata
+    return metadata.model_copy(update={"zone": zone, "node": node})
 
 
 def _named_by(catalog: Catalog) -> tuple[Mapping[str, Adapter], Mapping[str, Alias]]:
@@ -341,7 +437,7 @@ def _replica_from(follow: _Follow, metadata: Metadata, *, state: ReplicaState, d
         {lora.engine_name: Resident(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
     )
     return Replica(
-        id=WorkerId(follow.worker.id),
+        id=WorkerId(follow.named.id),
         base_model=metadata.model.base_model,
         engine_url=metadata.transport.engine_url.rstrip("/"),
         agent_url=metadata.agent_url.rstrip("/"),
@@ -373,6 +469,6 @@ def _replica_from(follow: _Follow, metadata: Metadata, *, state: ReplicaState, d
 def _state(follow: _Follow, metadata: Metadata, *, silent: bool) -> ReplicaState:
     if silent and not follow.engine_answers:
         return "unreachable"
-    if metadata.state == "draining" or follow.worker.state == "draining":
+    if metadata.state == "draining" or follow.named.is_draining:
         return "draining"
     return "ready" if metadata.state == "ready" else "starting"

@@ -75,6 +75,7 @@ class Metrics:
         self.traces = Counter("traces", "Traced requests, by what became of them.", ("outcome",), **on)
         self.replicas = Gauge("replicas", "Replicas known, by state.", ("state",), **on)
         self.catalog_age = Gauge("catalog_age_seconds", "Since the orchestrator last confirmed the catalog.", **on)
+        self.slices_age = Gauge("slices_age_seconds", "Since the API server last confirmed EndpointSlices.", **on)
         self.catalog_revision = Gauge("catalog_revision", "Revision of the catalog in force.", **on)
         self.loop_failures = Counter("loop_failures", "Rounds of a background loop that failed.", ("loop",), **on)
 

@@ -25,6 +25,7 @@ LARGEST = frozenset(
     f"lorafleet_router_{name}"
     for name in (
         "catalog_age_seconds",
+        "slices_age_seconds",
         "catalog_revision",
         "circuit_open",
         "kv_blocks",

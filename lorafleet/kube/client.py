@@ -29,7 +29,11 @@ async def connect(
     kubeconfig  this one; None: KUBECONFIG's, else the service account of the pod we are in
     raises      KubeConfigError
     """
-    found = source(kubeconfig, environ, account)
+    return await opened(source(kubeconfig, environ, account))
+
+
+async def opened(found: Source) -> "Kube":
+    """A client for a cluster that was found (`access.source`). Raises KubeConfigError."""
     return Kube(found, await found.read())
 
 

@@ -21,7 +21,7 @@ _CONNECT_AGAIN_S = 5.0
 
 
 class Slices:
-    """Owns `workers`: swapped whole, told to `on_change`, and kept as last known while the API server is away."""
+    """Owns `workers`: swapped whole, and kept as last known while the API server is away."""
 
     def __init__(
         self,
@@ -29,19 +29,21 @@ class Slices:
         *,
         selector: str,
         namespaces: Sequence[str],
-        on_change: Callable[[Mapping[str, FoundWorker]], object],
         on_failure: Callable[[], object] = lambda: None,
         times: Times = TIMES,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """selector: labels of the Services, which their slices have too; namespaces: empty for our own."""
+        """connect     opens a client, which is closed at the end; may raise KubeConfigError, and is tried again
+        selector    labels of the Services, which their slices have too
+        namespaces  empty for our own
+        """
         self.workers: Mapping[str, FoundWorker] = MappingProxyType({})
         self.confirmed_at: float | None = None
         self._connect = connect
         self._selector = selector
         self._namespaces = tuple(namespaces)
-        self._on_change = on_change
+        self._on_change: Callable[[], object] = lambda: None
         self._on_failure = on_failure
         self._times = times
         self._clock = clock
@@ -60,8 +62,9 @@ class Slices:
         """Seconds since the API server last confirmed the namespace it has been silent about for longest."""
         return self._clock() - min(self._confirmed.values()) if self.is_synced else None
 
-    async def run(self) -> None:
-        """Follow until cancelled."""
+    async def run(self, on_change: Callable[[], object]) -> None:
+        """Follow until cancelled; `on_change` after every swap of `workers`."""
+        self._on_change = on_change
         kube = await self._connected()
         namespaces = self._namespaces or (kube.namespace,)
         self._unlisted = set(namespaces)
@@ -119,4 +122,4 @@ class Slices:
         before, self.workers = self.workers, MappingProxyType(workers)
         if gone := sorted(before.keys() - workers.keys()):
             log.info("workers no longer named by slices", count=len(gone), workers=gone[:10], left=len(workers))
-        self._on_change(self.workers)
+        self._on_change()
