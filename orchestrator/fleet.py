@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from orchestrator.backend import WorkerIntent
 from orchestrator.core.state import OCCUPYING, Failure, Held, Observed, Pair, Worker
+from orchestrator.core.warm import WARMING
 from workers.wire import LoadedLora, LoraInfo, Metadata
 
 _AGENT_STATES = {"starting": "starting", "engine_down": "starting", "draining": "draining", "ready": "ready"}
@@ -171,9 +172,10 @@ class Fleet:
         held = {} if entry.reach == "lost" else self._all_held(entry, digests)
         capacity = report.lora.capacity
         until = None if intent is None or intent.until is None else self._clock() + intent.until - self._wall()
+        is_warming = entry.reach == "heard" and report.is_warming and not report.is_suspect and intent is None
         return Worker(
             id=report.instance_id,
-            state=state_of(entry, intent),
+            state=WARMING if is_warming else state_of(entry, intent),
             base_models=frozenset({report.model.name, report.model.base_model}),
             slots=capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0,
             max_lora_rank=report.lora.max_lora_rank,
@@ -265,7 +267,7 @@ def _gist(report: Metadata) -> tuple[object, ...]:
     held = frozenset((lora.lora_id, lora.digest, lora.state) for lora in report.lora.loaded_loras)
     shape = (capacity.loaded_count + capacity.available_slots, report.lora.max_lora_rank, report.lora.enabled)
     who = (report.agent_url, report.transport.engine_url, report.engine_boot_id, report.zone, report.node)
-    return (report.state, held, shape, who, report.model.name, report.model.base_model)
+    return (report.state, report.is_warming, held, shape, who, report.model.name, report.model.base_model)
 
 
 def _with_loaded(report: Metadata, loaded: tuple[LoadedLora, ...]) -> Metadata:

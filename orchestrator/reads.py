@@ -2,10 +2,10 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from orchestrator.catalog import CatalogBook
-from orchestrator.core.state import Adapter, Desired, Observed
+from orchestrator.core.state import Adapter, Desired, Load, Observed
 from orchestrator.fleet import Fleet, answering, state_of
 from orchestrator.store import Store
 from orchestrator.underway import Underway
@@ -15,10 +15,11 @@ from workers.wire import LoadedLora
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the last pass saw and decided."""
+    """What the last pass saw and decided. `warming`: what each worker that is not ready yet lacks of its share."""
 
     observed: Observed
     desired: Desired
+    warming: Mapping[str, Sequence[Load]] = field(default_factory=dict)
 
 
 class Reads:

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from random import Random
 
 import structlog
@@ -22,7 +23,8 @@ from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement import place
 from orchestrator.core.plan import Action, diff, drains_wanted, is_drained
-from orchestrator.core.state import Adapter, Desired, Failure, Observed, Pair, Want
+from orchestrator.core.state import Adapter, Desired, Failure, Load, Observed, Pair, Want
+from orchestrator.core.warm import warm_shares
 from orchestrator.fleet import Fleet
 from orchestrator.leadership import Leadership
 from orchestrator.metrics import Metrics
@@ -248,10 +250,10 @@ class Reconciler:
             return []
         self._drop_what_is_over()
         self.rollouts.turn()
-        desired, observed, actions = self._decide()
+        desired, observed, actions, warming = self._decide()
         if desired.frozen is not None and self._reads.view.desired.frozen is None:
             log.warning("moves frozen", reason=desired.frozen)
-        self._reads.view = View(observed, desired)
+        self._reads.view = View(observed, desired, warming)
         self._end_drains(desired)
         for action in actions:
             self._actor.start(action)
@@ -262,22 +264,26 @@ class Reconciler:
 
     def plan(self) -> tuple[Desired, list[Action]]:
         """What a pass would decide now; starts nothing."""
-        desired, _, actions = self._decide()
+        desired, _, actions, _ = self._decide()
         return desired, actions
 
-    def _decide(self) -> tuple[Desired, Observed, list[Action]]:
+    def _decide(self) -> tuple[Desired, Observed, list[Action], Mapping[str, tuple[Load, ...]]]:
         now = self._clock()
         observed = self.observe()
         if not self._may_decide:
-            return Desired(), observed, []
+            return Desired(), observed, [], {}
         self.demand.window_s = self.store.rules.demand_window_s
-        intent = self.rollouts.held(self.store.intent)
-        desired = place(intent, observed, self.demand.snapshot(now), self.store.rules, now)
+        intent, demand = self.rollouts.held(self.store.intent), self.demand.snapshot(now)
+        desired = place(intent, observed, demand, self.store.rules, now)
+        warming = warm_shares(intent, observed, demand, self.store.rules, now)
         desired = replace(
             desired, leaving=tuple(name for name in desired.leaving if name not in self._underway.leaving)
         )
         inspects = self.settings.inspects_in_flight - len(self._underway.inspecting)
-        return desired, observed, diff(desired, observed, self._drained(observed), self.store.rules, inspects, now)
+        # After everything that somebody may wait for.
+        steps = replace(desired, loads=(*desired.loads, *chain.from_iterable(warming.values())))
+        actions = diff(steps, observed, self._drained(observed), self.store.rules, inspects, now)
+        return desired, observed, actions, warming
 
     def _drained(self, observed: Observed) -> dict[Pair, bool]:
         now, routers = self._clock(), self.demand.live_routers(self._clock())
@@ -354,6 +360,10 @@ class Reconciler:
     def hear(self, report: Metadata) -> None:
         """An agent's heartbeat."""
         self._watcher.hear(report)
+
+    def is_warm(self, worker_id: str) -> bool:
+        """Whether a worker that waits to become ready has what it should hold, as far as the last pass could tell."""
+        return self._reads.view.warming.get(worker_id) == ()
 
     def observe(self) -> Observed:
         """The fleet now, with what we have under way in it."""

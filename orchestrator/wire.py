@@ -454,9 +454,12 @@ class Heartbeat(_Wire):
 
 
 class HeartbeatAnswer(_Wire):
+    """`is_warm`: nothing has to be loaded before the worker is ready."""
+
     epoch: int
     revision: int
     interval_s: float
+    is_warm: bool = True
     wire: int = WIRE
 
 

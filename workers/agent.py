@@ -74,13 +74,26 @@ class Agent:
             settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
         )
         self.counts = Usage(settings.state / "usage.json", records, worker_id=settings.instance_id, now=timestamp)
-        intake = Intake(cache=cache, library=library, residency=self.residency, metrics=metrics)
+        self._intake = Intake(
+            cache=cache, library=library, residency=self.residency, metrics=metrics, listed=self.link.held
+        )
         self._loader = Loader(
-            settings=settings, link=self.link, intake=intake, residency=self.residency, metrics=metrics, clock=clock
+            settings=settings,
+            link=self.link,
+            intake=self._intake,
+            residency=self.residency,
+            metrics=metrics,
+            clock=clock,
         )
         self._clock = clock
         self._is_draining = False
         self._is_stopping = False
+        self._warming: asyncio.Event | None = None
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether the engine is up and takes what the orchestrator wants loaded before this worker is ready."""
+        return self._warming is not None
 
     @property
     def state(self) -> AgentState:
@@ -101,10 +114,14 @@ class Agent:
     async def engine_up(self, engine: Engine, *, engine_boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use: load what should be there, then say ready. Raises EngineError."""
         await self.link.up(engine, boot_id=engine_boot_id, transport=transport)
+        self.cache.disk.engine_url = transport.engine_url
         self.residency.changed()
         await self._loader.adopt()
         await self._loader.restore()
+        is_new = not self.residency.slots.registered
         await self._loader.preload()
+        if is_new:
+            await self._warm()
         if self.link.engine is not engine:
             raise EngineError("engine_down", "the engine went away while its adapters were loaded again")
         self.metrics.engine_up.set(1)
@@ -112,6 +129,27 @@ class Agent:
         self.set_state("ready")
         adapters = len(self.residency.slots.registered)
         log.info("ready", engine=engine.url, engine_boot_id=engine_boot_id, adapters=adapters)
+
+    async def _warm(self) -> None:
+        """Wait for the orchestrator to bring what a worker that had nothing should have."""
+        settings = self.settings
+        if not settings.orchestrator_url or not settings.warm_deadline_s:
+            return
+        self._warming = asyncio.Event()
+        self.set_state("starting", "its share of the hot adapters is loaded before it is ready")
+        try:
+            async with asyncio.timeout(settings.warm_deadline_s):
+                await self._warming.wait()
+        except TimeoutError:
+            log.warning("ready without all that it should hold", after_s=settings.warm_deadline_s)
+        finally:
+            self._warming = None
+            self.set_state("starting")
+
+    def warmed(self) -> None:
+        """Nothing more has to be there before this worker is ready, or nobody is there to say what."""
+        if self._warming is not None:
+            self._warming.set()
 
     async def is_trusted(self, engine: Engine) -> bool:
         """Whether the engine is well. One whose load hangs has to give a token: its health route sees nothing of it."""
@@ -142,6 +180,7 @@ class Agent:
     def stop(self) -> None:
         """This process ends: that is told, for good, and every stream ends, so that the server can."""
         self._is_stopping = True
+        self.cache.is_stopping = True
         self._begin_drain()
         self.events.close()
         self.link.end_streams()
@@ -171,7 +210,7 @@ class Agent:
         """The adapter, ready in the engine; at once when it was there already. Raises WorkerError."""
         if self._is_draining:
             raise EngineError("draining", "this worker is draining; load on another one", retry_after_s=30)
-        if self.state != "ready":
+        if self.state != "ready" and not self.is_warming:
             reason = f": {self.state_reason}" if self.state_reason else ""
             raise EngineError("not_ready", f"this worker is {self.state}{reason}; try again soon", retry_after_s=5)
         if self.link.suspicion:
@@ -243,7 +282,7 @@ class Agent:
         """Renew the leases on what is wanted here, keep the cache within its limit, and forget what is gone."""
         known = frozenset(record.digest for record in self.records.all())
         self.counts.save()
-        lost, gone = await self.cache.sweep(self.residency.wanted(), known)
+        lost, gone = await self.cache.sweep(self.residency.wanted(), known, self._intake.in_use)
         self.residency.deleted(gone)
         await self._loader.bring_back(lost)
 
@@ -266,6 +305,7 @@ class Agent:
             state=self.state,
             state_reason=self.state_reason,
             is_suspect=bool(self.link.suspicion),
+            is_warming=self.is_warming,
             agent_url=self.agent_url,
             zone=settings.zone,
             node=settings.node,

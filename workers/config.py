@@ -112,6 +112,11 @@ class WorkerSettings(HouseSettings):
     orchestrator_url: str = Field(default="", description="where to send heartbeats; none: the agent stands alone")
     advertise_url: str = Field(default="", description="this agent's URL for others; default: host and port")
     heartbeat_s: float = Field(default=1.0, gt=0, description="seconds between heartbeats when nothing changes")
+    warm_deadline_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="how long a new worker may wait for its share of hot adapters before it is ready; 0: not at all",
+    )
     scrape_s: float = Field(default=1.0, gt=0, description="seconds between readings of the engine's metrics")
     scan_s: float = Field(default=5.0, gt=0, description="seconds between looks at lora_path and the engine's list")
 

@@ -14,6 +14,7 @@ log = structlog.get_logger()
 
 _MOST_BACKOFF_S = 10.0
 _LAST_S = 2.0
+_WARMING_S = 0.1  # a worker that only waits to hear that it is warm asks more often
 _GATHER_S = 0.02  # a load changes several things within milliseconds: they go out together
 
 
@@ -42,6 +43,8 @@ class Heartbeats:
             except Exception as exc:  # noqa: BLE001  (the top of a loop: a worker without heartbeats is lost, whatever the fault)
                 failures += 1
                 self._agent.metrics.heartbeat_failures.inc()
+                if failures > 1:
+                    self._agent.warmed()  # nobody there to say what it should hold
                 if failures in {1, 10} or failures % 100 == 0:
                     log.warning("heartbeat not taken", url=self._url, failures=failures, error=repr(exc))
             await self._pause(told, failures)
@@ -54,7 +57,8 @@ class Heartbeats:
 
     async def _beat(self, *, timeout_s: float = 5.0) -> None:
         version = self._agent.residency.version
-        body = Heartbeat(metadata=self._agent.metadata()).model_dump_json()
+        metadata = self._agent.metadata()
+        body = Heartbeat(metadata=metadata).model_dump_json()
         headers = {"content-type": "application/json", **self._headers}
         answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
         answer.raise_for_status()
@@ -62,11 +66,14 @@ class Heartbeats:
         told = HeartbeatAnswer.model_validate_json(answer.content)
         # Whoever answers heartbeats leads; commands of an older epoch are refused from now on.
         self._agent.records.raise_epoch(told.epoch)
+        if metadata.is_warming and told.is_warm:
+            self._agent.warmed()
 
     async def _pause(self, told: int, failures: int) -> None:
         if failures:
             await asyncio.sleep(min(_MOST_BACKOFF_S, 0.2 * 2.0 ** min(failures, 6)) * self._rng.uniform(0.5, 1.0))
             return
-        every_s = self._every_s * self._rng.uniform(0.8, 1.0)
+        every_s = min(self._every_s, _WARMING_S) if self._agent.is_warming else self._every_s
+        every_s *= self._rng.uniform(0.8, 1.0)
         if await self._agent.residency.changes.until(lambda: self._agent.residency.version != told, timeout_s=every_s):
             await asyncio.sleep(_GATHER_S)

@@ -158,6 +158,7 @@ class Metadata(_Wire):
     """`GET /metadata`: everything that a router or an orchestrator may know of a worker.
 
     is_suspect  a load hangs in its engine: no other one is taken until the engine has given a token again
+    is_warming  it is starting, and takes loads already: what the orchestrator wants there before it is ready
     """
 
     instance_id: str
@@ -166,6 +167,7 @@ class Metadata(_Wire):
     state: AgentState = "ready"
     state_reason: str = ""
     is_suspect: bool = False
+    is_warming: bool = False
     agent_url: str = ""
     zone: str = ""
     node: str = ""

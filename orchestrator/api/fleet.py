@@ -41,6 +41,7 @@ def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: 
             epoch=reconciler.store.epoch,
             revision=reconciler.catalog.revision,
             interval_s=reconciler.settings.heartbeat_interval_s,
+            is_warm=not body.metadata.is_warming or reconciler.is_warm(body.metadata.instance_id),
         )
 
     @api.post("/v1/workers/{worker_id}/cordon")

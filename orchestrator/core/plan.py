@@ -10,6 +10,7 @@ from typing import Literal
 
 from orchestrator.core.demand import Router
 from orchestrator.core.state import Desired, Observed, Pair, Rules, Worker
+from orchestrator.core.warm import LOADS_AT_ONCE, WARMING
 
 Operation = Literal["inspect", "load", "drain", "unload"]
 
@@ -130,7 +131,9 @@ def _loads(
         has_slot = free[step.worker_id] > 0
         if not has_slot and (step.evict is None or not drained.get((step.evict, step.worker_id))):
             continue
-        if busy.get(step.worker_id, 0) < policy.loads_per_worker:
+        is_warming = observed.workers[step.worker_id].state == WARMING
+        most = max(LOADS_AT_ONCE, policy.loads_per_worker) if is_warming else policy.loads_per_worker
+        if busy.get(step.worker_id, 0) < most:
             busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
             left -= 1
             free[step.worker_id] -= has_slot

@@ -1,0 +1,184 @@
+"""A new worker's share of the adapters that are asked for, there before the worker is ready."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.core.board import usable_slots
+from orchestrator.core.placement import place
+from orchestrator.core.state import Demand, Rules
+from orchestrator.core.warm import WARMING, warm_shares
+from tests.orchestrator.doubles import FakeAgent
+from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
+
+NAMES = [f"a{i}" for i in range(24)]
+
+
+def demand(*names, rate=1.0):
+    return Demand(rates=dict.fromkeys(names, rate), work=dict.fromkeys(names, rate / 10))
+
+
+def shares(observed, asked, adapters=None, **policy):
+    adapters = adapters or [adapter(name) for name in NAMES]
+    return warm_shares(intent(*adapters), observed, asked, Rules(**policy), NOW)
+
+
+def named(loads):
+    return {load.lora_id for load in loads}
+
+
+def two_and_a_new_one(*loras, slots=16):
+    halves = [held(name) for name in NAMES[::2]], [held(name) for name in NAMES[1::2]]
+    old = [worker(f"w{i}", *half, slots=slots) for i, half in enumerate(halves)]
+    return fleet(*old, worker("new", *loras, slots=slots, state=WARMING))
+
+
+def test_a_worker_that_is_warming_gets_its_part_of_what_is_asked_for_and_of_nothing_else():
+    share = named(shares(two_and_a_new_one(), demand(*NAMES))["new"])
+    assert 4 <= len(share) <= 12  # a third of 24, as the hashes fall
+    cold = named(shares(two_and_a_new_one(), demand(*NAMES[:12]))["new"])
+    assert cold
+    assert cold <= set(NAMES[:12])
+
+
+def test_no_more_is_loaded_than_the_slots_that_placement_fills_and_the_hottest_come_first():
+    asked = Demand(rates={name: 1.0 + i for i, name in enumerate(NAMES)})
+    full = [load.lora_id for load in shares(two_and_a_new_one(slots=16), asked)["new"]]
+    few = [load.lora_id for load in shares(two_and_a_new_one(slots=16), asked, reserve_slots=13)["new"]]
+    assert few == full[:3]
+    rates = [asked.rates[name] for name in full]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_what_is_loaded_already_does_not_change_what_else_should_be():
+    everything = shares(two_and_a_new_one(), demand(*NAMES))["new"]
+    some = [held(load.lora_id) for load in everything[:2]]
+    loading = held(everything[2].lora_id, state="loading")
+    left = shares(two_and_a_new_one(*some, loading), demand(*NAMES))["new"]
+    assert named(left) == named(everything[2:])  # one that is on its way is not there yet
+    assert shares(two_and_a_new_one(*(held(load.lora_id) for load in everything)), demand(*NAMES))["new"] == ()
+
+
+def test_nobody_waits_for_what_cannot_be_there():
+    adapters = [adapter("huge", rank=128), adapter("bad", quarantine="bad bytes"), adapter("gone", is_deleting=True)]
+    asked = demand("huge", "bad", "gone")
+    assert shares(fleet(worker("new", state=WARMING)), asked, adapters)["new"] == ()
+
+
+def test_without_demand_nothing_is_waited_for():
+    assert shares(two_and_a_new_one(), Demand())["new"] == ()
+    assert shares(fleet(worker("w0")), demand(*NAMES)) == {}
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.sets(st.sampled_from(NAMES)), st.integers(0, 3))
+def test_a_share_fits_and_a_worker_that_is_warming_changes_nothing_for_the_others(ready, new, slots, hot, reserve):
+    old = [worker(f"w{i}", slots=slots) for i in range(ready)]
+    asked, rules = demand(*hot), Rules(reserve_slots=reserve)
+    adapters = intent(*(adapter(name) for name in NAMES))
+    observed = fleet(*old, *(worker(f"n{i}", slots=slots, state=WARMING) for i in range(new)))
+    found = warm_shares(adapters, observed, asked, rules, NOW)
+    assert found.keys() == {f"n{i}" for i in range(new)}
+    for loads in found.values():
+        assert len(loads) == len(named(loads)) <= usable_slots(slots, reserve)
+        assert named(loads) <= hot
+        assert all(load.evict is None for load in loads)
+    assert place(adapters, observed, asked, rules, NOW) == place(adapters, fleet(*old), asked, rules, NOW)
+
+
+class NewAgent(FakeAgent):
+    """Waits to hear that it is warm."""
+
+    def metadata(self):
+        is_warming = self.state == "starting"
+        return super().metadata() | {"is_warming": is_warming, "transport": {"engine_url": self.url}}
+
+
+async def joined(house, worker_id="new", **shape):
+    agent = NewAgent(worker_id, **shape)
+    agent.state = "starting"
+    await house.join(agent)
+    return agent
+
+
+async def is_warm(house, agent):
+    answer = await house.http.post("/v1/workers/register", json=agent.heartbeat())
+    return answer.json()["is_warm"]
+
+
+async def report(house, *lora_ids):
+    """One router that sends each of these a request a second to w0."""
+    so_far = {"worker_id": "w0", "requests": house.sent, "work_s": house.sent / 10}
+    uses = [so_far | {"engine_name": house.agents["w0"].loaded[name]["engine_name"]} for name in lora_ids]
+    body = {"router_id": "r", "boot_id": "b", "seq": house.sent, "revision_seen": 0, "uses": uses}
+    (await house.http.post("/v1/usage", json=body)).raise_for_status()
+    house.sent += 10
+    house.clock.now += 1.0
+
+
+async def busy_house(house):
+    """Twelve adapters on one worker, all of them asked for."""
+    names = [f"sql/v{i}" for i in range(12)]
+    await house.worker("w0", slots=16)
+    for name in names:
+        await house.register(name, policy={"loading": "eager"})
+    await house.settle()
+    house.sent = 1
+    for _ in range(3):
+        await report(house, *names)
+    for name in names:
+        (await house.http.patch(f"/v1/adapters/{name}", json={"policy": {"loading": "lazy"}})).raise_for_status()
+    return names
+
+
+async def test_a_new_worker_is_told_to_wait_until_its_share_is_there(house):
+    names = await busy_house(house)
+    agent = await joined(house, slots=16)
+    assert not await is_warm(house, agent)  # nobody has looked yet
+    await house.turn()
+    assert len(agent.loaded) == 4  # as many at once as may be, and not one
+    assert not await is_warm(house, agent)
+    await house.settle()
+    assert 3 <= len(agent.loaded) < len(names)
+    assert await is_warm(house, agent)
+    before = set(agent.loaded)
+    agent.state = "ready"
+    await house.settle()
+    assert before <= set(agent.loaded)
+
+
+async def test_copies_on_a_worker_that_is_warming_are_nobodys_replicas_and_the_catalog_calls_it_starting(house):
+    names = await busy_house(house)
+    agent = await joined(house, slots=16)
+    await house.settle()
+    assert agent.loaded
+    assert {worker for name in names for worker in (await house.adapter(name))["workers"]} == {"w0"}
+    catalog = (await house.http.get("/v1/catalog")).json()
+    assert {w["id"]: w["state"] for w in catalog["workers"]} == {"w0": "ready", "new": "starting"}
+    assert len(house.agents["w0"].loaded) == len(names)
+
+
+async def test_a_share_that_cannot_be_loaded_keeps_no_worker_waiting(house):
+    names = await busy_house(house)
+    agent = await joined(house, slots=16)
+    agent.refuse = dict.fromkeys(names, "disk_full")
+    for _ in range(8):
+        await house.turn()
+    assert agent.loaded == {}
+    assert await is_warm(house, agent)
+
+
+async def test_a_worker_without_demand_for_anything_is_warm_after_one_pass(house):
+    await house.register()
+    agent = await joined(house)
+    await house.turn()
+    assert await is_warm(house, agent)
+
+
+def test_the_new_workers_share_is_of_what_is_hot_now_with_more_weight_on_nobody():
+    """Ties and orders are those of the ids, so that each pass decides the same."""
+    observed, asked = two_and_a_new_one(), demand(*NAMES)
+    first = shares(observed, asked)
+    turned = replace(observed, workers=dict(reversed(observed.workers.items())))
+    assert shares(turned, replace(asked, rates=dict(reversed(asked.rates.items())))) == first

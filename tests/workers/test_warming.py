@@ -1,0 +1,102 @@
+"""A new worker becomes ready once it has what the orchestrator wants there, and in any case."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from lorafleet.tiny import make_adapters, make_model
+from tests.serving import serving
+from tests.workers.running import SIM, RunningWorker, code, loaded, post
+
+SQL = "sql-expert/v1"
+
+
+@dataclass
+class Orchestrator:
+    """Takes heartbeats, and says what the test wants it to say."""
+
+    is_warm: bool | None = False  # None: an orchestrator that knows nothing of warming
+    heard: list[dict] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        async def register(request: Request) -> JSONResponse:
+            self.heard.append((await request.json())["metadata"])
+            self.news.set()
+            told = {} if self.is_warm is None else {"is_warm": self.is_warm}
+            return JSONResponse({"epoch": 1, "revision": 1, "interval_s": 1.0} | told)
+
+        routes = [Route("/v1/workers/register", register, methods=["POST"])]
+        async with serving(Starlette(routes=routes)) as url:
+            yield url
+
+    async def until(self, holds) -> dict:
+        """The first report for which it holds."""
+        async with asyncio.timeout(20):
+            while not (found := [report for report in self.heard if holds(report)]):
+                self.news.clear()
+                await self.news.wait()
+        return found[0]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    adapters = tmp_path_factory.mktemp("adapters")
+    make_adapters(adapters)
+    return make_model(tmp_path_factory.mktemp("model")), adapters
+
+
+@pytest.fixture
+def worker(folders: tuple[Path, Path], tmp_path: Path) -> RunningWorker:
+    return RunningWorker(*folders, tmp_path, *SIM)
+
+
+async def test_a_new_worker_takes_loads_before_it_is_ready_and_is_ready_when_it_is_told(worker) -> None:
+    orchestrator = Orchestrator()
+    async with (
+        orchestrator.serving() as url,
+        worker.running("--orchestrator-url", url, until_ready=False) as client,
+    ):
+        waiting = await orchestrator.until(lambda report: report["is_warming"])
+        assert waiting["state"] == "starting"
+        not_yet = await client.get("/ready")
+        assert (not_yet.status_code, code(not_yet)) == (503, "not_ready")
+        assert "share of the hot adapters" in not_yet.json()["error"]["message"]
+        assert (await post(client, "load_lora", lora_id=SQL, epoch=1)).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        orchestrator.is_warm = True
+        ready = await orchestrator.until(lambda report: report["state"] == "ready")
+        assert not ready["is_warming"]
+        assert (await client.get("/ready")).status_code == 200
+        assert await loaded(client) == {SQL}
+    # What had adapters before is not new: it has its share.
+    orchestrator.is_warm = False
+    async with orchestrator.serving() as url, worker.running("--orchestrator-url", url) as client:
+        assert await loaded(client) == {SQL}
+
+
+async def test_a_share_that_takes_too_long_keeps_no_worker_out(worker) -> None:
+    orchestrator = Orchestrator()
+    async with (
+        orchestrator.serving() as url,
+        worker.running("--orchestrator-url", url, "--warm-deadline-s", "0.3"),
+    ):
+        assert (await orchestrator.until(lambda report: report["state"] == "ready"))["lora"]["loaded_loras"] == []
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["of an older version", "away"])
+async def test_without_an_orchestrator_that_knows_of_warming_a_worker_is_ready_at_once(worker, is_there) -> None:
+    orchestrator = Orchestrator(is_warm=None)
+    async with orchestrator.serving() as url:
+        flags = ("--orchestrator-url", url if is_there else "http://127.0.0.1:9", "--warm-deadline-s", "600")
+        async with worker.running(*flags, until_ready=False) as client:
+            await worker.ready(client, within_s=10)
