@@ -125,7 +125,7 @@ def score(
     prefill_s = work_tokens * attention / prefill_rate(replica, middle, costs)
     adapter_s = slot_s = 0.0
     if engine_name:
-        adapter_s = 0.0 if engine_name in own.fresh else _move_s(replica, engine_name, middle, costs)
+        adapter_s = 0.0 if engine_name in own.fresh else move_s(replica, engine_name, middle, costs)
         slot_s = 0.0 if engine_name in own.engine_names or own.slot_at == -inf else max(0.0, own.slot_at - now)
     queue_s = own.queue_s(now) + own.full_s + own.room_s(prompt_tokens) + backlog_s
     harm_s = costs.decode_harm * prefill_s * (own.in_flight + own.others_in_flight)
@@ -148,7 +148,7 @@ def score(
     )
 
 
-def _move_s(replica: Replica, engine_name: str, middle: Report, costs: Costs) -> float:
+def move_s(replica: Replica, engine_name: str, middle: Report, costs: Costs) -> float:
     """Seconds until an adapter that a replica reports is in a device slot, if one is free."""
     location = replica.residents[engine_name].location
     if location == "device":

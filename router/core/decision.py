@@ -8,7 +8,7 @@ from router.core.cost import Costs, Score, kappa, score
 from router.core.errors import NoReplica
 from router.core.fleet import Excluded, Replica, Roster, rejection
 from router.core.index import WorkerId
-from router.core.load import Own, least_crowding
+from router.core.load import Loads
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
@@ -45,7 +45,7 @@ class Scene(NamedTuple):
     """
 
     roster: Roster
-    loads: tuple[Own, ...]
+    loads: Loads
     depths: Mapping[WorkerId, int] = NOTHING
     lower: Mapping[WorkerId, tuple[int, int]] = NOTHING
     ranks: Mapping[WorkerId, int] = NOTHING
@@ -110,7 +110,7 @@ class Scene(NamedTuple):
     @property
     def least_crowding(self) -> float:
         """Of all replicas, able or not: what it is measured from does not change with the adapter."""
-        return least_crowding(self.loads, self.now)
+        return self.loads.least_crowding(self.now)
 
     @property
     def kappa(self) -> float:

@@ -171,7 +171,7 @@ class Mind:
     def _decided(self, prompt: Prompt, matched: Match, backlog: Mapping[WorkerId, float], now: float) -> Decision:
         ask = prompt.ask
         roster = self.roster(ask.base_model)
-        loads = self.load.owns(roster.replicas)
+        loads = self.load.owns(ask.base_model, roster.replicas)
         self._turn += 1
         scene = Scene(
             roster=roster,

@@ -10,7 +10,7 @@ from router.core.cost import Costs
 from router.core.decision import Ask, Decision, Scene, decide
 from router.core.fleet import Excluded, Replica, Report, Resident, Roster
 from router.core.index import WorkerId
-from router.core.load import Own
+from router.core.load import Loads, Own
 from router.core.policies import POLICIES
 
 _NO_DEFAULT = object()
@@ -50,7 +50,7 @@ def replayed(record: Mapping[str, Any]) -> Decision:
     ask = Ask(**asked | {"excluded": _pairs(asked["excluded"])})
     scene = Scene(
         roster=Roster(tuple(_replica(plain) for plain in given.pop("replicas"))),
-        loads=tuple(Own(**_with_sets(plain)) for plain in given.pop("loads")),
+        loads=Loads(Own(**_with_sets(plain)) for plain in given.pop("loads")),
         lower={worker: (host, storage) for worker, (host, storage) in given.pop("lower").items()},
         shut=_pairs(given.pop("shut", ())),
         costs=Costs(**given.pop("costs")),

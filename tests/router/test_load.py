@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.fleet import Report
-from router.core.load import LoadBook, Own
+from router.core.load import LoadBook, Loads, Own
 from tests.router.test_policy import OTHERS, SQL, a_replica
 
 
@@ -188,20 +188,20 @@ def test_the_load_is_one_object_until_something_changes():
 def test_utilisation_fades_and_is_shared_by_the_fleet():
     book = LoadBook()
     book.admit("m", 30.0, now=0.0)
-    assert book.utilisation("m", [Own()], now=0.0) == pytest.approx(1.0)
-    assert book.utilisation("m", [Own()] * 4, now=0.0) == pytest.approx(0.25)
-    assert book.utilisation("m", [Own()], now=300.0) < 0.001
+    assert book.utilisation("m", Loads([Own()]), now=0.0) == pytest.approx(1.0)
+    assert book.utilisation("m", Loads([Own()] * 4), now=0.0) == pytest.approx(0.25)
+    assert book.utilisation("m", Loads([Own()]), now=300.0) < 0.001
 
 
 def test_what_other_routers_admit_counts_by_their_share_of_what_is_in_flight():
     book = LoadBook()
     book.admit("m", 6.0, now=0.0)
     flights = [book.begin("w0", "", 0.1, now=0.0, base_model="m") for _ in range(9)]
-    alone = book.utilisation("m", [Own()], now=0.0)
-    assert book.utilisation("m", [Own(others_in_flight=30)], now=0.0) == pytest.approx(4 * alone)
+    alone = book.utilisation("m", Loads([Own()]), now=0.0)
+    assert book.utilisation("m", Loads([Own(others_in_flight=30)]), now=0.0) == pytest.approx(4 * alone)
     for flight in flights:
         book.end(flight, now=0.0)
-    assert book.utilisation("m", [Own(others_in_flight=3)], now=0.0) == pytest.approx(4 * alone)
+    assert book.utilisation("m", Loads([Own(others_in_flight=3)]), now=0.0) == pytest.approx(4 * alone)
 
 
 def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():

@@ -1,13 +1,15 @@
 """The replica where a request ends soonest and delays the others least: prefix, adapter and queue in one cost."""
 
+from collections.abc import Mapping, Sequence
 from math import exp, inf
 from random import Random
 from typing import ClassVar
 
-from router.core.cost import decode_s, prefill_rate
-from router.core.decision import Ask, Scene
-from router.core.fleet import Replica, Roster
-from router.core.load import PLACED_S, Own
+from router.core.cost import decode_s, move_s, prefill_rate
+from router.core.decision import NOTHING, Ask, Scene
+from router.core.fleet import Roster
+from router.core.index import WorkerId
+from router.core.load import PLACED_S, Felt
 
 
 class KvLora:
@@ -16,110 +18,117 @@ class KvLora:
     name: ClassVar[str] = "kv_lora"
 
     def __init__(self) -> None:
-        # The last roster's seconds per prompt token and per answer: a snapshot lives for many decisions.
-        self._known: tuple[Roster, list[float], list[float]] = (Roster(), [], [])
+        # What does not change while a roster lives, which is for many decisions.
+        self._known: tuple[Roster, list[_Row], dict[str, Mapping[int, float]]] = (Roster(), [], {})
 
     def choose(self, ask: Ask, scene: Scene) -> int:
         able = within_slots(ask, scene, scene.able(ask))
         costs = self.costs_s(ask, scene, able)
         return pick(able, costs, scene)
 
-    def costs_s(self, ask: Ask, scene: Scene, able: tuple[int, ...]) -> list[float]:
+    def costs_s(self, ask: Ask, scene: Scene, able: tuple[int, ...]) -> list[float]:  # noqa: C901, PLR0912  (one loop)
         """The cost of each able replica: cost.score for all of them in one loop, a tenth of its time.
 
         A test holds the two together; read that one to understand, change both.
         """
         costs, now, price = scene.costs, scene.now, scene.kappa
         name, prompt, depth_of = ask.engine_name, ask.prompt_tokens, scene.depths.get
-        replicas, loads, lower, backlog = scene.roster.replicas, scene.loads, scene.lower, scene.backlog
-        token_s, answer_s = self._of_roster(scene)
-        attention_tokens, harm = costs.attention_tokens, costs.decode_harm
+        lower, backlog = scene.lower, scene.backlog
+        rows: Sequence[_Row] = self._of_roster(scene)
+        felt: Sequence[Felt] = scene.loads.felt
+        if len(able) < len(rows):
+            rows, felt = [rows[i] for i in able], [felt[i] for i in able]
+        moves = self._moves(name, scene) if name else NOTHING
+        attention_tokens, harm, crowding = costs.attention_tokens, costs.decode_harm, costs.crowding
         faded, least = now / PLACED_S, scene.least_crowding
         per_context = 1 / (attention_tokens + scene.context_tokens)
         last = max(0, prompt - 1)
-        # Most replicas have nothing of a prompt: for them this is the same.
-        whole_tokens = prompt * (attention_tokens + prompt / 2) * per_context
+        # Tokens of work by tokens cached: few numbers for many replicas, most of which have nothing of a prompt.
+        known: dict[int, float] = {}
         found = []
-        for i in able:
-            replica, own = replicas[i], loads[i]
+        for (i, id_, block_size, token_s, answer_s, max_loras), own in zip(rows, felt, strict=True):
             # In one go: reading them one by one would take most of this loop's time.
             (
                 busy_until,
                 behind_s,
                 others_until,
-                in_prefill,
-                in_decode,
-                others_in_flight,
-                _,
-                _,
-                _,
-                _,
+                in_flight,
+                engine_names,
+                slots_used,
+                fresh,
+                slot_at,
                 full_s,
-                _,
-                _,
                 kv_free_tokens,
-                _,
                 placed,
             ) = own
-            id_ = replica.id
-            depth = depth_of(id_, 0)
-            if depth or (lower and id_ in lower):
-                cached, extra = depth * replica.block_size, 0.0
-                if lower and id_ in lower:
-                    host, storage = lower[id_]
-                    cached += (host + storage) * replica.block_size
-                    extra = replica.block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
-                if cached > last:
-                    cached = last - last % replica.block_size  # trust.hit_tokens
-                uncached = prompt - cached
-                work_s = (uncached + extra) * (attention_tokens + cached + uncached / 2) * per_context * token_s[i]
-            else:
-                work_s = whole_tokens * token_s[i]
+            cached, extra = depth_of(id_, 0) * block_size, 0.0
+            if lower and id_ in lower:
+                host, storage = lower[id_]
+                cached += (host + storage) * block_size
+                extra = block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
+            if cached > last:
+                cached = last - last % block_size  # trust.hit_tokens
+            tokens = known.get(cached)
+            if tokens is None:
+                tokens = known[cached] = (prompt - cached) * (attention_tokens + (prompt + cached) / 2) * per_context
+            work_s = tokens * token_s
+            if extra:
+                work_s += extra * (attention_tokens + (prompt + cached) / 2) * per_context * token_s
             ours_s, others_s = busy_until - now, others_until - now
             wait_s = ours_s if ours_s > behind_s else behind_s  # noqa: FURB136  (a call of max takes longer)
             if others_s > 0.0:
                 wait_s += others_s
-            wait_s += full_s + harm * work_s * (in_prefill + in_decode + others_in_flight)
+            wait_s += full_s + harm * work_s * in_flight
             if prompt > kv_free_tokens:
-                wait_s += own.room_s(prompt)
+                wait_s += scene.loads[i].room_s(prompt)
             if backlog:
                 wait_s += backlog.get(id_, 0.0)
-            if name:
-                move_s, slot_wait_s = _adapter(name, replica, own, scene)
-                work_s += move_s
-                wait_s += slot_wait_s
+            if name and name not in engine_names:
+                if slot_at > now:
+                    wait_s += slot_at - now
+                if slots_used and max_loras:
+                    wait_s += costs.slot_s * min(1.0, slots_used / max_loras) ** costs.slot_power
+            if moves and i in moves and name not in fresh:
+                work_s += moves[i]
             crowded = placed - faded
             if crowded > least:
-                wait_s += costs.crowding * work_s * (crowded - least)
-            found.append(price * work_s + wait_s + answer_s[i])
+                wait_s += crowding * work_s * (crowded - least)
+            found.append(price * work_s + wait_s + answer_s)
         return found
 
-    def _of_roster(self, scene: Scene) -> tuple[list[float], list[float]]:
-        roster, token_s, answer_s = self._known
+    def _of_roster(self, scene: Scene) -> list["_Row"]:
+        roster, rows, _ = self._known
         if roster is not scene.roster:
             roster, middle, costs = scene.roster, scene.roster.middle, scene.costs
-            token_s = [1 / prefill_rate(replica, middle, costs) for replica in roster.replicas]
-            answer_s = [decode_s(replica, middle, costs) for replica in roster.replicas]
-            self._known = roster, token_s, answer_s
-        return token_s, answer_s
+            rows = [
+                (
+                    i,
+                    replica.id,
+                    replica.block_size,
+                    1 / prefill_rate(replica, middle, costs),
+                    decode_s(replica, middle, costs),
+                    replica.max_loras,
+                )
+                for i, replica in enumerate(roster.replicas)
+            ]
+            self._known = roster, rows, {}
+        return rows
+
+    def _moves(self, name: str, scene: Scene) -> Mapping[int, float]:
+        """Seconds to bring an adapter to the device, by position; without those that report it there."""
+        roster, _, moves = self._known
+        found = moves.get(name)
+        if found is None:
+            found = moves[name] = {
+                i: move_s(roster.replicas[i], name, roster.middle, scene.costs)
+                for i in roster.able(name)
+                if roster.replicas[i].residents[name].location != "device"
+            }
+        return found
 
 
-def _adapter(name: str, replica: Replica, own: Own, scene: Scene) -> tuple[float, float]:
-    """Seconds to bring an adapter to the device, and for a slot there with what taking it costs others."""
-    costs = scene.costs
-    move_s = wait_s = 0.0
-    if name not in own.fresh:
-        location = replica.residents[name].location
-        if location == "host":
-            move_s = costs.host_to_device_s
-        elif location != "device":
-            move_s = replica.report.load_s or scene.roster.middle.load_s or costs.load_s
-    if name not in own.engine_names:
-        if own.slot_at > scene.now:
-            wait_s = own.slot_at - scene.now
-        if own.slots_used and replica.max_loras:
-            wait_s += costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
-    return move_s, wait_s
+# (position, id, block size, seconds per prompt token, seconds per answer, max_loras) of a replica. Plain, as `Felt`.
+_Row = tuple[int, WorkerId, int, float, float, int]
 
 
 def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ...]:
@@ -140,4 +149,5 @@ def pick(able: tuple[int, ...], costs_s: list[float], scene: Scene) -> int:
         return Random(scene.seed).choices(able, weights)[0]
     limit = best * (1 + scene.costs.tie_share) + scene.costs.tie_s
     close = [i for i, cost in zip(able, costs_s, strict=True) if cost <= limit]
-    return close[0] if len(close) == 1 else Random(scene.seed).choice(close)
+    # The seed itself is the chance: making a generator of it would take longer than all the rest.
+    return close[scene.seed % len(close)]
