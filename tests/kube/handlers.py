@@ -11,7 +11,7 @@ import msgspec
 import yaml
 from aiohttp import web
 
-from tests.kube import documents, patches, selectors, status, watching
+from tests.kube import documents, patches, protobuf, selectors, status, watching
 from tests.kube.faults import Faults
 from tests.kube.kinds import BY_PATH, BY_PLURAL, Resource
 from tests.kube.registry import Registry
@@ -57,6 +57,8 @@ class Handlers:
     faults: Faults
     requests: list[Asked]
     bookmark_s: float = 60.0
+    # resource, namespace, name, field manager -> what it has applied: what managedFields are for on a real server
+    _applied: dict[tuple[Resource, str, str, str], Any] = field(default_factory=dict)
     # version -> the whole list as it was: what the next pages come from
     _pages: dict[int, list[Object]] = field(default_factory=dict)
 
@@ -126,16 +128,34 @@ class Handlers:
                 )
                 return (201 if is_new else 200), obj
             case "patch":
-                change, creates = await _change(request)
-                obj, is_new = self.registry.patch(
-                    resource, namespace, name, change, part=target.part, creates=creates, dry_run=dry_run
-                )
-                return (201 if is_new else 200), obj
+                if request.content_type == "application/apply-patch+yaml":
+                    return await self._apply(request, target, dry_run=dry_run)
+                change = await _change(request)
+                obj, _ = self.registry.patch(resource, namespace, name, change, part=target.part, dry_run=dry_run)
+                return 200, obj
             case "delete":
                 return self._delete(target, await _options(request), dry_run=dry_run)
             case "deletecollection":
                 return self._delete_all(request, target, await _options(request))
         raise status.method_not_allowed()
+
+    async def _apply(self, request: web.Request, target: Target, *, dry_run: bool) -> tuple[int, Any]:
+        resource, namespace, name = target.resource, target.namespace, target.name
+        patch = await _body(request)
+        by = (resource, namespace, name, request.query.get("fieldManager", ""))
+        before = self._applied.get(by, {}) if self.registry.store.get(resource, namespace, name) else {}
+        obj, is_new = self.registry.patch(
+            resource,
+            namespace,
+            name,
+            lambda obj: patches.applied(obj, before, patch),
+            part=target.part,
+            creates=True,
+            dry_run=dry_run,
+        )
+        if not dry_run:
+            self._applied[by] = patch
+        return (201 if is_new else 200), obj
 
     def _list(self, request: web.Request, target: Target) -> Any:
         resource, store, query = target.resource, self.registry.store, request.query
@@ -215,8 +235,7 @@ class Handlers:
             case "scale", "get":
                 return 200, scale_of(obj)
             case "scale", "patch":
-                change, _ = await _change(request)
-                scale = change(scale_of(obj))
+                scale = (await _change(request))(scale_of(obj))
             case "scale", "update":
                 scale = await _body(request)
             case _:
@@ -314,12 +333,12 @@ async def _body(request: web.Request) -> Any:
     except web.HTTPRequestEntityTooLarge as exc:
         said = f"Request entity too large: limit is {_MOST_BODY_BYTES}"
         raise status.ApiError(413, "RequestEntityTooLarge", said) from exc
-    if "protobuf" in request.content_type:
-        raise status.unsupported_media_type(request.content_type)
     try:
+        if request.content_type == protobuf.TYPE:
+            return protobuf.decoded(text)
         return yaml.safe_load(text) if "yaml" in request.content_type else msgspec.json.decode(text)
-    except (msgspec.DecodeError, yaml.YAMLError) as exc:
-        raise status.bad_request(f"couldn't get version/kind; json parse error: {exc}") from exc
+    except (ValueError, yaml.YAMLError) as exc:
+        raise status.bad_request(f"couldn't get version/kind; parse error: {exc}") from exc
 
 
 async def _options(request: web.Request) -> dict[str, Any]:
@@ -329,19 +348,16 @@ async def _options(request: web.Request) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
-async def _change(request: web.Request) -> tuple[Callable[[Object], Any], bool]:
-    """What the patch makes of an object, and whether it makes one where there is none."""
+async def _change(request: web.Request) -> Callable[[Object], Any]:
+    """What the patch makes of an object."""
     patch = await _body(request)
     match request.content_type:
         case "application/merge-patch+json":
-            return lambda obj: patches.merged(obj, patch), False
+            return lambda obj: patches.merged(obj, patch)
         case "application/strategic-merge-patch+json":
-            return lambda obj: patches.strategic(obj, patch), False
+            return lambda obj: patches.strategic(obj, patch)
         case "application/json-patch+json":
-            return lambda obj: patches.json_patched(obj, patch), False
-        case "application/apply-patch+yaml":
-            # Who owns which field is not kept: what a later apply leaves out stays. Nothing of ours applies that way.
-            return lambda obj: patches.strategic(obj, patch), True
+            return lambda obj: patches.json_patched(obj, patch)
     raise status.unsupported_media_type(request.content_type)
 
 

@@ -1,0 +1,189 @@
+"""Pods played by processes: started, probed, told to readers of their status, and taken down as a kubelet does it."""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from lorafleet.processes import Child, clean_environment, kill_marked, marked
+from tests.kube import podspec
+from tests.kube.podspec import Place
+from tests.kube.store import Object
+
+_RESTART_AFTER_S = 0.5  # a real one backs off from 10 s on; tests wait for it
+
+
+class PlayedPod:
+    """One pod, from its start until it is gone. `told` hears each change of its status.
+
+    pace  what periods and delays of probes are multiplied by, so that a test need not wait for a cluster's habits
+    """
+
+    def __init__(
+        self,
+        pod: Object,
+        place: Place,
+        read: podspec.Reads,
+        told: Callable[["PlayedPod"], None],
+        *,
+        extra: Mapping[str, str],
+        pace: float,
+    ) -> None:
+        self.name = pod["metadata"]["name"]
+        self.address = place.address
+        self.is_ready = False
+        self.phase = "Running"
+        self.restarts = 0
+        self.children: dict[str, Child] = {}
+        self._place, self._read, self._told, self._extra, self._pace = place, read, told, extra, pace
+        self._mark = uuid.uuid4().hex
+        self._logs = place.folder.parent / "logs"
+
+    async def live(self) -> None:
+        """Volumes, init containers, containers, probes; until cancelled."""
+        podspec.made_volumes(self._place, self._read)
+        self._logs.mkdir(exist_ok=True)
+        for container in self._place.spec.get("initContainers") or []:
+            child = self._child(container)
+            await child.start()
+            assert child.process is not None
+            assert await child.process.wait() == 0, f"{child.name}:\n{child.tail()}"
+        if self._place.spec.get("restartPolicy") == "Never":
+            await self._run_once()
+            return
+        async with httpx.AsyncClient(trust_env=False, verify=False) as client, asyncio.TaskGroup() as tasks:
+            for container in self._place.spec["containers"]:
+                tasks.create_task(self._run(container, client))
+
+    async def stop(self, grace_s: float) -> None:
+        """preStop, SIGTERM, and SIGKILL where all of that takes longer than the grace; then nothing is left of it."""
+        deadline = time.monotonic() + grace_s
+        await asyncio.gather(*(self._end(container, deadline) for container in self._place.spec["containers"]))
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Everything that it ever started, at once."""
+        for child in self.children.values():
+            await child.stop(0.0)
+        await asyncio.to_thread(kill_marked, self._mark)
+
+    def processes(self) -> list[int]:
+        return marked(self._mark)
+
+    def log(self) -> str:
+        """The end of what its containers printed."""
+        return "\n".join(f"{child.name}:\n{child.tail(40)}" for child in self.children.values())
+
+    async def _run_once(self) -> None:
+        """A job or a test: its containers' own end is its end."""
+        self.children = {container["name"]: self._child(container) for container in self._place.spec["containers"]}
+        codes = []
+        for child in self.children.values():
+            await child.start()
+            assert child.process is not None
+            codes.append(await child.process.wait())
+        self.phase = "Failed" if any(codes) else "Succeeded"
+        self._told(self)
+
+    async def _run(self, container: Mapping[str, Any], client: httpx.AsyncClient) -> None:
+        """A container is started again whenever it ends, with whatever it left behind gone."""
+        child = self.children[container["name"]] = self._child(container)
+        while True:
+            await child.start()
+            assert child.process is not None
+            probing = asyncio.create_task(self._probe(container, client))
+            ended = asyncio.create_task(child.process.wait())
+            try:
+                await asyncio.wait({probing, ended}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                probing.cancel()
+                ended.cancel()
+                self._is(ready=False)
+            if probing.done() and not probing.cancelled():
+                probing.result()  # an error of ours; a probe that has failed for good merely ends
+            await child.stop(1.0)
+            await asyncio.to_thread(kill_marked, self._mark)
+            self.restarts += 1
+            await asyncio.sleep(_RESTART_AFTER_S)
+
+    async def _probe(self, container: Mapping[str, Any], client: httpx.AsyncClient) -> None:
+        """Returns when the container has to be started anew."""
+        startup = container.get("startupProbe")
+        if startup and not await self._settled(startup, container, client):
+            return
+        readiness, liveness = container.get("readinessProbe") or {}, container.get("livenessProbe") or {}
+        unready = dead = 0
+        while True:
+            unready = 0 if await self._succeeds(readiness, container, client) else unready + 1
+            dead = 0 if await self._succeeds(liveness, container, client) else dead + 1
+            if dead >= liveness.get("failureThreshold", 3):
+                return
+            if not unready:
+                self._is(ready=True)
+            elif unready >= readiness.get("failureThreshold", 3):
+                self._is(ready=False)
+            await asyncio.sleep(readiness.get("periodSeconds", 10) * self._pace)
+
+    async def _settled(self, probe: Mapping[str, Any], container: Mapping[str, Any], client: httpx.AsyncClient) -> bool:
+        """Whether it starts within the probe's budget, which is real time: only the period is shortened."""
+        ends_at = time.monotonic() + probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
+        while time.monotonic() < ends_at:
+            if await self._succeeds(probe, container, client):
+                return True
+            await asyncio.sleep(probe.get("periodSeconds", 10) * self._pace)
+        return False
+
+    async def _succeeds(
+        self, probe: Mapping[str, Any], container: Mapping[str, Any], client: httpx.AsyncClient
+    ) -> bool:
+        if not probe:
+            return True
+        get = probe["httpGet"]
+        url = f"http://{self.address}:{podspec.port_of(container, get['port'])}{get.get('path', '/')}"
+        try:
+            answer = await client.get(url, timeout=probe.get("timeoutSeconds", 1))
+        except httpx.HTTPError:
+            return False
+        return answer.status_code < 400
+
+    async def _end(self, container: Mapping[str, Any], deadline: float) -> None:
+        child = self.children.get(container["name"])
+        if child is None or not child.is_running:
+            return
+        if hook := ((container.get("lifecycle") or {}).get("preStop") or {}).get("exec"):
+            words = podspec.translated_words(hook["command"], container, self._place, child.environment)
+            path = self._logs / f"{self.name}.{container['name']}.prestop.log"
+            before = Child(name="preStop", command=lambda: words, environment=child.environment, log_path=path)
+            await before.start()
+            assert before.process is not None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                    await before.process.wait()
+            await before.stop(0.0)
+        await child.stop(max(2.0, deadline - time.monotonic()))
+
+    def _child(self, container: Mapping[str, Any]) -> Child:
+        own = podspec.environment(container, self._place, self._read)
+        environment = clean_environment(self._mark) | {"HOSTNAME": self.name} | dict(self._extra) | own
+        words = podspec.command(container, self._place, environment)
+        return Child(
+            name=f"{self.name}/{container['name']}",
+            command=lambda: words,
+            environment=environment,
+            log_path=self._logs / f"{self.name}.{container['name']}.log",
+        )
+
+    def _is(self, *, ready: bool) -> None:
+        if ready != self.is_ready:
+            self.is_ready = ready
+            self._told(self)
+
+
+def folder_for(root: Path, pod: Object) -> Path:
+    """Short, since sockets lie in it: the path of a Unix socket has at most 107 bytes."""
+    return root / pod["metadata"]["uid"][:8]
