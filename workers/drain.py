@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
 def _drain(deadline_s: float) -> Any:
     port = os.environ.get("LORAFLEET_WORKERS_PORT", "8090")
     token = os.environ.get("LORAFLEET_WORKERS_TOKEN", "")
-    host = "[::1]" if os.environ.get("LORAFLEET_WORKERS_HOST") == "::" else "127.0.0.1"
+    host = os.environ.get("LORAFLEET_WORKERS_HOST", "")
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104  (not bound, asked)
     request = urllib.request.Request(
         f"http://{host}:{port}/v1/admin/drain",
         data=json.dumps({"deadline_s": deadline_s}).encode(),
