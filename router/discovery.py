@@ -99,7 +99,7 @@ class Discovery:
         self._ask_engine = ask_engine
         self._url = orchestrator_url.rstrip("/")
         self._engines = engines
-        self._slices = slices
+        self.slices = slices
         self._found: Mapping[str, FoundWorker] = MappingProxyType({})
         self._called: dict[tuple[str, str], str] = {}
         self._began_at = clock()
@@ -131,8 +131,8 @@ class Discovery:
                 if self._url:
                     tasks.create_task(self._forever(self._look, "catalog", self._catalog_poll_s, self._catalog_poke))
                     tasks.create_task(self._forever(self._listen_orchestrator, "catalog_events", self._catalog_poll_s))
-                if self._slices is not None:
-                    follow_slices = partial(self._slices.run, self._take_slices)
+                if self.slices is not None:
+                    follow_slices = partial(self.slices.run, self._take_slices)
                     tasks.create_task(self._forever(follow_slices, "slices", self._catalog_poll_s))
                 tasks.create_task(asyncio.Event().wait())  # with neither, too, until cancelled
         finally:
@@ -153,13 +153,13 @@ class Discovery:
         if not self.has_catalog:
             return "the orchestrator's catalog"
         is_early = self._clock() - self._began_at < _SLICES_WITHIN_S
-        if self._slices is not None and not self._slices.is_synced and is_early:
+        if self.slices is not None and not self.slices.is_synced and is_early:
             return "the first list of EndpointSlices"
         return None if self._has_asked_all() else "the first answer of each worker"
 
     def slices_age_s(self) -> float | None:
         """Seconds since the API server last confirmed the slices; None before the first time, or without any."""
-        return None if self._slices is None else self._slices.age_s()
+        return None if self.slices is None else self.slices.age_s()
 
     def _has_asked_all(self) -> bool:
         return all(f.metadata is not None or f.heard_at for f in self._follows.values())
@@ -213,8 +213,8 @@ class Discovery:
             self.drains_begun.set()
 
     def _take_slices(self) -> None:
-        assert self._slices is not None
-        now = self._slices.workers
+        assert self.slices is not None
+        now = self.slices.workers
         # What they no longer name may be ending, or only have lost a label: what they said last is still the best word.
         gone = {id_: worker for id_, worker in self._found.items() if id_ not in now and id_ in self._follows}
         self._found = MappingProxyType({**gone, **now})
@@ -231,7 +231,7 @@ class Discovery:
         """
         workers = named_workers(self._catalog.workers, self._found, self._engines, self._called)
         named = workers.keys()
-        now = self._found if self._slices is None else self._slices.workers
+        now = self._found if self.slices is None else self.slices.workers
         if len(now) < len(self._found):
             named = named_workers(self._catalog.workers, now, self._engines, self._called).keys()
         for id_, follow in self._follows.items():

@@ -13,9 +13,9 @@ _GRACE_S = 0.2
 
 
 @contextlib.asynccontextmanager
-async def serving(app, *, http=None, port: int = 0) -> AsyncIterator[str]:
+async def serving(app, *, http=None, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """The app's URL while it serves; it stops without waiting for open streams."""
-    sock = bind("127.0.0.1", port)
+    sock = bind(host, port)
     config = uvicorn.Config(app, http=http or "httptools", ws="none", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     # Not `serve()`: that looks for its end ten times a second, and a test starts and stops several servers.
@@ -25,7 +25,7 @@ async def serving(app, *, http=None, port: int = 0) -> AsyncIterator[str]:
     if server.should_exit:
         raise RuntimeError("the app did not start; see its log")
     try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        yield f"http://{host}:{sock.getsockname()[1]}"
     finally:
         await _stop(server, sock)
 

@@ -45,7 +45,7 @@ class Slices:
         self._namespaces = tuple(namespaces)
         self._on_change: Callable[[], object] = lambda: None
         self._on_failure = on_failure
-        self._times = times
+        self.times = times
         self._clock = clock
         self._rng = rng
         self._book = SliceBook()
@@ -109,7 +109,7 @@ class Slices:
             on_event=changed,
             on_failure=self._on_failure,
             on_answer=lambda: self._confirmed.update({namespace: self._clock()}),
-            times=self._times,
+            times=self.times,
             clock=self._clock,
             rng=self._rng,
         )
