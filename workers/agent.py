@@ -74,9 +74,16 @@ class Agent:
             settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
         )
         self.counts = Usage(settings.state / "usage.json", records, worker_id=settings.instance_id, now=timestamp)
-        intake = Intake(cache=cache, library=library, residency=self.residency, metrics=metrics)
+        self._intake = Intake(
+            cache=cache, library=library, residency=self.residency, metrics=metrics, listed=self.link.held
+        )
         self._loader = Loader(
-            settings=settings, link=self.link, intake=intake, residency=self.residency, metrics=metrics, clock=clock
+            settings=settings,
+            link=self.link,
+            intake=self._intake,
+            residency=self.residency,
+            metrics=metrics,
+            clock=clock,
         )
         self._clock = clock
         self._is_draining = False
@@ -107,6 +114,7 @@ class Agent:
     async def engine_up(self, engine: Engine, *, engine_boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use: load what should be there, then say ready. Raises EngineError."""
         await self.link.up(engine, boot_id=engine_boot_id, transport=transport)
+        self.cache.disk.engine_url = transport.engine_url
         self.residency.changed()
         await self._loader.adopt()
         await self._loader.restore()
@@ -172,7 +180,9 @@ class Agent:
     def stop(self) -> None:
         """This process ends: that is told, for good, and every stream ends, so that the server can."""
         self._is_stopping = True
+        self.cache.is_stopping = True
         self._begin_drain()
+        self._loader.stop()
         self.events.close()
         self.link.end_streams()
 
@@ -273,7 +283,7 @@ class Agent:
         """Renew the leases on what is wanted here, keep the cache within its limit, and forget what is gone."""
         known = frozenset(record.digest for record in self.records.all())
         self.counts.save()
-        lost, gone = await self.cache.sweep(self.residency.wanted(), known)
+        lost, gone = await self.cache.sweep(self.residency.wanted(), known, self._intake.in_use)
         self.residency.deleted(gone)
         await self._loader.bring_back(lost)
 

@@ -48,6 +48,7 @@ from workers.verify import read_base_model
 log = structlog.get_logger()
 
 _OUTLIVES_S = 7 * 86400.0
+_ASK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,17 @@ def disk_of(settings: WorkerSettings) -> Disk:
         lease_s=settings.cache_lease_s,
         # An engine of somebody else's goes on, and reads its adapters, long after we have fallen silent.
         outlives_s=_OUTLIVES_S if settings.engine_url else 0.0,
+        listed=_listed,
     )
+
+
+def _listed(engine_url: str) -> frozenset[str]:
+    """Digests that somebody else's engine serves; blocks. None where it does not answer: then it runs no more."""
+    try:
+        models = httpx.get(f"{engine_url}/v1/models", timeout=_ASK_S, trust_env=False).json()["data"]
+        return frozenset(Path(str(item.get("root"))).name for item in models if item.get("parent"))
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
+        return frozenset()
 
 
 def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Random) -> dict[str, Source]:

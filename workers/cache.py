@@ -11,17 +11,25 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeAlias
+
+import structlog
 
 from workers.core import manifest as manifests
-from workers.core.errors import SourceError
+from workers.core.errors import EngineError, SourceError
 from workers.core.manifest import Manifest, Rules, is_adapter_file
 from workers.core.references import shown
 from workers.disk import Disk
 from workers.sources.base import Resuming, Sources, Transfer, settled, source_for
 from workers.verify import read_entry, read_manifest
+
+log = structlog.get_logger()
+
+InUse: TypeAlias = Callable[[], Awaitable[frozenset[str]]]
+"""Digests whose files an engine may read; raises EngineError when nobody can say."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -112,14 +120,14 @@ class Cache:
             self._verified.add(digest)
         return digest in self._verified
 
-    async def make_room(self, manifest: Manifest, wanted: frozenset[str]) -> list[str]:
+    async def make_room(self, manifest: Manifest, in_use: InUse) -> list[str]:
         """Digests that were deleted, least recently used first, to install this one within the limit.
 
-        raises  SourceError `disk_full` when what is in use leaves no room
+        raises  SourceError `disk_full` when what is in use leaves no room, EngineError when nobody knows what that is
         """
-        if not self.disk.max_bytes or self.path(manifest.digest).exists():
+        if self.path(manifest.digest).exists() or await asyncio.to_thread(self.disk.has_room, manifest.size_bytes):
             return []
-        gone, missing = await asyncio.to_thread(self.disk.make_room, manifest.size_bytes, wanted)
+        gone, missing = await asyncio.to_thread(self.disk.make_room, manifest.size_bytes, await in_use())
         if missing:
             used, _ = await asyncio.to_thread(self.disk.usage)
             raise SourceError(
@@ -130,17 +138,20 @@ class Cache:
             )
         return gone
 
-    async def sweep(self, wanted: frozenset[str], known: frozenset[str]) -> tuple[list[str], list[str]]:
+    async def sweep(self, wanted: frozenset[str], known: frozenset[str], in_use: InUse) -> tuple[list[str], list[str]]:
         """Renew our leases and keep the limit: what is wanted and not here, and what else is known and not here now."""
+        lost = await asyncio.to_thread(self._renew, wanted)
+        if not await asyncio.to_thread(self.disk.has_room, 0):
+            try:
+                await asyncio.to_thread(self.disk.make_room, 0, await in_use())
+            except EngineError as exc:
+                log.warning("nothing deleted from the cache: the engine cannot be asked what it uses", error=str(exc))
+        self.used_bytes, self.adapters = await asyncio.to_thread(self.disk.usage)
+        return lost, [digest for digest in known - wanted if not self.path(digest).exists()]
 
-        def both() -> tuple[list[str], list[str]]:
-            lost = self.disk.renew(wanted)
-            self.disk.clean()
-            self.disk.make_room(0, wanted)
-            self.used_bytes, self.adapters = self.disk.usage()
-            return lost, [digest for digest in known - wanted if not self.path(digest).exists()]
-
-        return await asyncio.to_thread(both)
+    def _renew(self, wanted: frozenset[str]) -> list[str]:
+        self.disk.clean()
+        return self.disk.renew(wanted)
 
     def _disk_error(self, ref: str, exc: OSError) -> SourceError:
         if exc.errno not in _FULL:

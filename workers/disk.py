@@ -1,7 +1,7 @@
 """The cache folder, shared by any number of agents: who uses which adapter, what may go, what a crash left behind.
 
     <digest>/                an installed adapter, never changed
-    <digest>/.users/<agent>  that agent's lease: renewed while its engine holds the adapter or should
+    <digest>/.users/<agent>  that agent's lease: renewed while its engine holds the adapter or should; says which engine
     .partial-<agent>-…/      a download under way
     .partial-<agent>-again-… one that can go on where it stopped, also after a restart
     .gone-<agent>-…/         renamed away, being deleted
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import structlog
 
+from workers import leases
 from workers.core.manifest import is_adapter_file
 from workers.core.shelf import Folder, to_free
 
@@ -29,7 +30,6 @@ log = structlog.get_logger()
 
 PARTIAL = ".partial-"
 _GONE = ".gone-"
-_USERS = ".users"
 _AGAIN = re.compile(r"\.partial-.+-again-[0-9a-f]{24}")
 _ABANDONED_S = 3600.0
 """A download in which no file has grown for this long, another agent's or an unfinished one of ours; a guess."""
@@ -40,13 +40,22 @@ class Disk:
     """Blocking calls, for threads. `user` names this agent: no other one that shares the folder may have its name."""
 
     def __init__(
-        self, folder: Path, *, user: str, max_bytes: int = 0, grace_s: float, lease_s: float, outlives_s: float = 0.0
+        self,
+        folder: Path,
+        *,
+        user: str,
+        max_bytes: int = 0,
+        grace_s: float,
+        lease_s: float,
+        outlives_s: float = 0.0,
+        listed: leases.Listed = lambda _: (),
     ) -> None:
         """
         max_bytes   of installed adapters; 0 for as many as fit
         grace_s     after its last use an adapter stays so long
         lease_s     how long others count who have fallen silent
         outlives_s  how much longer our engine may go on without us; our leases reach so far into the future
+        listed      digests that the engine at a URL serves; nothing where none answers
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve()
@@ -56,6 +65,9 @@ class Disk:
         self._lease_s = lease_s
         self._outlives_s = outlives_s
         self._in_use: set[Path] = set()
+        self._listed = listed
+        self.engine_url = ""
+        """Our engine, for those who wonder whether it still runs when we have fallen silent."""
 
     # --- what is here --------------------------------------------------------------------------------------------
 
@@ -86,7 +98,7 @@ class Disk:
         """Whether the adapter is here; from now on nobody deletes it until the lease is over."""
         with self._locked():
             try:
-                self._renew(digest)
+                leases.renew(self.path(digest), self._user, engine_url=self.engine_url, outlives_s=self._outlives_s)
             except FileNotFoundError:
                 return False
             except OSError as exc:  # a disk that is full, or another user's folder: it can be read all the same
@@ -99,7 +111,7 @@ class Disk:
         names = frozenset(wanted)
         lost = [digest for digest in sorted(names) if not self.claim(digest)]
         now = self._now()
-        for lease in self.folder.glob(f"*/{_USERS}/{self._user}"):
+        for lease in self.folder.glob(f"*/{leases.USERS}/{self._user}"):
             with contextlib.suppress(OSError):
                 if (
                     lease.parent.parent.name not in names
@@ -116,13 +128,17 @@ class Disk:
         with self._locked():
             old = self.path(digest)
             if old.exists():
-                if (old / _USERS).is_dir():
-                    (old / _USERS).rename(by / _USERS)
+                if (old / leases.USERS).is_dir():
+                    (old / leases.USERS).rename(by / leases.USERS)
                 old.rename(Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._user}-", dir=self.folder)) / digest)
             by.rename(old)
         self.claim(digest)
 
     # --- room ----------------------------------------------------------------------------------------------------
+
+    def has_room(self, need_bytes: int) -> bool:
+        """Whether so many bytes more stay within `max_bytes`."""
+        return not self.max_bytes or self.usage()[0] + need_bytes <= self.max_bytes
 
     def make_room(self, need_bytes: int, wanted: frozenset[str]) -> tuple[list[str], int]:
         """Delete until `need_bytes` more stay within `max_bytes`: the digests that went, the bytes still missing."""
@@ -153,7 +169,10 @@ class Disk:
         return gone, missing
 
     def _delete(self, digest: str, wanted: frozenset[str]) -> bool:
-        """Rename away, then delete; False when somebody has taken it into use meanwhile."""
+        """Rename away, then delete; False when somebody has taken it into use meanwhile, or never stopped using it."""
+        if engine_url := leases.serving(self.path(digest), self._user, self._listed):
+            log.info("an engine without its agent keeps an adapter in the cache", digest=digest, engine_url=engine_url)
+            return False
         aside = Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._user}-", dir=self.folder))
         try:
             with self._locked():
@@ -211,31 +230,15 @@ class Disk:
         path = self.path(digest)
         size = sum(each.stat().st_size for each in path.iterdir() if is_adapter_file(each.name))
         is_held = digest in wanted or self._has_user(path, now)
-        return Folder(digest, size, _used_at(path), is_held)
+        return Folder(digest, size, leases.used_at(path), is_held)
 
     def _has_user(self, path: Path, now: float) -> bool:
-        """Whether another agent's lease is running. Ours says nothing: what we want is known better."""
-        users = path / _USERS
-        with contextlib.suppress(FileNotFoundError):
-            others = [lease for lease in users.iterdir() if lease.name != self._user]
-            return any(now - lease.stat().st_mtime <= self._lease_s for lease in others)
-        return False
+        return leases.has_other(path, self._user, now=now, lease_s=self._lease_s)
 
     def _is_idle(self, digest: str, wanted: frozenset[str]) -> bool:
         now = self._now()
         folder = self._look(digest, wanted, now)
         return not folder.is_held and now - folder.used_at >= self._grace_s
-
-    def _renew(self, digest: str) -> None:
-        """Raises FileNotFoundError when the adapter is not here."""
-        users = self.path(digest) / _USERS
-        with contextlib.suppress(FileExistsError):
-            users.mkdir()
-        lease = users / self._user
-        lease.touch()
-        if self._outlives_s:
-            until = lease.stat().st_mtime + self._outlives_s
-            os.utime(lease, (until, until))
 
     def _now(self) -> float:
         clock = self.folder / f".clock-{self._user}"
@@ -267,15 +270,6 @@ class Disk:
 def is_leftover(path: Path) -> bool:
     """Whether a download may go on in that folder."""
     return _AGAIN.fullmatch(path.name) is not None
-
-
-def _used_at(path: Path) -> float:
-    """When a lease was last taken, renewed or given up; the folder's own time before the first."""
-    users = path / _USERS
-    try:
-        return max(each.stat().st_mtime for each in (users, *users.iterdir()))
-    except FileNotFoundError:
-        return path.stat().st_mtime
 
 
 def _newest(path: Path) -> float:

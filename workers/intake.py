@@ -1,7 +1,7 @@
 """resolve -> fetch -> verify -> install: from a name to files on this disk, with every byte right."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,12 +20,26 @@ from workers.wire import InspectRequest, LoadRequest, engine_name
 class Intake:
     """Brings adapters in. Callers hold the adapter's own lock."""
 
-    def __init__(self, *, cache: Cache, library: Library, residency: Residency, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        *,
+        cache: Cache,
+        library: Library,
+        residency: Residency,
+        metrics: Metrics,
+        listed: Callable[[], Awaitable[frozenset[str]]],
+    ) -> None:
+        """`listed`: digests that the engine lists; raises EngineError when it cannot be asked."""
         self._cache = cache
         self._library = library
         self._residency = residency
         self._records = residency.records
         self._metrics = metrics
+        self._listed = listed
+
+    async def in_use(self) -> frozenset[str]:
+        """Digests whose files must stay: wanted here, or listed by the engine. Raises EngineError."""
+        return self._residency.wanted() | await self._listed()
 
     async def installed(self, request: LoadRequest) -> Record:
         """The record of files that are on this disk with every byte right. Raises WorkerError."""
@@ -62,7 +76,7 @@ class Intake:
         except SourceError as exc:
             if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
                 raise
-            gone = await asyncio.to_thread(self._cache.disk.free_half, self._residency.wanted())
+            gone = await asyncio.to_thread(self._cache.disk.free_half, await self.in_use())
             if not gone:
                 raise
             self._residency.deleted(gone)
@@ -82,7 +96,7 @@ class Intake:
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
                     _check_digest(lora_id, manifest.digest, digest)
                 with self._timed("install"):
-                    self._residency.deleted(await self._cache.make_room(manifest, self._residency.wanted()))
+                    self._residency.deleted(await self._cache.make_room(manifest, self.in_use))
                     path = await self._cache.install(folder, manifest.digest)
         return self._residency.remember(_record(lora_id, source, transfer.pinned, manifest, path))
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 from zmq import ZMQError
@@ -82,6 +83,13 @@ class Link:
     async def is_healthy(self) -> bool:
         engine = self.engine
         return engine is not None and await engine.is_healthy(timeout_s=self._settings.health_timeout_s)
+
+    async def held(self) -> frozenset[str]:
+        """Digests whose files the engine may read at any moment, by its own list. Raises EngineError."""
+        engine = self.engine
+        if engine is None:
+            return frozenset()
+        return frozenset(Path(path).name for path in (await engine.adapters()).values() if path)
 
     # --- its blocks ----------------------------------------------------------------------------------------------
 

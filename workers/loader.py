@@ -17,6 +17,7 @@ from workers.link import Link
 from workers.metrics import Metrics
 from workers.records import Record
 from workers.residency import Residency
+from workers.underway import Underway
 from workers.wire import AvailableLora, InspectRequest, LoadedLora, LoadRequest, UnloadRequest
 
 log = structlog.get_logger()
@@ -41,12 +42,21 @@ class Loader:
         self._residency = residency
         self._metrics = metrics
         self._clock = clock
+        self._underway = Underway()
         # Weak: there are as many as are held or waited for, not as many as names were ever asked for.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def ensure(self, request: LoadRequest) -> LoadedLora:
         """The adapter, ready in the engine; at once when it was there already. Raises WorkerError."""
         check_id(request.lora_id)
+        try:
+            return await self._underway.run(request.lora_id, request.digest, self._ensured(request))
+        except RequestError as exc:
+            if exc.code == "cancelled":
+                self._residency.failed(request.lora_id, request.digest or "", exc)
+            raise
+
+    async def _ensured(self, request: LoadRequest) -> LoadedLora:
         async with self._lock(request.lora_id):
             with self._residency.reported(request):
                 record = await self._intake.installed(request)
@@ -56,14 +66,21 @@ class Loader:
     async def inspect(self, request: InspectRequest) -> AvailableLora:
         """Fetch, verify, install; load nothing. Raises WorkerError."""
         check_id(request.lora_id)
-        async with self._lock(request.lora_id):
-            record = await self._intake.inspected(request)
+        record = await self._underway.run(request.lora_id, None, self._inspected(request))
         self._residency.changed()
         return self._residency.available_of(record)
 
+    async def _inspected(self, request: InspectRequest) -> Record:
+        async with self._lock(request.lora_id):
+            return await self._intake.inspected(request)
+
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
-        """Engine names that were unloaded; requests in flight on them go on. Raises WorkerError `not_loaded`."""
+        """Engine names that were unloaded; requests in flight on them go on. Loads under way are called off.
+
+        raises  WorkerError, `not_loaded` when there was neither
+        """
         check_id(request.lora_id)
+        was_under_way = await self._underway.cancel(request.lora_id, request.digest)
         async with self._lock(request.lora_id), self._link.lock:
             engine = self._link.require()
             records = [
@@ -71,7 +88,7 @@ class Loader:
                 for record in self._residency.records.of(request.lora_id)
                 if self._residency.slots.has(record.engine_name) and request.digest in {None, record.digest}
             ]
-            if not records:
+            if not records and not was_under_way:
                 version = f" with digest {request.digest}" if request.digest else ""
                 raise RequestError("not_loaded", f"adapter {request.lora_id!r}{version} is not loaded here")
             for record in records:
@@ -79,16 +96,21 @@ class Loader:
                 self._residency.forget_load(record)
             return tuple(record.engine_name for record in records)
 
+    def stop(self) -> None:
+        """This process ends: what the engine has not been asked for yet is called off."""
+        self._underway.stop()
+
     def _lock(self, lora_id: str) -> asyncio.Lock:
         return self._locks.setdefault(lora_id, asyncio.Lock())
 
     # --- after a start -------------------------------------------------------------------------------------------
 
     async def adopt(self) -> None:
-        """Take note of what the engine holds already. Raises EngineError."""
+        """Take note of what the engine holds already, also in the record. Raises EngineError."""
         async with self._link.lock:
-            self._residency.begin()
-            for name in await self._link.require().adapters():
+            engine = self._link.require()
+            self._residency.begin(keeps_ghosts=engine.traits.keeps_ghosts)
+            for name in await engine.adapters():
                 self._residency.found(name)
 
     async def restore(self) -> None:
@@ -101,8 +123,9 @@ class Loader:
                 self._residency.forget_load(record)
                 continue
             try:
-                path = await self._intake.again(record)
-                await self._load(replace(record, path=str(path)), evict=None)
+                async with self._lock(record.lora_id):  # files that are gone are fetched by one alone
+                    path = await self._intake.again(record)
+                    await self._load(replace(record, path=str(path)), evict=None)
             except SourceError as exc:
                 self._residency.forget_load(record)
                 self._residency.failed(record.lora_id, record.digest, exc)
@@ -118,7 +141,8 @@ class Loader:
             if record.digest in digests and record.is_loaded:
                 log.error("an adapter in use has lost its files", lora_id=record.lora_id, digest=record.digest)
                 try:
-                    await self._intake.again(record)
+                    async with self._lock(record.lora_id):
+                        await self._intake.again(record)
                 except SourceError as exc:
                     self._residency.failed(record.lora_id, record.digest, exc)
 
@@ -165,6 +189,7 @@ class Loader:
     async def _load(self, record: Record, *, evict: str | None) -> Record:
         """The load stage: one at a time, because each one stalls the engine for everybody."""
         async with self._link.lock:
+            self._underway.commit(record.lora_id)
             engine = self._link.require()
             if self._residency.slots.has(record.engine_name):
                 return record if record.is_loaded else self._residency.records.put(replace(record, is_loaded=True))

@@ -75,13 +75,16 @@ class Residency:
 
     # --- what happened -------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """An engine that holds nothing."""
-        self.slots = Slots(self._settings.max_loras, self._settings.max_cpu_loras)
+    def begin(self, *, keeps_ghosts: bool = True) -> None:
+        """An engine that holds nothing. `keeps_ghosts`: as its traits have it."""
+        self.slots = Slots(self._settings.max_loras, self._settings.max_cpu_loras, keeps_ghosts=keeps_ghosts)
 
     def found(self, name: str) -> None:
-        """The engine lists this name already."""
+        """The engine lists this name already: one that an agent loaded and died before it could note it, perhaps."""
         self.slots = self.slots.loaded(name)
+        record = self.records.get(name)
+        if record is not None and not record.is_loaded:
+            self.records.put(replace(record, is_loaded=True))
 
     def remember(self, record: Record) -> Record:
         """Files that are installed and verified; what an older record of them knows is kept."""
@@ -198,8 +201,8 @@ class Residency:
         log.warning("load failed", lora_id=lora_id, code=exc.code, error=str(exc))
         self._metrics.load_failures.labels(exc.code).inc()
         self.events.add("LOAD_FAILED", lora_id=lora_id, digest=digest or None, error=f"{exc.code}: {exc}")
-        # A full worker says nothing about the adapter.
-        if exc.code != "no_free_slot" and not self.slots.has(name):
+        # A full worker says nothing about the adapter, and neither does a caller who wants it no more.
+        if exc.code not in {"no_free_slot", "cancelled"} and not self.slots.has(name):
             self._failures[lora_id] = LoadedLora(
                 lora_id=lora_id, digest=digest, engine_name=name, state="failed", location="disk", error=str(exc)
             )

@@ -15,13 +15,14 @@ from lorafleet.tiny import make_adapter
 from tests.workers.running import SIM, RunningWorker, code, loaded, post, until
 from workers.cache import Cache
 from workers.config import WorkerSettings
-from workers.core.errors import SourceError
+from workers.core.errors import EngineError, SourceError
 from workers.core.manifest import Rules
 from workers.core.shelf import Folder, to_free
 from workers.disk import Disk
 from workers.events import Events
 from workers.intake import Intake
 from workers.library import Library
+from workers.link import Link
 from workers.metrics import Metrics
 from workers.records import Records
 from workers.residency import Residency, timestamp
@@ -122,6 +123,54 @@ def test_a_lease_beside_an_engine_of_somebody_elses_outlives_its_agent(tmp_path)
     assert mine.folders(NOBODY)[0].is_held is False
 
 
+def test_a_silent_agents_engine_is_asked_before_a_folder_goes_and_keeps_what_it_serves(tmp_path):
+    served, asked = {"kept"}, []
+
+    def listed(engine_url: str) -> set[str]:
+        asked.append(engine_url)
+        return served
+
+    mine, other = disk(tmp_path, "a", max_bytes=1, listed=listed), disk(tmp_path, "b")
+    other.engine_url = "http://10.0.0.7:8100"
+    for digest in ("kept", "gone"):
+        put(mine, digest)
+        other.claim(digest)
+        for path in (mine.path(digest) / ".users" / "b", mine.path(digest) / ".users"):
+            age(path, 5000)
+    assert mine.make_room(0, NOBODY)[0] == ["gone"]
+    assert asked == ["http://10.0.0.7:8100"] * 2
+    assert mine.folders(NOBODY)[0].is_held  # the lease was renewed for an engine that has nobody to do it
+
+
+@pytest.mark.parametrize("lease", ["", "{", "[]", '{"engine": "http://127.0.0.1:1", "host": "elsewhere"}'])
+def test_an_engine_that_cannot_be_called_from_here_keeps_nothing(tmp_path, lease):
+    mine = disk(tmp_path, max_bytes=1, listed=lambda _: {"old"})
+    put(mine, "old")
+    (mine.path("old") / ".users").mkdir()
+    (mine.path("old") / ".users" / "b").write_text(lease)
+    for path in (mine.path("old") / ".users" / "b", mine.path("old") / ".users"):
+        age(path, 5000)
+    assert mine.make_room(0, NOBODY)[0] == ["old"]
+
+
+async def test_nothing_is_deleted_while_the_engine_lists_it_or_cannot_be_asked(tmp_path):
+    mine = disk(tmp_path, max_bytes=100)
+    cache = Cache(mine, sources={}, rules=Rules(64, frozenset(), "off"), fetch_deadline_s=10)
+    for digest in ("listed", "idle"):
+        put(mine, digest)
+
+    async def silent() -> frozenset[str]:
+        raise EngineError("engine_timeout", "no answer")
+
+    async def lists() -> frozenset[str]:
+        return frozenset({"listed"})
+
+    await cache.sweep(NOBODY, NOBODY, silent)
+    assert here(mine) == {"listed", "idle"}
+    await cache.sweep(NOBODY, NOBODY, lists)
+    assert here(mine) == {"listed"}
+
+
 def test_a_claim_that_comes_while_a_folder_is_being_deleted_keeps_it_or_finds_it_gone(tmp_path):
     mine, other = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b")
     for turn in range(30):
@@ -220,7 +269,8 @@ async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tr
     residency = Residency(
         settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
     )
-    intake = Intake(cache=cache, library=library, residency=residency, metrics=metrics)
+    link = Link(settings, metrics)
+    intake = Intake(cache=cache, library=library, residency=residency, metrics=metrics, listed=link.held)
     ask = InspectRequest(lora_id="a/v1", source=str(make_adapter(tmp_path / "from", "a/v1")))
     if idle_s:
         assert (await intake.inspected(ask)).lora_id == "a/v1"
@@ -303,7 +353,7 @@ SMALL_DISK = """
 import asyncio, sys
 from pathlib import Path
 from workers.cache import Cache
-from workers.core.errors import SourceError
+from workers.core.errors import EngineError, SourceError
 from workers.core.manifest import Rules
 from workers.disk import Disk
 from workers.sources.local import LocalSource

@@ -103,3 +103,9 @@ def test_a_failing_engine_is_tried_again_later_and_later_but_always(ups, seed):
         assert restarts.failures == in_a_row
         assert restarts.is_loop == (in_a_row >= restarts.loop_after)
         assert 0.25 <= restarts.delay_s(rng) <= restarts.loop_retry_s
+
+
+def test_an_engine_that_keeps_no_ghosts_has_the_slot_back_at_once():
+    slots = Slots(2, 4, keeps_ghosts=False).loaded("a").loaded("b").unloaded("a")
+    assert (slots.ghosts, [held.name for held in slots.held]) == (0, ["b"])
+    assert Slots(2, 4).loaded("a").unloaded("a").ghosts == 1

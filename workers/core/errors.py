@@ -34,6 +34,7 @@ class RequestError(WorkerError):
         "invalid_lora_id": 400,
         "invalid_epoch": 400,
         "adapter_unknown": 404,
+        "cancelled": 409,
         "not_loaded": 404,
         "stale_epoch": 409,
         "epoch_required": 409,

@@ -23,12 +23,16 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """registered: engine names that answer; held: the host LRU, least recently used first."""
+    """registered: engine names that answer; held: the host LRU, least recently used first.
+
+    keeps_ghosts  whether unloaded weights stay (vLLM), or go at once (SGLang)
+    """
 
     max_loras: int
     max_cpu_loras: int
     registered: frozenset[str] = frozenset()
     held: tuple[Held, ...] = ()
+    keeps_ghosts: bool = True
 
     @property
     def free(self) -> int:
@@ -54,8 +58,11 @@ class Slots:
         return replace(self, registered=self.registered | {name}, held=self._newest(name))
 
     def unloaded(self, name: str) -> "Slots":
-        """After the engine accepted an unload: the name is gone, the weights are a ghost where they were."""
-        held = tuple(Held(name, is_ghost=True) if entry == Held(name) else entry for entry in self.held)
+        """After the engine accepted an unload: the name is gone, the weights are a ghost where they were, or go too."""
+        if self.keeps_ghosts:
+            held = tuple(Held(name, is_ghost=True) if entry == Held(name) else entry for entry in self.held)
+        else:
+            held = tuple(entry for entry in self.held if entry != Held(name))
         return replace(self, registered=self.registered - {name}, held=held)
 
     def used(self, name: str) -> "Slots":

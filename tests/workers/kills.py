@@ -1,0 +1,331 @@
+"""kill -9 of agent and engine at random moments: what record, disk and engine say afterwards, and what was served.
+
+    python -m tests.workers.kills --engine sim --operations 1000 --seed 1
+    python -m tests.workers.kills --engine vllm --operations 100 --seed 1 [--attached]
+
+Rounds of operations at once (loads, evicting loads, unloads, inspections; half of the adapters come slowly over
+https), one kill in each, at a moment drawn from the seed. All the while an observer asks the engine for every adapter
+that it lists: an answer that a clean engine does not give, or a listed folder whose bytes are not its digest's, is half
+an adapter served. After each round record, disk, agent and engine have to agree again.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import httpx
+
+from lorafleet.tiny import make_adapter, make_model
+from tests.engines import Kind, RunningEngine, start_engine
+from tests.workers.running import SIM, RunningWorker, code, post
+from tests.workers.source_servers import Cable, Site, certificate, files_of
+from workers.cache import is_intact
+from workers.disk import is_leftover
+
+LOCAL = ("alpha/v1", "beta/v1", "gamma/v1")
+REMOTE = ("delta/v1", "epsilon/v1", "zeta/v1")
+SLOTS = 3
+ENGINE_FLAGS = ("--max-cpu-loras", str(SLOTS))
+ASK = {"prompt": "select the answer from", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+CODES = {
+    "cancelled", "disk_full", "done", "engine_down", "engine_timeout", "engine_unreachable", "no_free_slot",
+    "not_loaded", "not_ready", "source_failed",
+}  # fmt: skip
+
+
+class SlowCable(Cable):
+    """Carries 64 KiB, then waits: an adapter takes as long as a kill needs to meet it."""
+
+    pause_s = 0.02
+
+    async def _down(self, reader, writer) -> None:
+        while data := await reader.read(65536):
+            self.carried += len(data)
+            writer.write(data)
+            await writer.drain()
+            await asyncio.sleep(self.pause_s)
+
+
+@dataclass
+class Findings:
+    """What a trial saw. `violations` has to stay empty; `agreed_s`: from the kill's end to agreement, one a round."""
+
+    operations: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    answers: int = 0
+    violations: list[str] = field(default_factory=list)
+    agreed_s: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        agreed_s = self.agreed_s or [0.0]
+        return (
+            f"{self.operations} operations {dict(self.outcomes)}, kills {dict(self.kills)}, {self.answers} answers"
+            f" looked at, agreed again after {median(agreed_s):.2f} s (most {max(agreed_s):.2f}),"
+            f" {len(self.violations)} violations {self.violations[:5]}"
+        )
+
+
+class Trial:
+    """One worker, killed again and again. `engine`: what an attached agent speaks to; None: the agent starts its own.
+
+    truth  lora_id -> what a clean engine answers to ASK
+    """
+
+    def __init__(
+        self, worker: RunningWorker, *, rng: Random, sources: Mapping[str, str], truth: Mapping[str, str],
+        engine: RunningEngine | None, agree_within_s: float, may_kill_engine: bool = True,
+    ) -> None:  # fmt: skip
+        self.worker, self.rng, self.sources, self.truth, self.engine = worker, rng, sources, truth, engine
+        self.findings = Findings()
+        self._agree_within_s = agree_within_s
+        self._targets = ("agent", "engine") if may_kill_engine else ("agent",)
+        self._life = contextlib.AsyncExitStack()
+        self._is_alive = asyncio.Event()
+
+    async def run(self, operations: int, *, per_round: int) -> Findings:
+        await self._start()
+        try:
+            await self._agree()
+            while self.findings.operations < operations:
+                await self._round(min(per_round, operations - self.findings.operations))
+        finally:
+            await self._life.aclose()
+        return self.findings
+
+    async def _start(self) -> None:
+        self.client = await self._life.enter_async_context(self.worker.running(until_ready=False))
+        self._is_alive.set()
+
+    async def _round(self, operations: int) -> None:
+        span_s = 1.0 + operations * 0.02
+        plan = [(self.rng.uniform(0, span_s), *self._drawn()) for _ in range(operations)]
+        target, after_s = self.rng.choice(self._targets), self.rng.uniform(0.05, span_s)
+        calls = asyncio.gather(*(self._operate(*each) for each in plan))
+        observing = asyncio.create_task(self._observe())
+        try:
+            await asyncio.sleep(after_s)
+            began = time.monotonic()
+            await self._kill(target)
+            await calls
+            await self._agree()
+        finally:
+            observing.cancel()
+            await asyncio.gather(observing, return_exceptions=True)
+        self.findings.agreed_s.append(time.monotonic() - began)
+        self.findings.operations += operations
+        self.findings.kills[target] += 1
+
+    def _drawn(self) -> tuple[str, str, str]:
+        call = self.rng.choice(("load", "load", "evict", "evict", "unload", "inspect"))
+        lora_id, victim = self.rng.sample(sorted(self.sources), 2)
+        return call, lora_id, victim
+
+    async def _operate(self, after_s: float, call: str, lora_id: str, victim: str) -> None:
+        await asyncio.sleep(after_s)
+        source = {"source": self.sources[lora_id]}
+        await self._is_alive.wait()
+        outcome = "cut off"
+        with contextlib.suppress(httpx.HTTPError, RuntimeError):  # the agent died under it, and its client is closed
+            if call == "unload":
+                answer = await post(self.client, "unload_lora", lora_id=lora_id)
+            elif call == "inspect":
+                answer = await post(self.client, "inspect_lora", lora_id=lora_id, **source)
+            else:
+                more = {"evict": victim} if call == "evict" else {}
+                answer = await post(self.client, "load_lora", lora_id=lora_id, **source, **more)
+            outcome = "done" if answer.is_success else code(answer)
+            if outcome not in CODES:
+                self.findings.violations.append(f"{call} {lora_id}: {answer.text[:300]}")
+        self.findings.outcomes[outcome] += 1
+
+    async def _kill(self, target: str) -> None:
+        if target == "agent":
+            self._is_alive.clear()
+            self.worker.process.kill()
+            await self.worker.process.wait()
+            await self._life.aclose()
+            await self._start()
+        elif self.engine is not None:
+            os.killpg(self.engine.process.pid, signal.SIGKILL)
+            port = int(self.engine.url.rsplit(":", 1)[1])
+            self.engine.stop()
+            model = Path(self.worker.flags[1])
+            self.engine = await asyncio.to_thread(start_engine, self.engine.kind, model, flags=ENGINE_FLAGS, port=port)
+        else:
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it is starting
+                os.kill(self.worker.engine_pid, signal.SIGKILL)
+
+    # --- what is looked at ---------------------------------------------------------------------------------------
+
+    async def _observe(self) -> None:
+        """Ask the engine for what it lists, over and over."""
+        while True:
+            with contextlib.suppress(httpx.HTTPError, RuntimeError, KeyError, ValueError):
+                url = await self._engine_url()
+                async with httpx.AsyncClient(timeout=30) as direct:
+                    for name, folder in (await listed(direct, url)).items():
+                        await self._look_at(direct, url, name, folder)
+            await asyncio.sleep(0.02)
+
+    async def _look_at(self, direct: httpx.AsyncClient, url: str, name: str, folder: Path) -> None:
+        lora_id, _, digest12 = name.partition("@")
+        if not folder.name.startswith(digest12) or not is_intact(folder, folder.name):
+            self.findings.violations.append(f"{name} is served from {folder}, whose bytes are others")
+        answer = await direct.post(f"{url}/v1/completions", json={**ASK, "model": name})
+        if answer.status_code == 404:
+            return  # unloaded in between
+        said = answer.json()["choices"][0]["text"]
+        self.findings.answers += 1
+        if said != self.truth[lora_id]:
+            self.findings.violations.append(f"{name} said {said!r}, a clean engine says {self.truth[lora_id]!r}")
+
+    async def _engine_url(self) -> str:
+        if self.engine is not None:
+            return self.engine.url
+        return str((await self.client.get("/metadata")).json()["transport"]["engine_url"])
+
+    async def _agree(self) -> None:
+        """Return once all say the same; raises AssertionError with the differences when they do not in time."""
+        differing = ["nobody answered"]
+        try:
+            async with asyncio.timeout(self._agree_within_s):
+                while differing:
+                    await asyncio.sleep(0.05)
+                    with contextlib.suppress(httpx.HTTPError, OSError, ValueError):
+                        differing = await self._differing()
+        except TimeoutError:
+            log = (self.worker.folder / "agent.log").read_text()[-3000:]
+            raise AssertionError(f"no agreement within {self._agree_within_s} s: {differing}\n{log}") from None
+
+    async def _differing(self) -> list[str]:
+        if not (await self.client.get("/ready")).is_success:
+            return ["not ready"]
+        told = (await self.client.get("/metadata")).json()
+        async with httpx.AsyncClient(timeout=10) as direct:
+            names = set(await listed(direct, await self._engine_url()))
+        records = [json.loads(path.read_text()) for path in (self.worker.state_dir / "adapters").glob("*.json")]
+        items = told["lora"]["loaded_loras"]
+        views = {
+            "engine": names,
+            "agent": {item["engine_name"] for item in items if item["state"] == "ready"},
+            "record": {record["engine_name"] for record in records if record["is_loaded"]},
+        }
+        found = [] if len({frozenset(view) for view in views.values()}) == 1 else [str(views)]
+        found += [f"under way: {item}" for item in items if item["state"] in {"loading", "downloading"}]
+        for record in records:
+            if not is_intact(Path(record["path"]), record["digest"]):
+                found.append(f"{record['engine_name']}: a record without its files")
+        for path in self.worker.cache_dir.iterdir():
+            if path.name.startswith((".partial-", ".gone-")):
+                found += [] if is_leftover(path) else [f"{path.name} is left over"]
+            elif not path.name.startswith(".") and not is_intact(path, path.name):
+                found.append(f"{path.name}: other bytes than its digest's")
+        return found
+
+
+async def listed(client: httpx.AsyncClient, engine_url: str) -> dict[str, Path]:
+    """engine name -> folder of every adapter that the engine serves."""
+    models = (await client.get(f"{engine_url}/v1/models")).json()["data"]
+    return {item["id"]: Path(item["root"]) for item in models if item.get("parent")}
+
+
+def truth_of(url: str, folders: Mapping[str, Path]) -> dict[str, str]:
+    """What an engine that holds nothing else answers to ASK with each adapter."""
+    said = {}
+    with httpx.Client(base_url=url, timeout=120) as client:
+        for lora_id, folder in folders.items():
+            name = f"clean-{lora_id}"
+            loading = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
+            assert loading.is_success, loading.text
+            said[lora_id] = client.post("/v1/completions", json={**ASK, "model": name}).json()["choices"][0]["text"]
+            client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+    assert len(set(said.values())) == len(said), "two adapters answer alike, so nobody could tell them apart"
+    return said
+
+
+@contextlib.asynccontextmanager
+async def remote(folders: Mapping[str, Path], where: Path, cable: Cable) -> AsyncIterator[dict[str, str]]:
+    """https:// sources of these adapters behind the cable; agents started meanwhile trust their certificate."""
+    files = {
+        f"{lora_id}/{path.name}": path.read_bytes() for lora_id, folder in folders.items() for path in folder.iterdir()
+    }
+    server, _ = certificate(where)
+    before = os.environ.get("SSL_CERT_FILE")
+    os.environ["SSL_CERT_FILE"] = str(where / "site.pem")
+    try:
+        async with Site(files_of(files)).serving(server) as site, cable.to(site.url) as url:
+            yield {lora_id: f"{url}/{lora_id}" for lora_id in folders}
+    finally:
+        os.environ.pop("SSL_CERT_FILE")
+        if before is not None:
+            os.environ["SSL_CERT_FILE"] = before
+
+
+@contextlib.asynccontextmanager
+async def trial(
+    kind: Kind, folder: Path, *, seed: int, engine: RunningEngine | None = None, may_kill_engine: bool = True
+) -> AsyncIterator[Trial]:
+    """A trial in an empty folder. `engine`, one that the agent is attached to, holds no adapter; it is not stopped."""
+    model = make_model(folder / "model")
+    adapters = {lora_id: make_adapter(folder / "adapters", lora_id) for lora_id in LOCAL}
+    elsewhere = {lora_id: make_adapter(folder / "elsewhere", lora_id) for lora_id in REMOTE}
+    if engine is not None:
+        truth = truth_of(engine.url, adapters | elsewhere)
+        flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-cpu-loras", str(SLOTS))
+    else:
+        clean = await asyncio.to_thread(start_engine, kind, model)
+        truth = truth_of(clean.url, adapters | elsewhere)
+        clean.stop()
+        own = ("--engine-args=--sim-load-s=0.03",) if kind == "sim" else ("--device-profile", "cpu")
+        flags = (*SIM, "--engine", kind, *own, "--num-gpu-blocks-override", "256")
+    # It is killed again and again: no reason to restart it slowly.
+    restarts = ("--crash-loop-after", "1", "--crash-loop-retry-s", "0.3")
+    flags = (*flags, *restarts, "--source-networks", "127.0.0.0/8", "--cache-grace-s", "1")
+    async with remote(elsewhere, folder, SlowCable()) as sources:
+        sources |= {lora_id: str(path) for lora_id, path in adapters.items()}
+        worker = RunningWorker(model, folder / "adapters", folder, *flags)
+        within_s = 20.0 if kind == "sim" else 300.0
+        yield Trial(
+            worker, rng=Random(seed), sources=sources, truth=truth, engine=engine, agree_within_s=within_s,
+            may_kill_engine=may_kill_engine,
+        )  # fmt: skip
+
+
+async def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=("sim", "vllm"), default="sim")
+    parser.add_argument("--operations", type=int, default=1000)
+    parser.add_argument("--per-round", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--attached", action="store_true", help="the agent is attached to an engine of somebody else's")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        engine = None
+        if args.attached:
+            model = make_model(Path(folder) / "model")
+            engine = await asyncio.to_thread(start_engine, args.engine, model, flags=ENGINE_FLAGS)
+        async with trial(args.engine, Path(folder), seed=args.seed, engine=engine) as it:
+            try:
+                found = await it.run(args.operations, per_round=args.per_round)
+            finally:
+                if it.engine is not None:
+                    it.engine.stop()
+                sys.stdout.write(f"{it.findings}\n")
+    return 1 if found.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

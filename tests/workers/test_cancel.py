@@ -1,0 +1,92 @@
+"""Loads that are called off, by an unload of the same adapter: nothing half is left, and what is done is undone."""
+
+import asyncio
+import contextlib
+
+import httpx
+import pytest
+
+from lorafleet.tiny import make_adapter
+from tests.workers.kills import remote
+from tests.workers.running import code, loaded, post, until
+from tests.workers.source_servers import Cable
+
+LOOPBACK = ("--source-networks", "127.0.0.0/8")
+
+
+@pytest.fixture
+async def far(tmp_path):
+    """An https:// source that falls silent half-way, and the cable to it."""
+    cable = Cable()
+    cable.stall_at = 100_000
+    async with remote({"far/v1": make_adapter(tmp_path / "far", "far/v1")}, tmp_path, cable) as sources:
+        yield sources["far/v1"], cable
+
+
+async def until_state(client, lora_id: str, state: str) -> None:
+    async with asyncio.timeout(20):
+        while (await client.get(f"/v1/metadata/loras/{lora_id}")).json().get("state") != state:
+            await asyncio.sleep(0.01)
+
+
+def leftovers(worker) -> list[str]:
+    return [path.name for path in worker.cache_dir.iterdir() if path.name.startswith((".partial", ".gone"))]
+
+
+async def test_an_unload_calls_off_a_download_and_leaves_nothing_of_it(worker, far):
+    source, cable = far
+    async with worker.running(*LOOPBACK) as client:
+        loading = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
+        waiting = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
+        await cable.stalled.wait()
+        assert (await post(client, "unload_lora", lora_id="far/v1")).status_code == 200
+        assert {code(answer) for answer in await asyncio.gather(loading, waiting)} == {"cancelled"}
+        assert leftovers(worker) == []
+        assert code(await client.get("/v1/metadata/loras/far/v1")) == "adapter_unknown"
+        assert code(await post(client, "unload_lora", lora_id="far/v1")) == "not_loaded"
+        cable.stall_at = 1 << 30
+        assert (await post(client, "load_lora", lora_id="far/v1", source=source)).status_code == 200
+
+
+async def test_an_unload_of_another_version_calls_nothing_off(worker, far):
+    source, cable = far
+    async with worker.running(*LOOPBACK) as client:
+        loading = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
+        await cable.stalled.wait()
+        with contextlib.suppress(httpx.ReadTimeout):  # it waits for its turn
+            body = {"lora_id": "far/v1", "digest": "0" * 64}
+            await client.post("/v1/admin/unload_lora", json=body, timeout=0.3)
+        assert not loading.done()
+        loading.cancel()
+
+
+async def test_a_load_that_waits_for_its_turn_is_called_off_and_one_in_the_engine_is_undone(worker):
+    async with worker.running("--engine-args=--sim-load-s=1") as client:
+        first = asyncio.create_task(post(client, "load_lora", lora_id="sql-expert/v1"))
+        await until_state(client, "sql-expert/v1", "loading")
+        second = asyncio.create_task(post(client, "load_lora", lora_id="legal/v2"))
+        await until_state(client, "legal/v2", "loading")
+        began = asyncio.get_running_loop().time()
+        unloads = [asyncio.create_task(post(client, "unload_lora", lora_id="legal/v2"))]
+        assert code(await second) == "cancelled"
+        assert asyncio.get_running_loop().time() - began < 0.5
+        unloads.append(asyncio.create_task(post(client, "unload_lora", lora_id="sql-expert/v1")))
+        assert {answer.status_code for answer in await asyncio.gather(first, *unloads)} == {200}
+        assert await loaded(client) == set()
+
+
+async def test_a_caller_who_leaves_ends_no_download(worker, far):
+    source, cable = far
+    async with worker.running(*LOOPBACK) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/admin/load_lora", json={"lora_id": "far/v1", "source": source}, timeout=1.0)
+        await cable.stalled.wait()
+        assert len(leftovers(worker)) == 1
+        worker.process.terminate()  # which waits for no source, and what came so far is kept for the next start
+        await asyncio.wait_for(worker.process.wait(), 10)
+    assert len(leftovers(worker)) == 1
+    cable.stall_at, cable.carried = 1 << 30, 0
+    async with worker.running(*LOOPBACK) as client:
+        await until(lambda: len(leftovers(worker)) == 1)
+        assert (await post(client, "load_lora", lora_id="far/v1", source=source)).status_code == 200
+        assert leftovers(worker) == []
