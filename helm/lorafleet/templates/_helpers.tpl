@@ -92,7 +92,7 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{- end }}
 {{- if not .Values.orchestrator.enabled }}
 {{- if or .Values.pools .Values.adapters }}{{- fail "orchestrator.enabled is false, and there are pools or adapters: nobody would place adapters on workers. Leave them out, or enable it" }}{{- end }}
-{{- if not .Values.attach.engines }}{{- fail "orchestrator.enabled is false: name the engines that the router serves in attach.engines, as http://vllm.default:8000" }}{{- end }}
+{{- if not (or .Values.attach.engines .Values.discovery.selector) }}{{- fail "orchestrator.enabled is false: name the engines that the router serves in attach.engines, as http://vllm.default:8000, or their Services' labels in discovery.selector" }}{{- end }}
 {{- end }}
 {{- $seen := dict -}}
 {{- range .Values.pools }}

@@ -1,0 +1,202 @@
+"""Least of everything: what pods may do on their node, at the API server, and to one another."""
+
+import pytest
+import yaml
+
+from lorafleet.auth import Keys, hash_key
+from tests.helm.rendering import NAMESPACE, VALUES, containers, manifests, of_kind, one, pod_templates
+
+cases = pytest.mark.parametrize("case", VALUES)
+
+# What routers and orchestrators ask of the API server (lorafleet/kube, orchestrator/kube_lease.py, configmaps).
+LEASES, CONFIGMAPS, EVENTS, SLICES = (
+    ("coordination.k8s.io", "leases"), ("", "configmaps"), ("", "events"), ("discovery.k8s.io", "endpointslices"),
+)  # fmt: skip
+STORE = {
+    (*LEASES, "create", ""),
+    (*LEASES, "get", "fleet-lorafleet"),
+    (*LEASES, "update", "fleet-lorafleet"),
+    *((*CONFIGMAPS, verb, "") for verb in ("get", "list", "watch", "create", "update", "delete")),
+    *((*EVENTS, verb, "") for verb in ("create", "patch")),
+}
+DISCOVERY = {(*SLICES, "list", ""), (*SLICES, "watch", "")}
+
+
+@cases
+def test_every_pod_passes_the_restricted_pod_security_standard(case):
+    """source: kubernetes.io/docs/concepts/security/pod-security-standards, restricted; and read-only roots besides."""
+    volumes = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    for pod, template in pod_templates(case):
+        spec = template["spec"]
+        context = spec["securityContext"]
+        assert context["runAsNonRoot"] is True, pod
+        assert context["runAsUser"] > 0, pod
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}, pod
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys(), pod
+        for container in containers(spec):
+            own = container["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False, pod
+            assert own["readOnlyRootFilesystem"] is True, pod
+            assert own["capabilities"] == {"drop": ["ALL"]}, pod
+            assert not own.keys() & {"privileged", "procMount", "runAsUser", "seccompProfile"}, pod
+            assert all("hostPort" not in port for port in container.get("ports", ())), pod
+        for volume in spec.get("volumes", ()):
+            assert volume.keys() - {"name"} <= volumes, (pod, volume)
+
+
+@cases
+def test_no_pod_gets_variables_of_services_which_our_settings_would_refuse(case):
+    """A Service named lorafleet-router would put LORAFLEET_ROUTER_PORT=tcp://... into every pod beside it."""
+    for pod, template in pod_templates(case):
+        assert template["spec"]["enableServiceLinks"] is False, pod
+
+
+@cases
+def test_only_routers_and_orchestrators_have_a_token_for_the_api_server(case):
+    for account in of_kind(case, "ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+    for pod, template in pod_templates(case):
+        needs_one = template["metadata"]["labels"]["app.kubernetes.io/component"] in {"router", "orchestrator"}
+        assert template["spec"]["automountServiceAccountToken"] is needs_one, pod
+
+
+def granted(case: str, account: str) -> dict[str, set[tuple[str, str, str, str]]]:
+    """namespace -> {(group, resource, verb, name)} of a service account."""
+    found: dict[str, set[tuple[str, str, str, str]]] = {}
+    for binding in of_kind(case, "RoleBinding"):
+        if [s["name"] for s in binding["subjects"]] != [account]:
+            continue
+        assert all(s["namespace"] == NAMESPACE for s in binding["subjects"])
+        namespace = binding["metadata"].get("namespace", NAMESPACE)
+        role = next(
+            role for role in of_kind(case, "Role")
+            if role["metadata"]["name"] == binding["roleRef"]["name"]
+            and role["metadata"].get("namespace", NAMESPACE) == namespace
+        )  # fmt: skip
+        found.setdefault(namespace, set()).update(
+            (group, resource, verb, name)
+            for rule in role["rules"] for group in rule["apiGroups"] for resource in rule["resources"]
+            for verb in rule["verbs"] for name in rule.get("resourceNames", [""])
+        )  # fmt: skip
+    return found
+
+
+def test_each_may_ask_the_api_server_for_what_it_needs_and_for_nothing_else():
+    assert granted("everything", "fleet-lorafleet-router") == {NAMESPACE: DISCOVERY, "ml-batch": DISCOVERY}
+    assert granted("everything", "fleet-lorafleet-orchestrator") == {
+        NAMESPACE: STORE | DISCOVERY,
+        "ml-batch": DISCOVERY,
+    }
+    assert granted("everything", "fleet-lorafleet-worker") == {}
+
+
+@cases
+def test_nothing_belongs_to_the_cluster(case):
+    assert not of_kind(case, "ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "PriorityClass")
+
+
+def admitted(case: str, name: str) -> set[tuple[str, int]]:
+    """(who, port) that a policy lets in; who is a component, `any`, or the labels of somebody else."""
+    found = set()
+    for rule in one(case, "NetworkPolicy", name)["spec"]["ingress"]:
+        for peer in rule.get("from", [{}]):
+            labels = peer.get("podSelector", peer.get("namespaceSelector", {})).get("matchLabels", {})
+            who = labels.get("app.kubernetes.io/component") or (yaml.safe_dump(labels).strip() if labels else "any")
+            if "app.kubernetes.io/component" in labels:
+                assert labels["app.kubernetes.io/instance"] == "fleet"
+            found |= {(who, port["port"]) for port in rule["ports"]}
+    return found
+
+
+def test_engines_are_reached_by_routers_and_orchestrators_alone():
+    ours = {(who, port) for who in ("router", "orchestrator") for port in (8090, 8100)}
+    assert admitted("cpu", "fleet-lorafleet-worker") == ours
+    metrics = {("kubernetes.io/metadata.name: monitoring", 8090)}
+    assert admitted("everything", "fleet-lorafleet-worker") == ours | metrics
+    legacy = {(who, port) for who in ("router", "orchestrator") for port in (8000, 5557, 5558)}
+    assert admitted("everything", "fleet-lorafleet-engine-legacy") == legacy
+
+
+def test_the_orchestrator_is_reached_by_the_fleet_and_whom_values_name():
+    fleet = {("router", 8080), ("worker", 8080), ("orchestrator", 8080)}
+    assert admitted("cpu", "fleet-lorafleet-orchestrator") == fleet
+    named = {("app: ci", 8080), ("kubernetes.io/metadata.name: monitoring", 8080)}
+    assert admitted("everything", "fleet-lorafleet-orchestrator") == fleet | named
+
+
+def test_the_router_is_reached_by_everybody_or_whom_values_name_and_the_test_of_the_release():
+    assert admitted("cpu", "fleet-lorafleet-router") == {("any", 8000)}
+    assert admitted("everything", "fleet-lorafleet-router") == {
+        ("test", 8000), ("kubernetes.io/metadata.name: apps", 8000), ("kubernetes.io/metadata.name: monitoring", 8000),
+    }  # fmt: skip
+
+
+@cases
+def test_every_pod_of_ours_has_a_policy_where_policies_are_on(case):
+    policies = [policy["spec"]["podSelector"]["matchLabels"] for policy in of_kind(case, "NetworkPolicy")]
+    for pod, template in pod_templates(case):
+        labels = template["metadata"]["labels"]
+        if policies and labels["app.kubernetes.io/component"] != "test":
+            assert any(selector.items() <= labels.items() for selector in policies), pod
+
+
+@cases
+def test_kv_events_have_no_port(case):
+    """They carry prompt tokens; the agent reads them from a socket in its own pod."""
+    text = str([item for item in manifests(case) if item["kind"] in {"Deployment", "StatefulSet", "Service"}])
+    assert "5557" not in text
+    assert "kv-events" not in text
+
+
+def scopes(case: str, house: str, tmp_path) -> dict[str, frozenset[str]]:
+    """role -> what its token may do at this house."""
+    tokens = one(case, "Secret", "fleet-lorafleet-tokens")["stringData"]
+    path = tmp_path / f"{house}.yaml"
+    path.write_text(one(case, "Secret", f"fleet-lorafleet-keys-{house}")["stringData"]["keys.yaml"])
+    known = {entry["sha256"] for entry in yaml.safe_load(path.read_text())["keys"]}
+    keys = Keys([path])
+    return {role: keys.caller(f"Bearer {token}").scopes for role, token in tokens.items() if hash_key(token) in known}
+
+
+def test_a_token_opens_the_houses_that_its_holder_speaks_to_and_no_others(tmp_path):
+    infer, load, admin = (frozenset({scope}) for scope in ("infer", "load", "admin"))
+    assert scopes("cpu", "router", tmp_path) == {"admin.1": admin, "test.1": infer}
+    assert scopes("cpu", "orchestrator", tmp_path) == {"admin.1": admin, "router.1": load, "worker.1": admin}
+    assert scopes("cpu", "worker", tmp_path) == {"orchestrator.1": admin, "router.1": load, "worker.1": admin}
+
+
+def test_while_tokens_rotate_both_generations_are_taken_and_the_new_one_is_used(tmp_path):
+    assert scopes("everything", "worker", tmp_path).keys() == {
+        f"{role}.{generation}" for role in ("orchestrator", "router", "worker") for generation in (1, 2)
+    }
+    router = one("everything", "Deployment", "fleet-lorafleet-router")["spec"]["template"]["spec"]["containers"][0]
+    token = next(entry for entry in router["env"] if entry["name"] == "LORAFLEET_ROUTER_TOKEN")
+    assert token["valueFrom"]["secretKeyRef"]["key"] == "router.2"
+
+
+def test_tenants_keys_reach_the_router_and_only_operators_the_orchestrator():
+    def notes(house):
+        text = one("everything", "Secret", f"fleet-lorafleet-keys-{house}")["stringData"]["keys.yaml"]
+        return {entry.get("tenant") or entry.get("note") for entry in yaml.safe_load(text)["keys"]}
+
+    assert {"acme", "ci"} <= notes("router")
+    assert "ci" in notes("orchestrator")
+    assert "acme" not in notes("orchestrator")
+    assert not {"acme", "ci"} & notes("worker")
+
+
+def test_a_token_in_clear_is_in_one_secret_only():
+    tokens = one("cpu", "Secret", "fleet-lorafleet-tokens")["stringData"].values()
+    assert len(set(tokens)) == 5
+    for item in manifests("cpu"):
+        if item["metadata"]["name"] != "fleet-lorafleet-tokens":
+            assert not any(token in str(item) for token in tokens), item["metadata"]["name"]

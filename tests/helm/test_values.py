@@ -1,0 +1,71 @@
+"""Wrong values are refused before anything is installed, in words that say which, and what would do."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helm.rendering import of_kind, one, template
+
+REFUSED = {entry["what"]: entry for entry in yaml.safe_load((Path(__file__).parent / "refused.yaml").read_text())}
+
+
+def render(tmp_path, values) -> tuple[bool, str]:
+    path = tmp_path / "values.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return template("--values", str(path))
+
+
+def test_the_pool_that_the_refusals_vary_is_good(tmp_path):
+    pool = {"name": "p", "model": "org/m"}
+    worked, said = render(tmp_path, {"pools": [pool, {**pool, "name": "q", "maxLoras": 2, "maxCpuLoras": 2}]})
+    assert worked, said
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(tmp_path, what):
+    worked, said = render(tmp_path, REFUSED[what]["values"])
+    assert not worked
+    assert REFUSED[what]["says"] in said
+
+
+def test_a_pool_takes_from_the_defaults_what_it_does_not_say_itself():
+    workers = {
+        item["metadata"]["name"]: item["spec"]["template"]["spec"]
+        for item in of_kind("everything", "StatefulSet", "Deployment")
+    }
+    for name in ("h100-r16", "h100-r128", "sglang"):
+        spec = workers[f"fleet-lorafleet-{name}"]
+        assert spec["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+        assert [entry["key"] for entry in spec["tolerations"]] == ["nvidia.com/gpu"]
+    ranks = {
+        name: entry["value"]
+        for name, spec in workers.items()
+        for entry in spec["containers"][0]["env"]
+        if entry["name"] == "LORAFLEET_WORKERS_MAX_LORA_RANK"
+    }
+    assert ranks == {
+        "fleet-lorafleet-h100-r16": "16", "fleet-lorafleet-h100-r128": "128", "fleet-lorafleet-sglang": "64",
+    }  # fmt: skip
+
+
+def test_images_are_named_by_registry_tag_or_digest():
+    def image(case, kind, name):
+        return one(case, kind, name)["spec"]["template"]["spec"]["containers"][0]["image"]
+
+    assert image("cpu", "Deployment", "fleet-lorafleet-router") == "lorafleet:0.1.0"
+    assert image("cpu", "StatefulSet", "fleet-lorafleet-tiny") == "lorafleet-agent-cpu:0.1.0"
+    assert image("sim", "StatefulSet", "fleet-lorafleet-sim") == "lorafleet:0.1.0"
+    ours = "registry.example.com/ml/lorafleet"
+    assert image("everything", "Deployment", "fleet-lorafleet-router") == f"{ours}:0.1.0-rc1"
+    assert image("everything", "StatefulSet", "fleet-lorafleet-h100-r16").startswith(
+        "registry.example.com/ml/lorafleet-agent@sha256:0123"
+    )
+    assert image("everything", "StatefulSet", "fleet-lorafleet-sglang") == f"{ours}-agent-sglang:1"
+
+
+def test_addresses_of_ipv6_pods_stand_in_brackets():
+    worker = one("ipv6-hpa", "StatefulSet", "lora-gpu")["spec"]["template"]["spec"]["containers"][0]
+    seen = {entry["name"]: entry.get("value") for entry in worker["env"]}
+    assert seen["LORAFLEET_WORKERS_ADVERTISE_URL"] == "http://[$(POD_IP)]:8090"
+    assert seen["LORAFLEET_WORKERS_HOST"] == "::"
