@@ -295,6 +295,7 @@ def _discovery(
         orchestrator_url=config.orchestrator_url.rstrip("/"),
         engines=engines_by_id(config.engines),
         slices=slices,
+        zone=config.zone,
         listener=listener,
         state_file=config.state_dir / "catalog.json" if config.state_dir else None,
         catalog_poll_s=config.catalog_poll_s,

@@ -37,6 +37,9 @@ class RouterSettings(HouseSettings):
     kubeconfig: Path | None = Field(
         default=None, description="how to reach the API server; default: KUBECONFIG's, else the pod's service account"
     )
+    zone: str = Field(
+        default="", description="the zone this router is in: replicas there are preferred, see other_zone_s in costs"
+    )
     router_id: str = Field(default="", description="our name in usage reports; empty: host name and process id")
     state_dir: Path | None = Field(
         default=None, description="keep the last catalog here, so that a restart does not need the orchestrator"

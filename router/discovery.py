@@ -70,6 +70,7 @@ class Discovery:
         orchestrator_url: str,
         engines: Mapping[str, str] = MappingProxyType({}),
         slices: Slices | None = None,
+        zone: str = "",
         listener: Listener,
         state_file: Path | None,
         catalog_poll_s: float,
@@ -86,6 +87,7 @@ class Discovery:
         orchestrator_url  empty: there is none, and only `engines` are followed
         engines           worker id -> URL of engines that have no agent
         slices            the workers that Kubernetes names; followed for as long as this runs
+        zone              where this router is; empty: not known
         """
         self.fleet = Fleet()
         self.changes = Changes()
@@ -101,6 +103,7 @@ class Discovery:
         self._engines = engines
         self.slices = slices
         self._found: Mapping[str, FoundWorker] = MappingProxyType({})
+        self._zone = zone
         self._called: dict[tuple[str, str], str] = {}
         self._began_at = clock()
         self._listener = listener
@@ -370,7 +373,7 @@ class Discovery:
         # One agent's report makes one replica anew, not all of them: a fleet reports many times a second.
         made = follow.made_from
         if follow.replica is None or made is None or made[0] is not metadata or made[1:] != (state, draining):
-            follow.replica = _replica_from(follow, metadata, state=state, draining=draining)
+            follow.replica = _replica_from(follow, metadata, state=state, draining=draining, zone=self._zone)
             follow.made_from = metadata, state, draining
         return follow.replica
 
@@ -429,7 +432,9 @@ def _draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
     return {worker: frozenset(found) for worker, found in names.items()}
 
 
-def _replica_from(follow: _Follow, metadata: Metadata, *, state: ReplicaState, draining: frozenset[str]) -> Replica:
+def _replica_from(
+    follow: _Follow, metadata: Metadata, *, state: ReplicaState, draining: frozenset[str], zone: str
+) -> Replica:
     """A replica as its agent describes it; `draining` are engine names that the catalog says to avoid there."""
     held = [lora for lora in metadata.lora.loaded_loras if lora.state in ("ready", "draining")]
     shape, load = metadata.model.runtime_config, metadata.load
@@ -452,6 +457,7 @@ def _replica_from(follow: _Follow, metadata: Metadata, *, state: ReplicaState, d
         # The same object while nothing changes: decisions that are remembered keep the replicas they were made from.
         residents=follow.replica.residents if follow.replica and follow.replica.residents == residents else residents,
         draining=draining | {lora.engine_name for lora in held if lora.state == "draining"},
+        is_far=bool(zone and metadata.zone and metadata.zone != zone),
         report=Report(
             running=load.running,
             waiting=load.waiting,

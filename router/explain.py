@@ -57,6 +57,7 @@ def explained(record: Record, trust: Callable[[WorkerId], str], *, note: str | N
                 harm_s=score.harm_s,
                 crowd_s=score.crowd_s,
                 decode_s=score.decode_s,
+                zone_s=score.zone_s,
                 cost_s=score.cost_s,
             )
             for score in decision.scores

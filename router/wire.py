@@ -30,6 +30,7 @@ class ScoreItem(_Wire):
     harm_s: float
     crowd_s: float = 0.0
     decode_s: float = 0.0
+    zone_s: float = 0.0
     cost_s: float
 
 

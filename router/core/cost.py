@@ -32,6 +32,9 @@ class Costs:
     # faster replicas draw work, and their caches turn over: with 0.05 hits are 0.01 to 0.02 lower in
     # `benchmarks.trace`, replicas 20 % apart, and first tokens no sooner. For fleets of mixed GPUs.
     decode_share: float = 0.0
+    # What is said to a replica in another zone than the router's: a millisecond or two more, and traffic that clouds
+    # charge for. In seconds, so that it stays where the rest is about as good. A guess, nothing measured.
+    other_zone_s: float = 0.05
     # What a second of work costs later, for each e-fold by which its replica is more crowded than the least crowded: it
     # displaces blocks, and an adapter draws its traffic there. This and the next five: `benchmarks.trace`, loads 1 and
     # 2, 750 and 2,000 blocks; about 60 settings, flat around these.
@@ -74,6 +77,7 @@ class Score(NamedTuple):
     harm_s: float
     crowd_s: float
     decode_s: float
+    zone_s: float
     cost_s: float
 
 
@@ -93,6 +97,11 @@ def decode_s(replica: Replica, middle: Report, costs: Costs) -> float:
     """What an answer of usual length takes on a replica, by its learned decode rate, weighted; 0.0 before any."""
     rate = replica.report.decode_tokens_per_s or middle.decode_tokens_per_s
     return costs.decode_share * middle.output_tokens / rate if rate else 0.0
+
+
+def zone_s(replica: Replica, costs: Costs) -> float:
+    """What is added for a replica that is known to be in another zone than the router."""
+    return costs.other_zone_s if replica.is_far else 0.0
 
 
 def context(prompt_tokens: int, cached_tokens: int) -> float:
@@ -132,7 +141,7 @@ def score(
     crowd_s = costs.crowding * (prefill_s + adapter_s) * (own.crowding(now) - least_crowding)
     if engine_name and engine_name not in own.engine_names and replica.max_loras:
         crowd_s += costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
-    answer_s = decode_s(replica, middle, costs)
+    answer_s, far_s = decode_s(replica, middle, costs), zone_s(replica, costs)
     return Score(
         replica=replica.id,
         depth_blocks=depth_blocks,
@@ -144,7 +153,8 @@ def score(
         harm_s=harm_s,
         crowd_s=crowd_s,
         decode_s=answer_s,
-        cost_s=price * (prefill_s + adapter_s) + slot_s + queue_s + harm_s + crowd_s + answer_s,
+        zone_s=far_s,
+        cost_s=price * (prefill_s + adapter_s) + slot_s + queue_s + harm_s + crowd_s + answer_s + far_s,
     )
 
 

@@ -50,7 +50,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A worker as the router sees it. `residents` by engine name; `draining` are engine names to avoid."""
+    """A worker as the router sees it. `residents` by engine name; `draining` are engine names to avoid.
+
+    is_far  it is in another zone than this router, as far as both are known
+    """
 
     id: WorkerId
     base_model: str
@@ -66,6 +69,7 @@ class Replica:
     engine_boot_id: str = ""
     residents: Mapping[str, Resident] = field(default_factory=lambda: MappingProxyType({}))
     draining: frozenset[str] = frozenset()
+    is_far: bool = False
     report: Report = Report()
 
     @property

@@ -5,7 +5,7 @@ from math import exp, inf
 from random import Random
 from typing import ClassVar
 
-from router.core.cost import decode_s, move_s, prefill_rate
+from router.core.cost import decode_s, move_s, prefill_rate, zone_s
 from router.core.decision import NOTHING, Ask, Scene
 from router.core.fleet import Roster
 from router.core.index import WorkerId
@@ -106,7 +106,7 @@ class KvLora:
                     replica.id,
                     replica.block_size,
                     1 / prefill_rate(replica, middle, costs),
-                    decode_s(replica, middle, costs),
+                    decode_s(replica, middle, costs) + zone_s(replica, costs),
                     replica.max_loras,
                 )
                 for i, replica in enumerate(roster.replicas)
