@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from lorafleet.auth import Keys, hash_key
-from tests.helm.rendering import NAMESPACE, VALUES, containers, manifests, of_kind, one, pod_templates
+from tests.helm.rendering import NAMESPACE, VALUES, containers, manifests, of_kind, one, pod_templates, secret
 
 cases = pytest.mark.parametrize("case", VALUES)
 
@@ -159,9 +159,9 @@ def test_kv_events_have_no_port(case):
 
 def scopes(case: str, house: str, tmp_path) -> dict[str, frozenset[str]]:
     """role -> what its token may do at this house."""
-    tokens = one(case, "Secret", "fleet-lorafleet-tokens")["stringData"]
+    tokens = secret(case, "fleet-lorafleet-tokens")
     path = tmp_path / f"{house}.yaml"
-    path.write_text(one(case, "Secret", f"fleet-lorafleet-keys-{house}")["stringData"]["keys.yaml"])
+    path.write_text(secret(case, f"fleet-lorafleet-keys-{house}")["keys.yaml"])
     known = {entry["sha256"] for entry in yaml.safe_load(path.read_text())["keys"]}
     keys = Keys([path])
     return {role: keys.caller(f"Bearer {token}").scopes for role, token in tokens.items() if hash_key(token) in known}
@@ -185,7 +185,7 @@ def test_while_tokens_rotate_both_generations_are_taken_and_the_new_one_is_used(
 
 def test_tenants_keys_reach_the_router_and_only_operators_the_orchestrator():
     def notes(house):
-        text = one("everything", "Secret", f"fleet-lorafleet-keys-{house}")["stringData"]["keys.yaml"]
+        text = secret("everything", f"fleet-lorafleet-keys-{house}")["keys.yaml"]
         return {entry.get("tenant") or entry.get("note") for entry in yaml.safe_load(text)["keys"]}
 
     assert {"acme", "ci"} <= notes("router")
@@ -195,7 +195,7 @@ def test_tenants_keys_reach_the_router_and_only_operators_the_orchestrator():
 
 
 def test_a_token_in_clear_is_in_one_secret_only():
-    tokens = one("cpu", "Secret", "fleet-lorafleet-tokens")["stringData"].values()
+    tokens = secret("cpu", "fleet-lorafleet-tokens").values()
     assert len(set(tokens)) == 5
     for item in manifests("cpu"):
         if item["metadata"]["name"] != "fleet-lorafleet-tokens":

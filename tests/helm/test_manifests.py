@@ -7,7 +7,7 @@ import kubernetes_validate
 import pytest
 
 from tests.helm.kinds import KINDS
-from tests.helm.rendering import CHART, NAMESPACE, VALUES, containers, manifests, of_kind, pod_templates
+from tests.helm.rendering import CHART, NAMESPACE, VALUES, containers, manifests, of_kind, pod_templates, secret
 from tests.kube.binaries import helm, run
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
@@ -196,7 +196,8 @@ def test_every_object_that_is_referred_to_is_made_or_was_named_in_values(case):
 
 @cases
 def test_the_key_of_a_secret_that_a_pod_reads_is_in_it(case):
-    keys = {item["metadata"]["name"]: item["stringData"].keys() for item in of_kind(case, "Secret")}
+    names = [item["metadata"]["name"] for item in of_kind(case, "Secret")]
+    keys = {name: secret(case, name).keys() for name in names}
     for pod, template in pod_templates(case):
         for container in containers(template["spec"]):
             for entry in container.get("env", ()):

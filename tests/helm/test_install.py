@@ -1,0 +1,88 @@
+"""Real helm and kubectl against an API server: what a render cannot show, because it looks at no cluster."""
+
+import asyncio
+import base64
+import subprocess
+
+import pytest
+import yaml
+
+from lorafleet.auth import hash_key
+from tests.helm.kinds import KINDS
+from tests.helm.rendering import CHART, RELEASE, VALUES, manifests
+from tests.kube.binaries import helm, run
+from tests.kube.conftest import Cluster
+
+CPU = ("--values", str(CHART / "values-cpu.yaml"))
+
+
+class Release:
+    """The chart in a cluster's namespace, by the helm that users run."""
+
+    def __init__(self, kube: Cluster, home) -> None:
+        self._kube = kube
+        self._environment = {"KUBECONFIG": str(kube.kubeconfig)} | {
+            f"HELM_{kind}_HOME": str(home / kind) for kind in ("CACHE", "CONFIG", "DATA")
+        }
+
+    async def helm(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        done = await asyncio.to_thread(
+            run, helm(), *words, "--namespace", self._kube.namespace, environment=self._environment
+        )
+        assert done.returncode == 0, done.stderr
+        return done
+
+    async def kubectl(self, *words: str, stdin: str | None = None) -> str:
+        return await asyncio.to_thread(self._kube.kubectl, *words, stdin=stdin)
+
+    async def secret(self, name: str) -> dict[str, str]:
+        said = yaml.safe_load(await self.kubectl("get", "secret", f"{RELEASE}-lorafleet-{name}", "-o", "yaml"))
+        return {key: base64.b64decode(value).decode() for key, value in said["data"].items()}
+
+    async def hashes(self, house: str) -> set[str]:
+        return {entry["sha256"] for entry in yaml.safe_load((await self.secret(f"keys-{house}"))["keys.yaml"])["keys"]}
+
+
+@pytest.fixture
+def release(kube, tmp_path) -> Release:
+    return Release(kube, tmp_path)
+
+
+async def test_tokens_are_drawn_once_kept_by_upgrades_and_replaced_a_generation_at_a_time(release):
+    await release.helm("install", RELEASE, str(CHART), *CPU)
+    first = await release.secret("tokens")
+    assert {len(token) for token in first.values()} == {46}
+
+    await release.helm("upgrade", RELEASE, str(CHART), *CPU, "--set", "router.replicas=3")
+    assert await release.secret("tokens") == first
+
+    await release.helm("upgrade", RELEASE, str(CHART), *CPU, "--set", "auth.accept={1,2}")
+    both = await release.secret("tokens")
+    assert both.items() > first.items()
+    assert {hash_key(both["router.1"]), hash_key(both["router.2"])} < await release.hashes("worker")
+
+    await release.helm("upgrade", RELEASE, str(CHART), *CPU, "--set", "auth.accept={2}", "--set", "auth.use=2")
+    second = await release.secret("tokens")
+    assert second == {name: token for name, token in both.items() if name.endswith(".2")}
+    assert hash_key(first["router.1"]) not in await release.hashes("worker")
+
+
+async def test_the_notes_give_the_operators_key_and_uninstall_leaves_nothing(release):
+    notes = (await release.helm("install", RELEASE, str(CHART), *CPU)).stdout
+    template = notes.split("-o go-template='")[1].split("'")[0]
+    key = await release.kubectl("get", "secret", "fleet-lorafleet-tokens", "-o", f"go-template={template}")
+    assert key == (await release.secret("tokens"))["admin.1"]
+    await release.helm("uninstall", RELEASE)
+    kinds = "deployments,statefulsets,services,secrets,configmaps,serviceaccounts,roles,rolebindings,networkpolicies"
+    left = await release.kubectl("get", kinds, "-l", f"app.kubernetes.io/instance={RELEASE}", "-o", "name")
+    assert left == ""
+
+
+@pytest.mark.parametrize("case", VALUES)
+async def test_kubectl_takes_every_render(release, case):
+    """What is not Kubernetes' own has no resource on this server, and a schema in kinds.py instead."""
+    items = [item for item in manifests(case) if item["kind"] not in KINDS]
+    namespaced = [{**item, "metadata": {**item["metadata"], "namespace": release._kube.namespace}} for item in items]
+    said = await release.kubectl("apply", "--dry-run=client", "-f", "-", stdin=yaml.safe_dump_all(namespaced))
+    assert len(said.splitlines()) == len(items)
+    assert all(line.endswith("created (dry run)") for line in said.splitlines())
