@@ -175,7 +175,7 @@ class Controller:
     def _node(self) -> str:
         """The node with the fewest pods, of those that are not cordoned."""
         open_ = [node["metadata"]["name"] for node in self._all("nodes") if not node["spec"].get("unschedulable")]
-        taken = [pod["spec"]["nodeName"] for pod in self._all("pods") if not workloads.is_going(pod)]
+        taken = [pod["spec"].get("nodeName") for pod in self._all("pods") if not workloads.is_going(pod)]
         return min(sorted(open_), key=taken.count)
 
     # --- pods ----------------------------------------------------------------------------------------------------

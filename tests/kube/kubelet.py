@@ -43,6 +43,8 @@ class PlayedPod:
         self._place, self._read, self._told, self._extra, self._pace = place, read, told, extra, pace
         self._mark = uuid.uuid4().hex
         self._logs = place.folder.parent / "logs"
+        # A container's root is read-only, and its working folder lies there: nothing may turn up in this one.
+        self.working_folder = place.folder / ".root"
 
     async def live(self) -> None:
         """Volumes, init containers, containers, probes; until cancelled."""
@@ -171,9 +173,10 @@ class PlayedPod:
         own = podspec.environment(container, self._place, self._read)
         environment = clean_environment(self._mark) | {"HOSTNAME": self.name} | dict(self._extra) | own
         words = podspec.command(container, self._place, environment)
+        self.working_folder.mkdir(exist_ok=True)
         return Child(
             name=f"{self.name}/{container['name']}",
-            command=lambda: words,
+            command=lambda: ["env", "-C", str(self.working_folder), *words],
             environment=environment,
             log_path=self._logs / f"{self.name}.{container['name']}.log",
         )
