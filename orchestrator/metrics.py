@@ -1,11 +1,14 @@
 """Prometheus metrics, on a registry of their own. Per-adapter series are bounded: the largest, then the rest."""
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from orchestrator.core.pools import Pool
 
 MOST_SERIES = 200
 """Adapters with series of their own; a guess at what a dashboard can bear, nothing measured."""
@@ -71,9 +74,29 @@ class Metrics:
             registry=self.registry,
         )
 
-    def observe(self, replicas: Callable[[], Counts], workers: Callable[[], Mapping[str, int]]) -> None:
-        """Read these at each scrape: adapters' replicas, and workers by state."""
+    def follow_slices(self, age_s: Callable[[], float | None]) -> None:
+        """Read this at each scrape: seconds since the API server last confirmed the EndpointSlices; None: never."""
+        gauge = Gauge(
+            "lorafleet_orchestrator_slices_age_seconds",
+            "Since the API server last confirmed EndpointSlices",
+            registry=self.registry,
+        )
+
+        def read() -> float:
+            seconds = age_s()
+            return math.inf if seconds is None else seconds
+
+        gauge.set_function(read)
+
+    def observe(
+        self,
+        replicas: Callable[[], Counts],
+        workers: Callable[[], Mapping[str, int]],
+        pools: Callable[[], Iterable[Pool]] = list,
+    ) -> None:
+        """Read these at each scrape: adapters' replicas, workers by state, and pools."""
         self.registry.register(_Gauges(self.shown, replicas, workers))
+        self.registry.register(_Pools(pools))
 
     def watch(self, *, failed: Callable[[], float], leading: Callable[[], float], epoch: Callable[[], float]) -> None:
         """Read these at each scrape too."""
@@ -146,6 +169,30 @@ class Shown:
                 break
             self.names.add(lora_id)
         return gone
+
+
+class _Pools(Collector):
+    """What autoscalers ask for; told by the orchestrator that leads alone."""
+
+    def __init__(self, pools: Callable[[], Iterable[Pool]]) -> None:
+        self._pools = pools
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return ()
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        labels = ["base_model", "pool"]
+        wait = GaugeMetricFamily(
+            "lorafleet_pool_queue_wait_seconds", "How long a request that comes now would wait", labels=labels
+        )
+        slots = GaugeMetricFamily("lorafleet_pool_slots", "Adapter slots of a pool's ready workers", labels=labels)
+        wanted = GaugeMetricFamily("lorafleet_pool_slots_wanted", "Slots that the pool's load needs", labels=labels)
+        for pool in self._pools():
+            name = [pool.base_model, pool.name]
+            wait.add_metric(name, pool.queue_wait_s)
+            slots.add_metric(name, pool.slots)
+            wanted.add_metric(name, pool.slots_wanted)
+        yield from (wait, slots, wanted)
 
 
 class _Gauges(Collector):

@@ -23,6 +23,7 @@ from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement import place
 from orchestrator.core.plan import Action, diff, drains_wanted, is_drained
+from orchestrator.core.pools import QueueBook
 from orchestrator.core.state import Adapter, Desired, Failure, Load, Observed, Pair, Want
 from orchestrator.core.warm import warm_shares
 from orchestrator.fleet import Fleet
@@ -63,6 +64,7 @@ class Reconciler:
         self.store = store
         self.fleet = fleet
         self.demand = demand
+        self.queues = QueueBook()
         self.catalog = catalog
         self._metrics = metrics
         self._clock = clock

@@ -550,7 +550,10 @@ class AdapterHold(_Wire):
 
 
 class UsageReport(_Wire):
-    """`POST /v1/usage`: a router's cumulative counts; repeats and old ones are recognised by `seq`."""
+    """`POST /v1/usage`: a router's cumulative counts; repeats and old ones are recognised by `seq`.
+
+    waits_s  worker_id -> how long what waits in the router now for room there will have to, where that is not 0
+    """
 
     router_id: str
     boot_id: str
@@ -558,6 +561,7 @@ class UsageReport(_Wire):
     revision_seen: int
     uses: tuple[AdapterUse, ...] = ()
     holds: tuple[AdapterHold, ...] = ()
+    waits_s: dict[str, float] = {}
     wire: int = WIRE
 
 

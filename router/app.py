@@ -153,6 +153,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     )
     discovery = _discovery(config, control, agents, joined, metrics)
     mind = _mind(config, discovery, feeds, load, breaker, metrics)
+    usage.waits_s = partial(_waits_s, mind)
     waiting = WaitingRoom(
         mind,
         metrics,
@@ -304,6 +305,12 @@ def _discovery(
         clock=time.monotonic,
         on_failure=lambda loop: metrics.loop_failures.labels(loop).inc(),
     )
+
+
+def _waits_s(mind: Mind) -> dict[WorkerId, float]:
+    """Seconds until what waits here for each worker has gone there, as fast as its line moves."""
+    waiting = mind.waiting
+    return {worker: work_s / waiting.drain.rate(worker) for worker, work_s in waiting.backlog.items()}
 
 
 def _front_limits(config: RouterSettings) -> FrontLimits:

@@ -2,7 +2,7 @@
 
 import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import httpx
@@ -81,11 +81,12 @@ class Holds:
 
 @dataclass(slots=True)
 class Usage:
-    """Cumulative counts per (worker, engine name) since this router's boot."""
+    """Cumulative counts per (worker, engine name) since this router's boot. `waits_s`: as in wire.UsageReport."""
 
     router_id: str
     load: LoadBook
     holds: Holds = field(default_factory=Holds)
+    waits_s: Callable[[], Mapping[WorkerId, float]] = dict
     boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _uses: dict[tuple[WorkerId, str], Use] = field(default_factory=dict)
     _seq: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -132,6 +133,7 @@ class Usage:
             revision_seen=revision_seen,
             uses=uses,
             holds=self.holds.report(now),
+            waits_s={str(worker): round(wait_s, 3) for worker, wait_s in self.waits_s().items()},
         )
 
 

@@ -308,6 +308,7 @@ class Agent:
             is_suspect=bool(self.link.suspicion),
             is_warming=self.is_warming,
             agent_url=self.agent_url,
+            pool=settings.pool,
             zone=settings.zone,
             node=settings.node,
             model=self.link.card(),

@@ -31,6 +31,7 @@ class WorkerSettings(HouseSettings):
         pattern=r"^[A-Za-z0-9._-]{1,100}$",
         description="this worker's name in the fleet; unique, and the same after a restart",
     )
+    pool: str = Field(default="", description="what is scaled together: the name that pool metrics have it under")
     zone: str = Field(default="", description="failure zone that the orchestrator spreads over")
     node: str = Field(default="", description="machine that the orchestrator spreads over")
     namespace: str = Field(default="default", description="namespace shown in the metadata")

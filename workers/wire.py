@@ -169,6 +169,7 @@ class Metadata(_Wire):
     is_suspect: bool = False
     is_warming: bool = False
     agent_url: str = ""
+    pool: str = ""
     zone: str = ""
     node: str = ""
     model: ModelCard

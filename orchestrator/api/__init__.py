@@ -36,7 +36,7 @@ def build_router(
 ) -> APIRouter:
     """All routes."""
     views = Views(reconciler, clock)
-    metrics.observe(views.counts, views.workers_by_state)
+    metrics.observe(views.counts, views.workers_by_state, views.pools)
     api = APIRouter()
     api.include_router(ui_routes())
     api.include_router(health_routes(reconciler, metrics, is_stopping))

@@ -42,6 +42,7 @@ USAGE_EXAMPLE = {
         }
     ],
     "holds": [{"lora_id": "legal/v2", "held": 1, "hold_s": 4.4, "sheds": 0}],
+    "waits_s": {"w0": 1.8},
 }
 
 
@@ -92,6 +93,8 @@ def router_routes(
             clock(),
             holds=[Hold(lora_id=h.lora_id, held=h.held, hold_s=h.hold_s, sheds=h.sheds) for h in report.holds],
         )
+        if accepted:
+            reconciler.queues.report(report.router_id, report.waits_s, clock())
         if accepted and reconciler.has_drains:
             reconciler.poke()  # it may have been the last word that a drain waited for
         return UsageAnswer(accepted=accepted, revision=catalog.revision)

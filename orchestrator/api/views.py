@@ -1,10 +1,12 @@
 """What is stored and what was reported, as the wire shows it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
+from orchestrator.core.board import is_placeable, usable_slots
 from orchestrator.core.errors import NotFound
 from orchestrator.core.plan import Action
+from orchestrator.core.pools import Member, Need, Pool, engine_wait_s, pools
 from orchestrator.core.state import OCCUPYING, Adapter, Desired
 from orchestrator.core.what_if import Outcome, Step
 from orchestrator.fleet import state_of
@@ -158,6 +160,44 @@ class Views:
         ready = self._it.ready_table()
         ids = desired.replicas.keys() | desired.targets.keys()
         return {lora_id: (len(ready.get(lora_id, ())), self.desired(lora_id)) for lora_id in ids}
+
+    def pools(self) -> list[Pool]:
+        """Of each pool with a ready worker: its slots, what it needs, and its queue. None while another one leads."""
+        it, now = self._it, self._clock()
+        if not it.is_leading:
+            return []
+        reserve = it.store.rules.reserve_slots
+        members = []
+        for worker_id, entry in it.fleet.entries.items():
+            report = entry.report
+            if state_of(entry, it.store.workers.get(worker_id)) != "ready":
+                continue
+            capacity, load = report.lora.capacity, report.load
+            slots = capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0
+            at_engine_s = engine_wait_s(load.running, load.waiting, load.mean_request_s)
+            members.append(
+                Member(
+                    pool=report.pool,
+                    base_model=report.model.base_model,
+                    names=frozenset({report.model.name, report.model.base_model}),
+                    slots=usable_slots(slots, reserve),
+                    max_lora_rank=report.lora.max_lora_rank,
+                    wait_s=at_engine_s + it.queues.wait_s(worker_id, now),
+                )
+            )
+        return pools(members, self._needs(now))
+
+    def _needs(self, now: float) -> Iterator[Need]:
+        """Copies that should be there: what placement wants, and one of all that was asked for of late."""
+        store, targets = self._it.store, self._it.view.desired.targets
+        demand = self._it.demand.snapshot(now)
+        recent = {name for name, at in demand.last.items() if now - at < store.rules.demand_window_s}
+        for lora_id in targets.keys() | recent:
+            adapter = store.adapters.get(lora_id)
+            if adapter is not None and is_placeable(adapter):
+                yield Need(
+                    base_model=adapter.base_model, rank=adapter.rank or 0, copies=max(1, targets.get(lora_id, 0))
+                )
 
     def workers_by_state(self) -> dict[str, int]:
         counts = dict.fromkeys(("starting", "ready", "cordoned", "draining", "unmanaged", "lost"), 0)

@@ -130,3 +130,16 @@ def test_the_base_models_holds_are_not_kept_and_old_ones_are_forgotten():
     holds.shed("sql/v1", 0.0)
     assert [hold.lora_id for hold in holds.report(1.0)] == ["sql/v1"]
     assert holds.report(10_000.0) == ()
+
+
+async def test_how_long_what_waits_for_a_worker_will_have_to_wait_is_reported():
+    engine = Engine("w0", streamed)
+    async with fleet(engine, control=with_sql("w0"), max_in_flight_tokens=1) as (client, control, parts):
+        engine.go_on.clear()
+        asks = [asyncio.create_task(client.post("/v1/chat/completions", json=SQL | {"stream": True})) for _ in range(3)]
+        await until(lambda: len(parts.mind.waiting))
+        assert parts.usage.report(1, time.monotonic()).waits_s.keys() == {"w0"}
+        await until(lambda: control.usage and control.usage[-1]["waits_s"])
+        engine.go_on.set()
+        await asyncio.gather(*asks)
+        assert parts.usage.report(1, time.monotonic()).waits_s == {}

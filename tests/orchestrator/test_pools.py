@@ -1,0 +1,129 @@
+"""What autoscalers ask for: how long a pool's requests wait, and how many adapter slots its load needs."""
+
+from typing import ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.pools import Member, Need, QueueBook, engine_wait_s, pools
+from tests.orchestrator.doubles import FakeAgent
+from tests.orchestrator.test_metrics import series
+
+RANKS = (8, 16, 64)
+
+
+def member(pool="p", slots=8, rank=64, **more):
+    return Member(
+        **{"base_model": "qwen", "names": frozenset({"qwen"})} | more, pool=pool, slots=slots, max_lora_rank=rank
+    )
+
+
+def need(copies=1, rank=8, base_model="qwen"):
+    return Need(base_model=base_model, rank=rank, copies=copies)
+
+
+def wanted(members, needs):
+    return {pool.name: pool.slots_wanted for pool in pools(members, needs)}
+
+
+def test_a_copy_is_wanted_in_the_pool_of_the_smallest_rank_that_takes_it():
+    tiers = [member("small", rank=8), member("large", rank=64)]
+    assert wanted(tiers, [need(3, rank=8), need(2, rank=32)]) == {"small": 3, "large": 2}
+
+
+def test_pools_of_one_rank_share_by_their_slots():
+    assert wanted([member("a", slots=30), member("b", slots=10)], [need(8)]) == {"a": 6, "b": 2}
+    assert wanted([member("a", slots=0), member("b", slots=0)], [need(8)]) == {"a": 4, "b": 4}
+
+
+def test_what_no_worker_can_take_is_no_pools_need():
+    assert wanted([member("a", rank=8)], [need(rank=16), need(base_model="llama"), need(base_model=None)]) == {"a": 0}
+
+
+def test_a_base_model_goes_by_all_its_names():
+    served = member(names=frozenset({"qwen", "Qwen/Qwen2.5"}))
+    assert wanted([served], [need(base_model="Qwen/Qwen2.5"), need(base_model="qwen")]) == {"p": 2}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.sampled_from(RANKS)), min_size=1),
+    st.lists(st.tuples(st.integers(1, 5), st.sampled_from(RANKS))),
+)
+def test_every_copy_that_fits_somewhere_is_wanted_once(workers, copies):
+    members = [member(pool, slots, rank) for pool, slots, rank in workers]
+    most = max(rank for _, _, rank in workers)
+    fitting = sum(count for count, rank in copies if rank <= most)
+    assert sum(wanted(members, [need(count, rank) for count, rank in copies]).values()) == pytest.approx(fitting)
+
+
+def test_a_queue_is_what_waits_at_the_rate_at_which_requests_end():
+    assert engine_wait_s(running=10, waiting=20, request_s=3.0) == pytest.approx(6.0)
+    assert engine_wait_s(running=0, waiting=4, request_s=0.0) == 4.0  # none has ended yet
+    assert engine_wait_s(running=9, waiting=0, request_s=3.0) == 0.0
+
+
+def test_the_wait_of_a_pool_is_the_mean_of_its_workers():
+    (pool,) = pools([member(wait_s=4.0), member(wait_s=0.0)], [])
+    assert (pool.slots, pool.queue_wait_s) == (16, 2.0)
+
+
+def test_a_routers_word_of_its_queues_expires_and_the_longest_counts():
+    book = QueueBook()
+    book.report("r0", {"w0": 2.0}, now=0.0)
+    book.report("r1", {"w0": 5.0, "w1": 1.0}, now=4.0)
+    assert (book.wait_s("w0", 4.0), book.wait_s("w1", 4.0)) == (5.0, 1.0)
+    book.report("r1", {}, now=5.0)
+    assert book.wait_s("w0", 5.0) == 2.0
+    assert book.wait_s("w0", 10.5) == 0.0
+
+
+class Pooled(FakeAgent):
+    load: ClassVar = {}
+
+    def metadata(self):
+        return super().metadata() | {"pool": "gold", "load": self.load}
+
+
+async def test_the_leader_tells_each_pools_slots_need_and_wait(house, clock):
+    agent = Pooled("w0", slots=3)
+    await house.join(agent)
+    for lora_id in ("a/v1", "b/v1", "c/v1"):
+        await house.register(lora_id, policy={"loading": "eager"})
+    await house.settle()
+    agent.load = {"running": 4, "waiting": 2, "mean_request_s": 3.0}
+    await house.beat()
+    queues = {"router_id": "r", "boot_id": "b", "seq": 1, "revision_seen": 0, "waits_s": {"w0": 2.5}}
+    (await house.http.post("/v1/usage", json=queues)).raise_for_status()
+
+    text = (await house.http.get("/metrics")).text
+    labels = 'base_model="tiny-qwen",pool="gold"'
+    assert series(text, "lorafleet_pool_slots") == {labels: 2.0}  # one is kept in reserve
+    assert series(text, "lorafleet_pool_slots_wanted") == {labels: 3.0}  # one of them has no room
+    assert series(text, "lorafleet_pool_queue_wait_seconds") == {labels: 4.0}
+    clock.now += 11
+    assert series((await house.http.get("/metrics")).text, "lorafleet_pool_queue_wait_seconds") == {labels: 1.5}
+
+    house.whole.leadership.lead_until(0.0)
+    assert series((await house.http.get("/metrics")).text, "lorafleet_pool_slots") == {}
+
+
+async def test_a_lazy_adapter_needs_a_slot_while_it_is_asked_for(house, clock):
+    await house.join(Pooled("w0", slots=4))
+    await house.register("a/v1")
+    await house.ensure("a/v1")
+    await house.settle()
+
+    async def needed():
+        return sum(series((await house.http.get("/metrics")).text, "lorafleet_pool_slots_wanted").values())
+
+    name = house.agents["w0"].loaded["a/v1"]["engine_name"]
+    for seq in (1, 2):
+        use = {"worker_id": "w0", "engine_name": name, "requests": seq}
+        body = {"router_id": "r", "boot_id": "b", "seq": seq, "revision_seen": 0, "uses": [use]}
+        (await house.http.post("/v1/usage", json=body)).raise_for_status()
+        clock.now += 1
+    assert await needed() == 1.0
+    clock.now += 120
+    await house.settle()
+    assert await needed() == 0.0
