@@ -5,9 +5,10 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 import httpx
 import structlog
@@ -23,6 +24,9 @@ from orchestrator.api import build_router
 from orchestrator.api.examples import with_examples
 from orchestrator.catalog import CatalogBook
 from orchestrator.config import OrchestratorSettings
+from orchestrator.configmaps.backend import ConfigMaps
+from orchestrator.configmaps.intake import Intake
+from orchestrator.configmaps.notices import Notices
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorError
 from orchestrator.fleet import Fleet
@@ -71,7 +75,8 @@ def build(
     """
     keys = Keys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
-    store = Store(settings.store, wall=wall)
+    objects = _objects(settings, kube)
+    store = Store(objects or settings.store, wall=wall)
     client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256))
     fleet, metrics = Fleet(clock=clock, wall=wall), Metrics()
     holder = secrets.token_hex(8)
@@ -115,11 +120,18 @@ def build(
         timeout_s=settings.probe_timeout_s,
     )
 
+
+    registry = Registry(store, fleet, reconciler.rollouts, wall=wall)
+    beside: list[Callable[[], Coroutine[Any, Any, object]]] = []
+    if objects is not None:
+        beside = _beside(objects, kube, settings, registry, reconciler)
+
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        loops = [asyncio.create_task(work()) for work in beside]
         await leadership.start()
         follow = forever(standby.step, name="standby", every_s=settings.heartbeat_interval_s)
-        loops = [asyncio.create_task(work) for work in (leadership.run(), reconciler.run(), follow)]
+        loops += [asyncio.create_task(work) for work in (leadership.run(), reconciler.run(), follow)]
         try:
             yield
         finally:
@@ -127,6 +139,8 @@ def build(
                 loop.cancel()
             await asyncio.gather(*loops, return_exceptions=True)
             await reconciler.stop()
+            if objects is not None:
+                await objects.finish()
             await leadership.release()
             await client.aclose()
             store.close()
@@ -143,7 +157,7 @@ def build(
     app.include_router(
         build_router(
             keys=keys,
-            registry=Registry(store, fleet, reconciler.rollouts, wall=wall),
+            registry=registry,
             reconciler=reconciler,
             metrics=metrics,
             is_stopping=lambda: whole.is_stopping,
@@ -163,6 +177,41 @@ def build(
         clock=clock,
     )
     return whole
+
+
+def _objects(settings: OrchestratorSettings, kube: Kube | None) -> ConfigMaps | None:
+    if settings.backend == "sqlite":
+        return None
+    assert kube is not None, "backend configmaps needs an API server"
+    return ConfigMaps(
+        kube,
+        namespace=settings.kube_namespace or kube.namespace,
+        fleet=settings.kube_name,
+        give_up_s=settings.store_timeout_s,
+    )
+
+
+def _beside(
+    objects: ConfigMaps, kube: Kube | None, settings: OrchestratorSettings, registry: Registry, reconciler: Reconciler
+) -> list[Callable[[], Coroutine[Any, Any, object]]]:
+    """What keeps ConfigMaps and intent together."""
+    assert kube is not None, "backend configmaps needs an API server"
+    notices = Notices(kube, namespace=settings.kube_namespace or kube.namespace, reporter=socket.gethostname())
+    intake = Intake(
+        objects,
+        reconciler.store,
+        registry,
+        notices,
+        is_leading=lambda: reconciler.is_leading,
+        on_taken=reconciler.taken_in,
+    )
+
+    def undone() -> None:
+        reconciler.store.refresh()
+        reconciler.taken_in()
+
+    objects.on_undone = undone
+    return [objects.follow, notices.run, intake.run]
 
 
 def _lease(settings: OrchestratorSettings, kube: Kube | None, holder: str, wall: Callable[[], float]) -> Lease:

@@ -8,7 +8,7 @@ from random import Random
 
 import structlog
 
-from orchestrator.core.errors import LeaseLost, LeaseUnreachable
+from orchestrator.core.errors import LeaseLost, LeaseUnreachable, OrchestratorError
 from orchestrator.core.lease import Candidate, Hold
 from orchestrator.lease import Lease
 
@@ -135,6 +135,8 @@ class Leadership:
         if candidate.left_s(clock()) > 0 and not self._is_term:
             try:
                 await self.prepare()
+            except OrchestratorError as exc:
+                log.warning("cannot lead yet, though the lease is ours", error=str(exc))
             except Exception:
                 log.exception("cannot lead yet, though the lease is ours")
             else:

@@ -48,18 +48,7 @@ class Registry:
         if known is None:
             self._require_free(spec.lora_id, "lora_id")
             return None
-        if known.is_deleting:
-            message = f"adapter {spec.lora_id!r} is being deleted; register it again when that is done"
-            raise Conflict(message, code="adapter_deleting", param="lora_id")
-        for name in _IMMUTABLE:
-            said, is_ = getattr(spec, name), getattr(known, name)
-            if said is not None and is_ is not None and said != is_:
-                raise Conflict(
-                    f"{spec.lora_id!r} is registered with {name} {is_!r}, which cannot change to {said!r}: register"
-                    f" a new version (such as {_next_version(spec.lora_id)!r}) and point an alias at it",
-                    code="immutable",
-                    param=name,
-                )
+        _require_same(known, spec)
         wanted = _with_policy(replace(known, tenants=_sorted(spec.tenants)), spec.policy)
         if wanted != known:
             message = f"{spec.lora_id!r} is registered with another policy or other tenants; PATCH changes those"
@@ -77,6 +66,21 @@ class Registry:
             body = spec.model_dump(mode="json", exclude_defaults=True, exclude={"lora_id"})
             self._store.record("adapter_registered", spec.lora_id, body, actor)
         return adapter, True
+
+    def declare(self, spec: AdapterSpec, actor: str = NOBODY) -> None:
+        """Have it be as this says: registered if it is new, else changed where that may be.
+
+        Raises Conflict, RequestError.
+        """
+        known = self._store.adapters.get(spec.lora_id)
+        if known is None:
+            self.register(spec, actor)
+            return
+        _require_same(known, spec)
+        whole = AdapterPatch(policy=AdapterPolicy(**spec.policy.model_dump()), tenants=spec.tenants)
+        with self._store.together():
+            self._fill_in(known, spec)
+            self.patch(spec.lora_id, whole, actor)
 
     def adopt(self, adapter: Adapter, actor: str = NOBODY) -> None:
         """Register what a worker holds already, with all that its agent found. Raises Conflict."""
@@ -257,6 +261,22 @@ class Registry:
         with self._store.together():
             self._store.put_worker(worker_id, None if state is None else WorkerIntent(state, until))
             self._store.record(f"worker_{state or 'uncordoned'}", worker_id, {"drain_s": drain_s}, actor)
+
+
+def _require_same(known: Adapter, spec: AdapterSpec) -> None:
+    """Raises Conflict where what is registered cannot become this."""
+    if known.is_deleting:
+        message = f"adapter {spec.lora_id!r} is being deleted; register it again when that is done"
+        raise Conflict(message, code="adapter_deleting", param="lora_id")
+    for name in _IMMUTABLE:
+        said, is_ = getattr(spec, name), getattr(known, name)
+        if said is not None and is_ is not None and said != is_:
+            raise Conflict(
+                f"{spec.lora_id!r} is registered with {name} {is_!r}, which cannot change to {said!r}: register"
+                f" a new version (such as {_next_version(spec.lora_id)!r}) and point an alias at it",
+                code="immutable",
+                param=name,
+            )
 
 
 _BOUNDS = "min_replicas {} is above max_replicas {}"

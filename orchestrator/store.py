@@ -41,6 +41,7 @@ class Store:
         self.tombstones: dict[str, str] = {}
         self._deleted_at: dict[str, float] = {}
         self.rules = Rules()
+        self.writes = 0  # how often intent was written here
         self.epoch = self.revision = self._reserved = 0
         try:
             stored = self._backend.read()
@@ -110,6 +111,7 @@ class Store:
             yield
             if self._depth == 1 and (self._changes or self._entries):
                 self._backend.write(self._changes, self._entries)
+                self.writes += any(change.table != "counters" for change in self._changes)
         except BaseException:
             self._changes, self._entries = [], []
             self._take(self._backend.read())  # memory must not know what the backend does not
@@ -179,6 +181,26 @@ class Store:
                 stone = Tombstone(adapter.digest, self._wall())
                 self._put("tombstones", lora_id, stone)
                 self.tombstones[lora_id], self._deleted_at[lora_id] = stone
+
+    def bury(self, lora_id: str, digest: str | None, actor: str) -> None:
+        """Somebody deleted it where it is kept, and nobody saw that: whoever still holds these bytes gives them up."""
+        with self.together():
+            if digest is not None:
+                stone = Tombstone(digest, self._wall())
+                self._put("tombstones", lora_id, stone)
+                self.tombstones[lora_id], self._deleted_at[lora_id] = stone
+            self.record("adapter_deleted", lora_id, {"digest": digest}, actor)
+
+    def absorb(self, change: Change) -> None:
+        """The backend has this from somebody who led before us: known from now on, and written already."""
+        match change.value:
+            case Adapter() as adapter:
+                self.adapters[change.key] = adapter
+            case Rules() as rules:
+                self.rules = rules
+            case targets:
+                self.aliases[change.key] = cast("Targets", targets)
+        self.writes += 1
 
     def expire_tombstones(self, kept_s: float) -> None:
         oldest = self._wall() - kept_s

@@ -1,0 +1,244 @@
+"""What each ConfigMap is to be, from the tables and from what stands in it now."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from lorafleet.kube.client import Json
+from orchestrator.configmaps.journal import Journal
+from orchestrator.configmaps.mirror import Mirror
+from orchestrator.configmaps.objects import (
+    STATUS,
+    AdapterRecord,
+    AliasRecord,
+    PolicyRecord,
+    Record,
+    adapter_text,
+    alias_text,
+    annotation,
+    asked_of,
+    asked_targets,
+    mark_of,
+    new_object,
+    policy_text,
+    text_of,
+    uid_of,
+    with_notes,
+    with_ours,
+)
+from orchestrator.configmaps.tables import Tables, counters_in, counters_made, shard_made, workers_made
+from orchestrator.configmaps.writer import Key, Wish
+from orchestrator.core.errors import Conflict
+from orchestrator.core.rollout import Rollout
+from orchestrator.core.state import Adapter, Rules
+
+KINDS = {"adapters": "adapter", "aliases": "alias", "policy": "policy"}
+Row = tuple[str, str]
+"""(table, key)"""
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Objects as they are to be written.
+
+    accepting   row -> mark of the text that it is taken from, and that stays as it is
+    leaving     row -> (object, uid) that is to be deleted
+    lost        objects that are gone for good, though what they said is still in the tables: not to be made again
+    said        object -> its status, where it is not the usual one
+    on_state    called before what is remembered of deletions is written: somebody else may have written it
+    """
+
+    fleet: str
+    mirror: Mirror
+    journal: Journal
+    tables: Tables
+    on_state: Callable[[], None] = lambda: None
+    accepting: dict[Row, str] = field(default_factory=dict)
+    leaving: dict[Row, tuple[str, str]] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    said: dict[str, str] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Nothing is under way."""
+        self.accepting.clear()
+        self.leaving.clear()
+        self.lost.clear()
+        self.said.clear()
+
+    def leave(self, table: str, key: str) -> None:
+        """It is deleted: the object that it stands in goes, and is remembered no more."""
+        name = self.tables.home(table, key)
+        if (found := self.mirror.objects.get(name)) is not None and name not in self.lost:
+            self.leaving[table, key] = name, uid_of(found)
+        self.lost.discard(name)
+        self.tables.homes.pop((table, key), None)
+        if table == "adapters":
+            self.tables.known.pop(key, None)
+
+    def _left(self, table: str, key: str) -> Wish | None:
+        """The very object that it stood in is to go; not one that somebody made in its place."""
+        name, uid = self.leaving.get((table, key), ("", ""))
+        found = self.mirror.objects.get(name)
+        return Wish(name, None, uid) if found is not None and uid_of(found) == uid else None
+
+    def made(self, key: Key) -> Wish | None:
+        """What is to be written. Raises Conflict where somebody else has said something different meanwhile."""
+        match key.table:
+            case "adapters":
+                return self._adapter(key.name)
+            case "aliases":
+                return self._alias(key.name)
+            case "policy":
+                return self._policy()
+            case "status":
+                return self._status(key.name)
+            case "history":
+                ring, _, part = key.name.rpartition("-")
+                name = self.journal.name(ring, int(part))
+                return Wish(name, self.journal.made(key.name, self.mirror.objects.get(name)))
+            case "tombstones" | "known":
+                self.on_state()
+                return self._state(f"adapters-{key.name}", lambda it: shard_made(self.tables, key.name, it))
+            case "workers":
+                return self._state("workers", lambda _: workers_made(self.tables))
+            case _:
+                return self._counters()
+
+    def _state(self, what: str, data: Callable[[Json | None], dict[str, str]]) -> Wish:
+        name = self.tables.state_name(what)
+        known = self.mirror.objects.get(name)
+        found = known if known is not None else new_object(self.fleet, "state", name)
+        return Wish(name, {**found, "data": data(known)})
+
+    def _counters(self) -> Wish | None:
+        wish = self._state("counters", lambda _: counters_made(self.tables))
+        known = self.mirror.objects.get(wish.name)
+        if (epoch := counters_in(known).get("epoch", 0)) > self.tables.counters.get("epoch", 0):
+            raise Conflict(f"somebody else has written epoch {epoch}, so we do not lead", code="not_leading")
+        return wish
+
+    def _adapter(self, lora_id: str) -> Wish | None:
+        adapter = self.tables.adapters.get(lora_id)
+        if adapter is None:
+            return self._left("adapters", lora_id)
+        name = self.tables.home("adapters", lora_id)
+        if name in self.lost:
+            return None
+        record = self.mirror.record(name)
+        was = record.adapter if isinstance(record, AdapterRecord) and record.adapter.lora_id == lora_id else None
+        return self._wish(
+            ("adapters", lora_id),
+            name,
+            is_asked=was is None or asked_of(was) != asked_of(adapter),
+            text=lambda: adapter_text(adapter),
+            record=lambda of: AdapterRecord(of, adapter),
+            status=_status_of(adapter),
+        )
+
+    def _alias(self, alias: str) -> Wish | None:
+        targets, rollout = self.tables.aliases.get(alias), self.tables.rollouts.get(alias)
+        if targets is None:
+            return self._left("aliases", alias)
+        name = self.tables.home("aliases", alias)
+        if name in self.lost:
+            return None
+        asked = asked_targets(targets, rollout)
+        record = self.mirror.record(name)
+        was = record.asked if isinstance(record, AliasRecord) and record.name == alias else None
+        return self._wish(
+            ("aliases", alias),
+            name,
+            is_asked=was != asked,
+            text=lambda: alias_text(alias, asked),
+            record=lambda of: AliasRecord(of, alias, targets, asked),
+            status="accepted" if rollout is None else f"{rollout.phase}: {rollout.reason}".removesuffix(": "),
+            rollout=rollout,
+        )
+
+    def _policy(self) -> Wish | None:
+        rules = self.tables.policy.get("", Rules())
+        name = self.tables.home("policy", "")
+        record = self.mirror.record(name)
+        return self._wish(
+            ("policy", ""),
+            name,
+            is_asked=not isinstance(record, PolicyRecord) or record.rules != rules,
+            text=lambda: policy_text(rules),
+            record=lambda of: PolicyRecord(of, rules),
+            status="accepted",
+        )
+
+    def _wish(
+        self,
+        row: Row,
+        name: str,
+        *,
+        is_asked: bool,
+        text: Callable[[], str],
+        record: Callable[[str], Record],
+        status: str,
+        rollout: Rollout | None = None,
+    ) -> Wish | None:
+        """The object of a row. Its text is written anew only where a caller has asked for something else than it says.
+
+        is_asked   whether callers have, since it was written last. Raises Conflict when a person has changed it too
+        """
+        kind = KINDS[row[0]]
+        known = self.mirror.objects.get(name)
+        found = known if known is not None else new_object(self.fleet, kind, name)
+        there, before = text_of(found, kind), self.mirror.record(name)
+        mark, new = mark_of(there), None
+        if known is None:
+            new = text()
+            mark = mark_of(new)
+        elif self.accepting.get(row) == mark:
+            pass
+        elif before is None or before.of != mark:
+            if is_asked:
+                message = (
+                    f"ConfigMap {name} says something else by now; look at it, and ask again if it still has to be"
+                )
+                raise Conflict(message, code="conflict")
+            assert before is not None, "what is not asked for is in a record"
+            mark = before.of
+        elif is_asked:
+            new = text()
+            mark = mark_of(new)
+        body = with_ours(
+            found, kind, text=new, record=record(mark), status=self.said.get(name, status), rollout=rollout
+        )
+        return Wish(name, body)
+
+    def _status(self, name: str) -> Wish | None:
+        found, status = self.mirror.objects.get(name), self.said.get(name)
+        if found is None or status is None or annotation(found, STATUS) == status:
+            return None
+        return Wish(name, with_notes(found, {STATUS: status}))
+
+    def copies(self) -> list[Json]:
+        """For a backup: what is put back must take nothing from a fleet."""
+        copies: list[Json] = []
+        for lora_id, adapter in sorted(self.tables.adapters.items()):
+            text = adapter_text(adapter)
+            record = AdapterRecord(mark_of(text), replace(adapter, is_deleting=False))
+            copies.append(self._copy("adapters", lora_id, text, record))
+        for alias, targets in sorted(self.tables.aliases.items()):
+            text = alias_text(alias, targets)
+            copies.append(self._copy("aliases", alias, text, AliasRecord(mark_of(text), alias, targets, targets)))
+        if (rules := self.tables.policy.get("")) is not None:
+            text = policy_text(rules)
+            copies.append(self._copy("policy", "", text, PolicyRecord(mark_of(text), rules)))
+        workers = {name: it for name, it in self.tables.workers.items() if it.state != "draining"}
+        state = new_object(self.fleet, "state", self.tables.state_name("workers"))
+        return [*copies, {**state, "data": workers_made(Tables(self.fleet, workers=workers))}]
+
+    def _copy(self, table: str, key: str, text: str, record: Record) -> Json:
+        found = new_object(self.fleet, KINDS[table], self.tables.home(table, key))
+        return with_ours(found, KINDS[table], text=text, record=record, status="accepted")
+
+
+def _status_of(adapter: Adapter) -> str:
+    if adapter.is_deleting:
+        return "deleting"
+    if adapter.quarantine is not None:
+        return f"quarantined: {adapter.quarantine}"
+    return "accepted, and verified" if adapter.is_inspected else "accepted"

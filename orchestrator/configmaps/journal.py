@@ -1,0 +1,100 @@
+"""The history in ConfigMaps: two rings of small ones, so that many loads push out no change of intent.
+
+A ring's newest object takes entries until it is full; then the oldest is begun anew. So what is written for an entry
+is 64 KiB at most, and a ring keeps its newest two thousand entries or so.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+
+import msgspec
+
+from lorafleet.kube.client import Json
+from orchestrator.backend import Entry
+from orchestrator.configmaps.objects import name_of, new_object
+
+RINGS = ("changes", "loads")
+PARTS = 8
+PART_BYTES = 64 * 1024
+_KEY = "entries.jsonl"
+_LOADS = frozenset({"load", "unload"})
+
+
+class Journal:
+    """All entries in memory, by ring and part, and which parts of it are not written yet."""
+
+    def __init__(self, fleet: str) -> None:
+        self._fleet = fleet
+        self._parts: dict[str, list[list[Entry]]] = {ring: [[] for _ in range(PARTS)] for ring in RINGS}
+        self._sizes: dict[str, list[int]] = {ring: [0] * PARTS for ring in RINGS}
+        self._newest = dict.fromkeys(RINGS, 0)
+        self._last = 0
+
+    def name(self, ring: str, part: int) -> str:
+        """Of the object."""
+        return f"{self._fleet}-history-{ring}-{part}"
+
+    def names(self) -> list[str]:
+        return [self.name(ring, part) for ring in RINGS for part in range(PARTS)]
+
+    def load(self, objects: dict[str, Json]) -> None:
+        """Read it all again. A part that cannot be read counts as empty: the history is not worth a refused start."""
+        for ring in RINGS:
+            for part in range(PARTS):
+                text = ((objects.get(self.name(ring, part)) or {}).get("data") or {}).get(_KEY, "")
+                self._parts[ring][part], self._sizes[ring][part] = _parsed(text), len(text)
+            self._newest[ring] = max(range(PARTS), key=lambda part: _last_id(self._parts[ring][part]))
+        self._last = max(_last_id(entries) for parts in self._parts.values() for entries in parts)
+
+    def add(self, entries: Iterable[Entry]) -> set[str]:
+        """Take them down; returns the parts that are to be written, as `ring-part`."""
+        touched = set()
+        for entry in entries:
+            ring = "loads" if entry.kind in _LOADS else "changes"
+            self._last += 1
+            kept = replace(entry, id=self._last)
+            size, part = len(_line(kept)), self._newest[ring]
+            if self._sizes[ring][part] + size > PART_BYTES:
+                part = self._newest[ring] = (part + 1) % PARTS
+                self._parts[ring][part], self._sizes[ring][part] = [], 0
+            self._parts[ring][part].append(kept)
+            self._sizes[ring][part] += size
+            touched.add(f"{ring}-{part}")
+        return touched
+
+    def made(self, which: str, known: Json | None) -> Json:
+        """The object of a part, in place of what is there."""
+        ring, _, part = which.rpartition("-")
+        name = self.name(ring, int(part))
+        found = known if known is not None else new_object(self._fleet, "state", name)
+        assert name_of(found) == name
+        return {**found, "data": {_KEY: "".join(_line(entry) for entry in self._parts[ring][int(part)])}}
+
+    def find(self, *, kinds: Sequence[str], subject: str | None, before: int | None, limit: int) -> list[Entry]:
+        """Newest first."""
+        wanted = frozenset(kinds)
+        found = [
+            entry
+            for parts in self._parts.values()
+            for entries in parts
+            for entry in entries
+            if (not wanted or entry.kind in wanted)
+            and (subject is None or entry.subject == subject)
+            and (before is None or entry.id < before)
+        ]
+        return sorted(found, key=lambda entry: entry.id, reverse=True)[:limit]
+
+
+def _line(entry: Entry) -> str:
+    return msgspec.json.encode(asdict(entry)).decode() + "\n"
+
+
+def _parsed(text: str) -> list[Entry]:
+    try:
+        return [msgspec.json.decode(line, type=Entry) for line in text.splitlines()]
+    except msgspec.MsgspecError:
+        return []
+
+
+def _last_id(entries: Sequence[Entry]) -> int:
+    return entries[-1].id if entries else 0

@@ -1,0 +1,93 @@
+"""The fleet's ConfigMaps as they were last seen: what the watch said, what our own writes were answered with."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lorafleet.kube.client import Json
+from orchestrator.configmaps.objects import KINDS, Record, kind_of, name_of, record_of, uid_of, version_of
+
+
+class Gone(NamedTuple):
+    """An object that is no more. `was_seen`: it was deleted before our eyes, and is not just missing from a list."""
+
+    last: Json
+    was_seen: bool
+
+
+class Mirror:
+    """By name. What others did is noted in `changed` (to be looked at) and `doubtful` (to be asked for by name).
+
+    An object that vanishes from a watch or a list may have lost no more than its label: it stays here until the API
+    server, asked for it by name, says that there is none.
+    """
+
+    def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
+        self.objects: dict[str, Json] = {}
+        self.changed: set[str] = set()
+        self.doubtful: dict[str, bool] = {}  # name -> whether its deletion was seen
+        self.is_synced = False
+        self.watched: dict[str, int] = {}  # name -> version that the watch has brought
+        self.edition = 0
+        self._records: dict[str, tuple[Json, Record | None]] = {}
+        self.on_news = on_news
+
+    def listed(self, items: list[Json]) -> None:
+        """All there is, when it was listed."""
+        names = set()
+        for found in items:
+            names.add(name_of(found))
+            self._seen(found)
+            if version_of(found) < version_of(self.objects[name_of(found)]):
+                self.doubtful.setdefault(name_of(found), False)  # written since, or the cluster was put back
+        for name in self.objects.keys() - names:
+            self.doubtful.setdefault(name, False)
+        self.is_synced = True
+        self.on_news()
+
+    def event(self, kind: str, found: Json) -> None:
+        """One change that the watch brought."""
+        name = name_of(found)
+        if kind != "DELETED":
+            self._seen(found)
+        elif name in self.objects and uid_of(found) == uid_of(self.objects[name]):
+            self.watched[name] = version_of(found)
+            self.doubtful[name] = True
+        self.on_news()
+
+    def wrote(self, found: Json) -> None:
+        """The API server's answer to our own write, or to a question by name: nothing newer is known."""
+        self.objects[name_of(found)] = found
+        self.doubtful.pop(name_of(found), None)
+        self.edition += 1
+
+    def is_gone(self, name: str) -> None:
+        """There is no object of this name."""
+        self.edition += self.objects.pop(name, None) is not None
+        self.doubtful.pop(name, None)
+        self.changed.discard(name)
+        self._records.pop(name, None)
+
+    def record(self, name: str) -> Record | None:
+        """What is accepted of an object, parsed once a version of it."""
+        found = self.objects.get(name)
+        if found is None:
+            return None
+        known = self._records.get(name)
+        if known is None or known[0] is not found:
+            known = self._records[name] = (found, record_of(found, kind_of(found)))
+        return known[1]
+
+    def of_people(self) -> list[str]:
+        """Names of all objects that people write."""
+        return [name for name, found in self.objects.items() if kind_of(found) in KINDS]
+
+    def _seen(self, found: Json) -> None:
+        name, known = name_of(found), self.objects.get(name_of(found))
+        self.watched[name] = version_of(found)
+        self.doubtful.pop(name, None)
+        is_same = known is not None and uid_of(known) == uid_of(found)
+        if known is not None and is_same and version_of(found) <= version_of(known):
+            return  # our own write, come back
+        self.objects[name] = found
+        self.changed.add(name)
+        self.edition += 1

@@ -1,0 +1,89 @@
+"""What people are told of their objects: a Kubernetes Event each, once, with what to do."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import structlog
+
+from lorafleet.kube.client import Json, Kube
+from lorafleet.kube.errors import Conflict, KubeError
+from orchestrator.configmaps.objects import name_of, uid_of
+
+log = structlog.get_logger()
+
+_MOST_WAITING = 2000
+_MOST_REMEMBERED = 50_000
+_MOST_CHARACTERS = 1000  # of a message; the API server allows 1,024 bytes
+
+
+class Notices:
+    """Says each thing about each object once, in the background; an Event is a courtesy, and no more than tried."""
+
+    def __init__(
+        self, kube: Kube, *, namespace: str, reporter: str, wall: Callable[[], float] = time.time, call_s: float = 5.0
+    ) -> None:
+        self._kube = kube
+        self._namespace = namespace
+        self._folder = f"/api/v1/namespaces/{namespace}/events"
+        self._reporter = reporter
+        self._wall = wall
+        self._call_s = call_s
+        self._said: set[str] = set()
+        self._waiting: asyncio.Queue[Json] = asyncio.Queue(_MOST_WAITING)
+
+    def warn(self, about: Json, reason: str, message: str) -> None:
+        """Of this object; the same words again are not said again."""
+        what = hashlib.sha256(f"{uid_of(about)} {reason} {message}".encode()).hexdigest()[:16]
+        if what in self._said:
+            return
+        if len(self._said) >= _MOST_REMEMBERED:
+            self._said.clear()
+        self._said.add(what)
+        log.warning("object refused", object=name_of(about), reason=reason, message=message)
+        if not self._waiting.full():
+            self._waiting.put_nowait(self._event(about, what, reason, message))
+
+    async def run(self) -> None:
+        """Send them, until cancelled."""
+        while True:
+            event = await self._waiting.get()
+            try:
+                await self._send(event)
+            except KubeError as exc:
+                log.info("event not sent", object=event["involvedObject"]["name"], error=str(exc))
+
+    async def _send(self, event: Json) -> None:
+        """As another one, or as one more of what was said before our time."""
+        try:
+            await self._kube.post(self._folder, event, timeout_s=self._call_s)
+        except Conflict:
+            again = {"lastTimestamp": event["lastTimestamp"], "count": 2}
+            await self._kube.patch(f"{self._folder}/{name_of(event)}", again, timeout_s=self._call_s)
+
+    def _event(self, about: Json, what: str, reason: str, message: str) -> Json:
+        now = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        cut = message if len(message) <= _MOST_CHARACTERS else message[: _MOST_CHARACTERS - 1] + "…"
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{name_of(about)[:200]}.{what}", "namespace": self._namespace},
+            "involvedObject": {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "namespace": self._namespace,
+                "name": name_of(about),
+                "uid": uid_of(about),
+            },
+            "type": "Warning",
+            "reason": reason,
+            "message": cut,
+            "source": {"component": "lorafleet-orchestrator"},
+            "reportingComponent": "lorafleet.io/orchestrator",
+            "reportingInstance": self._reporter,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }

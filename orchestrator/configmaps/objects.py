@@ -1,0 +1,212 @@
+"""A ConfigMap and what it says: the part that people write, and the part that is ours.
+
+People write `data["adapter.yaml"]`: the body of `POST /v1/adapters`. What we have to add is in annotations, where
+tools that put manifests in order do not look: `lorafleet.io/record` is what was accepted of that text and found of
+its bytes since, `lorafleet.io/status` says it in words.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from lorafleet.http import said_wrong
+from lorafleet.kube.client import Json
+from orchestrator.core.errors import RequestError, StoreError
+from orchestrator.core.rollout import Rollout, Targets, as_json, from_json
+from orchestrator.core.state import Adapter, Rules
+from orchestrator.wire import AdapterPolicy, AliasSpec, LoraId
+
+KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"
+RECORD, STATUS, ROLLOUT = "lorafleet.io/record", "lorafleet.io/status", "lorafleet.io/rollout"
+KINDS = ("adapter", "alias", "policy")
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class NamedAlias(AliasSpec):
+    """What an alias's ConfigMap says: the body of `PUT /v1/aliases/{name}`, and the name."""
+
+    name: LoraId
+
+
+class AdapterRecord(msgspec.Struct, frozen=True):
+    """`of`: the mark of the text that this was accepted from."""
+
+    of: str
+    adapter: Adapter
+
+
+class AliasRecord(msgspec.Struct, frozen=True):
+    """`targets`: what the alias points at now; `asked`: what somebody last asked for, which a rollout may go to."""
+
+    of: str
+    name: str
+    targets: Targets
+    asked: Targets
+
+
+class PolicyRecord(msgspec.Struct, frozen=True):
+    of: str
+    rules: Rules
+
+
+Record = AdapterRecord | AliasRecord | PolicyRecord
+_RECORDS: Mapping[str, type[Record]] = {"adapter": AdapterRecord, "alias": AliasRecord, "policy": PolicyRecord}
+
+
+def adapter_object_name(lora_id: str) -> str:
+    """Of the ConfigMaps that we make; a lora_id may hold what a name may not."""
+    return f"lora-{hashlib.sha256(lora_id.encode()).hexdigest()[:32]}"
+
+
+def alias_object_name(name: str) -> str:
+    return f"alias-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+def new_object(fleet: str, kind: str, name: str) -> Json:
+    """Without namespace: the path says it."""
+    labels = {KIND: kind, FLEET: fleet, "app.kubernetes.io/managed-by": "lorafleet"}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}, "data": {}}
+
+
+def name_of(found: Json) -> str:
+    return str(found["metadata"]["name"])
+
+
+def uid_of(found: Json) -> str:
+    return str(found["metadata"].get("uid") or "")
+
+
+def version_of(found: Json) -> int:
+    """The resourceVersion; Kubernetes 1.35 says that they may be compared, and they always were etcd's counter."""
+    version = str(found["metadata"].get("resourceVersion") or "0")
+    return int(version) if version.isdecimal() else 0
+
+
+def age_of(found: Json) -> tuple[str, str]:
+    """Orders objects, the oldest first."""
+    return str(found["metadata"].get("creationTimestamp") or ""), name_of(found)
+
+
+def kind_of(found: Json) -> str:
+    return str((found["metadata"].get("labels") or {}).get(KIND, ""))
+
+
+def annotation(found: Json, name: str) -> str:
+    return str((found["metadata"].get("annotations") or {}).get(name, ""))
+
+
+def text_of(found: Json, kind: str) -> str | None:
+    """What a person wrote; None when that key is missing."""
+    text = (found.get("data") or {}).get(f"{kind}.yaml")
+    return None if text is None else str(text)
+
+
+def mark_of(text: str | None) -> str:
+    """Tells one text from another."""
+    return "" if text is None else xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def record_of(found: Json, kind: str) -> Record | None:
+    """What is accepted of an object; None when nothing is, or what stands there is no record of ours."""
+    text = annotation(found, RECORD)
+    if not text or kind not in _RECORDS:
+        return None
+    try:
+        return msgspec.json.decode(text, type=_RECORDS[kind])
+    except msgspec.MsgspecError:
+        return None
+
+
+def rollout_of(found: Json) -> Rollout | None:
+    text = annotation(found, ROLLOUT)
+    try:
+        return from_json(msgspec.json.decode(text)) if text else None
+    except (msgspec.MsgspecError, TypeError, KeyError, ValueError) as exc:
+        raise StoreError(f"ConfigMap {name_of(found)}: annotation {ROLLOUT} cannot be read: {exc}") from exc
+
+
+def declared(found: Json, kind: str, model: type[M]) -> M:
+    """What a person wrote, checked as REST checks it. Raises RequestError with the sentence that REST would answer."""
+    text, key = text_of(found, kind), f"{kind}.yaml"
+    if text is None:
+        keys = ", ".join(sorted(found.get("data") or {})) or "nothing"
+        raise RequestError(f"data has no {key!r}, found {keys}; it holds what REST would be sent", param=key)
+    try:
+        body = yaml.load(text, Loader=_Loader)  # noqa: S506  (a safe loader, the C one where there is one)
+    except yaml.YAMLError as exc:
+        raise RequestError(f"{key} is no YAML: {' '.join(str(exc).split())}", param=key) from exc
+    if not isinstance(body, dict):
+        raise RequestError(f"{key} holds {type(body).__name__}, expected fields and values", param=key)
+    try:
+        return model.model_validate(body)
+    except ValidationError as exc:
+        raise RequestError(said_wrong(exc.errors()), param=key) from exc
+
+
+def adapter_text(adapter: Adapter) -> str:
+    """As a person would write it: only what is not as it is anyway."""
+    policy = AdapterPolicy.model_validate({name: getattr(adapter, name) for name in AdapterPolicy.model_fields})
+    body: dict[str, Any] = {
+        "lora_id": adapter.lora_id,
+        "source": adapter.source,
+        "base_model": adapter.base_model,
+        "digest": adapter.digest,
+        "policy": policy.model_dump(mode="json", exclude_defaults=True) or None,
+        "tenants": None if adapter.tenants is None else list(adapter.tenants),
+    }
+    return as_yaml({name: value for name, value in body.items() if value is not None})
+
+
+def alias_text(name: str, targets: Targets) -> str:
+    rows = [{"lora_id": lora_id} | ({"weight": weight} if weight != 1 else {}) for lora_id, weight in targets]
+    return as_yaml({"name": name, "targets": rows})
+
+
+def policy_text(rules: Rules) -> str:
+    """Only what is not the default, which REST takes for whatever is left out."""
+    usual = asdict(Rules())
+    return as_yaml({name: value for name, value in asdict(rules).items() if value != usual[name]})
+
+
+def as_yaml(body: Mapping[str, Any]) -> str:
+    return str(yaml.dump(dict(body), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+def with_ours(
+    found: Json, kind: str, *, text: str | None, record: Record, status: str, rollout: Rollout | None = None
+) -> Json:
+    """The object with this text, record and status, and with all else that is in it."""
+    notes = {RECORD: msgspec.json.encode(record).decode(), STATUS: status}
+    if rollout is not None:
+        notes[ROLLOUT] = msgspec.json.encode(as_json(rollout)).decode()
+    changed = with_notes(found, notes, without=() if rollout is not None else (ROLLOUT,))
+    if text is not None and text != text_of(found, kind):
+        changed["data"] = {**(found.get("data") or {}), f"{kind}.yaml": text}
+    return changed
+
+
+def with_notes(found: Json, notes: Mapping[str, str], *, without: tuple[str, ...] = ()) -> Json:
+    """The object with these annotations, and without those."""
+    annotations = {**(found["metadata"].get("annotations") or {}), **notes}
+    for name in without:
+        annotations.pop(name, None)
+    return {**found, "metadata": {**found["metadata"], "annotations": annotations}}
+
+
+def asked_of(adapter: Adapter) -> tuple[Any, ...]:
+    """What people may change of an adapter."""
+    return adapter.tenants, *(getattr(adapter, name) for name in AdapterPolicy.model_fields)
+
+
+def asked_targets(targets: Targets, rollout: Rollout | None) -> Targets:
+    """What was asked for last: where a rollout goes, or would have gone, unless somebody called it off."""
+    return targets if rollout is None or rollout.phase == "aborted" else rollout.after

@@ -1,0 +1,179 @@
+"""What the store knows as tables, and how each row of them stands in ConfigMaps."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from lorafleet.kube.client import Json
+from orchestrator.backend import Change, Stored, Tombstone, WorkerIntent
+from orchestrator.configmaps.mirror import Mirror
+from orchestrator.configmaps.objects import (
+    AdapterRecord,
+    AliasRecord,
+    PolicyRecord,
+    adapter_object_name,
+    age_of,
+    alias_object_name,
+    rollout_of,
+    uid_of,
+)
+from orchestrator.core.errors import StoreError
+from orchestrator.core.rollout import Rollout, Targets
+from orchestrator.core.state import Adapter, Rules
+
+SCHEMA = 1
+SHARDS = "0123456789abcdef"
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """What a shard remembers of an adapter, so that its deletion is noticed even if nobody was there to see it."""
+
+    object_name: str
+    uid: str
+    digest: str | None
+
+
+@lru_cache(1 << 17)
+def shard_of(lora_id: str) -> str:
+    return hashlib.sha256(lora_id.encode()).hexdigest()[0]
+
+
+@dataclass(slots=True)
+class Tables:
+    """Rows by table and key, and which object each adapter, alias and the policy stands in."""
+
+    fleet: str
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    aliases: dict[str, Targets] = field(default_factory=dict)
+    rollouts: dict[str, Rollout] = field(default_factory=dict)
+    workers: dict[str, WorkerIntent] = field(default_factory=dict)
+    tombstones: dict[str, Tombstone] = field(default_factory=dict)
+    policy: dict[str, Rules] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    homes: dict[tuple[str, str], str] = field(default_factory=dict)
+    known: dict[str, Known] = field(default_factory=dict)
+
+    def home(self, table: str, key: str) -> str:
+        """The name of the object that it stands in, or would."""
+        usual = {"adapters": adapter_object_name, "aliases": alias_object_name}.get(table)
+        return self.homes.get((table, key)) or (f"{self.fleet}-{table}" if usual is None else usual(key))
+
+    def state_name(self, what: str) -> str:
+        """Of an object of our own."""
+        return f"{self.fleet}-{what}"
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            rows: dict[str, Any] = getattr(self, change.table)
+            if change.value is None:
+                rows.pop(change.key, None)
+            else:
+                rows[change.key] = change.value
+
+    def stored(self) -> Stored:
+        """A copy. What is registered is not deleted, whatever a tombstone from before says."""
+        adapters = dict(self.adapters)
+        return Stored(
+            adapters=adapters,
+            aliases=dict(self.aliases),
+            rollouts=dict(self.rollouts),
+            workers=dict(self.workers),
+            tombstones={
+                lora_id: stone
+                for lora_id, stone in self.tombstones.items()
+                if lora_id not in adapters or adapters[lora_id].is_deleting
+            },
+            rules=self.policy.get("", Rules()),
+            counters=dict(self.counters),
+        )
+
+
+def read(mirror: Mirror, fleet: str) -> Tables:
+    """What was accepted, as it stands in the objects. Raises StoreError."""
+    tables = Tables(fleet)
+    for name in sorted(mirror.of_people(), key=lambda name: age_of(mirror.objects[name])):
+        found, record = mirror.objects[name], mirror.record(name)
+        row = row_of(record)
+        if row is None or row[:2] in tables.homes:  # nothing is accepted, or an older object says it
+            continue
+        table, key, value = row
+        tables.homes[table, key] = name
+        getattr(tables, table)[key] = value
+        if table == "aliases" and (rollout := rollout_of(found)) is not None:
+            tables.rollouts[key] = rollout
+    _read_state(mirror, tables)
+    return tables
+
+
+def row_of(record: object) -> tuple[str, str, Any] | None:
+    """Table, key and value of what an object's record says."""
+    match record:
+        case AdapterRecord(_, adapter):
+            return "adapters", adapter.lora_id, adapter
+        case AliasRecord(_, name, targets, _):
+            return "aliases", name, targets
+        case PolicyRecord(_, rules):
+            return "policy", "", rules
+        case _:
+            return None
+
+
+def counters_in(found: Json | None) -> dict[str, int]:
+    """epoch, revision. Raises StoreError, also when a newer version wrote them."""
+    data: Mapping[str, str] = (found or {}).get("data") or {}
+    try:
+        counters = {name: int(value) for name, value in data.items()}
+    except ValueError as exc:
+        raise StoreError(f"ConfigMap of counters: {exc}; delete it, agents and clock make up for it") from exc
+    if (schema := counters.pop("schema", SCHEMA)) > SCHEMA:
+        raise StoreError(f"the ConfigMaps have schema {schema}, this version knows {SCHEMA}; start the newer version")
+    return counters
+
+
+def known_in(found: Json | None) -> dict[str, Known]:
+    """Adapters that a shard remembers; nothing from a copy, which says what was there elsewhere, or once."""
+    data: Mapping[str, str] = (found or {}).get("data") or {}
+    if found is None or data.get("uid") != uid_of(found):
+        return {}
+    known: dict[str, Known] = _json(data.get("known.json"), dict[str, Known])
+    return known
+
+
+def counters_made(tables: Tables) -> dict[str, str]:
+    return {name: str(value) for name, value in {**tables.counters, "schema": SCHEMA}.items()}
+
+
+def workers_made(tables: Tables) -> dict[str, str]:
+    return {"workers.json": msgspec.json.encode(tables.workers).decode()}
+
+
+def shard_made(tables: Tables, shard: str, known: Json | None) -> dict[str, str]:
+    adapters = {lora_id: it for lora_id, it in sorted(tables.known.items()) if shard_of(lora_id) == shard}
+    stones = {lora_id: tuple(it) for lora_id, it in sorted(tables.tombstones.items()) if shard_of(lora_id) == shard}
+    return {
+        "uid": "" if known is None else uid_of(known),
+        "known.json": msgspec.json.encode(adapters).decode(),
+        "tombstones.json": msgspec.json.encode(stones).decode(),
+    }
+
+
+def _read_state(mirror: Mirror, tables: Tables) -> None:
+    tables.counters = counters_in(mirror.objects.get(tables.state_name("counters")))
+    workers = (mirror.objects.get(tables.state_name("workers")) or {}).get("data") or {}
+    tables.workers = _json(workers.get("workers.json"), dict[str, WorkerIntent])
+    for shard in SHARDS:
+        found = mirror.objects.get(tables.state_name(f"adapters-{shard}"))
+        tables.known |= known_in(found)
+        stones = _json(((found or {}).get("data") or {}).get("tombstones.json"), dict[str, tuple[str, float]])
+        tables.tombstones |= {lora_id: Tombstone(*stone) for lora_id, stone in stones.items()}
+
+
+def _json(text: str | None, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(text or "{}", type=kind)
+    except msgspec.MsgspecError as exc:
+        raise StoreError(f"a ConfigMap of the orchestrator's state cannot be read ({exc}); delete that key") from exc

@@ -1,0 +1,245 @@
+"""Changes on their way to the API server: what is to be written, in which order, and who waits for it.
+
+Level-driven: a key that changed is marked, and written as it is by then, so many changes of one object are one PUT.
+Every write replaces exactly the version that is known here. Where somebody else wrote in between, theirs is read, and
+ours is made anew from it, or given up.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import structlog
+
+from lorafleet.kube.client import Json, Kube
+from lorafleet.kube.errors import Conflict as Collision
+from lorafleet.kube.errors import Forbidden, KubeError, NotFound, Unreachable
+from orchestrator.configmaps.mirror import Mirror
+from orchestrator.configmaps.objects import name_of
+from orchestrator.core.errors import OrchestratorError, StoreError, Unavailable
+
+log = structlog.get_logger()
+
+AT_ONCE = 16
+"""Writes in flight; a guess that leaves an API server of a small cluster room for others."""
+_TRIES = 8
+_PAUSE_S = (0.1, 2.0)
+_BUSY = frozenset({429, 500, 502, 503, 504})
+
+
+class Key(NamedTuple):
+    """Something that is written: a thing of the store, by what it is in there.
+
+    order   what others rely on goes first: a deletion is written down before its object goes
+    """
+
+    order: int
+    table: str
+    name: str
+
+
+class Make(Protocol):
+    """What an object is to be."""
+
+    def __call__(self, key: Key) -> "Wish | None":
+        """None: as it is. Raises OrchestratorError when it cannot be written as things are."""
+        ...
+
+
+class Wish(NamedTuple):
+    """An object as it is to be; `body` None: the one with this uid is not to be there."""
+
+    name: str
+    body: Json | None
+    uid: str = ""
+
+
+class _Ticket:
+    """Somebody waits for these keys."""
+
+    def __init__(self, keys: Iterable[Key]) -> None:
+        self.left = set(keys)
+        self.error: OrchestratorError | None = None
+        self.over = asyncio.Event()
+
+    def settle(self, key: Key, error: OrchestratorError | None = None) -> None:
+        self.error = self.error or error
+        self.left.discard(key)
+        if not self.left:
+            self.over.set()
+
+
+class Writer:
+    """Writes until `drop`.
+
+    make        says what an object is to be
+    on_written  hears of what stands as it was wished
+    on_refused  hears of what is given up
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        *,
+        folder: str,
+        mirror: Mirror,
+        make: Make,
+        on_written: Callable[[Key], None],
+        on_refused: Callable[[Key], None],
+        give_up_s: float = 30.0,
+        call_s: float = 5.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._kube = kube
+        self._folder = folder
+        self._mirror = mirror
+        self._make = make
+        self._on_written = on_written
+        self._on_refused = on_refused
+        self._give_up_s = give_up_s
+        self._call_s = call_s
+        self._rng = rng or random.Random()
+        self._dirty: dict[Key, list[_Ticket]] = {}
+        self._open: set[_Ticket] = set()
+        self._work: asyncio.Task[None] | None = None
+        self._gate = asyncio.Semaphore(AT_ONCE)
+
+    def mark(self, keys: Iterable[Key], *, is_promised: bool = True) -> None:
+        """These are to be written. `is_promised`: `saved` waits for them."""
+        ticket = _Ticket(keys)
+        for key in ticket.left:
+            self._dirty.setdefault(key, []).append(ticket)
+        if is_promised and ticket.left:
+            self._open.add(ticket)
+        if self._dirty and self._work is None:
+            self._work = asyncio.create_task(self._run())
+
+    def is_pending(self, key: Key) -> bool:
+        """Whether it waits to be written, or is being written."""
+        return any(key in ticket.left for ticket in self._open)
+
+    async def saved(self) -> None:
+        """Until all that is promised now is written. Raises OrchestratorError, of the first that was not."""
+        waited_for = list(self._open)
+        for ticket in waited_for:
+            await ticket.over.wait()
+        for ticket in waited_for:
+            if ticket.error is not None:
+                raise ticket.error
+
+    async def done(self) -> None:
+        """Until nothing is left to write, promised or not."""
+        while self._work is not None:
+            await asyncio.wait([self._work])
+
+    def drop(self) -> None:
+        """Nothing more is written; who waits is told."""
+        if self._work is not None:
+            self._work.cancel()
+            self._work = None
+        self._dirty.clear()
+        error = Unavailable(
+            "this orchestrator does not lead any more; it may or may not be written", code="not_leading"
+        )
+        for ticket in list(self._open):
+            ticket.error, ticket.left = error, set()
+            ticket.over.set()
+        self._open.clear()
+
+    async def _run(self) -> None:
+        try:
+            while self._dirty:
+                batch, self._dirty = self._dirty, {}
+                for order in sorted({key.order for key in batch}):
+                    await asyncio.gather(*(self._settle(key, batch[key]) for key in batch if key.order == order))
+        finally:
+            if self._work is asyncio.current_task():
+                self._work = None
+
+    async def _settle(self, key: Key, tickets: list[_Ticket]) -> None:
+        error: OrchestratorError | None = None
+        try:
+            async with self._gate, asyncio.timeout(self._give_up_s):
+                await self._write(key)
+        except OrchestratorError as exc:
+            error = exc
+        except TimeoutError:
+            message = (
+                f"{key.table} {key.name!r} not written within {self._give_up_s:g} s: no answer from the API server"
+            )
+            error = Unavailable(message, code="store_unreachable", retry_after_s=5.0)
+        except Exception as exc:
+            log.exception("not written", table=key.table, name=key.name)
+            error = StoreError(f"{key.table} {key.name!r} not written: {exc!r}")
+        if error is not None:
+            log.warning("not written", table=key.table, name=key.name, error=str(error))
+            self._on_refused(key)
+        else:
+            self._on_written(key)
+        for ticket in tickets:
+            ticket.settle(key, error)
+            if ticket.over.is_set():
+                self._open.discard(ticket)
+
+    async def _write(self, key: Key) -> None:
+        """Try until it stands or cannot. Raises OrchestratorError."""
+        collisions = failures = 0
+        doubtful: str | None = None
+        while True:
+            wish: Wish | None = None
+            try:
+                if doubtful is not None:
+                    await self.look(doubtful)
+                    doubtful = None
+                wish = self._make(key)
+                if wish is not None:
+                    await self._ask_for(wish)
+            except (Collision, NotFound) as exc:
+                assert wish is not None, "to look at what is not there is no error"
+                collisions += 1
+                if collisions >= _TRIES:
+                    raise StoreError(f"ConfigMap {wish.name}: {exc}") from exc
+                doubtful = wish.name
+            except KubeError as exc:
+                if not isinstance(exc, Unreachable) and exc.status not in _BUSY:
+                    raise _refused(exc) from exc
+                failures += 1
+                pause_s = min(_PAUSE_S[1], _PAUSE_S[0] * 2.0 ** min(failures, 10)) * self._rng.uniform(0.5, 1.0)
+                await asyncio.sleep(max(pause_s, exc.retry_after_s or 0.0))
+            else:
+                return
+
+    async def _ask_for(self, wish: Wish) -> None:
+        known = self._mirror.objects.get(wish.name)
+        path = f"{self._folder}/{wish.name}"
+        if wish.body is None:
+            options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": wish.uid}}
+            with contextlib.suppress(NotFound):
+                await self._kube.delete(path, options, timeout_s=self._call_s)
+            self._mirror.is_gone(wish.name)
+        elif known is None:
+            self._mirror.wrote(await self._kube.post(self._folder, wish.body, timeout_s=self._call_s))
+        elif wish.body != known:
+            self._mirror.wrote(await self._kube.put(path, wish.body, timeout_s=self._call_s))
+
+    async def look(self, name: str) -> Json | None:
+        """The object as it is now, however it came to be so; None when there is none. Raises KubeError."""
+        try:
+            found = await self._kube.get(f"{self._folder}/{name}", timeout_s=self._call_s)
+        except NotFound:
+            self._mirror.is_gone(name)
+            return None
+        if found != self._mirror.objects.get(name_of(found)):
+            self._mirror.changed.add(name)
+        self._mirror.wrote(found)
+        return found
+
+
+def _refused(exc: KubeError) -> StoreError:
+    if isinstance(exc, Forbidden):
+        return StoreError(
+            f"{exc}; the orchestrator's Role needs get, list, watch, create, update, delete on configmaps"
+        )
+    return StoreError(str(exc))
