@@ -24,6 +24,15 @@ class OrchestratorSettings(HouseSettings):
     lease: Literal["file", "kubernetes"] = Field(
         default="file", description="who leads: by a file beside `store`, or by a Lease of Kubernetes"
     )
+    kubeconfig: Path | None = Field(
+        default=None, description="how to reach the API server; default: KUBECONFIG's, else the pod's service account"
+    )
+    kube_namespace: str = Field(default="", description="of the Lease and the ConfigMaps; empty: our own")
+    kube_name: str = Field(
+        default="lorafleet",
+        pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$",
+        description="of the Lease, and of the fleet in the ConfigMaps' label lorafleet.io/fleet",
+    )
     store_timeout_s: float = Field(
         default=30.0, gt=0, description="with backend configmaps: give up a change that the API server does not take"
     )
