@@ -1,0 +1,142 @@
+"""Alerts, panels and triggers ask for metrics that exist, with labels that those have; each alert has a runbook."""
+
+import json
+import re
+
+import pytest
+
+from orchestrator.metrics import Metrics as OrchestratorMetrics
+from router.metrics import Metrics as RouterMetrics
+from tests.helm.rendering import CHART, VALUES, of_kind, one
+from tests.test_docs import DOCS
+from workers.metrics import Metrics as WorkersMetrics
+
+# What Prometheus adds to each series of a ServiceMonitor's or PodMonitor's target.
+TARGET = {"namespace", "service", "pod"}
+BY_PROMETHEUS = TARGET | {"le", "__name__"}
+
+
+def known() -> dict[str, set[str]]:
+    """Each series name -> its own labels."""
+    found: dict[str, set[str]] = {}
+    for metrics in (RouterMetrics, OrchestratorMetrics, WorkersMetrics):
+        for family in metrics().registry.collect():
+            suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+            found |= {family.name + suffix: set() for suffix in suffixes}
+    for line in (DOCS / "metrics.md").read_text().splitlines():
+        if line.startswith("| `lora"):
+            names, labels = line.split("|")[1:3]
+            for name in re.findall(r"`(\w+)`", names):
+                own = set(re.findall(r"\w+", labels))
+                for suffix in ("", "_total", "_bucket", "_sum", "_count"):
+                    if name + suffix in found or suffix == "":
+                        found[name + suffix] = own
+    return found
+
+
+def asked(expression: str) -> list[tuple[str, set[str]]]:
+    """(metric, labels that it is filtered by) of a PromQL expression; a name by pattern counts as each it could be."""
+    series = [(name, body) for name, body in re.findall(r"\b(lora\w*)\s*\{([^}]*)\}", expression)]
+    for body in re.findall(r"[^\w]\{([^}]*__name__[^}]*)\}", expression):
+        pattern = re.search(r'__name__=~"([^"]+)"', body)[1]
+        series += [(name, body) for name in known() if re.fullmatch(pattern, name)]
+    assert series or "lora" not in expression, expression
+    return [(name, set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", body))) for name, body in series]
+
+
+def grouped(expression: str) -> set[str]:
+    return {label.strip() for labels in re.findall(r"\bby\s*\(([^)]*)\)", expression) for label in labels.split(",")}
+
+
+def alerts() -> list[dict]:
+    rule = one("everything", "PrometheusRule", "fleet-lorafleet")
+    return rule["spec"]["groups"][0]["rules"]
+
+
+def panels() -> list[tuple[str, str]]:
+    board = json.loads(one("everything", "ConfigMap", "fleet-lorafleet-dashboard")["data"]["lorafleet.json"])
+    return [(panel["title"], target["expr"]) for panel in board["panels"] for target in panel.get("targets", ())]
+
+
+def triggers() -> list[tuple[str, str]]:
+    return [
+        (f"{item['metadata']['name']}/{trigger['name']}", trigger["metadata"]["query"])
+        for item in of_kind("everything", "ScaledObject") for trigger in item["spec"]["triggers"]
+    ]  # fmt: skip
+
+
+def expressions() -> list[tuple[str, str]]:
+    return [(rule["alert"], rule["expr"]) for rule in alerts()] + panels() + triggers()
+
+
+def test_every_metric_that_is_asked_for_exists_and_has_the_labels_that_it_is_filtered_and_grouped_by():
+    metrics, wrong = known(), []
+    for what, expression in expressions():
+        have = set(BY_PROMETHEUS)
+        for name, labels in asked(expression):
+            if name not in metrics:
+                wrong.append(f"{what}: {name}")
+                continue
+            have |= metrics[name]
+            wrong += [
+                f"{what}: {name} has no label {label}" for label in sorted(labels - metrics[name] - BY_PROMETHEUS)
+            ]
+        wrong += [f"{what}: grouped by {label}" for label in sorted(grouped(expression) - have)]
+    assert wrong == []
+
+
+def test_every_expression_is_of_this_release_alone():
+    for what, expression in expressions():
+        for name, labels in asked(expression):
+            assert "namespace" in labels, (what, name)
+        assert expression.count("(") == expression.count(")"), what
+        assert "$fleet" not in expression
+        assert "$processes" not in expression
+
+
+def test_labels_that_an_alerts_words_show_are_left_by_its_expression():
+    for rule in alerts():
+        shown = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        by = grouped(rule["expr"])
+        whole = not re.match(r"(sum|max|min)\b", rule["expr"])
+        have = set().union(*(known()[name] for name, _ in asked(rule["expr"])), TARGET) if whole else by
+        assert shown <= have, rule["alert"]
+
+
+def test_every_alert_has_a_paragraph_in_the_guide_and_links_to_it():
+    guide = (DOCS / "kubernetes.md").read_text()
+    headings = set(re.findall(r"^#+ (Lorafleet\w+)$", guide, re.MULTILINE))
+    names = {rule["alert"] for rule in alerts()}
+    assert names == headings
+    assert len(names) == len(alerts())
+    for rule in alerts():
+        assert rule["annotations"]["runbook_url"] == f"https://docs.example.com/kubernetes#{rule['alert'].lower()}"
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+
+
+def test_panels_have_titles_of_their_own_and_do_not_overlap():
+    board = json.loads((CHART / "files" / "dashboard.json").read_text())
+    titles = [panel["title"] for panel in board["panels"]]
+    assert len(titles) == len(set(titles))
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+
+
+@pytest.mark.parametrize("case", sorted(VALUES.keys() - {"everything"}))
+def test_what_needs_the_prometheus_operator_or_keda_is_off_unless_asked_for(case):
+    assert not of_kind(case, "ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute")
+
+
+def test_a_pools_trigger_is_its_wait_itself_and_its_slots_wanted_over_those_there():
+    scaled = one("everything", "ScaledObject", "fleet-lorafleet-h100-r16")["spec"]
+    assert [trigger["metricType"] for trigger in scaled["triggers"]] == ["Value", "Value"]
+    where = 'namespace="ml",service="fleet-lorafleet-orchestrator",pool="h100-r16"'
+    assert [trigger["metadata"]["query"] for trigger in scaled["triggers"]] == [
+        f"max(lorafleet_pool_queue_wait_seconds{{{where}}})",
+        f"max(lorafleet_pool_slots_wanted{{{where}}}) / clamp_min(max(lorafleet_pool_slots{{{where}}}), 1)",
+    ]
