@@ -93,7 +93,10 @@ async def test_what_others_keep_in_a_lease_stays_and_is_no_renewal(lease, api, k
 
 @pytest.mark.parametrize("note", ["", "no json", "[]", json.dumps({"url": 7, "beat": "x", "duration_s": -1})])
 def test_a_lease_that_somebody_else_wrote_is_still_somebodys(note):
-    found = {"metadata": {"annotations": {ANNOTATION: note}}, "spec": {"holderIdentity": "x", "leaseDurationSeconds": 15}}
+    found = {
+        "metadata": {"annotations": {ANNOTATION: note}},
+        "spec": {"holderIdentity": "x", "leaseDurationSeconds": 15},
+    }
     assert hold_of(found) == Hold(holder="x", url="", duration_s=15.0)
     assert hold_of({"metadata": {}}).is_released
 

@@ -13,74 +13,10 @@ import pytest
 
 from orchestrator.backend import WorkerIntent
 from orchestrator.core.errors import StoreError
-from orchestrator.core.rollout import Guard, Rollout, Step, Tally
 from orchestrator.core.state import Adapter, Rules
 from orchestrator.sqlite import SCHEMA, SqliteFile
 from orchestrator.store import Store
-
-ADAPTER = Adapter(
-    lora_id="sql/v1",
-    source="file:///sql",
-    base_model="qwen",
-    digest="d" * 64,
-    rank=8,
-    size_bytes=12,
-    loading="eager",
-    min_replicas=2,
-    max_replicas=3,
-    pinned=True,
-    priority=-5,
-    weight=2.5,
-    tenants=("acme",),
-    quarantine="adapter_invalid: no",
-)
-
-ROLLOUT = Rollout(
-    alias="sql",
-    before=(("sql/v1", 1.0),),
-    after=(("sql/v2", 1.0),),
-    steps=(Step(0.1, 60.0), Step(1.0, 0.0)),
-    guard=Guard(min_requests=7),
-    began_at=5.0,
-    since=6.0,
-    phase="watching",
-    scale=3,
-    new=Tally(10, 1, 9, 0.5),
-)
-
-
-def test_everything_asked_for_is_there_after_a_restart(tmp_path):
-    store = Store(tmp_path / "s.db")
-    store.put_adapter(ADAPTER)
-    store.put_alias("sql", (("sql/v1", 1.0),))
-    store.put_rollout("sql", ROLLOUT)
-    store.put_rules(Rules(loading="weighted", loads_per_worker=3))
-    store.put_worker("w0", WorkerIntent("draining", 17.5))
-    store.put_adapter(Adapter(lora_id="old", source="x", digest="e" * 64))
-    store.drop_adapter("old")
-    store.raise_epoch(6)
-    store.close()
-
-    again = Store(tmp_path / "s.db")
-    assert dict(again.adapters) == {"sql/v1": ADAPTER}
-    assert dict(again.aliases) == {"sql": (("sql/v1", 1.0),)}
-    assert again.rollouts == {"sql": ROLLOUT}
-    assert again.rules == Rules(loading="weighted", loads_per_worker=3)
-    assert again.workers == {"w0": WorkerIntent("draining", 17.5)}
-    assert again.tombstones == {"old": "e" * 64}
-    assert again.epoch == 7
-    again.drop_alias("sql")
-    again.close()
-    assert Store(tmp_path / "s.db").rollouts == {}
-
-
-def test_revisions_grow_over_a_restart_even_when_the_clock_runs_backwards(tmp_path):
-    store = Store(tmp_path / "s.db", wall=lambda: 2_000_000.0)
-    last = [store.next_revision() for _ in range(2500)][-1]
-    store.close()
-    again = Store(tmp_path / "s.db", wall=lambda: 1_000_000.0)
-    assert again.next_revision() > last
-    again.close()
+from tests.orchestrator.test_store_contract import ADAPTER
 
 
 def test_revisions_grow_when_an_old_copy_of_the_store_is_put_back(tmp_path):
@@ -92,39 +28,6 @@ def test_revisions_grow_when_an_old_copy_of_the_store_is_put_back(tmp_path):
     restored = Store(tmp_path / "copy.db", wall=lambda: 2_001.0)
     assert restored.next_revision() > last
     restored.close()
-
-
-def test_compare_and_set_refuses_what_somebody_changed_in_between(tmp_path):
-    store = Store(tmp_path / "s.db")
-    store.put_adapter(ADAPTER)
-    seen = store.adapters["sql/v1"]
-    store.put_adapter(Adapter(lora_id="sql/v1", source="file:///sql", priority=7))
-    assert not store.compare_and_set(seen, ADAPTER)
-    assert store.adapters["sql/v1"].priority == 7
-    store.close()
-
-
-def test_registering_a_name_again_takes_its_tombstone_away(tmp_path):
-    store = Store(tmp_path / "s.db")
-    store.put_adapter(ADAPTER)
-    store.drop_adapter("sql/v1")
-    assert store.tombstones == {"sql/v1": "d" * 64}
-    store.put_adapter(ADAPTER)
-    assert store.tombstones == {}
-    store.close()
-
-
-def test_old_tombstones_are_forgotten(tmp_path):
-    now = [1000.0]
-    store = Store(tmp_path / "s.db", wall=lambda: now[0])
-    store.put_adapter(ADAPTER)
-    store.drop_adapter("sql/v1")
-    now[0] = 1100.0
-    store.expire_tombstones(200)
-    assert store.tombstones
-    store.expire_tombstones(50)
-    assert store.tombstones == {}
-    store.close()
 
 
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -288,78 +191,6 @@ def test_the_history_is_kept_over_restarts_and_bounded_for_each_kind(tmp_path):
     again.close()
 
 
-def test_a_change_and_its_line_of_history_are_written_together_or_not_at_all(tmp_path):
-    store = Store(tmp_path / "s.db")
-
-    def fail():
-        with store.together():
-            store.put_adapter(ADAPTER)
-            store.record("adapter_registered", "sql/v1")
-            raise RuntimeError("in the middle")
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert store.history() == []
-    assert dict(store.adapters) == {}
-    store.close()
-
-
-def test_a_standby_reads_what_the_leader_wrote_and_its_counters_go_on_above(tmp_path):
-    leader, standby = Store(tmp_path / "s.db"), Store(tmp_path / "s.db")
-    leader.put_adapter(ADAPTER)
-    last = [leader.next_revision() for _ in range(2500)][-1]
-    assert dict(standby.adapters) == {}
-    standby.reload()
-    assert dict(standby.adapters) == {"sql/v1": ADAPTER}
-    assert standby.next_revision() > last
-    leader.close()
-    standby.close()
-
-
-def test_a_backup_is_a_store_that_leaves_out_what_would_take_from_a_fleet(tmp_path):
-    store = Store(tmp_path / "s.db")
-    store.put_adapter(ADAPTER)
-    store.put_adapter(Adapter(lora_id="going", source="x", digest="e" * 64, is_deleting=True))
-    store.put_adapter(Adapter(lora_id="gone", source="x", digest="f" * 64))
-    store.drop_adapter("gone")
-    store.put_worker("w0", WorkerIntent("draining", 17.5))
-    store.put_worker("w1", WorkerIntent("cordoned"))
-    store.record("adapter_registered", "sql/v1")
-    store.backup(tmp_path / "b.db")
-    store.put_rules(Rules(loading="eager"))
-    with pytest.raises(StoreError, match="new file"):
-        store.backup(tmp_path / "b.db")
-    assert sorted(store.adapters) == ["going", "sql/v1"]
-    store.close()
-    copy = Store(tmp_path / "b.db")
-    assert (sorted(copy.adapters), copy.tombstones) == (["going", "sql/v1"], {})
-    assert not copy.adapters["going"].is_deleting
-    assert copy.workers == {"w1": WorkerIntent("cordoned")}
-    assert (len(copy.history()), copy.rules) == (1, Rules())
-    copy.close()
-
-
 def test_a_store_in_a_folder_that_is_not_there_is_refused_with_advice(tmp_path):
     with pytest.raises(StoreError, match="folder that exists"):
         Store(tmp_path / "nowhere" / "s.db")
-
-
-def test_of_writes_that_belong_together_none_stays_when_one_fails(tmp_path):
-    store = Store(tmp_path / "s.db")
-    store.put_alias("keep", (("x", 1.0),))
-
-    def fail_in_the_middle():
-        with store.together():
-            store.put_adapter(ADAPTER)
-            store.drop_alias("keep")
-            raise RuntimeError("in the middle")
-
-    with pytest.raises(RuntimeError):
-        fail_in_the_middle()
-    assert (dict(store.adapters), list(store.aliases)) == ({}, ["keep"])
-    with store.together():
-        store.put_adapter(ADAPTER)
-    store.close()
-    again = Store(tmp_path / "s.db")
-    assert list(again.adapters) == ["sql/v1"]
-    again.close()

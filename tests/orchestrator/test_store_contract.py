@@ -1,0 +1,287 @@
+"""What every store keeps, wherever it keeps it: one suite, each backend."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lorafleet.kube.client import connect
+from orchestrator.backend import WorkerIntent
+from orchestrator.core.errors import StoreError
+from orchestrator.core.rollout import Guard, Rollout, Step, Tally
+from orchestrator.core.state import Adapter, Rules
+from orchestrator.store import Store
+from tests.kube.conftest import kube  # noqa: F401  (a fixture)
+from tests.kube.stores import Seats, until
+
+ADAPTER = Adapter(
+    lora_id="sql/v1",
+    source="file:///sql",
+    base_model="qwen",
+    digest="d" * 64,
+    rank=8,
+    size_bytes=12,
+    loading="eager",
+    min_replicas=2,
+    max_replicas=3,
+    pinned=True,
+    priority=-5,
+    weight=2.5,
+    tenants=("acme",),
+    quarantine="adapter_invalid: no",
+)
+
+ROLLOUT = Rollout(
+    alias="sql",
+    before=(("sql/v1", 1.0),),
+    after=(("sql/v2", 1.0),),
+    steps=(Step(0.1, 60.0), Step(1.0, 0.0)),
+    guard=Guard(min_requests=7),
+    began_at=5.0,
+    since=6.0,
+    phase="watching",
+    scale=3,
+    new=Tally(10, 1, 9, 0.5),
+)
+
+
+class Files:
+    """Stores on one SQLite file."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    async def open(self, **options):
+        return Store(self._folder / "s.db", **options)
+
+    async def look(self):
+        """As somebody opens it who does not lead."""
+        return Store(self._folder / "s.db")
+
+    async def close(self, store):
+        store.close()
+
+    async def restored(self, backup):
+        backup.rename(self._folder / "s.db")
+        return await self.open()
+
+    async def close_all(self):
+        pass
+
+
+class Clusters:
+    """Stores on the ConfigMaps of one namespace."""
+
+    def __init__(self, cluster):
+        self._cluster = cluster
+        self._seats = Seats(cluster)
+        self._by_store = {}
+
+    async def open(self, **options):
+        seat = await self._seats.lead(**options)
+        self._by_store[seat.store] = seat
+        return seat.store
+
+    async def look(self):
+        seat = await self._seats.open()
+        self._by_store[seat.store] = seat
+        return seat.store
+
+    async def close(self, store):
+        await self._seats.close(self._by_store.pop(store))
+
+    async def restored(self, backup):
+        api = await connect(self._cluster.kubeconfig, environ={})
+        folder = f"/api/v1/namespaces/{self._cluster.namespace}/configmaps"
+        for found in (await api.get(folder))["items"]:
+            await api.delete(f"{folder}/{found['metadata']['name']}")
+        for copy in msgspec.json.decode(backup.read_bytes())["items"]:
+            await api.post(folder, copy)
+        await api.close()
+        return await self.open()
+
+    async def close_all(self):
+        await self._seats.close_all()
+
+
+@pytest.fixture(params=["sqlite", "configmaps"])
+async def stores(request, tmp_path, kube):  # noqa: F811
+    if request.param == "sqlite":
+        yield Files(tmp_path)
+        return
+    clusters = Clusters(kube)
+    yield clusters
+    await clusters.close_all()
+
+
+async def test_everything_asked_for_is_there_after_a_restart(stores):
+    store = await stores.open()
+    store.put_adapter(ADAPTER)
+    store.put_alias("sql", (("sql/v1", 1.0),))
+    store.put_rollout("sql", ROLLOUT)
+    store.put_rules(Rules(loading="weighted", loads_per_worker=3))
+    store.put_worker("w0", WorkerIntent("draining", 17.5))
+    store.put_adapter(Adapter(lora_id="old", source="x", digest="e" * 64))
+    await store.saved()
+    store.drop_adapter("old")
+    store.raise_epoch(6)
+    await store.saved()
+    await stores.close(store)
+
+    again = await stores.open()
+    assert dict(again.adapters) == {"sql/v1": ADAPTER}
+    assert dict(again.aliases) == {"sql": (("sql/v1", 1.0),)}
+    assert again.rollouts == {"sql": ROLLOUT}
+    assert again.rules == Rules(loading="weighted", loads_per_worker=3)
+    assert again.workers == {"w0": WorkerIntent("draining", 17.5)}
+    assert again.tombstones == {"old": "e" * 64}
+    assert again.epoch >= 7
+    again.drop_alias("sql")
+    again.put_worker("w0", None)
+    await again.saved()
+    await stores.close(again)
+    last = await stores.open()
+    assert (dict(last.aliases), last.rollouts, last.workers) == ({}, {}, {})
+    await stores.close(last)
+
+
+async def test_revisions_grow_over_a_restart_even_when_the_clock_runs_backwards(stores):
+    store = await stores.open(wall=lambda: 2_000_000.0)
+    last = [store.next_revision() for _ in range(2500)][-1]
+    await store.saved()
+    await stores.close(store)
+    again = await stores.open(wall=lambda: 1_000_000.0)
+    assert again.next_revision() > last
+    await stores.close(again)
+
+
+async def test_compare_and_set_refuses_what_somebody_changed_in_between(stores):
+    store = await stores.open()
+    store.put_adapter(ADAPTER)
+    seen = store.adapters["sql/v1"]
+    store.put_adapter(Adapter(lora_id="sql/v1", source="file:///sql", priority=7))
+    assert not store.compare_and_set(seen, ADAPTER)
+    assert store.adapters["sql/v1"].priority == 7
+    await stores.close(store)
+
+
+async def test_registering_a_name_again_takes_its_tombstone_away(stores):
+    store = await stores.open()
+    store.put_adapter(ADAPTER)
+    store.drop_adapter("sql/v1")
+    assert store.tombstones == {"sql/v1": "d" * 64}
+    store.put_adapter(ADAPTER)
+    assert store.tombstones == {}
+    await store.saved()
+    await stores.close(store)
+    again = await stores.open()
+    assert (list(again.adapters), again.tombstones) == (["sql/v1"], {})
+    await stores.close(again)
+
+
+async def test_old_tombstones_are_forgotten(stores):
+    now = [1000.0]
+    store = await stores.open(wall=lambda: now[0])
+    store.put_adapter(ADAPTER)
+    store.drop_adapter("sql/v1")
+    now[0] = 1100.0
+    store.expire_tombstones(200)
+    assert store.tombstones
+    store.expire_tombstones(50)
+    assert store.tombstones == {}
+    await stores.close(store)
+
+
+async def test_history_is_kept_over_a_restart_and_found_by_kind_and_subject(stores):
+    store = await stores.open(wall=lambda: 5.0)
+    store.record("alias_set", "sql", {"targets": [["sql/v1", 1.0]]}, "tenant acme")
+    for number in range(20):
+        store.record("load", f"a{number}", {"worker_id": "w0"})
+    await store.saved()
+    await stores.close(store)
+    again = await stores.open()
+    loads = again.history(kinds=("load",))
+    assert [entry.subject for entry in loads] == [f"a{number}" for number in reversed(range(20))]
+    assert loads == sorted(loads, key=lambda entry: -entry.id)
+    (entry,) = again.history(subject="sql")
+    assert (entry.kind, entry.actor, entry.at, entry.body) == (
+        "alias_set",
+        "tenant acme",
+        5.0,
+        {"targets": [["sql/v1", 1.0]]},
+    )
+    assert again.history(kinds=("load",), before=loads[3].id, limit=1) == [loads[4]]
+    again.record("load", "later")
+    assert again.history(limit=1)[0].id > loads[0].id
+    await stores.close(again)
+
+
+async def test_of_writes_that_belong_together_none_stays_when_one_fails(stores):
+    store = await stores.open()
+    store.put_alias("keep", (("x", 1.0),))
+
+    def fail_in_the_middle():
+        with store.together():
+            store.put_adapter(ADAPTER)
+            store.drop_alias("keep")
+            store.record("adapter_registered", "sql/v1")
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError):
+        fail_in_the_middle()
+    assert (dict(store.adapters), list(store.aliases), store.history()) == ({}, ["keep"], [])
+    with store.together():
+        store.put_adapter(ADAPTER)
+    await store.saved()
+    await stores.close(store)
+    again = await stores.open()
+    assert (list(again.adapters), list(again.aliases)) == (["sql/v1"], ["keep"])
+    await stores.close(again)
+
+
+async def test_a_standby_reads_what_the_leader_wrote_and_its_counters_go_on_above(stores):
+    leader = await stores.open()
+    standby = await stores.look()
+    leader.put_adapter(ADAPTER)
+    leader.record("load", "sql/v1")
+    last = [leader.next_revision() for _ in range(2500)][-1]
+    await leader.saved()
+    await stores.close(leader)
+    next_leader = await stores.open()
+
+    def sees_it():
+        standby.refresh()
+        return dict(standby.adapters) == {"sql/v1": ADAPTER} and standby.history()
+
+    await until(sees_it)
+    assert [entry.subject for entry in standby.history()] == ["sql/v1"]
+    assert next_leader.next_revision() > last
+    assert next_leader.epoch >= leader.epoch
+    await stores.close(next_leader)
+    await stores.close(standby)
+
+
+async def test_a_backup_leaves_out_what_would_take_from_a_fleet(stores, tmp_path):
+    store = await stores.open()
+    store.put_adapter(ADAPTER)
+    store.put_adapter(Adapter(lora_id="going", source="x", digest="e" * 64, is_deleting=True))
+    store.put_adapter(Adapter(lora_id="gone", source="x", digest="f" * 64))
+    store.drop_adapter("gone")
+    store.put_alias("sql", (("sql/v1", 2.0),))
+    store.put_rollout("sql", ROLLOUT)
+    store.put_rules(Rules(loading="eager"))
+    store.put_worker("w0", WorkerIntent("draining", 17.5))
+    store.put_worker("w1", WorkerIntent("cordoned"))
+    path = tmp_path / store.backup_name
+    store.backup(path)
+    with pytest.raises(StoreError, match="new file"):
+        store.backup(path)
+    assert sorted(store.adapters) == ["going", "sql/v1"]
+    await stores.close(store)
+    copy = await stores.restored(Path(path))
+    assert (copy.adapters["sql/v1"], copy.tombstones, copy.rollouts) == (ADAPTER, {}, {})
+    assert not copy.adapters["going"].is_deleting
+    assert dict(copy.aliases) == {"sql": (("sql/v1", 2.0),)}
+    assert copy.workers == {"w1": WorkerIntent("cordoned")}
+    assert copy.rules == Rules(loading="eager")
+    await stores.close(copy)
