@@ -310,8 +310,16 @@ def _tool(tool: Any) -> Message:
     return outer
 
 
-def _template_arguments(body: Mapping[str, Any]) -> Message:
+_TEMPLATE_FIELDS: Final = frozenset(
+    {"chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message", "documents"}
+)
+_USUAL_ARGUMENTS: Final[Mapping[str, Any]] = {"add_generation_prompt": True, "continue_final_message": False}
+
+
+def _template_arguments(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Variables for the template: the request's chat_template_kwargs, and over them what vLLM takes from the body."""
+    if _TEMPLATE_FIELDS.isdisjoint(body):
+        return _USUAL_ARGUMENTS
     own = body.get("chat_template_kwargs") or {}
     if not isinstance(own, Mapping):
         raise Untokenizable("chat_template_kwargs must be an object")
@@ -341,7 +349,8 @@ def _conversation(messages: Any, *, as_parts: bool) -> list[Message]:
 
 
 def _message(message: Any, *, as_parts: bool) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    # The type first: the question whether something is a Mapping takes longer than all the rest.
+    if not (type(message) is dict or isinstance(message, Mapping)) or not isinstance(message.get("role"), str):
         raise Untokenizable("each message must be an object with a role")
     role = message["role"]
     read: Message = {"role": role, "content": _content(role, message.get("content"), as_parts=as_parts)}
@@ -355,9 +364,10 @@ def _message(message: Any, *, as_parts: bool) -> Message:
             read["reasoning"] = read["reasoning_content"] = reasoning
     elif role == "tool" and "tool_call_id" in message:
         read["tool_call_id"] = message["tool_call_id"]
-    for key in ("name", "task"):
-        if isinstance(message.get(key), str):
-            read[key] = message[key]
+    if len(message) > len(read):
+        for key in ("name", "task"):
+            if isinstance(message.get(key), str):
+                read[key] = message[key]
     if role == "developer":
         read["tools"] = message.get("tools")
     return read
@@ -549,14 +559,16 @@ class _Template:
         """`arguments` as _template_arguments gives them; raises Untokenizable for whatever the template refuses."""
         prompting = arguments.get("add_generation_prompt", True)
         continuing = arguments.get("continue_final_message", False)
-        variables = {key: value for key, value in arguments.items() if key in self._variables}
-        variables = dict(named_tokens) | {"documents": None} | variables | {"add_generation_prompt": prompting}
-        variables.pop("continue_final_message", None)
+        variables = dict(named_tokens) | {"documents": None, "add_generation_prompt": prompting}
+        if arguments is not _USUAL_ARGUMENTS:
+            named = {key: value for key, value in arguments.items() if key in self._variables}
+            variables |= named | {"add_generation_prompt": prompting}
+            variables.pop("continue_final_message", None)
         if continuing and prompting:
             raise Untokenizable("continue_final_message needs add_generation_prompt to be false")
         shown = self._open_ended(messages) if continuing else messages
         try:
-            text = self._compiled.render(messages=shown, tools=tools, **variables)
+            text = self._compiled.render(variables, messages=shown, tools=tools)
         except Exception as exc:  # a template may fail on a client's input in any way Python can
             raise Untokenizable(f"the chat template refused the request: {exc}") from exc
         return _cut_at_tag(text, messages[-1]["content"]) if continuing else text

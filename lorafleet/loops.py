@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -12,6 +13,7 @@ log = structlog.get_logger()
 
 # Somebody else is not there, or says no: nothing that a traceback of ours would explain.
 _AWAY = (OSError, TimeoutError, httpx.HTTPError)
+_GRAIN_S = 0.1
 
 
 async def forever(
@@ -55,6 +57,35 @@ async def forever(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await poke.wait()
+
+
+class Later:
+    """Calls to be made after the same delay each, or up to a tenth of a second later: one timer for all of them."""
+
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s = delay_s
+        self._calls: deque[tuple[float, Callable[[], object]]] = deque()
+        self._is_timed = False
+
+    def add(self, call: Callable[[], object]) -> None:
+        """Make this call after the delay; what it raises is logged."""
+        loop = asyncio.get_running_loop()
+        self._calls.append((loop.time() + self._delay_s, call))
+        if not self._is_timed:
+            self._is_timed = True
+            loop.call_later(self._delay_s, self._make, loop)
+
+    def _make(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        while self._calls and self._calls[0][0] <= now:
+            _, call = self._calls.popleft()
+            try:
+                call()
+            except Exception:
+                log.exception("a call that was put off failed")
+        self._is_timed = bool(self._calls)
+        if self._is_timed:
+            loop.call_later(max(_GRAIN_S, self._calls[0][0] - now), self._make, loop)
 
 
 class Changes:

@@ -1,6 +1,5 @@
 """A request at a replica, from dispatch to end: what it counts for, and what its answer teaches."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,8 +9,6 @@ from router.parts import Parts, Record, Routed
 from router.surface.usage import EngineUsage
 from router.usage import Use
 
-# A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.
-_SPECULATE_S = 2.0
 # A request that had no more than this queued before it began as the index was when it was decided.
 _PROMPT_START_S = 0.1
 
@@ -106,4 +103,4 @@ class Flight:
     def _release_later(self) -> None:
         if not self.released:
             self.released = True
-            asyncio.get_running_loop().call_later(_SPECULATE_S, self.release)
+            self.parts.speculations.add(self.release)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from lorafleet.auth import Keys
 from lorafleet.kv.blocks import BlockHash
+from lorafleet.loops import Later
 from router.cold import ColdStarts
 from router.config import RouterSettings
 from router.core.credit import Credit
@@ -30,6 +31,8 @@ from router.usage import Usage
 from router.waiting import WaitingRoom
 
 _KEPT_DECISIONS = 1000
+# A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.
+_SPECULATE_S = 2.0
 
 
 class Routed(NamedTuple):
@@ -95,6 +98,7 @@ class Parts:
     decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))
     # What each engine signs its streams with.
     signatures: dict[str, bytes] = field(default_factory=dict)
+    speculations: Later = field(default_factory=lambda: Later(_SPECULATE_S))
     stopping: bool = False
     _turns: dict[Incarnation, asyncio.Lock] = field(default_factory=dict)
     _suspects: Counter[Incarnation] = field(default_factory=Counter)

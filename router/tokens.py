@@ -16,6 +16,7 @@ import structlog
 from jinja2 import TemplateError
 
 from lorafleet.chat import ChatTokenizer, Untokenizable, read_files
+from lorafleet.tally import Count, Gauge
 from lorafleet.words import MAX_CHARS
 from router.metrics import Metrics
 from router.pieces import PieceCache
@@ -147,7 +148,10 @@ class Tokenizers:
         self._mode = mode
         self._paths = dict(paths or {})
         self._remote_timeout_s = remote_timeout_s
-        self._metrics = metrics
+        self._counts: tuple[Count, Count, Gauge] | None = None
+        if metrics is not None:
+            by = metrics.tokenized.labels
+            self._counts = by("cache"), by("tokenizer"), metrics.token_cache_bytes
         self._clock = clock
         self._cache = PieceCache(cache_bytes)
         self._long, self._very_long = _Threads(threads, "tokenize"), _Threads(threads, "tokenize-long")
@@ -226,26 +230,27 @@ class Tokenizers:
         text, special = local.prompt_text(body)
         pieces = local.pieces(text, add_special_tokens=special)
         # The last piece grows with the next turn, so it would never be found again.
-        found = [self._cache.get(base_model, piece) for piece in pieces[:-1]]
-        missing = [piece for piece, ids in zip(pieces, [*found, None], strict=True) if ids is None]
-        quick: list[array[int] | None] = [None] * len(missing)
-        if sum(map(len, missing)) <= _QUICK_CHARS:
-            quick = [local.quick_ids(piece, add_special_tokens=special) for piece in missing]
-        slow = [piece for piece, ids in zip(missing, quick, strict=True) if ids is None]
-        encoded = await self._encoded(local, slow, special=special) if slow else []
+        ids_of: list[array[int] | None] = [self._cache.get(base_model, piece) for piece in pieces[:-1]]
+        ids_of.append(None)
+        missing = [at for at, ids in enumerate(ids_of) if ids is None]
+        if sum([len(pieces[at]) for at in missing]) <= _QUICK_CHARS:
+            for at in missing:
+                ids_of[at] = local.quick_ids(pieces[at], add_special_tokens=special)
+        slow = [at for at in missing if ids_of[at] is None]
         if slow:
-            rest = iter(encoded)
-            made = [next(rest) if ids is None else ids for ids in quick]
-        else:
-            made = cast("list[array[int]]", quick)
-        for piece, ids in zip(missing[:-1], made, strict=False):
-            self._cache.put(base_model, piece, ids)
-        self._count(found, made)
-        if len(pieces) == 1:
-            return made[0]
-        whole, new = array("I"), iter(made)
-        for held in [*found, None]:
-            whole += next(new) if held is None else held
+            encoded = await self._encoded(local, [pieces[at] for at in slow], special=special)
+            for at, ids in zip(slow, encoded, strict=True):
+                ids_of[at] = ids
+        made = cast("list[array[int]]", ids_of)
+        for at in missing[:-1]:
+            self._cache.put(base_model, pieces[at], made[at])
+        whole = made[0] if len(made) == 1 else array("I", b"".join(made))
+        if self._counts is not None:
+            by_cache, by_tokenizer, size_bytes = self._counts
+            new = sum([len(made[at]) for at in missing])
+            by_tokenizer.inc(new)
+            by_cache.inc(len(whole) - new)
+            size_bytes.set(self._cache.size_bytes)
         return whole
 
     async def _encoded(self, local: ChatTokenizer, pieces: Sequence[str], *, special: bool) -> "list[array[int]]":
@@ -255,13 +260,6 @@ class Tokenizers:
             return local.encode_pieces(pieces, add_special_tokens=special)
         threads = self._long if chars <= _LONG_CHARS else self._very_long
         return await threads.run(lambda: local.encode_pieces(pieces, add_special_tokens=special))
-
-    def _count(self, found: "Sequence[array[int] | None]", encoded: "Sequence[array[int]]") -> None:
-        if self._metrics is None:
-            return
-        self._metrics.tokenized.labels("cache").inc(sum(len(ids) for ids in found if ids is not None))
-        self._metrics.tokenized.labels("tokenizer").inc(sum(map(len, encoded)))
-        self._metrics.token_cache_bytes.set(self._cache.size_bytes)
 
     async def _files(self, base_model: str, agent_url: str) -> Mapping[str, str]:
         if base_model in self._paths:

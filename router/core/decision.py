@@ -119,18 +119,14 @@ class Scene(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The chosen replica, and everything that it was chosen from."""
+    """The chosen replica, at `position` of the scene's roster, and everything that it was chosen from."""
 
     policy: str
     ask: Ask
     scene: Scene
     position: int
+    replica: Replica
     score: Score
-
-    @property
-    def replica(self) -> Replica:
-        """Where it goes."""
-        return self.scene.roster.replicas[self.position]
 
     @property
     def rank(self) -> int | None:
@@ -161,4 +157,4 @@ class Policy(Protocol):
 def decide(policy: Policy, ask: Ask, scene: Scene) -> Decision:
     """filter -> cost -> pick; raises NoReplica."""
     position = policy.choose(ask, scene)
-    return Decision(policy.name, ask, scene, position, scene.score(ask, position))
+    return Decision(policy.name, ask, scene, position, scene.roster.replicas[position], scene.score(ask, position))

@@ -198,7 +198,7 @@ class Mind:
 
 def first_blocks(chains: Chains, *, tokens: int = 256) -> int:
     """A hash of a prompt's first blocks: what requests that begin alike have in common; 0 of none."""
-    for block_size, chain in sorted(chains.items()):
+    for block_size, chain in sorted(chains.items()) if len(chains) > 1 else chains.items():
         if chain:
             return chain[min(len(chain), max(1, tokens // block_size)) - 1]
     return 0

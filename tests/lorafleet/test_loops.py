@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from lorafleet.loops import Changes, forever
+from lorafleet.loops import Changes, Later, forever
 
 
 async def test_a_loop_survives_its_worst_round_and_counts_it():
@@ -77,3 +77,35 @@ async def test_a_cancellation_that_comes_together_with_what_was_waited_for_is_no
         task.cancel()
     await asyncio.wait(tasks, timeout=1)
     assert all(task.cancelled() for task in tasks)
+
+
+async def test_calls_that_are_put_off_are_made_in_order_each_no_sooner_than_its_delay():
+    loop, later, made, all_made = asyncio.get_running_loop(), Later(0.05), [], asyncio.Event()
+
+    def fails():
+        raise RuntimeError("no")
+
+    def put_off(number):
+        due = loop.time() + 0.05
+
+        def call():
+            made.append((number, loop.time() >= due))
+            if number == 5:
+                all_made.set()
+
+        later.add(call)
+
+    put_off(1)
+    later.add(fails)
+    put_off(2)
+    await asyncio.sleep(0.03)
+    put_off(3)
+    await asyncio.wait_for(later_is_idle(made, 3), 5)
+    put_off(5)
+    await asyncio.wait_for(all_made.wait(), 5)
+    assert made == [(1, True), (2, True), (3, True), (5, True)]
+
+
+async def later_is_idle(made, count):
+    while len(made) < count:
+        await asyncio.sleep(0)
