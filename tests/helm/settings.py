@@ -1,8 +1,13 @@
 """The houses' settings as the chart's schema has them: a typing error is refused before anything is installed."""
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from pydantic import BaseModel
+
+from orchestrator.wire import AdapterSpec
 from tests.helm.rendering import CHART, HOUSES, Manifest
 
 SCHEMA = CHART / "values.schema.json"
@@ -25,7 +30,12 @@ GIVEN = {
 }  # fmt: skip
 
 # Of what pydantic says about a field; the rest is prose, or nothing that helm knows.
-_SAID = {"type", "enum", "const", "minimum", "exclusiveMinimum", "maximum", "pattern", "items", "additionalProperties"}
+_SAID = {"type", "enum", "const", "minimum", "exclusiveMinimum", "maximum", "pattern", "minLength", "maxLength"}
+_SAID |= {"items", "additionalProperties"}
+
+
+# Checked by code in orchestrator/wire.py; all of it but the last part's reserved words.
+_LORA_ID = {"pattern": "^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$", "maxLength": 200}
 
 
 def free(house: str) -> dict[str, Any]:
@@ -40,7 +50,25 @@ def schema_with_settings() -> str:
     for house in HOUSES:
         definition = {"workers": "worker"}.get(house, house) + "Settings"
         schema["$defs"][definition]["properties"] = free(house)
+    schema["$defs"]["adapter"] = _body(AdapterSpec)
+    schema["$defs"]["adapter"]["properties"]["lora_id"] |= _LORA_ID
     return json.dumps(schema, indent=1) + "\n"
+
+
+def _body(model: type[BaseModel]) -> Manifest:
+    """What people write: no other field than the model's."""
+    own = model.model_json_schema()
+    inner = {name: _object(found) for name, found in own.get("$defs", {}).items()}
+    return _object(own, inner)
+
+
+def _object(own: Manifest, inner: Mapping[str, Manifest] = MappingProxyType({})) -> Manifest:
+    fields = {
+        name: inner[said["$ref"].rsplit("/", 1)[1]] if "$ref" in said else _short(said)
+        for name, said in own["properties"].items()
+    }
+    required = {"required": own["required"]} if "required" in own else {}
+    return {"type": "object", "additionalProperties": False, **required, "properties": fields}
 
 
 def _short(said: Manifest) -> Manifest:
