@@ -48,8 +48,7 @@ class Link:
 
     async def up(self, engine: Engine, *, boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use. Raises EngineError."""
-        self._shape = await engine.shape()
-        self._mark = await engine.boot_mark()
+        self._shape, self._mark = await asyncio.gather(engine.shape(), engine.boot_mark())
         self._rates = Rates()
         self.engine, self.boot_id = engine, boot_id
         self.transport = await self._with_ledger(transport)

@@ -115,6 +115,7 @@ class Loader:
 
     async def restore(self) -> None:
         """Load what the record says the engine should hold. Raises EngineError when it is the engine that fails."""
+        restored = []
         for record in self._residency.records.all():
             if not record.is_loaded or self._residency.slots.has(record.engine_name):
                 continue
@@ -125,7 +126,7 @@ class Loader:
             try:
                 async with self._lock(record.lora_id):  # files that are gone are fetched by one alone
                     path = await self._intake.again(record)
-                    await self._load(replace(record, path=str(path)), evict=None)
+                    restored.append(await self._load_again(replace(record, path=str(path))))
             except SourceError as exc:
                 self._residency.forget_load(record)
                 self._residency.failed(record.lora_id, record.digest, exc)
@@ -134,6 +135,25 @@ class Loader:
                     raise
                 self._residency.forget_load(record)
                 self._residency.failed(record.lora_id, record.digest, exc)
+        if restored:
+            await self._check_listed(restored)
+
+    async def _load_again(self, record: Record) -> Record:
+        """As `_load`, though what the engine then lists is looked at once, when all are back."""
+        async with self._link.lock:
+            began = self._clock()
+            await self._load_one(self._link.require(), record)
+            self._link.forget_adapter(record.engine_name)
+            return self._residency.loaded_again(record, load_seconds=round(self._clock() - began, 4))
+
+    async def _check_listed(self, records: Collection[Record]) -> None:
+        async with self._link.lock:
+            listed = await self._link.require().adapters()
+            for record in records:
+                if record.engine_name not in listed:
+                    self._residency.unloaded_now(record)
+                    self._residency.forget_load(record)
+                    self._residency.failed(record.lora_id, record.digest, _not_listed(record))
 
     async def bring_back(self, digests: Collection[str]) -> None:
         """Fetch files again that somebody took from under an engine: its next look at them would kill it."""
@@ -196,8 +216,7 @@ class Loader:
             victim = await self._make_room(engine, evict)
             began = self._clock()
             try:
-                with self._metrics.load_seconds(record.lora_id).time():
-                    await self._load_and_check(engine, record)
+                await self._load_and_check(engine, record)
             except EngineError:
                 if victim is not None:
                     await self._put_back(engine, victim)
@@ -212,8 +231,14 @@ class Loader:
             return announced
 
     async def _load_and_check(self, engine: Engine, record: Record) -> None:
+        await self._load_one(engine, record)
+        if record.engine_name not in await engine.adapters():
+            raise _not_listed(record)
+
+    async def _load_one(self, engine: Engine, record: Record) -> None:
         try:
-            await engine.load(record.engine_name, Path(record.path), timeout_s=self._settings.load_deadline_s)
+            with self._metrics.load_seconds(record.lora_id).time():
+                await engine.load(record.engine_name, Path(record.path), timeout_s=self._settings.load_deadline_s)
         except EngineError as exc:
             if exc.code == "engine_timeout" and self._link.engine is engine:
                 reason = f"the load of {record.lora_id} hangs since {self._settings.load_deadline_s:g} s"
@@ -222,9 +247,6 @@ class Loader:
                 self._residency.events.add("SUSPECT", error=reason)
                 self._residency.changed()
             raise
-        if record.engine_name not in await engine.adapters():
-            message = f"load {record.engine_name}: the engine said yes, but does not list it"
-            raise EngineError("adapter_refused", message)
 
     async def _make_room(self, engine: Engine, evict: str | None) -> Record | None:
         """Unload the named victim if the slots are full; a free slot spares it. Raises EngineError `no_free_slot`."""
@@ -261,3 +283,8 @@ class Loader:
             )
             raise
         self._residency.unloaded_now(record)
+
+
+def _not_listed(record: Record) -> EngineError:
+    message = f"load {record.engine_name}: the engine said yes, but does not list it"
+    return EngineError("adapter_refused", message)

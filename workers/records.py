@@ -1,8 +1,10 @@
 """What this worker did, on disk: one small JSON file an adapter, and the highest epoch seen. Written whole or not."""
 
+import contextlib
 import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -35,9 +37,14 @@ class Record:
 
 
 class Records:
-    """The records of one state folder, held in memory and written through."""
+    """The records of one state folder, held in memory and written through.
+
+    A process that is killed loses nothing. A machine that crashes may lose the last few milliseconds: the wait for the
+    disk is a thread's, because the event loop would wait as long as a small adapter's load takes.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="records")
         self._folder = folder / "adapters"
         self._epoch_file = folder / "epoch.json"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +68,9 @@ class Records:
     def put(self, record: Record) -> Record:
         self.revision += record.engine_name not in self._records
         self.keep(record)
-        write_whole(self._folder / _file_name(record.engine_name), asdict(record))
+        path = self._folder / _file_name(record.engine_name)
+        write_whole(path, asdict(record), is_flushed=False)
+        self._flusher.submit(_flush, path)
         return record
 
     def remove(self, record: Record) -> None:
@@ -114,11 +123,21 @@ def _read_epoch(path: Path) -> int:
         raise OSError(message) from exc
 
 
-def write_whole(path: Path, value: object) -> None:
-    """JSON on disk, whole or not at all. Raises OSError."""
+def write_whole(path: Path, value: object, *, is_flushed: bool = True) -> None:
+    """JSON on disk, whole or not at all. Raises OSError. `is_flushed`: also if the machine crashes right afterwards."""
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:
         json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+        if is_flushed:
+            file.flush()
+            os.fsync(file.fileno())
     partial.replace(path)
+
+
+def _flush(path: Path) -> None:
+    with contextlib.suppress(OSError):  # removed, or replaced by what is flushed next
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -108,18 +108,29 @@ class Residency:
 
     def loaded_now(self, record: Record, *, load_seconds: float | None) -> Record:
         """The engine has taken it."""
+        order = self.records.next_order()
+        record = replace(record, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
+        return self._announce(self.records.put(record))
+
+    def loaded_again(self, record: Record, *, load_seconds: float) -> Record:
+        """The engine, started again, has taken back what the record had: nothing has to be written for that."""
+        known = self.records.get(record.engine_name)
+        record = replace(record, loaded_at=timestamp(), load_seconds=load_seconds)
+        if known is None or known.path != record.path:
+            self.records.put(record)
+        else:
+            self.records.keep(record)
+        return self._announce(record)
+
+    def _announce(self, record: Record) -> Record:
         self.slots = self.slots.loaded(record.engine_name)
         self._failures.pop(record.lora_id, None)
         self._progress.pop(record.lora_id, None)
-        order = self.records.next_order()
-        announced = self.records.put(
-            replace(record, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
-        )
         self.events.add(
             "LOADED_TO_DEVICE", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
         )
         self.changed()
-        return announced
+        return record
 
     def unloaded_now(self, record: Record) -> None:
         """The engine has given it up; the record may still want it."""

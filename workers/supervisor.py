@@ -28,7 +28,7 @@ from workers.wire import Transport
 
 log = structlog.get_logger()
 
-_POLL_S = 0.1
+_POLL_S = 0.03
 _ATTACHED_S = 3.0  # without health, and an engine of others is taken for gone
 _SPARE_S = 10.0  # between the engine's own end of draining and SIGKILL
 

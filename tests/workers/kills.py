@@ -68,12 +68,14 @@ class Findings:
     answers: int = 0
     violations: list[str] = field(default_factory=list)
     agreed_s: list[float] = field(default_factory=list)
+    slowest: str = ""
 
     def __str__(self) -> str:
         agreed_s = self.agreed_s or [0.0]
         return (
             f"{self.operations} operations {dict(self.outcomes)}, kills {dict(self.kills)}, {self.answers} answers"
             f" looked at, agreed again after {median(agreed_s):.2f} s (most {max(agreed_s):.2f}),"
+            f" the slowest waited for {self.slowest or 'nothing'},"
             f" {len(self.violations)} violations {self.violations[:5]}"
         )
 
@@ -120,11 +122,13 @@ class Trial:
             began = time.monotonic()
             await self._kill(target)
             await calls
-            await self._agree()
+            waited_for = await self._agree()
         finally:
             observing.cancel()
             await asyncio.gather(observing, return_exceptions=True)
         self.findings.agreed_s.append(time.monotonic() - began)
+        if self.findings.agreed_s[-1] == max(self.findings.agreed_s):
+            self.findings.slowest = waited_for
         self.findings.operations += operations
         self.findings.kills[target] += 1
 
@@ -197,18 +201,20 @@ class Trial:
             return self.engine.url
         return str((await self.client.get("/metadata")).json()["transport"]["engine_url"])
 
-    async def _agree(self) -> None:
-        """Return once all say the same; raises AssertionError with the differences when they do not in time."""
-        differing = ["nobody answered"]
+    async def _agree(self) -> str:
+        """The last difference, once all say the same; raises AssertionError with it when they do not in time."""
+        differing, last = ["nobody answered"], ""
         try:
             async with asyncio.timeout(self._agree_within_s):
                 while differing:
+                    last = str(differing)[:500]
                     await asyncio.sleep(0.05)
                     with contextlib.suppress(httpx.HTTPError, OSError, ValueError):
                         differing = await self._differing()
         except TimeoutError:
             log = (self.worker.folder / "agent.log").read_text()[-3000:]
             raise AssertionError(f"no agreement within {self._agree_within_s} s: {differing}\n{log}") from None
+        return last
 
     async def _differing(self) -> list[str]:
         if not (await self.client.get("/ready")).is_success:

@@ -1,0 +1,219 @@
+"""What a running agent adds to its engine's own times, and what it takes while nothing happens."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+import httpx
+
+from benchmarks.report import Row
+from lorafleet.tiny import make_adapter, make_model
+
+LOAD_REACH_MS = 20.0
+RESTORE_REACH = 1.2
+IDLE_REACH_PERCENT = 1.0
+MEMORY_REACH_MB = 120.0
+EVENT_REACH_MS = 50.0
+_SLOTS = 64
+_START_S = 300.0
+
+
+@dataclass(slots=True)
+class _Running:
+    """An agent that has started its engine."""
+
+    process: asyncio.subprocess.Process
+    agent: httpx.AsyncClient
+    engine: httpx.AsyncClient
+    state: Path
+
+
+async def rows(folder: Path, *, quick: bool) -> list[Row]:
+    """Beside vLLM on the CPU where it is installed, else (and when quick) beside the sim."""
+    engine = "sim" if quick or importlib.util.find_spec("vllm") is None else "vllm"
+    count, rounds, idle_s = (8, 10, 3.0) if quick else (50, 40, 30.0)
+    shelf = folder / "adapters"
+    names = [f"bench-{number}/v1" for number in range(count)]
+    for name in names:
+        make_adapter(shelf, name)
+    async with _agent(engine, make_model(folder / "model"), shelf, folder) as it:
+        paths = {name: await _inspected(it, shelf, name) for name in names}
+        ours_ms, own_ms = await _loads(it, names, paths, rounds)
+        event_ms = await _events(it, names, rounds)
+        restored_s, loaded_s = await _restores(it, names, paths)
+        cpu_percent, rss_mb = await _idle(it, idle_s)
+    beside = {"vllm": "vLLM on the CPU", "sim": "the sim"}[engine]
+    return [
+        Row(
+            f"a cached adapter loaded through the agent, beyond {beside}'s own call (medians of {rounds})",
+            ours_ms - own_ms, "ms", LOAD_REACH_MS, "own call", own_ms,
+        ),
+        Row(
+            f"{count} adapters loaded again after {beside} restarted, by the time of as many own calls",
+            restored_s / loaded_s, "x", RESTORE_REACH, "own calls, s", loaded_s,
+        ),
+        Row(f"an event of the agent heard over its stream (p95 of {2 * rounds})", event_ms, "ms", EVENT_REACH_MS),
+        Row(f"agent at rest beside {count} adapters: one core", cpu_percent, "%", IDLE_REACH_PERCENT),
+        Row("agent at rest: memory", rss_mb, "MB", MEMORY_REACH_MB),
+    ]  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def _agent(engine: str, model: Path, shelf: Path, folder: Path) -> AsyncIterator[_Running]:
+    port_file, state = folder / "port", folder / "state"
+    command = (
+        sys.executable, "-m", "workers", "--engine", engine, "--model", str(model), "--served-model-name", "tiny-qwen",
+        "--max-loras", "2", "--max-cpu-loras", str(_SLOTS), "--max-lora-rank", "16", "--max-model-len", "2048",
+        "--max-num-seqs", "8", "--max-num-batched-tokens", "2048", "--num-gpu-blocks-override", "256",
+        "--lora-roots", f'["{shelf}"]', "--cache-dir", str(folder / "cache"), "--state-dir", str(state), "--port", "0",
+        "--engine-port", "0", "--port-file", str(port_file), "--scan-s", "5", "--engine-shutdown-s", "1",
+        "--crash-loop-retry-s", "0.2", "--crash-loop-after", "1",
+    )  # fmt: skip
+    with (folder / "agent.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    try:
+        await _until(lambda: asyncio.to_thread(port_file.exists))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_file.read_text()}", timeout=120) as agent:
+            await _ready(agent)
+            url = (await agent.get("/metadata")).json()["transport"]["engine_url"]
+            async with httpx.AsyncClient(base_url=url, timeout=120) as own:
+                yield _Running(process, agent, own, state)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        await process.wait()
+
+
+async def _loads(it: _Running, names: list[str], paths: dict[str, str], rounds: int) -> tuple[float, float]:
+    """Milliseconds of a load through the agent, and of the engine's own call, taken in turn; medians."""
+    ours: list[float] = []
+    own: list[float] = []
+    for number in range(rounds + 1):
+        name = names[number % len(names)]
+        ours.append(await _timed(it.agent, "/v1/admin/load_lora", {"lora_id": name}))
+        await _post(it.agent, "/v1/admin/unload_lora", {"lora_id": name})
+        own.append(await _timed(it.engine, "/v1/load_lora_adapter", {"lora_name": "own", "lora_path": paths[name]}))
+        await _post(it.engine, "/v1/unload_lora_adapter", {"lora_name": "own"})
+    return median(ours[1:]) * 1e3, median(own[1:]) * 1e3  # the first of all warms the engine up
+
+
+async def _events(it: _Running, names: list[str], rounds: int) -> float:
+    """Milliseconds from an event to whoever follows the stream: p95, as others have the machine at times."""
+    delays: list[float] = []
+    async with it.agent.stream("GET", "/v1/events") as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+
+        async def hear() -> None:
+            async for line in lines:
+                if line.startswith("data: "):
+                    at = datetime.fromisoformat(json.loads(line[6:])["at"])
+                    delays.append((time.time() - at.timestamp()) * 1e3)
+                    if len(delays) == 2 * rounds:
+                        return
+
+        hearing = asyncio.create_task(hear())
+        for number in range(rounds):
+            name = names[number % len(names)]
+            await _post(it.agent, "/v1/admin/load_lora", {"lora_id": name})
+            await _post(it.agent, "/v1/admin/unload_lora", {"lora_id": name})
+        await asyncio.wait_for(hearing, 10)
+    return sorted(delays)[len(delays) * 95 // 100]
+
+
+async def _restores(it: _Running, names: list[str], paths: dict[str, str]) -> tuple[float, float]:
+    """Seconds until an engine that is up again has all its adapters, and of as many own calls on such an engine."""
+    await _restarted(it)
+    began = time.perf_counter()
+    for number, name in enumerate(names):
+        await _post(it.engine, "/v1/load_lora_adapter", {"lora_name": f"own-{number}", "lora_path": paths[name]})
+    loaded_s = time.perf_counter() - began
+    for number in range(len(names)):
+        await _post(it.engine, "/v1/unload_lora_adapter", {"lora_name": f"own-{number}"})
+    for name in names:
+        await _post(it.agent, "/v1/admin/load_lora", {"lora_id": name})
+    return await _restarted(it), loaded_s
+
+
+async def _restarted(it: _Running) -> float:
+    """Kill the engine; seconds from the first sign of health of the next one to a worker that is ready."""
+    before = (await it.agent.get("/metadata")).json()["engine_boot_id"]
+    os.kill(int((it.state / "engine.pid").read_text()), signal.SIGKILL)
+    await _until(lambda: _is_another(it.agent, before))
+    await _until(lambda: _is_up(it.engine))
+    began = time.perf_counter()
+    await _ready(it.agent)
+    return time.perf_counter() - began
+
+
+async def _is_another(agent: httpx.AsyncClient, boot_id: str) -> bool:
+    return bool((await agent.get("/metadata")).json()["engine_boot_id"] != boot_id)
+
+
+async def _idle(it: _Running, seconds: float) -> tuple[float, float]:
+    """Percent of one core and MB of the agent's process, its engine aside, followed by one reader of events."""
+    async with it.agent.stream("GET", "/v1/events"):
+        await asyncio.sleep(1.0)
+        began, used = time.perf_counter(), _cpu_s(it.process.pid)
+        await asyncio.sleep(seconds)
+        percent = (_cpu_s(it.process.pid) - used) / (time.perf_counter() - began) * 100
+    return percent, _resident_mb(it.process.pid)
+
+
+def _resident_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) * 1024 / 1e6
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _is_up(engine: httpx.AsyncClient) -> bool:
+    try:
+        return (await engine.get("/health", timeout=1.0)).is_success
+    except httpx.HTTPError:
+        return False
+
+
+async def _is_ready(agent: httpx.AsyncClient) -> bool:
+    return (await agent.get("/ready")).is_success
+
+
+async def _ready(agent: httpx.AsyncClient) -> None:
+    await _until(lambda: _is_ready(agent))
+
+
+async def _until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(_START_S):
+        while not await holds():  # noqa: ASYNC110  (it is another process that it waits for)
+            await asyncio.sleep(0.005)
+
+
+async def _inspected(it: _Running, shelf: Path, name: str) -> str:
+    answer = await _post(it.agent, "/v1/admin/inspect_lora", {"lora_id": name, "source": str(shelf / name)})
+    return str(answer.json()["path"])
+
+
+async def _timed(client: httpx.AsyncClient, path: str, body: dict[str, str]) -> float:
+    began = time.perf_counter()
+    await _post(client, path, body)
+    return time.perf_counter() - began
+
+
+async def _post(client: httpx.AsyncClient, path: str, body: dict[str, str]) -> httpx.Response:
+    answer = await client.post(path, json=body)
+    if not answer.is_success:
+        raise RuntimeError(f"{path} {body}: HTTP {answer.status_code}: {answer.text[:500]}")
+    return answer

@@ -1,0 +1,80 @@
+"""An agent attached to the engine that this folder's tests share: what its adapters answer, and kill -9 of it."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lorafleet.tiny import make_adapter
+from tests.contract.conftest import Bench
+from tests.workers.kills import SLOTS, trial
+from tests.workers.running import RunningWorker, post
+
+PROMPT = list(range(600, 600 + 4 * 32 + 5))  # four blocks to be found again, or not
+
+
+@pytest.fixture
+def empty(bench: Bench):
+    """The engine without adapters; whatever a test loads is unloaded after it."""
+
+    def unload_all() -> None:
+        for model in bench.client.get("/v1/models").json()["data"]:
+            if model.get("parent"):
+                bench.unload(model["id"])
+
+    unload_all()
+    yield bench
+    unload_all()
+
+
+def answer(bench: Bench, model: str) -> tuple[str, int]:
+    """What an adapter says to PROMPT, and how much of it was cached."""
+    said = bench.complete(PROMPT, model=model, max_tokens=12)
+    return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.timeout(180)
+async def test_new_bytes_under_an_old_lora_id_are_answered_as_by_an_engine_that_never_knew_the_old_ones(
+    empty, model_dir, tmp_path
+):
+    old, new = (
+        make_adapter(tmp_path / name, name, section=section) for name, section in (("o", "sql"), ("n", "legal"))
+    )
+    expected = {}
+    for name, folder in (("clean-old", old), ("clean-new", new)):
+        empty.load(name, folder)
+        expected[name] = answer(empty, name)
+        empty.unload(name)
+    assert expected["clean-old"][0] != expected["clean-new"][0]
+    assert expected["clean-new"][1] == 0  # so this is what a clean engine says
+
+    place = tmp_path / "shelf" / "same" / "v1"
+    shutil.copytree(old, place)
+    flags = ("--engine-url", empty.engine.url, "--max-loras", "2", "--max-cpu-loras", str(SLOTS))
+    worker = RunningWorker(model_dir, tmp_path / "shelf", tmp_path, *flags)
+    async with worker.running() as client:
+
+        async def loaded() -> str:
+            return (await post(client, "load_lora", lora_id="same/v1", source=str(place))).json()["engine_name"]
+
+        first = await loaded()
+        for cached in (0, 4 * 32):
+            assert await asyncio.to_thread(answer, empty, first) == (expected["clean-old"][0], cached)
+        for file in new.iterdir():
+            (place / file.name).write_bytes(file.read_bytes())
+        await post(client, "unload_lora", lora_id="same/v1")
+        second = await loaded()
+        assert second != first
+        assert await asyncio.to_thread(answer, empty, second) == expected["clean-new"]
+
+
+@pytest.mark.timeout(180)
+async def test_ten_operations_under_kills_of_the_agent_leave_engine_record_and_disk_agreed(
+    empty: Bench, tmp_path: Path
+) -> None:
+    async with trial(empty.engine.kind, tmp_path, seed=3, engine=empty.engine, may_kill_engine=False) as it:
+        found = await it.run(10, per_round=5)
+    assert found.violations == []
+    assert (found.operations, found.kills) == (10, {"agent": 2})
+    assert max(found.agreed_s) < 20, found
