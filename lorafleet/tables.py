@@ -76,11 +76,13 @@ def placements(items: Iterable[Mapping[str, Any]]) -> Table:
 
 def workers(items: Iterable[Mapping[str, Any]]) -> Table:
     return table(
-        ["worker", "state", "base model", "adapters", "free slots", "agent", "engine"],
+        ["worker", "state", "zone", "node", "base model", "adapters", "free slots", "agent", "engine"],
         [
             (
                 item["id"],
-                item["state"],
+                f"{item['state']}, pod ends" if item.get("is_terminating") else item["state"],
+                item["zone"],
+                item["node"],
                 item["base_model"],
                 ", ".join(item["adapters"]),
                 item["capacity"].get("available_slots"),

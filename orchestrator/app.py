@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from lorafleet.auth import Keys, refuse_open_server
 from lorafleet.http import install_error_handlers
 from lorafleet.kube.client import Kube, connect
+from lorafleet.kube.discovery import Slices
 from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
 from orchestrator.agents import Agents
@@ -31,6 +32,7 @@ from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorError
 from orchestrator.fleet import Fleet
 from orchestrator.forward import Forwarder
+from orchestrator.found import Finder
 from orchestrator.kube_lease import KubeLease
 from orchestrator.leadership import Leadership
 from orchestrator.lease import FileLease, Lease
@@ -126,12 +128,15 @@ def build(
     if objects is not None:
         beside = _beside(objects, kube, settings, registry, reconciler)
 
+    finder = _finder(settings, kube, fleet, agents, reconciler, metrics)
+
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         loops = [asyncio.create_task(work()) for work in beside]
         await leadership.start()
         follow = forever(standby.step, name="standby", every_s=settings.heartbeat_interval_s)
         loops += [asyncio.create_task(work) for work in (leadership.run(), reconciler.run(), follow)]
+        loops += [asyncio.create_task(finder.run())] if finder is not None else []
         try:
             yield
         finally:
@@ -214,6 +219,32 @@ def _beside(
     return [objects.follow, notices.run, intake.run]
 
 
+def _finder(
+    settings: OrchestratorSettings,
+    kube: Kube | None,
+    fleet: Fleet,
+    agents: Agents,
+    reconciler: Reconciler,
+    metrics: Metrics,
+) -> Finder | None:
+    if not settings.kube_selector:
+        return None
+    assert kube is not None, "kube_selector needs an API server"
+    slices = Slices(
+        lambda: contextlib.nullcontext(kube), selector=settings.kube_selector, namespaces=settings.kube_namespaces
+    )
+    metrics.follow_slices(slices.age_s)
+    return Finder(
+        slices,
+        fleet=fleet,
+        agents=agents,
+        hear=reconciler.hear,
+        poke=reconciler.poke,
+        timeout_s=settings.probe_timeout_s,
+        again_s=settings.probe_after_s,
+    )
+
+
 def _lease(settings: OrchestratorSettings, kube: Kube | None, holder: str, wall: Callable[[], float]) -> Lease:
     if settings.lease == "file":
         return FileLease(settings.store.with_name(f"{settings.store.name}.lease"), holder=holder)
@@ -229,7 +260,8 @@ def _lease(settings: OrchestratorSettings, kube: Kube | None, holder: str, wall:
 
 async def main(settings: OrchestratorSettings) -> None:
     """Serve until SIGTERM. Raises StoreError, KeyFileError, KubeConfigError, OSError when it cannot start."""
-    kube = await connect(settings.kubeconfig) if settings.lease == "kubernetes" else None
+    needs_kube = settings.lease == "kubernetes" or settings.kube_selector
+    kube = await connect(settings.kubeconfig) if needs_kube else None
     sock = bind(settings.host, settings.port)
     port = sock.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -24,6 +24,11 @@ class OrchestratorSettings(HouseSettings):
     lease: Literal["file", "kubernetes"] = Field(
         default="file", description="who leads: by a file beside `store`, or by a Lease of Kubernetes"
     )
+    kube_selector: str = Field(
+        default="",
+        description="labels of the workers' Services in Kubernetes, whose EndpointSlices are followed; empty: none are",
+    )
+    kube_namespaces: tuple[str, ...] = Field(default=(), description="where those Services are; empty: our own")
     kubeconfig: Path | None = Field(
         default=None, description="how to reach the API server; default: KUBECONFIG's, else the pod's service account"
     )

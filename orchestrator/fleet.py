@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+from lorafleet.kube.slices import FoundWorker
 from orchestrator.backend import WorkerIntent
 from orchestrator.core.state import OCCUPYING, Failure, Held, Observed, Pair, Worker
 from orchestrator.core.warm import WARMING
@@ -18,7 +19,10 @@ _AGENT_STATES = {"starting": "starting", "engine_down": "starting", "draining": 
 
 @dataclass(slots=True)
 class Entry:
-    """One worker. `reach`: heard (the agent speaks), unmanaged (only the engine answers), lost (neither)."""
+    """One worker. `reach`: heard (the agent speaks), unmanaged (only the engine answers), lost (neither).
+
+    found  what EndpointSlices said of it last, also once they have stopped to name it: a pod that ends goes on ending
+    """
 
     report: Metadata
     heard_at: float
@@ -26,6 +30,11 @@ class Entry:
     since: dict[tuple[str, str], float] = field(default_factory=dict)
     """(lora_id, engine boot) -> when we, or the agent, first saw it ready"""
     probed_at: float = 0.0
+    found: FoundWorker | None = None
+
+    @property
+    def is_terminating(self) -> bool:
+        return self.found is not None and self.found.is_terminating
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +52,31 @@ class Fleet:
         self._clock = clock
         self._wall = wall
         self.entries: dict[str, Entry] = {}
+        self._places: Mapping[str, FoundWorker] = {}
+
+    def place(self, found: Mapping[str, FoundWorker]) -> bool:
+        """Take what EndpointSlices say, by worker id; whether that can change a decision."""
+        self._places = found
+        is_news = False
+        for worker_id, worker in found.items():
+            entry = self.entries.get(worker_id)
+            if entry is None or entry.found == worker:
+                continue
+            before = entry.is_terminating, entry.report
+            entry.found, entry.report = worker, _placed(entry.report, worker)
+            is_news |= before != (entry.is_terminating, entry.report)
+        return is_news
 
     def hear(self, report: Metadata) -> Change:
         """Take an agent's own word."""
         now = self._clock()
         entry = self.entries.get(report.instance_id)
         if entry is None:
-            entry = self.entries[report.instance_id] = Entry(report, now)
+            found = self._places.get(report.instance_id)
+            entry = self.entries[report.instance_id] = Entry(_placed(report, found), now, found=found)
             self._note_ready(entry, now)
             return Change(is_news=True)
+        report = _placed(report, entry.found)
         before, entry.report, entry.heard_at = entry.report, report, now
         had = _ready_ids(before) if entry.reach != "lost" else frozenset()
         is_news = entry.reach != "heard" or _gist(before) != _gist(report)
@@ -173,6 +198,7 @@ class Fleet:
         capacity = report.lora.capacity
         until = None if intent is None or intent.until is None else self._clock() + intent.until - self._wall()
         is_warming = entry.reach == "heard" and report.is_warming and not report.is_suspect and intent is None
+        is_warming &= not entry.is_terminating
         return Worker(
             id=report.instance_id,
             state=WARMING if is_warming else state_of(entry, intent),
@@ -186,6 +212,7 @@ class Fleet:
             load=report.load.running + report.load.waiting,
             drain_deadline=until,
             is_agent_draining=report.state == "draining",
+            is_terminating=entry.is_terminating,
             reported_at=entry.heard_at,
         )
 
@@ -236,12 +263,24 @@ class Fleet:
 
 def state_of(entry: Entry, intent: WorkerIntent | None) -> str:
     """One word for a worker: what we cannot reach outweighs what it says, and that what we were told."""
-    if entry.reach in ("lost", "unmanaged"):
+    if entry.reach == "lost":
+        return entry.reach
+    if entry.is_terminating and entry.report.state in ("ready", "draining"):
+        return "draining"  # its pod is being ended, whoever asked for that: what it has must be elsewhere soon
+    if entry.reach == "unmanaged":
         return entry.reach
     said = _AGENT_STATES[entry.report.state]
     if said == "ready" and intent is None and entry.report.is_suspect:
         return "cordoned"  # a load hangs in its engine: it keeps what it has, and is given nothing new
     return intent.state if said == "ready" and intent is not None else said
+
+
+def _placed(report: Metadata, found: FoundWorker | None) -> Metadata:
+    """With zone and node from the slices, where the agent knows none."""
+    if found is None:
+        return report
+    place = {"zone": report.zone or found.zone, "node": report.node or found.node}
+    return report if place == {"zone": report.zone, "node": report.node} else report.model_copy(update=place)
 
 
 def answering(entry: Entry) -> tuple[LoadedLora, ...]:

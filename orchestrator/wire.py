@@ -407,6 +407,8 @@ class AdoptRequest(_Written):
 
 
 class WorkerItem(_Wire):
+    """A worker. `is_terminating`: Kubernetes is ending its pod, and so it drains."""
+
     id: str
     agent_url: str
     engine_url: str
@@ -417,6 +419,7 @@ class WorkerItem(_Wire):
     capacity: dict[str, int]
     adapters: tuple[str, ...]
     orphans: tuple[str, ...] = ()
+    is_terminating: bool = False
 
 
 class WorkerList(_Wire):

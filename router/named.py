@@ -7,11 +7,8 @@ knows where a pod is before its agent has told anybody.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lorafleet.kube.slices import FoundWorker
+from lorafleet.kube.slices import Called, FoundWorker, by_own_name
 from orchestrator.wire import CatalogWorker
-
-Called = Mapping[tuple[str, str], str]
-"""(id in the slices, agent's URL) -> what the agent there calls itself, where that is something else"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,34 +37,13 @@ def named_workers(
     engines  worker id -> URL of engines without an agent, from our own settings
     """
     listed = {worker.id: worker for worker in catalog}
-    places = _by_name(listed, found, called)
+    owners = {worker.agent_url.rstrip("/"): worker.id for worker in listed.values() if worker.agent_url}
+    places = by_own_name(found, called, ids=listed, owners=owners)
     names = [*listed, *(name for name in places if name not in listed)]
     workers = {name: _joined(name, listed.get(name), places.get(name)) for name in names}
     for name, url in engines.items():
         workers[name] = Named(id=name, addresses=(url,), has_agent=False)
     return {name: worker for name, worker in workers.items() if worker.addresses}
-
-
-def _by_name(
-    listed: Mapping[str, CatalogWorker], found: Mapping[str, FoundWorker], called: Called
-) -> dict[str, FoundWorker]:
-    """Found workers by the name that the catalog, or the agent itself, has for them."""
-    owners = {worker.agent_url.rstrip("/"): worker.id for worker in listed.values() if worker.agent_url}
-    places: dict[str, FoundWorker] = {}
-    strangers: list[tuple[str, FoundWorker]] = []
-    for worker in found.values():
-        url = worker.agent_url or ""
-        name = called.get((worker.id, url))
-        if name is None:
-            name = worker.id if worker.id in listed else owners.get(url, worker.id)
-        if name == worker.id:
-            places[name] = worker
-        else:
-            strangers.append((name, worker))
-    for name, worker in strangers:
-        # Of two entries with one address, one is of a pod that is gone: the one with the agent's own name counts.
-        places.setdefault(name, worker)
-    return places
 
 
 def _joined(name: str, listed: CatalogWorker | None, found: FoundWorker | None) -> Named:

@@ -29,12 +29,18 @@ async def connect(
     kubeconfig  this one; None: KUBECONFIG's, else the service account of the pod we are in
     raises      KubeConfigError
     """
-    return await opened(source(kubeconfig, environ, account))
-
-
-async def opened(found: Source) -> "Kube":
-    """A client for a cluster that was found (`access.source`). Raises KubeConfigError."""
+    found = source(kubeconfig, environ, account)
     return Kube(found, await found.read())
+
+
+@asynccontextmanager
+async def opened(found: Source) -> AsyncIterator["Kube"]:
+    """A client for a cluster that was found (`access.source`), closed at the end. Raises KubeConfigError."""
+    kube = Kube(found, await found.read())
+    try:
+        yield kube
+    finally:
+        await kube.close()
 
 
 class Kube:

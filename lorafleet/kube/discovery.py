@@ -3,7 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import MappingProxyType
 
 import structlog
@@ -25,7 +26,7 @@ class Slices:
 
     def __init__(
         self,
-        connect: Callable[[], Awaitable[Kube]],
+        connect: Callable[[], AbstractAsyncContextManager[Kube]],
         *,
         selector: str,
         namespaces: Sequence[str],
@@ -34,7 +35,7 @@ class Slices:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """connect     opens a client, which is closed at the end; may raise KubeConfigError, and is tried again
+        """connect     gives a client to use; may raise KubeConfigError, and is tried again
         selector    labels of the Services, which their slices have too
         namespaces  empty for our own
         """
@@ -65,23 +66,23 @@ class Slices:
     async def run(self, on_change: Callable[[], object]) -> None:
         """Follow until cancelled; `on_change` after every swap of `workers`."""
         self._on_change = on_change
-        kube = await self._connected()
-        namespaces = self._namespaces or (kube.namespace,)
-        self._unlisted = set(namespaces)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for namespace in namespaces:
-                    tasks.create_task(self._follow(kube, namespace))
-        finally:
-            if self._due is not None:
-                self._due.cancel()
-            await kube.close()
+        async with AsyncExitStack() as stack:
+            kube = await self._connected(stack)
+            namespaces = self._namespaces or (kube.namespace,)
+            self._unlisted = set(namespaces)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for namespace in namespaces:
+                        tasks.create_task(self._follow(kube, namespace))
+            finally:
+                if self._due is not None:
+                    self._due.cancel()
 
-    async def _connected(self) -> Kube:
+    async def _connected(self, stack: AsyncExitStack) -> Kube:
         said = ""
         while True:
             try:
-                return await self._connect()
+                return await stack.enter_async_context(self._connect())
             except KubeConfigError as exc:
                 self._on_failure()
                 if str(exc) != said:

@@ -4,7 +4,7 @@ One Service may have several slices: for size, for each address family of a dual
 endpoint in two of them while the controller moves it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,6 +76,36 @@ class SliceBook:
                 elif known.namespace == worker.namespace:
                     found[worker.id] = _joined(known, worker)
         return found
+
+
+Called = Mapping[tuple[str, str], str]
+"""(id in the slices, agent's URL) -> what the agent there calls itself, where that is something else"""
+
+
+def by_own_name(
+    found: Mapping[str, FoundWorker], called: Called, *, ids: Container[str], owners: Mapping[str, str]
+) -> dict[str, FoundWorker]:
+    """Found workers by the names that they go by elsewhere: usually their pods', which is what an agent is told.
+
+    ids     the names of all workers that somebody else knows
+    owners  their agents' URLs -> their names, for a worker that the slices call otherwise, or not at all
+    """
+    places: dict[str, FoundWorker] = {}
+    strangers: list[tuple[str, FoundWorker]] = []
+    for worker in found.values():
+        name: str | None = worker.id
+        if worker.agent_url is not None:
+            name = called.get((worker.id, worker.agent_url))
+        if name is None:
+            name = worker.id if worker.id in ids else owners.get(worker.agent_url or "", worker.id)
+        if name == worker.id:
+            places[name] = worker
+        else:
+            strangers.append((name, worker))
+    for name, worker in strangers:
+        # Of two entries with one address, one is of a pod that is gone: the one with the agent's own name counts.
+        places.setdefault(name, worker)
+    return places
 
 
 def found_in(slice_: Mapping[str, Any]) -> tuple[FoundWorker, ...]:

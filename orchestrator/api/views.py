@@ -80,6 +80,7 @@ class Views:
                 "capacity": report.lora.capacity.model_dump() | {"max_lora_rank": report.lora.max_lora_rank},
                 "adapters": sorted(lora.lora_id for lora in held),
                 "orphans": sorted(orphans),
+                "is_terminating": entry.is_terminating,
             }
         )
 

@@ -173,7 +173,12 @@ class _Pass:
             return "deleted" if board.intent.tombstones.get(held.lora_id) == held.digest else None
         if adapter.is_deleting:
             return "deleted"
-        if worker.state == "draining" and not adapter.quarantine and is_same(adapter, held):
+        if (
+            worker.state == "draining"
+            and not worker.is_terminating
+            and not adapter.quarantine
+            and is_same(adapter, held)
+        ):
             ready = self._ready_elsewhere(held.lora_id, worker.id)
             if ready >= max(1, min(board.floor(adapter), board.most(adapter))):
                 return f"moved: {ready} ready elsewhere, this worker drains"
@@ -188,7 +193,7 @@ class _Pass:
 
     def _leaving(self) -> Iterable[str]:
         for worker in self.board.workers:
-            if worker.state == "draining" and not worker.is_agent_draining:
+            if worker.state == "draining" and not worker.is_agent_draining and not worker.is_terminating:
                 is_empty = not any(held.lora_id in self.board.movers for held in worker.held.values())
                 is_late = worker.drain_deadline is not None and self.board.now >= worker.drain_deadline
                 if is_empty or is_late:

@@ -86,6 +86,7 @@ class Worker:
 
     base_models   every name that the base model goes by there
     reported_at   when the report was made, so that "nothing runs" can be told from "nothing ran a while ago"
+    is_terminating  its pod is being ended: it is left alone, and what it holds is needed elsewhere
     """
 
     id: str
@@ -100,6 +101,7 @@ class Worker:
     load: float = 0.0
     drain_deadline: float | None = None
     is_agent_draining: bool = False
+    is_terminating: bool = False
     reported_at: float = 0.0
 
     @property

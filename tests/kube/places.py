@@ -1,7 +1,11 @@
 """Slices as a controller writes them, for workers that are servers of the test: each has ports of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from urllib.parse import urlsplit
+
+from lorafleet.kube.client import connect
+from lorafleet.kube.errors import NotFound
+from tests.kube.conftest import Cluster
 
 SELECTOR = "app.kubernetes.io/instance=fleet,app.kubernetes.io/component=worker"
 LABELS = {"app.kubernetes.io/instance": "fleet", "app.kubernetes.io/component": "worker"}
@@ -32,25 +36,29 @@ def slice_of(
     return _slice(f"workers-{worker}", [endpoint], ports, labels, namespace)
 
 
-def fleet_slices(
-    workers: Sequence[str], *, ready: Sequence[bool] = (), size: int = 100, labels: Mapping[str, str] = LABELS
-) -> list[dict]:
-    """A fleet that nobody serves, a hundred endpoints a slice as the controller writes them."""
-    endpoints = [
-        {
-            "addresses": [f"10.{1 + number // 65536}.{number // 256 % 256}.{number % 256}"],
-            "conditions": {"ready": not ready or ready[number], "serving": True, "terminating": False},
-            "targetRef": {"kind": "Pod", "name": worker, "namespace": "default"},
-            "zone": f"zone-{number % 3}",
-            "nodeName": f"node-{number // 8}",
-        }
-        for number, worker in enumerate(workers)
-    ]
-    ports = [{"name": "agent", "port": 8090, "protocol": "TCP"}, {"name": "engine", "port": 8100, "protocol": "TCP"}]
-    return [
-        _slice(f"fleet-{start // size:03}", endpoints[start : start + size], ports, labels, "default")
-        for start in range(0, len(endpoints), size)
-    ]
+async def put_slice(kube: Cluster, slice_: dict) -> None:
+    """Make it, or replace what has its name."""
+    if kube.server is not None:  # also while it is down, or refuses
+        kube.server.objects.put(slice_)
+        return
+    client, meta = await connect(kube.kubeconfig), slice_["metadata"]
+    path = f"/apis/discovery.k8s.io/v1/namespaces/{meta['namespace']}/endpointslices"
+    try:
+        await client.put(f"{path}/{meta['name']}", slice_)
+    except NotFound:
+        await client.post(path, slice_)
+    finally:
+        await client.close()
+
+
+async def drop_slice(kube: Cluster, slice_: dict) -> None:
+    meta = slice_["metadata"]
+    if kube.server is not None:
+        kube.server.objects.delete("endpointslices", meta["namespace"], meta["name"])
+        return
+    client = await connect(kube.kubeconfig)
+    await client.delete(f"/apis/discovery.k8s.io/v1/namespaces/{meta['namespace']}/endpointslices/{meta['name']}")
+    await client.close()
 
 
 def _slice(name: str, endpoints: list[dict], ports: list[dict], labels: Mapping[str, str], namespace: str) -> dict:

@@ -15,8 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lorafleet.kube.client import connect
-from lorafleet.kube.errors import NotFound
 from lorafleet.kube.watch import Times
 from lorafleet.serve import bind
 from lorafleet.tiny import make_model
@@ -24,7 +22,7 @@ from router.app import build
 from router.config import RouterSettings
 from tests.engines import start_engine
 from tests.kube.conftest import Cluster
-from tests.kube.places import SELECTOR, slice_of
+from tests.kube.places import SELECTOR, drop_slice, put_slice, slice_of
 from tests.kube.status import ApiError
 from tests.router.doubles import CHAT, Control, Engine, until, with_sql
 from tests.serving import serving
@@ -72,30 +70,6 @@ class Fleet:
         answer = await self.client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         return answer.headers["x-lorafleet-worker"]
-
-
-async def put_slice(kube: Cluster, slice_: dict) -> None:
-    if kube.server is not None:  # also while it is down, or refuses
-        kube.server.objects.put(slice_)
-        return
-    client, meta = await connect(kube.kubeconfig), slice_["metadata"]
-    path = f"/apis/discovery.k8s.io/v1/namespaces/{meta['namespace']}/endpointslices"
-    try:
-        await client.put(f"{path}/{meta['name']}", slice_)
-    except NotFound:
-        await client.post(path, slice_)
-    finally:
-        await client.close()
-
-
-async def drop_slice(kube: Cluster, slice_: dict) -> None:
-    meta = slice_["metadata"]
-    if kube.server is not None:
-        kube.server.objects.delete("endpointslices", meta["namespace"], meta["name"])
-        return
-    client = await connect(kube.kubeconfig)
-    await client.delete(f"/apis/discovery.k8s.io/v1/namespaces/{meta['namespace']}/endpointslices/{meta['name']}")
-    await client.close()
 
 
 def agent_app(control: Control, worker: str, answers: dict[str, str]) -> Starlette:
@@ -194,9 +168,10 @@ async def test_a_worker_that_catalog_and_slices_name_is_one(kube):
         assert dict(fleet.discovery._follows) == before
 
 
-async def test_a_terminating_endpoint_gets_no_new_requests_and_finishes_what_it_has(kube):
+@pytest.mark.parametrize("named", [(), ("w0",)])
+async def test_a_terminating_endpoint_gets_no_new_requests_and_finishes_what_it_has(kube, named):
     slow, other = Engine("w0"), Engine("w1")
-    async with running(kube, slow, other) as fleet:
+    async with running(kube, slow, other, named=named) as fleet:
         await fleet.name("w0")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         slow.go_on.clear()
@@ -353,7 +328,8 @@ async def test_an_address_that_another_worker_has_by_now_does_not_speak_for_the_
         await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "ready"})
         w0.healthy, fleet.answers["w0"], fleet.control.silent = False, "w1", True
         await fleet.until(lambda: fleet.states() == {"w0": "unreachable", "w1": "ready"})
-        assert fleet.discovery.fleet.replicas["w1"].agent_url == fleet.agents["w1"]
+        await fleet.until(lambda: fleet.discovery.fleet.replicas["w1"].agent_url == fleet.agents["w1"])
+        assert fleet.states() == {"w0": "unreachable", "w1": "ready"}
 
 
 async def test_an_engine_that_has_no_agent_is_served_where_its_slice_says(kube, tmp_path):

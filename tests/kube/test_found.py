@@ -1,0 +1,247 @@
+"""An orchestrator that finds its workers in EndpointSlices, before they report and while their pods end."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from functools import partial
+
+import httpx
+import pytest
+
+from lorafleet.kube.access import KubeConfig
+from lorafleet.kube.client import opened
+from lorafleet.kube.discovery import Slices
+from lorafleet.kube.watch import Times
+from orchestrator.agents import Agents
+from orchestrator.app import build
+from orchestrator.config import OrchestratorSettings
+from orchestrator.found import Finder
+from tests.kube.places import SELECTOR, drop_slice, put_slice, slice_of
+from tests.orchestrator.conftest import Clock, House
+from tests.orchestrator.doubles import FakeAgent
+from tests.serving import serving
+
+QUICK = Times(watch_s=(1.0, 1.5), silent_s=0.3, pause_s=(0.02, 0.2), steady_s=0.3, call_s=0.3)
+
+
+class Found(House):
+    """Its agents send no heartbeat unless they are made to: what is known of them was asked."""
+
+    def __init__(self, path, kube, **settings):
+        super().__init__(path, Clock(), **settings)
+        self.kube = kube
+        self.slices = Slices(
+            partial(opened, KubeConfig(kube.kubeconfig)), selector=SELECTOR, namespaces=(), times=QUICK
+        )
+        self.pokes = asyncio.Event()
+        self.client = httpx.AsyncClient()
+        self.finder = Finder(
+            self.slices,
+            fleet=self.reconciler.fleet,
+            agents=Agents(self.client, token="", epoch=lambda: 1),
+            hear=self.reconciler.hear,
+            poke=self.pokes.set,
+            timeout_s=0.5,
+            again_s=0.1,
+        )
+
+    async def beat(self):
+        """Agents that are there are asked instead."""
+        for worker_id, entry in self.reconciler.fleet.entries.items():
+            if worker_id in self.agents and entry.reach == "heard":
+                self.reconciler.hear(await self.finder._agents.metadata(entry.report.agent_url, timeout_s=5))
+
+    async def pod(self, worker_id, **shape):
+        """One that runs and is named."""
+        agent = self.agents[worker_id] = FakeAgent(worker_id, **shape)
+        agent.url = await self.stack.enter_async_context(serving(agent.app, host=self.kube.host))
+        await self.name(worker_id)
+        return agent
+
+    async def name(self, worker_id, **how):
+        how = {"agent": self.agents[worker_id].url, "namespace": self.kube.namespace} | how
+        await put_slice(self.kube, slice_of(worker_id, **how))
+
+    async def until(self, predicate):
+        async with asyncio.timeout(5):
+            while not predicate():
+                await asyncio.sleep(0.005)
+
+    def states(self):
+        return {name: worker.state for name, worker in self.reconciler.observe().workers.items()}
+
+    def holders(self):
+        return {name: sorted(agent.loaded) for name, agent in self.agents.items()}
+
+
+@pytest.fixture
+async def house(kube, tmp_path) -> AsyncIterator[Found]:
+    found = Found(tmp_path / "store.db", kube)
+    loop = asyncio.create_task(found.finder.run())
+    yield found
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    await found.client.aclose()
+    await found.close()
+
+
+async def test_a_fresh_orchestrator_knows_the_fleet_before_any_heartbeat(house):
+    agents = [await house.pod(f"w{number}") for number in range(3)]
+    agents[1].put("sql/v1", "file:///sql/v1")
+    await house.until(lambda: len(house.states()) == 3)
+    assert house.states() == {"w0": "ready", "w1": "ready", "w2": "ready"}
+    assert house.reconciler.fleet.entries["w1"].report.lora.loaded_loras[0].lora_id == "sql/v1"
+    assert house.pokes.is_set() or house.reconciler._due.is_set(), "a pass is due"
+
+
+async def test_a_pod_whose_agent_does_not_listen_yet_is_asked_until_it_does(house):
+    agent = FakeAgent("w0")
+    async with serving(agent.app) as url:
+        pass
+    house.agents["w0"] = agent
+    agent.url = url
+    await house.name("w0", ready=False)
+    await house.until(lambda: house.slices.workers)
+    assert house.states() == {}
+    async with serving(agent.app, port=int(url.rpartition(":")[2])):
+        await house.until(lambda: house.states() == {"w0": "ready"})
+
+
+async def test_zone_and_node_of_a_slice_are_the_workers_where_its_agent_knows_none(house):
+    await house.pod("w0")
+    await house.pod("w1", zone="own", node="mine")
+    await house.name("w0", zone="a", node="n1")
+    await house.name("w1", zone="a", node="n1")
+    await house.until(lambda: len(house.states()) == 2)
+    await house.until(lambda: house.reconciler.observe().workers["w0"].node == "n1")
+    await house.beat()
+    workers = house.reconciler.observe().workers
+    assert {name: (worker.zone, worker.node) for name, worker in workers.items()} == {
+        "w0": ("a", "n1"),
+        "w1": ("own", "mine"),
+    }
+    item = (await house.http.get("/v1/workers/w0")).json()
+    assert (item["zone"], item["node"], item["is_terminating"]) == ("a", "n1", False)
+
+
+async def test_what_a_terminating_worker_holds_is_placed_elsewhere_at_once_and_it_is_left_alone(house):
+    for number in range(3):
+        await house.pod(f"w{number}")
+    await house.until(lambda: len(house.states()) == 3)
+    await house.register()
+    await house.ensure()
+    await house.settle()
+    (holder,) = [name for name, held in house.holders().items() if held]
+    empty = next(name for name, held in house.holders().items() if not held)
+    await house.name(empty, terminating=True)
+    await house.until(lambda: house.states()[empty] == "draining")
+    house.pokes.clear()
+    await house.name(holder, terminating=True)
+    await asyncio.wait_for(house.pokes.wait(), 5)
+    assert house.states()[holder] == "draining"
+    for _ in range(8):  # time enough for a drain to end
+        await house.turn()
+        house.clock.now += 1.0
+    assert sum(held == ["sql/v1"] for held in house.holders().values()) == 2, "a new copy, and the old one stays"
+    assert "sql/v1" in house.agents[holder].loaded
+    assert not house.agents[empty].loaded
+    for name in (holder, empty):
+        assert not {"unload_lora", "drain"} & {verb for verb, _ in house.agents[name].calls}
+    catalog = {worker["id"]: worker["state"] for worker in (await house.catalog())["workers"]}
+    assert catalog[holder] == "draining", "for routers that follow no slices"
+    assert (await house.http.get(f"/v1/workers/{holder}")).json()["is_terminating"] is True
+    await drop_slice(house.kube, slice_of(holder, agent="http://x:1", namespace=house.kube.namespace))
+    await house.until(lambda: holder not in house.slices.workers)
+    assert house.states()[holder] == "draining", "a pod that ends does not come back by being forgotten"
+
+
+@pytest.mark.parametrize("how", ["deleted", "labels went", "listed empty after an outage"])
+async def test_workers_that_slices_no_longer_name_keep_everything_while_they_answer(house, kube, how):
+    for number in range(3):
+        await house.pod(f"w{number}")
+    await house.until(lambda: len(house.states()) == 3)
+    for name in ("a/v1", "b/v1"):
+        await house.register(name)
+        await house.ensure(name)
+    await house.settle()
+    held = house.holders()
+    calls = {name: len(agent.calls) for name, agent in house.agents.items()}
+    if how == "listed empty after an outage":
+        await kube.faults.go_down()
+    for name in house.agents:
+        if how == "labels went":
+            await house.name(name, labels={})
+        else:
+            await drop_slice(kube, slice_of(name, agent="http://x:1", namespace=kube.namespace))
+    if how == "listed empty after an outage":
+        await kube.faults.come_back()
+    await house.until(lambda: not house.slices.workers)
+    assert await house.settle() == []
+    assert house.states() == {"w0": "ready", "w1": "ready", "w2": "ready"}
+    assert house.holders() == held
+    assert {name: len(agent.calls) for name, agent in house.agents.items()} == calls
+
+
+async def test_a_worker_that_is_gone_from_slices_and_answers_nothing_is_lost_and_replaced(house):
+    async with contextlib.AsyncExitStack() as stack:
+        for name in ("w0", "w1"):
+            agent = house.agents[name] = FakeAgent(name)
+            where = stack if name == "w0" else house.stack
+            agent.url = await where.enter_async_context(serving(agent.app, host=house.kube.host))
+            await house.name(name)
+        await house.until(lambda: len(house.states()) == 2)
+        agents = dict(house.agents)
+        await house.register("a/v1", policy={"loading": "eager", "min_replicas": 2})
+        await house.settle()
+        assert house.holders() == {"w0": ["a/v1"], "w1": ["a/v1"]}
+    del house.agents["w0"]
+    await drop_slice(house.kube, slice_of("w0", agent="http://x:1", namespace=house.kube.namespace))
+    await house.until(lambda: "w0" not in house.slices.workers)
+    house.clock.now += house.settings.lost_after_s
+    await house.turn()
+    assert house.states() == {"w0": "lost", "w1": "ready"}
+    assert sorted(agents["w1"].loaded) == ["a/v1"]
+
+
+async def test_a_pod_that_came_back_under_its_name_is_asked_where_it_is_now(house):
+    async with contextlib.AsyncExitStack() as stack:
+        agent = house.agents["w0"] = FakeAgent("w0")
+        agent.url = await stack.enter_async_context(serving(agent.app, host=house.kube.host))
+        await house.name("w0")
+        await house.until(lambda: house.states() == {"w0": "ready"})
+    await house.name("w0", terminating=True)
+    house.clock.now += house.settings.lost_after_s
+    house.agents = {}
+    await house.turn()
+    assert house.states() == {"w0": "lost"}
+    await house.pod("w0")
+    await house.until(lambda: house.states() == {"w0": "ready"})
+
+
+async def test_a_worker_by_another_name_than_its_pods_has_its_pods_place(house):
+    agent = house.agents["w0"] = FakeAgent("w0")
+    agent.url = await house.stack.enter_async_context(serving(agent.app, host=house.kube.host))
+    await put_slice(house.kube, slice_of("some-pod", agent=agent.url, zone="a", namespace=house.kube.namespace))
+    await house.until(lambda: house.states() == {"w0": "ready"})
+    await house.until(lambda: house.reconciler.observe().workers["w0"].zone == "a")
+    terminating = slice_of("some-pod", agent=agent.url, terminating=True, namespace=house.kube.namespace)
+    await put_slice(house.kube, terminating)
+    await house.until(lambda: house.states() == {"w0": "draining"})
+
+
+async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_old_they_are(kube, tmp_path):
+    async with opened(KubeConfig(kube.kubeconfig)) as client:
+        settings = OrchestratorSettings(
+            store=tmp_path / "store.db", kube_selector=SELECTOR, kubeconfig=kube.kubeconfig, settle_s=0
+        )
+        agent = FakeAgent("w0")
+        async with serving(agent.app, host=kube.host) as agent.url:
+            await put_slice(kube, slice_of("w0", agent=agent.url, namespace=kube.namespace))
+            whole = build(settings, kube=client)
+            async with serving(whole.app) as url, httpx.AsyncClient(base_url=url) as browser:
+                async with asyncio.timeout(5):
+                    while not (await browser.get("/v1/workers")).json()["data"]:
+                        await asyncio.sleep(0.01)
+                metrics = (await browser.get("/metrics")).text
+    (line,) = [line for line in metrics.splitlines() if line.startswith("lorafleet_orchestrator_slices_age_seconds ")]
+    assert float(line.split()[1]) < 30
