@@ -159,6 +159,10 @@ class ConfigMaps:
         await self._news.wait()
         self._news.clear()
 
+    def look_again(self) -> None:
+        """`news` returns at once."""
+        self._news.set()
+
     async def finish(self) -> None:
         """Write what may wait, the history too: the orderly end of a term."""
         if self._is_writing:

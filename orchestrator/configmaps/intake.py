@@ -101,15 +101,16 @@ class Intake:
         before = self._store.writes
         self._end(gone)
         names, self._mirror.changed = self._mirror.changed, set()
-        if self._writes != self._store.writes:
+        if self._writes != before:
             names |= self._refused
+        self._writes = before
         for name in sorted(names & self._mirror.objects.keys(), key=self._order):
             self._look_at(name)
         for lora_id in sorted(self._deleted):
             self._delete(lora_id)
-        self._writes = self._store.writes
-        if self._writes != before:
+        if self._store.writes != before:
             self._on_taken()
+            self._backend.look_again()
 
     def _begin(self) -> None:
         """A term: everything is looked at once, and what was there when somebody last led is looked for."""

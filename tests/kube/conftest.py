@@ -17,9 +17,11 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from lorafleet.kube.client import connect
 from tests.kube.binaries import kubectl, run
 from tests.kube.faults import Faults
 from tests.kube.server import KubeServer
+from tests.kube.stores import People, Seat, Seats
 
 _REAL = os.environ.get("LORAFLEET_TEST_KUBECONFIG", "")
 
@@ -90,3 +92,25 @@ def _own_address(real: Path) -> str:
         probe.connect((server.hostname, server.port or 443))  # sends nothing: only asks for the way there
         address = str(probe.getsockname()[0])
     return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address
+
+
+@pytest.fixture
+async def people(kube: Cluster) -> AsyncIterator[People]:
+    """Somebody who applies ConfigMaps there."""
+    api = await connect(kube.kubeconfig, environ={})
+    yield People(api, kube.namespace)
+    await api.close()
+
+
+@pytest.fixture
+async def seats(kube: Cluster) -> AsyncIterator[Seats]:
+    """Orchestrators' stores there."""
+    them = Seats(kube)
+    yield them
+    await them.close_all()
+
+
+@pytest.fixture
+async def seat(seats: Seats) -> Seat:
+    """One that leads."""
+    return await seats.lead()

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 
+import yaml
+
 from lorafleet.kube.client import connect
 from orchestrator.configmaps.backend import ConfigMaps
 from orchestrator.configmaps.intake import Intake
 from orchestrator.configmaps.notices import Notices
-from orchestrator.core.rollout import Rollout
+from orchestrator.configmaps.objects import FLEET as FLEET_LABEL
+from orchestrator.configmaps.objects import KIND, STATUS
 from orchestrator.registry import Registry
 from orchestrator.store import Store
 
@@ -122,4 +125,52 @@ class Seats:
                 await seat.close()
 
 
-__all__ = ["FLEET", "Rollout", "Seat", "Seats", "until"]
+class People:
+    """Whoever applies manifests."""
+
+    def __init__(self, api, namespace):
+        self.api = api
+        self.folder = f"/api/v1/namespaces/{namespace}"
+
+    async def apply(self, name, body, *, kind="adapter", text=None, labels=None):
+        """As kubectl does it: what it does not name stays as it is. `text`: instead of a body, or all the data."""
+        labels = {KIND: kind, FLEET_LABEL: FLEET} if labels is None else labels
+        data = text if isinstance(text, dict) else {f"{kind}.yaml": yaml.safe_dump(body) if text is None else text}
+        made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}, "data": data}
+        known = {found["metadata"]["name"] for found in await self.all()}
+        if name in known:
+            return await self.api.patch(f"{self.folder}/configmaps/{name}", {"data": data})
+        return await self.api.post(f"{self.folder}/configmaps", made)
+
+    async def all(self):
+        return (await self.api.get(f"{self.folder}/configmaps"))["items"]
+
+    async def get(self, name):
+        return await self.api.get(f"{self.folder}/configmaps/{name}")
+
+    async def patch(self, name, metadata):
+        return await self.api.patch(f"{self.folder}/configmaps/{name}", {"metadata": metadata})
+
+    async def delete(self, name):
+        await self.api.delete(f"{self.folder}/configmaps/{name}")
+
+    async def status(self, name):
+        return (await self.get(name))["metadata"].get("annotations", {}).get(STATUS, "")
+
+    async def said(self, name, words):
+        """Waits until the object's status has these words."""
+
+        async def has_them():
+            return words in await self.status(name)
+
+        await until(has_them)
+
+    async def events(self, name):
+        found = (await self.api.get(f"{self.folder}/events"))["items"]
+        return [event for event in found if event["involvedObject"]["name"] == name]
+
+    async def event(self, name, reason):
+        async def there():
+            return next((event for event in await self.events(name) if event["reason"] == reason), None)
+
+        return await until(there)

@@ -1,0 +1,296 @@
+"""Intent that people write as ConfigMaps: what is taken in, what is refused and how that is said, what deletes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from orchestrator.configmaps.objects import FLEET, KIND, RECORD, adapter_object_name
+from orchestrator.core.errors import Conflict
+from orchestrator.core.state import Rules
+from orchestrator.wire import AdapterPatch, AdapterSpec
+from tests.kube.stores import FLEET as FLEET_NAME
+from tests.kube.stores import until
+
+SQL = {"lora_id": "sql/v1", "source": "hf://acme/sql"}
+
+
+def has(seat, lora_id):
+    return lambda: lora_id in seat.store.adapters
+
+
+async def test_an_applied_manifest_registers_an_adapter_and_stays_as_it_was_written(seat, people):
+    text = "# ours\nlora_id: sql/v1\nsource: hf://acme/sql\npolicy: {min_replicas: 2, pinned: yes}\ntenants: [b, a]\n"
+    await people.apply("my-sql", None, text=text)
+    await until(has(seat, "sql/v1"))
+    adapter = seat.store.adapters["sql/v1"]
+    assert (adapter.source, adapter.min_replicas, adapter.pinned, adapter.tenants) == (
+        "hf://acme/sql",
+        2,
+        True,
+        ("a", "b"),
+    )
+    await people.said("my-sql", "accepted")
+    assert (await people.get("my-sql"))["data"] == {"adapter.yaml": text}
+    assert seat.store.history(kinds=("adapter_registered",))[0].actor == "configmap"
+    assert seat.taken
+
+
+async def test_what_an_agent_finds_is_written_where_no_tool_puts_manifests_in_order(seat, seats, people):
+    found = await people.apply("my-sql", SQL)
+    await until(has(seat, "sql/v1"))
+    known = seat.store.adapters["sql/v1"]
+    seat.store.compare_and_set(known, _inspected(known))
+    await seat.store.saved()
+    now = await people.get("my-sql")
+    assert now["data"] == found["data"]
+    assert json.loads(now["metadata"]["annotations"][RECORD])["adapter"]["digest"] == "d" * 64
+    assert await people.status("my-sql") == "accepted, and verified"
+    await people.apply("my-sql", SQL | {"tenants": ["acme"]})
+    await until(lambda: seat.store.adapters["sql/v1"].tenants)
+    await seats.close(seat)
+    again = await seats.lead()
+    assert again.store.adapters["sql/v1"].digest == "d" * 64
+    assert again.store.adapters["sql/v1"].tenants == ("acme",)
+
+
+def _inspected(adapter):
+    return replace(adapter, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7)
+
+
+async def test_an_edit_of_policy_and_tenants_counts_and_what_is_left_out_takes_its_default(seat, people):
+    await people.apply("my-sql", SQL | {"policy": {"min_replicas": 2, "priority": 7}, "tenants": ["a"]})
+    await until(has(seat, "sql/v1"))
+    await people.apply("my-sql", SQL | {"policy": {"priority": 8}})
+    await until(lambda: seat.store.adapters["sql/v1"].priority == 8)
+    adapter = seat.store.adapters["sql/v1"]
+    assert (adapter.min_replicas, adapter.tenants) == (None, None)
+
+
+async def test_other_bytes_under_a_name_are_refused_and_the_adapter_stays_as_it_was(seat, seats, people):
+    await people.apply("my-sql", SQL)
+    await until(has(seat, "sql/v1"))
+    await seat.store.saved()
+    await people.apply("my-sql", SQL | {"source": "hf://acme/other", "tenants": ["a"]})
+    event = await people.event("my-sql", "Immutable")
+    assert "cannot change to 'hf://acme/other': register a new version" in event["message"]
+    assert event["type"] == "Warning"
+    await people.said("my-sql", "refused: 'sql/v1' is registered with source")
+    await people.said("my-sql", "it stays as it was accepted before")
+    assert (seat.store.adapters["sql/v1"].source, seat.store.adapters["sql/v1"].tenants) == ("hf://acme/sql", None)
+    await seats.close(seat)
+    again = await seats.lead()
+    await people.said("my-sql", "refused")
+    assert again.store.adapters["sql/v1"].source == "hf://acme/sql"
+    await people.apply("my-sql", SQL | {"tenants": ["a"]})
+    await until(lambda: again.store.adapters["sql/v1"].tenants == ("a",))
+    await again.store.saved()
+    assert await people.status("my-sql") == "accepted"
+
+
+WRONG = {
+    "no key": ("adapter", {"other": "x"}, "data has no 'adapter.yaml', found other"),
+    "no yaml": ("adapter", "lora_id: [", "adapter.yaml is no YAML"),
+    "no fields": ("adapter", "just words", "adapter.yaml holds str, expected fields"),
+    "a typo": (
+        "adapter",
+        "lora_id: a/v1\nsorce: x",
+        "source: Field required; sorce: Extra inputs are not permitted",
+    ),
+    "a name that cannot be": ("adapter", "lora_id: a b\nsource: x", "lora_id 'a b' may hold letters"),
+    "a base model's name": (
+        "adapter",
+        "lora_id: tiny-qwen\nsource: x",
+        "name of a base model that a worker serves",
+    ),
+    "bounds": (
+        "adapter",
+        "lora_id: a/v1\nsource: x\npolicy: {min_replicas: 3, max_replicas: 2}",
+        "min_replicas 3 is above max_replicas 2",
+    ),
+    "an unknown target": ("alias", "name: a\ntargets: [{lora_id: nobody/v1}]", "'nobody/v1' is not registered"),
+    "a policy out of range": ("policy", "reserve_slots: -1", "reserve_slots: Input should be greater than"),
+}
+
+
+async def test_what_is_wrong_is_said_once_in_the_words_of_rest_and_ignored(seat, seats, people):
+    names = {case: case.replace(" ", "-").replace("'", "") for case in WRONG}
+    for case, (kind, text, _) in WRONG.items():
+        await people.apply(names[case], None, kind=kind, text=text)
+    await people.apply("my-sql", SQL)
+    await people.said("my-sql", "accepted")
+    for case, (_, _, words) in WRONG.items():
+        await people.said(names[case], words)
+        (event,) = await until(lambda name=names[case]: people.events(name))
+        assert words in event["message"], case
+        assert event["count"] == 1
+    assert list(seat.store.adapters) == ["sql/v1"]
+    await seats.close(seat)
+    again = await seats.lead()
+    assert list(again.store.adapters) == ["sql/v1"]
+
+    async def counted():
+        return (await people.events("a-typo"))[0]["count"] == 2
+
+    await until(counted)
+    for name in names.values():
+        assert len(await people.events(name)) == 1
+
+
+async def test_of_two_objects_for_one_adapter_the_older_counts_until_it_is_gone(seat, people):
+    await people.apply("first", SQL)
+    await until(has(seat, "sql/v1"))
+    await people.apply("second", SQL | {"source": "hf://acme/second"})
+    event = await people.event("second", "NameTaken")
+    assert "adapter 'sql/v1' stands in ConfigMap 'first' already; delete one of them" in event["message"]
+    assert seat.store.adapters["sql/v1"].source == "hf://acme/sql"
+    await people.delete("first")
+    await until(lambda: seat.store.adapters["sql/v1"].is_deleting)
+    seat.store.drop_adapter("sql/v1")
+    await people.said("second", "accepted")
+    assert seat.store.adapters["sql/v1"].source == "hf://acme/second"
+
+
+async def test_a_copy_of_an_object_with_all_its_annotations_is_a_second_object_all_the_same(seat, people):
+    await people.apply("first", SQL)
+    await people.said("first", "accepted")
+    copy = await people.get("first")
+    meta = {"name": "second", "labels": copy["metadata"]["labels"], "annotations": copy["metadata"]["annotations"]}
+    await people.api.post(f"{people.folder}/configmaps", copy | {"metadata": meta})
+    await people.event("second", "NameTaken")
+    await people.delete("second")
+    await people.apply("my-python", {"lora_id": "python/v1", "source": "x"})
+    await until(has(seat, "python/v1"))
+    assert not seat.store.adapters["sql/v1"].is_deleting
+
+
+async def test_an_alias_may_be_applied_before_its_adapters(seat, people):
+    await people.apply("my-alias", {"name": "sql", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
+    await people.said("my-alias", "refused: adapter 'sql/v1' is not registered")
+    await people.apply("my-sql", SQL)
+    await until(lambda: "sql" in seat.store.aliases)
+    await people.said("my-alias", "accepted")
+    await people.delete("my-alias")
+    await until(lambda: "sql" not in seat.store.aliases)
+
+
+async def test_an_adapter_that_an_alias_needs_stays_until_the_alias_does_not(seat, people):
+    await people.apply("my-sql", SQL)
+    await people.apply("my-alias", {"name": "sql", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
+    await until(lambda: "sql" in seat.store.aliases)
+    await people.delete("my-sql")
+    event = await people.event("my-alias", "TargetDeleted")
+    assert "'sql/v1' is the target of alias 'sql'; change or delete that first" in event["message"]
+    assert not seat.store.adapters["sql/v1"].is_deleting
+    await people.delete("my-alias")
+    await until(lambda: seat.store.adapters["sql/v1"].is_deleting)
+
+
+async def test_the_policy_is_an_object_that_can_be_changed_and_not_deleted(seat, people):
+    await people.apply("our-policy", {"loading": "eager", "loads_per_worker": 2}, kind="policy")
+    await until(lambda: seat.store.rules == Rules(loading="eager", loads_per_worker=2))
+    await people.said("our-policy", "accepted")
+    await people.delete("our-policy")
+
+    async def is_made_again():
+        return "our-policy" in {found["metadata"]["name"] for found in await people.all()}
+
+    await until(is_made_again)
+    assert seat.store.rules.loads_per_worker == 2
+
+
+async def test_a_deleted_object_is_an_adapter_that_drains_and_leaves_a_tombstone(seat, seats, people):
+    await people.apply("my-sql", SQL)
+    await until(has(seat, "sql/v1"))
+    seat.store.put_adapter(_inspected(seat.store.adapters["sql/v1"]))
+    await seat.store.saved()
+    await people.delete("my-sql")
+    await until(lambda: seat.store.adapters["sql/v1"].is_deleting)
+    await people.apply("my-sql", SQL)
+    await people.said("my-sql", "refused: adapter 'sql/v1' is being deleted; register it again when that is done")
+    seat.store.drop_adapter("sql/v1")
+    assert seat.store.tombstones == {"sql/v1": "d" * 64}
+    await people.said("my-sql", "accepted")
+    assert seat.store.tombstones == {}
+    await people.delete("my-sql")
+    await until(lambda: seat.store.adapters["sql/v1"].is_deleting)
+    seat.store.drop_adapter("sql/v1")
+    await seat.store.saved()
+    await seats.close(seat)
+    again = await seats.lead()
+    assert dict(again.store.adapters) == {}
+
+
+async def test_what_rest_registers_is_an_object_and_a_change_over_rest_is_in_its_text(seat, people):
+    seat.registry.register(AdapterSpec(lora_id="legal/v2", source="s3://b/legal"), "me")
+    await seat.store.saved()
+    name = adapter_object_name("legal/v2")
+    assert name.startswith("lora-")
+    assert (await people.get(name))["data"] == {"adapter.yaml": "lora_id: legal/v2\nsource: s3://b/legal\n"}
+    seat.registry.patch("legal/v2", AdapterPatch.model_validate({"policy": {"priority": 5}, "tenants": ["a"]}), "me")
+    await seat.store.saved()
+    said = yaml.safe_load((await people.get(name))["data"]["adapter.yaml"])
+    assert said == {"lora_id": "legal/v2", "source": "s3://b/legal", "policy": {"priority": 5}, "tenants": ["a"]}
+    seat.registry.delete("legal/v2", "me")
+    await seat.store.saved()
+    assert await people.status(name) == "deleting"
+    seat.store.drop_adapter("legal/v2")
+    await seat.store.saved()
+    assert name not in {found["metadata"]["name"] for found in await people.all()}
+
+
+async def test_a_change_over_rest_never_overwrites_an_edit_that_nobody_has_looked_at(seat, people):
+    await people.apply("my-sql", SQL)
+    await people.said("my-sql", "accepted")
+    await seat.store.saved()
+    seat.is_leading = False  # so that the edit is not looked at
+    await people.apply("my-sql", SQL | {"tenants": ["edited"]})
+    seat.registry.patch("sql/v1", AdapterPatch(tenants=("rest",)), "me")
+    with pytest.raises(Conflict, match="ConfigMap my-sql says something else by now"):
+        await seat.store.saved()
+    assert seat.store.adapters["sql/v1"].tenants is None
+    # What agents find is written, and the edit still stands to be looked at.
+    seat.store.put_adapter(_inspected(seat.store.adapters["sql/v1"]))
+    await seat.store.saved()
+    seat.is_leading = True
+    await people.apply("another", {"lora_id": "a/v1", "source": "x"})
+    await until(lambda: seat.store.adapters["sql/v1"].tenants == ("edited",))
+    assert seat.store.adapters["sql/v1"].digest == "d" * 64
+
+
+async def test_an_object_of_somebody_elses_is_never_taken_for_ours(seat, people):
+    name = adapter_object_name("legal/v2")
+    await people.apply(name, None, text="precious", labels={})
+    seat.registry.register(AdapterSpec(lora_id="legal/v2", source="x"), "me")
+    with pytest.raises(Conflict, match=f"ConfigMap {name} says something else"):
+        await seat.store.saved()
+    assert "legal/v2" not in seat.store.adapters
+    assert (await people.get(name))["data"] == {"adapter.yaml": "precious"}
+
+
+@pytest.mark.parametrize("label", [FLEET, KIND])
+async def test_a_label_that_vanishes_deletes_nothing(seat, seats, people, label):
+    await people.apply("my-sql", SQL)
+    await people.said("my-sql", "accepted")
+    await people.patch("my-sql", {"labels": {label: None}})
+    if label == FLEET:
+        event = await people.event("my-sql", "LabelRemoved")
+        assert "nothing is deleted by that" in event["message"]
+    await people.apply("my-python", {"lora_id": "python/v1", "source": "x"})
+    await until(has(seat, "python/v1"))
+    assert not seat.store.adapters["sql/v1"].is_deleting
+    await seats.close(seat)
+    again = await seats.lead()
+    await people.apply("another", {"lora_id": "a/v1", "source": "x"})
+    await until(has(again, "a/v1"))
+    assert again.store.tombstones == {}
+    await people.patch("my-sql", {"labels": {label: {FLEET: FLEET_NAME, KIND: "adapter"}[label]}})
+    await until(has(again, "sql/v1"))
+
+
+async def test_a_kind_that_nobody_knows_is_said_so(seat, people):
+    await people.apply("odd", None, text="x", labels={KIND: "adaptor", FLEET: FLEET_NAME})
+    event = await people.event("odd", "UnknownKind")
+    assert "'adaptor', expected adapter, alias or policy" in event["message"]
+    assert not seat.store.adapters
