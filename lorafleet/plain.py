@@ -8,7 +8,7 @@ another path, because its cached blocks are then no longer those of that name.
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +23,7 @@ Get = Callable[[str], Awaitable[bytes]]
 _MAX_NUM_SEQS = 256
 # What the fleet itself calls an adapter, see workers/wire.py engine_name.
 _OURS = re.compile(r"(.+)@[0-9a-f]{12}")
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 # vLLM binds only these, and connects to others (0.32, seen running).
 _EVERYWHERE = re.compile(r"tcp://(\*|\[?::\]?):(\d+)")
 
@@ -139,6 +140,26 @@ class PlainEngine:
             mean_output_tokens=self._rates.mean_output_tokens,
             mean_request_s=self._rates.mean_request_s,
         )
+
+
+def engines_by_id(named: Iterable[str]) -> dict[str, str]:
+    """worker id -> URL of `url` or `id=url`; without a name the worker is called by its host and port.
+
+    raises  ValueError, naming the one that is wrong
+    """
+    found: dict[str, str] = {}
+    for name in named:
+        id_, equals, url = name.rpartition("=")
+        parts = urlsplit(url)
+        id_ = id_ or ("" if equals else parts.netloc)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or not _ID.fullmatch(id_):
+            raise ValueError(
+                f"engines: {name!r} must be http://host:port or id=http://host:port, the id of letters, digits and .:_-"
+            )
+        if id_ in found:
+            raise ValueError(f"engines: {id_!r} is named twice; give one of them another id, as id={url}")
+        found[id_] = url.rstrip("/")
+    return found
 
 
 def lora_id_of(engine_name: str) -> str:

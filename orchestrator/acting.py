@@ -215,7 +215,7 @@ class Actor:
         adapter = self._store.adapters[action.lora_id]
         found = await self._agents.inspect(
             self._agent_url(action.worker_id),
-            InspectRequest(lora_id=adapter.lora_id, source=adapter.source, base_model=adapter.base_model),
+            _inspection_of(adapter),
             key=_key(action),
             timeout_s=self._settings.inspect_timeout_s,
         )
@@ -230,7 +230,7 @@ class Actor:
 
     async def inspect_only(self, adapter: Adapter, worker_id: str) -> Adapter:
         """A dry run: what an agent says about bytes that nobody registered. Raises Permanent or Transient."""
-        ask = InspectRequest(lora_id=adapter.lora_id, source=adapter.source, base_model=adapter.base_model)
+        ask = _inspection_of(adapter)
         found = await self._agents.inspect(
             self._agent_url(worker_id), ask, key=secrets.token_hex(8), timeout_s=self._settings.inspect_timeout_s
         )
@@ -348,6 +348,12 @@ class Actor:
         if entry is None or not entry.report.agent_url:
             raise Transient(f"worker {worker_id} has no agent_url in its report", code="worker_unreachable")
         return entry.report.agent_url
+
+
+def _inspection_of(adapter: Adapter) -> InspectRequest:
+    return InspectRequest(
+        lora_id=adapter.lora_id, source=adapter.source, base_model=adapter.base_model, digest=adapter.digest
+    )
 
 
 _MANIFEST_FIELDS = ("digest", "rank", "base_model", "size_bytes")

@@ -19,6 +19,7 @@ from lorafleet.http import install_error_handlers
 from lorafleet.kube.client import Kube, connect
 from lorafleet.kube.discovery import Slices
 from lorafleet.loops import forever
+from lorafleet.plain import engines_by_id
 from lorafleet.serve import bind, serve
 from orchestrator.agents import Agents
 from orchestrator.api import build_router
@@ -37,6 +38,7 @@ from orchestrator.kube_lease import KubeLease
 from orchestrator.leadership import Leadership
 from orchestrator.lease import FileLease, Lease
 from orchestrator.metrics import Metrics
+from orchestrator.plain import SCHEME, Allowed, PlainWorker, PlainWorkers
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
 from orchestrator.standby import Standby
@@ -54,6 +56,7 @@ class Orchestrator:
     store: Store
     leadership: Leadership
     client: httpx.AsyncClient
+    plain: PlainWorkers
     is_stopping: bool = False
 
     def stop(self) -> None:
@@ -79,7 +82,17 @@ def build(
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     objects = _objects(settings, kube)
     store = Store(objects or settings.store, wall=wall)
-    client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256))
+    plain = PlainWorkers(
+        lambda: _named(settings),
+        Allowed(slots=settings.engine_slots, roots=settings.engine_roots),
+        digest_of=lambda lora_id: adapter.digest if (adapter := store.adapters.get(lora_id)) else None,
+        timeout_s=settings.probe_timeout_s,
+        every_s=settings.heartbeat_interval_s,
+        clock=clock,
+    )
+    client = httpx.AsyncClient(
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), mounts={SCHEME: plain}
+    )
     fleet, metrics = Fleet(clock=clock, wall=wall), Metrics()
     holder = secrets.token_hex(8)
     if settings.lease == "kubernetes":
@@ -136,6 +149,7 @@ def build(
         await leadership.start()
         follow = forever(standby.step, name="standby", every_s=settings.heartbeat_interval_s)
         loops += [asyncio.create_task(work) for work in (leadership.run(), reconciler.run(), follow)]
+        loops.append(asyncio.create_task(plain.run(reconciler.hear)))
         loops += [asyncio.create_task(finder.run())] if finder is not None else []
         try:
             yield
@@ -158,7 +172,7 @@ def build(
         description="Decides which adapter lives on which worker, and makes it so.",
         lifespan=lifespan,
     )
-    whole = Orchestrator(app, reconciler, store, leadership, client)
+    whole = Orchestrator(app, reconciler, store, leadership, client, plain)
     app.include_router(
         build_router(
             keys=keys,
@@ -182,6 +196,11 @@ def build(
         clock=clock,
     )
     return whole
+
+
+def _named(settings: OrchestratorSettings) -> list[PlainWorker]:
+    """The engines without an agent."""
+    return [PlainWorker(id=id_, engine_url=url) for id_, url in engines_by_id(settings.engines).items()]
 
 
 def _objects(settings: OrchestratorSettings, kube: Kube | None) -> ConfigMaps | None:

@@ -1,11 +1,12 @@
 """The orchestrator's settings; see `lorafleet.settings` for where they come from."""
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lorafleet.plain import engines_by_id
 from lorafleet.settings import HouseSettings
 
 
@@ -40,6 +41,15 @@ class OrchestratorSettings(HouseSettings):
     )
     store_timeout_s: float = Field(
         default=30.0, gt=0, description="with backend configmaps: give up a change that the API server does not take"
+    )
+    engines: tuple[str, ...] = Field(
+        default=(), description="vLLMs without an agent, each as http://host:port or id=http://host:port"
+    )
+    engine_slots: int = Field(
+        default=0, ge=0, description="adapters that each of those may hold, its --max-cpu-loras; 0: none is loaded"
+    )
+    engine_roots: tuple[PurePosixPath, ...] = Field(
+        default=(), description="folders on those engines' own disks that adapters may be loaded from, as file://"
     )
     advertise_url: str = Field(
         default="", description="where other orchestrators reach this one; empty: http, at host and port"
@@ -80,6 +90,15 @@ class OrchestratorSettings(HouseSettings):
         default=7 * 86400.0, gt=0, description="a worker that returns within this time still gives up what was deleted"
     )
     stop_grace_s: float = Field(default=10.0, ge=1, description="on SIGTERM, time for requests in flight to finish")
+
+    @model_validator(mode="after")
+    def _engines_are_whole(self) -> Self:
+        engines_by_id(self.engines)
+        if bool(self.engine_slots) != bool(self.engine_roots):
+            raise ValueError("engine_slots and engine_roots: give both, or neither")
+        if not all(root.is_absolute() for root in self.engine_roots):
+            raise ValueError(f"engine_roots: {', '.join(map(str, self.engine_roots))} must be absolute paths")
+        return self
 
     @model_validator(mode="after")
     def _lease_can_be_renewed_in_time(self) -> Self:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from orchestrator.catalog import CatalogBook
 from orchestrator.core.state import Adapter, Desired, Load, Observed
 from orchestrator.fleet import Fleet, answering, state_of
+from orchestrator.plain import agent_url_of
 from orchestrator.store import Store
 from orchestrator.underway import Underway
 from orchestrator.wire import CatalogWorker, Draining
@@ -140,7 +141,8 @@ class Reads:
             name: CatalogWorker.model_validate(
                 {
                     "id": name,
-                    "agent_url": entry.report.agent_url,
+                    "agent_url": agent_url_of(entry.report),
+                    "engine_url": "" if agent_url_of(entry.report) else entry.report.transport.engine_url,
                     "state": state_of(entry, self._store.workers.get(name)),
                 }
             )

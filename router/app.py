@@ -25,6 +25,7 @@ from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
 from lorafleet.kube.errors import KubeConfigError
 from lorafleet.loops import forever
+from lorafleet.plain import engines_by_id
 from lorafleet.settings import load_or_exit
 from router import multi
 from router.api import answers, control_routes, describe_inference, exposed, health_routes
@@ -44,7 +45,6 @@ from router.core.trust import Trust
 from router.discovery import Discovery
 from router.inference import Inference
 from router.kv_events import Feeds
-from router.listed import engines_by_id
 from router.metrics import Metrics
 from router.multi import Member
 from router.parts import Parts

@@ -7,9 +7,9 @@ from typing import Literal, Self
 from pydantic import DirectoryPath, Field, NonNegativeFloat, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lorafleet.plain import engines_by_id
 from lorafleet.settings import HouseSettings
 from router.core.cost import Costs
-from router.listed import engines_by_id
 
 PolicyName = Literal["kv_lora", "round_robin", "least_loaded", "session", "prefix_hash"]
 

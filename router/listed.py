@@ -1,28 +1,9 @@
-"""Workers without an agent: which engines they are, and the adapters that exist because such an engine lists them."""
+"""The adapters that exist because an engine without an agent lists them."""
 
 from collections.abc import Container, Iterable, Mapping
-from urllib.parse import urlsplit
 
 from router.core.fleet import Adapter
 from workers.wire import Metadata
-
-
-def engines_by_id(named: Iterable[str]) -> dict[str, str]:
-    """worker id -> URL of `url` or `id=url`; without a name the worker is called by its host and port.
-
-    raises  ValueError, naming the one that is wrong
-    """
-    found: dict[str, str] = {}
-    for name in named:
-        id_, equals, url = name.rpartition("=")
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or (equals and not id_):
-            raise ValueError(f"engines: {name!r} must be http://host:port or id=http://host:port")
-        id_ = id_ or parts.netloc
-        if id_ in found:
-            raise ValueError(f"engines: {id_!r} is named twice; give one of them another id, as id={url}")
-        found[id_] = url.rstrip("/")
-    return found
 
 
 def listed_adapters(reports: Iterable[Metadata], taken: Container[str]) -> Mapping[str, Adapter]:

@@ -203,11 +203,15 @@ class UnloadRequest(_Wire):
 
 
 class InspectRequest(_Wire):
-    """`POST /v1/admin/inspect_lora`: fetch and verify, load nothing; answers with the `AvailableLora`."""
+    """`POST /v1/admin/inspect_lora`: fetch and verify, load nothing; answers with the `AvailableLora`.
+
+    digest  as it was registered: the caller compares it, and a worker that cannot read the bytes has to believe it
+    """
 
     lora_id: str
     source: str
     base_model: str | None = None
+    digest: str | None = None
     wire: int = WIRE
 
 

@@ -12,6 +12,7 @@ from orchestrator.core.what_if import Outcome, Step
 from orchestrator.fleet import state_of
 from orchestrator.metrics import Counts
 from orchestrator.orphans import is_orphan
+from orchestrator.plain import agent_url_of
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import policy_of
 from orchestrator.wire import (
@@ -71,7 +72,7 @@ class Views:
         return WorkerItem.model_validate(
             {
                 "id": worker_id,
-                "agent_url": report.agent_url,
+                "agent_url": agent_url_of(report),
                 "engine_url": report.transport.engine_url,
                 "base_model": report.model.base_model,
                 "state": state_of(entry, store.workers.get(worker_id)),

@@ -10,12 +10,11 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-from lorafleet.plain import PlainEngine
+from lorafleet.plain import PlainEngine, engines_by_id
 from lorafleet.tiny import make_adapters, make_model
 from orchestrator.wire import CatalogWorker
 from router.app import build
 from router.config import RouterSettings
-from router.listed import engines_by_id
 from tests.engines import RunningEngine, start_engine
 from tests.router.doubles import Control, Engine, error_of, until
 from tests.serving import serving

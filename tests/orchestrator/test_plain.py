@@ -1,0 +1,244 @@
+"""Engines without an agent as workers: the orchestrator loads into them what lies on their own disks."""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import httpx
+import pytest
+
+from lorafleet.tiny import make_adapter, make_model
+from orchestrator.config import OrchestratorSettings
+from tests.engines import RunningEngine, start_engine
+from tests.orchestrator.conftest import House
+from tests.orchestrator.doubles import FakeAgent
+
+DIGEST = "ab" * 32
+SQL = "team/sql"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for name in ("sql", "legal", "code"):
+        make_adapter(folder, name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(model) -> Iterator[RunningEngine]:
+    running = start_engine("sim", model)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def engine(shared) -> Iterator[RunningEngine]:
+    """With nothing loaded, before and after."""
+    yield shared
+    for name in held(shared):
+        httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+
+
+def held(engine: RunningEngine) -> dict[str, str]:
+    models = httpx.get(f"{engine.url}/v1/models").json()["data"]
+    return {model["id"]: model["root"] for model in models if model["parent"]}
+
+
+class PlainHouse(House):
+    """Engines beside the agents: each turn begins with a report of theirs."""
+
+    async def beat(self):
+        await super().beat()
+        await self.whole.plain.beat(self.reconciler.hear)
+
+
+@pytest.fixture
+async def house_of(tmp_path, clock):
+    """Makes a house in front of these engines."""
+    houses = []
+
+    def make(*engines, **settings):
+        named = tuple(f"e{i}={engine.url}" for i, engine in enumerate(engines))
+        houses.append(PlainHouse(tmp_path / f"{len(houses)}.db", clock, engines=named, **settings))
+        return houses[-1]
+
+    yield make
+    for house in houses:
+        await house.close()
+
+
+def register(house, shelf, name="sql", *, lora_id=SQL, **more):
+    return house.register(
+        lora_id, **{"source": f"file://{shelf / name}", "base_model": "tiny-qwen", "digest": DIGEST} | more
+    )
+
+
+async def test_an_adapter_on_the_engines_own_disk_is_loaded_when_asked_for_and_unloaded_when_deleted(
+    house_of, engine, shelf
+):
+    house = house_of(engine, engine_slots=4, engine_roots=(shelf,))
+    await register(house, shelf)
+    await house.settle()
+    await house.ensure(SQL)
+    await house.settle()
+    assert held(engine) == {f"{SQL}@{DIGEST[:12]}": str(shelf / "sql")}
+    item = await house.adapter(SQL)
+    assert (item["state"], item["workers"], item["digest"]) == ("ready", ["e0"], DIGEST)
+    assert await house.turn() == []
+
+    (await house.http.delete(f"/v1/adapters/{SQL}")).raise_for_status()
+    for _ in range(4):
+        await house.turn()
+        house.clock.now += 31
+    assert held(engine) == {}
+
+
+async def test_routers_are_told_to_ask_the_engine_itself(house_of, engine):
+    house = house_of(engine)
+    await house.turn()
+    (worker,) = (await house.http.get("/v1/catalog")).json()["workers"]
+    assert worker == {"id": "e0", "agent_url": "", "state": "ready", "engine_url": engine.url}
+    (item,) = (await house.http.get("/v1/workers")).json()["data"]
+    assert (item["agent_url"], item["engine_url"], item["base_model"]) == ("", engine.url, "tiny-qwen")
+
+
+async def test_a_full_engine_gives_up_the_adapter_that_is_named_to_make_room(house_of, engine, shelf):
+    house = house_of(engine, engine_slots=2, engine_roots=(shelf,))
+    await house.http.patch("/v1/policy", json={"min_residency_s": 0, "reserve_slots": 0})
+    for number, name in enumerate(("sql", "legal", "code")):
+        await register(house, shelf, name, lora_id=name, digest=f"{number}" * 64)
+        await house.settle()
+        await house.ensure(name)
+        for _ in range(4):
+            house.clock.now += 1
+            await house.turn()
+    assert held(engine).keys() == {f"legal@{'1' * 12}", f"code@{'2' * 12}"}
+
+
+async def test_what_an_engine_listed_from_its_start_is_nobodys_and_stays(house_of, engine, shelf):
+    load = {"lora_name": "own", "lora_path": str(shelf / "legal")}
+    async with httpx.AsyncClient() as client:
+        (await client.post(f"{engine.url}/v1/load_lora_adapter", json=load)).raise_for_status()
+    house = house_of(engine, engine_slots=3, engine_roots=(shelf,))
+    await register(house, shelf)
+    await house.settle()
+    await house.ensure(SQL)
+    await house.settle()
+    assert held(engine).keys() == {"own", f"{SQL}@{DIGEST[:12]}"}
+    (item,) = (await house.http.get("/v1/workers")).json()["data"]
+    assert item["orphans"] == ["own"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ({"digest": None}, "register team/sql with its digest"),
+        ({"source": "hf://org/sql"}, "fetches nothing"),
+        ({"source": "file:///etc"}, "loads from below"),
+        ({"source": "file://{shelf}/../x"}, "loads from below"),
+        ({"source": "file://{shelf}%2F..%2Fx"}, "loads from below"),
+    ],
+)
+async def test_what_nobody_may_load_there_fails_with_the_reason_and_reaches_no_engine(
+    house_of, engine, shelf, spec, why
+):
+    house = house_of(engine, engine_slots=4, engine_roots=(shelf,))
+    spec = {key: value.format(shelf=shelf) if value else value for key, value in spec.items()}
+    await register(house, shelf, **spec)
+    await house.settle()
+    await house.ensure(SQL)
+    for _ in range(3):
+        await house.turn()
+    item = await house.adapter(SQL)
+    assert why in item["error"]
+    assert held(engine) == {}
+
+
+async def test_a_path_that_is_not_there_is_told_and_quarantines_nothing(house_of, engine, shelf):
+    house = house_of(engine, engine_slots=4, engine_roots=(shelf,))
+    await register(house, shelf, "absent")
+    await house.settle()
+    answer = (await house.ensure(SQL)).json()
+    for _ in range(3):
+        await house.turn()
+    answer = (await house.ensure(SQL)).json()
+    assert "No adapter found" in answer["error"]
+    assert (await house.adapter(SQL))["state"] != "failed"
+
+
+async def test_an_engine_that_does_not_allow_it_is_given_no_adapter(house_of, model, shelf):
+    closed = start_engine("sim", model, environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
+    try:
+        house = house_of(closed, engine_slots=4, engine_roots=(shelf,))
+        await register(house, shelf)
+        await house.settle()
+        await house.ensure(SQL)
+        assert not [action for action in await house.turn() if action.operation == "load"]
+        assert held(closed) == {}
+    finally:
+        closed.stop()
+
+
+async def test_beside_agents_an_adapter_that_has_to_be_fetched_goes_to_one_that_can(house_of, engine):
+    house = house_of(engine)
+    await house.join(FakeAgent("w0"))
+    await house.register("sql/v1", source="hf://org/sql")
+    await house.settle()
+    await house.ensure("sql/v1")
+    await house.settle()
+    assert (await house.adapter("sql/v1"))["workers"] == ["w0"]
+
+
+async def test_an_engine_that_goes_away_is_a_lost_worker_and_its_adapters_are_wanted_back(house_of, model, shelf):
+    first, second = (start_engine("sim", model) for _ in range(2))
+    try:
+        house = house_of(first, second, engine_slots=4, engine_roots=(shelf,))
+        await register(house, shelf)
+        await house.settle()
+        await house.ensure(SQL)
+        await house.settle()
+        (where,) = (await house.adapter(SQL))["workers"]
+        gone, left = (first, second) if where == "e0" else (second, first)
+        gone.stop()
+        for _ in range(6):
+            house.clock.now += 2
+            await house.turn()
+        assert held(left).keys() == {f"{SQL}@{DIGEST[:12]}"}
+        states = {w["id"]: w["state"] for w in (await house.http.get("/v1/workers")).json()["data"]}
+        assert states[where] == "lost"
+    finally:
+        first.stop()
+        second.stop()
+
+
+async def test_a_worker_without_an_agent_is_drained_and_used_again(house_of, engine):
+    house = house_of(engine)
+    await house.turn()
+    (await house.http.post("/v1/workers/e0/drain", json={"deadline_s": 0})).raise_for_status()
+    for _ in range(3):
+        await house.turn()
+    assert (await house.http.get("/v1/workers/e0")).json()["state"] == "draining"
+    (await house.http.post("/v1/workers/e0/uncordon")).raise_for_status()
+    await house.settle()
+    await house.turn()
+    assert (await house.http.get("/v1/workers/e0")).json()["state"] == "ready"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"engine_slots": 4},
+        {"engine_roots": ("/adapters",)},
+        {"engine_slots": 4, "engine_roots": ("adapters",)},
+        {"engines": ("e0:8100",)},
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings):
+    with pytest.raises(ValueError, match="engine"):
+        OrchestratorSettings(**settings)
+    assert OrchestratorSettings(engine_slots=1, engine_roots=("/a",)).engine_roots == (PurePosixPath("/a"),)
