@@ -79,6 +79,18 @@ async def test_the_notes_give_the_operators_key_and_uninstall_leaves_nothing(rel
 
 
 @pytest.mark.parametrize("case", VALUES)
+def test_the_notes_say_what_comes_next(case):
+    values = [word for path in VALUES[case] for word in ("--values", str(path))]
+    done = run(helm(), "install", RELEASE, str(CHART), "--namespace", "ml", "--dry-run=client", *values)
+    assert done.returncode == 0, done.stderr
+    notes = done.stdout.split("NOTES:\n")[1]
+    assert ("There are no workers yet" in notes) == (case == "defaults")
+    assert ("every pod of this cluster reaches the engines" in notes) == (case == "ipv6-hpa")
+    assert "port-forward" in notes
+    assert "<no value>" not in notes
+
+
+@pytest.mark.parametrize("case", VALUES)
 async def test_kubectl_takes_every_render(release, case):
     """What is not Kubernetes' own has no resource on this server, and a schema in kinds.py instead."""
     items = [item for item in manifests(case) if item["kind"] not in KINDS]

@@ -94,12 +94,16 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{- if or .Values.pools .Values.adapters }}{{- fail "orchestrator.enabled is false, and there are pools or adapters: nobody would place adapters on workers. Leave them out, or enable it" }}{{- end }}
 {{- if not (or .Values.attach.engines .Values.discovery.selector) }}{{- fail "orchestrator.enabled is false: name the engines that the router serves in attach.engines, as http://vllm.default:8000, or their Services' labels in discovery.selector" }}{{- end }}
 {{- end }}
+{{- with .Values.orchestrator.lease }}
+{{- if ge (add (int .renewSeconds) (int .marginSeconds)) (int64 .durationSeconds) }}{{- fail (printf "orchestrator.lease: renewSeconds %d and marginSeconds %d together must be less than durationSeconds %d: the Lease could not be renewed in time" (int .renewSeconds) (int .marginSeconds) (int .durationSeconds)) }}{{- end }}
+{{- end }}
 {{- $seen := dict -}}
 {{- range .Values.pools }}
 {{- if hasKey $seen .name }}{{- fail (printf "pools: two are named %q; each needs a name of its own" .name) }}{{- end }}
 {{- $_ := set $seen .name true }}
 {{- $pool := include "lorafleet.pool" (dict "root" $ "pool" .) | fromYaml }}
 {{- if has .name (list "router" "orchestrator" "worker" "tokens" "keys") }}{{- fail (printf "pools: the name %q is taken by the chart itself; give another" .name) }}{{- end }}
+{{- if and (eq $pool.engine "sglang") (not $pool.image.repository) }}{{- fail (printf "pool %s: agentImage has vLLM; give pool.image.repository an image with SGLang and the agent" .name) }}{{- end }}
 {{- if gt (int $pool.maxLoras) (int $pool.maxCpuLoras) }}{{- fail (printf "pool %s: maxCpuLoras %d must be at least maxLoras %d: what runs in a batch is held in host memory, too" .name (int $pool.maxCpuLoras) (int $pool.maxLoras)) }}{{- end }}
 {{- if and $pool.autoscaling.enabled (eq $pool.autoscaling.type "keda") (not $.Values.monitoring.prometheusUrl) }}{{- fail (printf "pool %s: autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" .name) }}{{- end }}
 {{- if and (eq $pool.kind "Deployment") $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: a Deployment's pods share their volumes: use cache.existingClaim (ReadWriteMany), or kind StatefulSet for cache.persistent" .name) }}{{- end }}
