@@ -1,6 +1,9 @@
 """The docs say what the code has: every setting, route, metric and error code."""
 
 import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -70,3 +73,13 @@ def test_every_command_and_its_flags_are_in_the_page_about_the_command_line():
 def test_every_link_between_pages_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_program_that_makes_a_digest_makes_the_agents_own(tmp_path):
+    """Without an agent the page's few lines are all that a user has."""
+    program = re.search(r"```python\n(.*?)```", (DOCS / "agentless.md").read_text(), re.DOTALL)[1]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    (tmp_path / "README.md").write_text("not part of it")
+    made = subprocess.run([sys.executable, "-c", textwrap.dedent(program), tmp_path], capture_output=True, check=True)
+    assert made.stdout.decode().strip() in PROTOCOL
