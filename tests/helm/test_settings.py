@@ -1,0 +1,147 @@
+"""What the chart puts into a pod's environment is what the house in that pod reads."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from lorafleet.settings import load
+from tests.helm.rendering import HOUSES, VALUES, containers, one, pod_templates
+from tests.helm.settings import GIVEN, SCHEMA, schema_with_settings
+
+# What the kubelet fills in.
+FIELDS = {
+    "metadata.name": "fleet-lorafleet-0",
+    "metadata.namespace": "ml",
+    "status.podIP": "10.1.2.3",
+    "spec.nodeName": "node-1",
+    "metadata.labels['topology.kubernetes.io/zone']": "zone-a",
+}
+
+cases = pytest.mark.parametrize("case", VALUES)
+
+
+def environment(container: dict) -> dict[str, str]:
+    """As the process sees it: references to earlier variables are put in, as Kubernetes does."""
+    seen: dict[str, str] = {}
+    for entry in container.get("env", ()):
+        source = entry.get("valueFrom", {})
+        if "fieldRef" in source:
+            value = FIELDS[source["fieldRef"]["fieldPath"]]
+        elif "secretKeyRef" in source:
+            value = "lf-token"
+        else:
+            value = re.sub(r"\$\((\w+)\)", lambda match: seen[match[1]], entry["value"])
+        assert entry["name"] not in seen, f"{entry['name']} is there twice"
+        seen[entry["name"]] = value
+    return seen
+
+
+def house_of(container: dict) -> str | None:
+    command = container["command"]
+    return command[2] if command[:2] == ["python3", "-m"] and command[2] in HOUSES else None
+
+
+@cases
+def test_every_variable_is_a_setting_of_its_house_and_all_of_them_together_are_valid(case, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("LORAFLEET_")]:
+        monkeypatch.delenv(name)
+    for pod, template in pod_templates(case):
+        for container in template["spec"]["containers"]:
+            house = house_of(container)
+            if house is None:
+                continue
+            seen = environment(container)
+            prefix = f"LORAFLEET_{house.upper()}_"
+            assert all(name.startswith(prefix) for name in seen if name.startswith("LORAFLEET_")), pod
+            with monkeypatch.context() as patched:
+                for name, value in seen.items():
+                    patched.setenv(name, value)
+                settings = load(HOUSES[house], container["command"][3:], prog=house)
+            assert settings.host in {"0.0.0.0", "::"}
+            assert settings.key_files
+            assert settings.token == "lf-token"
+            assert settings.port in {port["containerPort"] for port in container["ports"]}
+
+
+def test_numbers_are_not_rounded_and_lists_and_tables_arrive(monkeypatch):
+    template = dict(pod_templates("everything"))["Deployment/fleet-lorafleet-router"]
+    seen = environment(template["spec"]["containers"][0])
+    assert seen["LORAFLEET_ROUTER_MAX_BODIES_BYTES"] == "2147483648"
+    assert seen["LORAFLEET_ROUTER_COSTS"] == '{"kappa_min":2}'
+    assert seen["LORAFLEET_ROUTER_SHADOW_POLICIES"] == '["least_loaded"]'
+    assert seen["LORAFLEET_ROUTER_KUBE_NAMESPACES"] == '["ml","ml-batch"]'
+
+
+def test_the_schema_knows_the_settings_of_the_code():
+    assert SCHEMA.read_text() == schema_with_settings(), "run: python -m tests.helm.refresh"
+
+
+@pytest.mark.parametrize("house", HOUSES)
+def test_what_values_may_not_name_as_a_setting_the_chart_gives_itself_or_nobody_may(house):
+    prefix = f"LORAFLEET_{house.upper()}_"
+    given = set()
+    for case in VALUES:
+        for _, template in pod_templates(case):
+            for container in containers(template["spec"]):
+                given |= {entry["name"].removeprefix(prefix).lower() for entry in container.get("env", ())
+                          if entry["name"].startswith(prefix)}  # fmt: skip
+    nobodys = {"config", "port_file", "allow_open", "kubeconfig", "store", "kube_namespace", "engine_url"}
+    known = HOUSES[house].model_fields.keys()
+    assert sorted((GIVEN[house] & known) - given - nobodys) == []
+
+
+@cases
+def test_commands_are_modules_that_exist(case):
+    for pod, template in pod_templates(case):
+        for container in containers(template["spec"]):
+            commands = [container["command"]]
+            if hook := container.get("lifecycle", {}).get("preStop"):
+                commands.append(hook["exec"]["command"])
+            for command in commands:
+                assert command[0] == "python3", pod
+                assert command[1] == "-c" or find_spec(command[2]) is not None, command
+
+
+def test_the_hook_before_a_workers_stop_understands_its_flags():
+    template = dict(pod_templates("cpu"))["StatefulSet/fleet-lorafleet-tiny"]
+    command = template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    done = subprocess.run(
+        [sys.executable, *command[1:]], env={**os.environ, "LORAFLEET_WORKERS_PORT": "9"},
+        capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "Connection refused" in done.stderr
+
+
+@cases
+def test_a_pod_is_given_longer_to_end_than_it_takes(case, monkeypatch):
+    for pod, template in pod_templates(case):
+        container = template["spec"]["containers"][0]
+        house, seen = house_of(container), environment(container)
+        grace_s = template["spec"].get("terminationGracePeriodSeconds", 30)
+        if house == "router":
+            takes_s = float(seen["LORAFLEET_ROUTER_DRAIN_S"]) + float(seen["LORAFLEET_ROUTER_GRACE_S"]) + 10
+        elif house == "orchestrator":
+            takes_s = float(seen["LORAFLEET_ORCHESTRATOR_STOP_GRACE_S"]) + 5
+        elif house == "workers":
+            hook = container["lifecycle"]["preStop"]["exec"]["command"]
+            # workers/supervisor.py gives the engine 10 s more before it kills it.
+            takes_s = (
+                float(hook[hook.index("--deadline-s") + 1])
+                + float(seen["LORAFLEET_WORKERS_STOP_GRACE_S"])
+                + float(seen["LORAFLEET_WORKERS_ENGINE_SHUTDOWN_S"])
+                + 10
+            )
+        else:
+            continue
+        assert grace_s > takes_s, pod
+
+
+def test_a_deployment_of_workers_has_not_failed_while_its_model_loads():
+    deployment = one("everything", "Deployment", "fleet-lorafleet-h100-r128")
+    seen = environment(deployment["spec"]["template"]["spec"]["containers"][0])
+    assert deployment["spec"]["progressDeadlineSeconds"] > float(seen["LORAFLEET_WORKERS_START_DEADLINE_S"])
