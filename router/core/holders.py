@@ -4,8 +4,8 @@ The simplest shape, one dict from block to mask, costs a cache miss a block once
 processor's caches: 22 us for 512 blocks among a thousand, 90 us among a million (5 and 7 us here). Blocks come
 in chains, and chains are held, stored and dropped in long pieces, so pieces with one mask are kept as *runs*:
 a prompt's walk looks up one block a run and compares the rest, which lie side by side. Only what is known to be
-a chain becomes a run; blocks that came one by one (decoding) or mixed (an agent's changes) are plain entries
-until a prompt goes over them.
+a chain becomes a run; blocks that came one by one (decoding) or mixed (an agent's changes, a snapshot) are plain
+entries until a prompt goes over them.
 
 For the answers it does not matter: a run is compared in full, so any blocks in any order are exact.
 """
@@ -23,6 +23,8 @@ Blocks = tuple[BlockHash, ...]
 # among a million took 1.47 times what it took among a thousand with at most 256 in a run, 1.33 times with 512, and
 # 1.37 times with 1,024 (medians of three).
 _SHORTEST, _LONGEST = 4, 512
+# Plain entries become a run where a walk finds at least so many of them: making one takes as long as a few walks.
+_WORTH_A_RUN = 8
 # What CPython 3.11 allocates for an integer of 60 to 90 bits, and for a run besides its blocks.
 _HASH_BYTES, _RUN_BYTES = 48, 200
 
@@ -75,13 +77,23 @@ class Holders:
                     position = self._leave(run, _place(run, hashes[position]), hashes, position)
             else:
                 # Plain entries come in stretches too; this loop over them runs in C while the mask stays.
+                start = position
                 for value in map(get, islice(hashes, position, None), repeat(0)):
                     if value is not before:
                         if value < 0:
                             break
-                        before = value
+                        if position - start >= _WORTH_A_RUN:
+                            self._join(hashes[start:position], before)
+                        start, before = position, value
                         yield position, value
                     position += 1
+                if position - start >= _WORTH_A_RUN:
+                    self._join(hashes[start:position], before)
+
+    def _join(self, blocks: Blocks, mask: int) -> None:
+        """Plain entries with one mask become a run: the next prompt that goes over them does so at once."""
+        if mask and len(set(blocks)) == len(blocks):
+            self._keep(blocks, mask)
 
     def set(self, hashes: Blocks, bit: int, *, is_chain: bool = False) -> list[BlockHash]:
         """Set a bit in the masks of these blocks; returns those that had it.

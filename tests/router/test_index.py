@@ -204,6 +204,16 @@ def test_only_chains_become_runs():
     assert index.match(FOREST[0]) == {"w0": 12, "w1": 12}
 
 
+def test_blocks_that_came_one_by_one_become_a_run_when_a_prompt_goes_over_them():
+    index = KvIndex(1)
+    index.add("w0", [*reversed(FOREST[0]), *FOREST[4]])
+    assert index.match(FOREST[0]) == {"w0": 12}
+    assert [run.blocks for run in index._device._runs.values()] == [tuple(FOREST[0])]
+    assert index.drop("w0", FOREST[0][8:9]) == 0
+    assert index.match(FOREST[0]) == {"w0": 8}
+    assert index.match(FOREST[4]) == {"w0": 2}
+
+
 def test_the_same_tokens_under_another_root_match_nothing():
     index = KvIndex(1)
     index.add("w0", block_hashes([5, 6], block_size=1, root=root_hash("m", "sql@1")))
