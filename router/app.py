@@ -411,6 +411,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def stopping() -> None:
         parts.stopping = True
+        app.state.http.is_draining = True
 
     async def synced(within_s: float) -> None:
         await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=within_s)

@@ -81,7 +81,9 @@ def front(route: Route, limits: FrontLimits) -> "Front":
 class Front:
     """All clients' connections, and what they hold together.
 
-    refused  how many requests got which code before any handler saw them
+    refused      how many requests got which code before any handler saw them
+    is_draining  every answer says that its connection ends with it: clients and proxies that keep some open have moved
+                 to another router when this one hangs up, instead of sending into that moment
     """
 
     def __init__(self, route: Route, limits: FrontLimits) -> None:
@@ -90,6 +92,7 @@ class Front:
         self.connections: set[_Connection] = set()
         self.held_bytes = 0
         self.refused: Counter[str] = Counter()
+        self.is_draining = False
         shortest = min(limits.head_s, limits.body_s, limits.send_stall_s, limits.idle_s)
         self._sweep_every_s = min(1.0, max(0.02, shortest / 4))
         self._timer: asyncio.TimerHandle | None = None
@@ -471,7 +474,8 @@ class _Connection(HttpToolsProtocol):
 
     def stays_open(self) -> bool:
         """Whether another request may follow the one being answered."""
-        return not (self._stopping or self._deaf) or bool(self._queue) or bool(self._last_words)
+        is_ending = self._stopping or self._deaf or self._front.is_draining
+        return not is_ending or bool(self._queue) or bool(self._last_words)
 
     def let_go(self, exchange: Exchange) -> None:
         """This exchange writes no more, and its body is no longer held."""
@@ -559,7 +563,7 @@ class _Connection(HttpToolsProtocol):
         self.headers += headers  # the list that is in the scope
         self.expect_100_continue = expects
         super().on_headers_complete()
-        if self._stopping:
+        if self._stopping or self._front.is_draining:
             self.cycle.keep_alive = False
 
     def _is_cold_busy(self) -> bool:

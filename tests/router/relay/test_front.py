@@ -633,6 +633,22 @@ async def test_at_the_end_requests_in_flight_are_finished_and_then_closed():
         await asyncio.wait_for(task, 5)
 
 
+async def test_while_it_drains_every_answer_ends_its_connection_and_new_ones_are_still_taken():
+    async with fronted() as served:
+        for path in (HOT, COLD):
+            async with await served.client() as kept:
+                kept.send(post(path, b"abc"))
+                assert b"connection" not in (await kept.answer())[1]
+                served.front.is_draining = True
+                async with await served.client() as new:
+                    for client in (kept, new):
+                        client.send(post(path, b"abc"))
+                        status, headers, body = await client.answer()
+                        assert (status, headers[b"connection"], body) == (200, b"close", b"3")
+                        assert await client.rest() == b""
+            served.front.is_draining = False
+
+
 async def test_what_is_not_done_when_the_time_to_end_is_over_is_told_so():
     work = Work()
 
