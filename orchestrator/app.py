@@ -83,7 +83,7 @@ def build(
     objects = _objects(settings, kube)
     store = Store(objects or settings.store, wall=wall)
     plain = PlainWorkers(
-        lambda: _named(settings),
+        lambda: _stock_engines(settings, finder),
         Allowed(slots=settings.engine_slots, roots=settings.engine_roots),
         digest_of=lambda lora_id: adapter.digest if (adapter := store.adapters.get(lora_id)) else None,
         timeout_s=settings.probe_timeout_s,
@@ -134,7 +134,6 @@ def build(
         token=settings.token,
         timeout_s=settings.probe_timeout_s,
     )
-
 
     registry = Registry(store, fleet, reconciler.rollouts, wall=wall)
     beside: list[Callable[[], Coroutine[Any, Any, object]]] = []
@@ -198,9 +197,14 @@ def build(
     return whole
 
 
-def _named(settings: OrchestratorSettings) -> list[PlainWorker]:
-    """The engines without an agent."""
-    return [PlainWorker(id=id_, engine_url=url) for id_, url in engines_by_id(settings.engines).items()]
+def _stock_engines(settings: OrchestratorSettings, finder: Finder | None) -> list[PlainWorker]:
+    """The engines without an agent: those in our settings, and those that slices name."""
+    named = {id_: PlainWorker(id=id_, engine_url=url) for id_, url in engines_by_id(settings.engines).items()}
+    for it in finder.stock_engines() if finder is not None else ():
+        if it.engine_url is not None:
+            found = PlainWorker(id=it.id, engine_url=it.engine_url, pool=it.pool, zone=it.zone, node=it.node)
+            named.setdefault(it.id, found)
+    return list(named.values())
 
 
 def _objects(settings: OrchestratorSettings, kube: Kube | None) -> ConfigMaps | None:

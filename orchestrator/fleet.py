@@ -276,11 +276,13 @@ def state_of(entry: Entry, intent: WorkerIntent | None) -> str:
 
 
 def _placed(report: Metadata, found: FoundWorker | None) -> Metadata:
-    """With zone and node from the slices, where the agent knows none."""
+    """With zone, node and pool from the slices, where the agent knows none."""
     if found is None:
         return report
-    place = {"zone": report.zone or found.zone, "node": report.node or found.node}
-    return report if place == {"zone": report.zone, "node": report.node} else report.model_copy(update=place)
+    place = (report.zone or found.zone, report.node or found.node, report.pool or found.pool)
+    if place == (report.zone, report.node, report.pool):
+        return report
+    return report.model_copy(update=dict(zip(("zone", "node", "pool"), place, strict=True)))
 
 
 def answering(entry: Entry) -> tuple[LoadedLora, ...]:

@@ -12,11 +12,13 @@ from lorafleet.kube.access import KubeConfig
 from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
 from lorafleet.kube.watch import Times
+from lorafleet.tiny import make_model
 from orchestrator.agents import Agents
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.found import Finder
-from tests.kube.places import SELECTOR, drop_slice, put_slice, slice_of
+from tests.engines import start_engine
+from tests.kube.places import LABELS, SELECTOR, drop_slice, put_slice, slice_of
 from tests.orchestrator.conftest import Clock, House
 from tests.orchestrator.doubles import FakeAgent
 from tests.serving import serving
@@ -245,3 +247,25 @@ async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_ol
                 metrics = (await browser.get("/metrics")).text
     (line,) = [line for line in metrics.splitlines() if line.startswith("lorafleet_orchestrator_slices_age_seconds ")]
     assert float(line.split()[1]) < 30
+
+
+async def test_an_engine_that_has_no_agent_is_in_the_fleet_where_its_slice_says(kube, tmp_path):
+    engine = await asyncio.to_thread(start_engine, "sim", make_model(tmp_path / "model"))
+    try:
+        async with opened(KubeConfig(kube.kubeconfig)) as client:
+            settings = OrchestratorSettings(
+                store=tmp_path / "store.db", kube_selector=SELECTOR, heartbeat_interval_s=0.1
+            )
+            labels = LABELS | {"lorafleet.io/pool": "old"}
+            slice_ = slice_of("w0", engine=engine.url, namespace=kube.namespace, zone="a", labels=labels)
+            await put_slice(kube, slice_)
+            whole = build(settings, kube=client)
+            async with serving(whole.app) as url, httpx.AsyncClient(base_url=url) as browser:
+                async with asyncio.timeout(10):
+                    while not (found := (await browser.get("/v1/workers")).json()["data"]):
+                        await asyncio.sleep(0.02)
+                (entry,) = whole.reconciler.fleet.entries.values()
+        assert (found[0]["id"], found[0]["state"], found[0]["zone"]) == ("w0", "ready", "a")
+        assert entry.report.pool == "old"
+    finally:
+        engine.stop()
