@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -134,6 +135,19 @@ def test_an_empty_fleet_has_headings_and_no_rows(ask: Run) -> None:
     for command in (["workers", "list"], ["placements"]):
         assert len(ask(*command).out.splitlines()) == 1
     assert "0 of 0 workers ready" in ask("top").out
+
+
+def test_a_worker_whose_pod_ends_is_told_from_one_that_somebody_drains(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = {"base_model": "tiny", "adapters": [], "capacity": {}, "agent_url": "", "engine_url": ""}
+    w0 = worker | {"id": "w0", "state": "draining", "zone": "eu-1a", "node": "n7", "is_terminating": True}
+    w1 = worker | {"id": "w1", "state": "draining", "zone": "eu-1b", "node": "n8"}
+    tables.show(tables.workers([w0, w1]))
+    rows = [re.split(" {2,}", line)[:4] for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["worker", "state", "zone", "node"],
+        ["w0", "draining, pod ends", "eu-1a", "n7"],
+        ["w1", "draining", "eu-1b", "n8"],
+    ]
 
 
 def test_an_unknown_worker_is_one_line(run: Run, orchestrator: str) -> None:
