@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -152,10 +153,11 @@ def disk_of(settings: WorkerSettings) -> Disk:
     file = settings.state / "agent_id"
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:12])
+    settings.cache_dir.mkdir(parents=True, exist_ok=True)
     return Disk(
         settings.cache_dir,
         user=f"{settings.instance_id}.{file.read_text()}",
-        max_bytes=settings.max_disk_bytes,
+        max_bytes=settings.max_disk_bytes or shutil.disk_usage(settings.cache_dir).total // 2,
         grace_s=settings.cache_grace_s,
         lease_s=settings.cache_lease_s,
         # An engine of somebody else's goes on, and reads its adapters, long after we have fallen silent.
@@ -179,13 +181,14 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
         max_bytes=settings.max_adapter_bytes,
         timeout_s=settings.source_timeout_s,
         parts=settings.source_parts,
+        allow_pickle=settings.allow_pickle,
         retry=Retry(attempts=settings.source_attempts),
         rng=rng,
     )
     roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
     allowed = parse_networks(settings.source_networks)
     ours: dict[str, Source] = {
-        "file": LocalSource(roots, max_bytes=settings.max_adapter_bytes),
+        "file": LocalSource(roots, max_bytes=settings.max_adapter_bytes, allow_pickle=settings.allow_pickle),
         "https": WebSource(
             limits,
             transport=lambda: GuardedTransport(httpx.create_ssl_context(), allowed=allowed),
@@ -215,6 +218,7 @@ def rules_of(settings: WorkerSettings) -> Rules:
         base_check=settings.base_model_check if names else "off",
         base=base,
         max_bytes=settings.max_adapter_bytes,
+        allow_pickle=settings.allow_pickle,
     )
 
 

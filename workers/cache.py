@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,6 +24,7 @@ from workers.core.errors import EngineError, SourceError
 from workers.core.manifest import Manifest, Rules, is_adapter_file
 from workers.core.references import shown
 from workers.disk import Disk
+from workers.pickled import unpickled
 from workers.sources.base import Resuming, Sources, Transfer, settled, source_for
 from workers.verify import read_entry, read_manifest
 
@@ -72,6 +74,8 @@ class Cache:
                 try:
                     async with asyncio.timeout(self._fetch_deadline_s):
                         await source.fetch(ref, partial, transfer)
+                        if self.rules.allow_pickle:
+                            await unpickled(partial)
                     yield partial
                 except SourceError as exc:
                     is_kept = exc.code == "source_failed"
@@ -94,9 +98,15 @@ class Cache:
     def has_source(self, scheme: str) -> bool:
         return scheme in self._sources
 
-    async def verify(self, folder: Path) -> Manifest:
-        """The manifest of the adapter in a folder; raises SourceError naming the rule it breaks."""
-        return await asyncio.to_thread(read_manifest, folder, self.rules)
+    async def verify(self, folder: Path, base_model: str | None = None) -> Manifest:
+        """The manifest of the adapter in a folder; raises SourceError naming the rule it breaks.
+
+        base_model  of this worker, whatever the adapter's own config says that it was made for
+        """
+        if base_model is None:
+            return await asyncio.to_thread(read_manifest, folder, self.rules)
+        found = await asyncio.to_thread(read_manifest, folder, replace(self.rules, base_check="off"))
+        return replace(found, base_model=base_model)
 
     async def install(self, partial: Path, digest: str) -> Path:
         """Give a verified temporary folder its name. If another agent was faster, its copy is used once checked."""

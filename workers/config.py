@@ -89,7 +89,9 @@ class WorkerSettings(HouseSettings):
     preload_loras: tuple[str, ...] = Field(default=(), description="adapters of lora_path loaded before ready")
     cache_dir: Path = Field(default=_home("cache"), description="verified adapters, one folder a digest; may be shared")
     max_disk_bytes: int = Field(
-        default=0, ge=0, description="most bytes of adapters in cache_dir, least recently used go first; 0: no limit"
+        default=0,
+        ge=0,
+        description="most bytes of adapters in cache_dir, least recently used go first; 0: half of its file system",
     )
     cache_grace_s: float = Field(
         default=60.0, ge=1, description="seconds an unused adapter stays in cache_dir at least"
@@ -105,6 +107,10 @@ class WorkerSettings(HouseSettings):
         description="folder of the KV event sockets; keep it short, a socket's whole path has at most 107 bytes",
     )
     max_adapter_bytes: int = Field(default=8 << 30, ge=1, description="largest adapter, in bytes on disk")
+    allow_pickle: bool = Field(
+        default=False,
+        description="take adapter_model.bin too: converted, with torch's weights_only, before it is verified",
+    )
     base_model_check: Literal["name", "exact", "off"] = Field(
         default="name", description="how an adapter's own base model is compared: last path part, whole, or not"
     )

@@ -56,23 +56,27 @@ class Intake:
         self._metrics.cache.labels("miss").inc()
         source = self._resolve(request)
         self._residency.show(request.lora_id, request.digest or "", "downloading")
-        return await self._fetched(request.lora_id, source, request.digest)
+        return await self._fetched(request.lora_id, source, request.digest, base_model=request.base_model)
 
     async def inspected(self, request: InspectRequest) -> Record:
         """Fetched, verified and installed, whatever is known of it already. Raises WorkerError."""
         self._check_base(request.base_model)
-        return await self._fetched(request.lora_id, request.source, None)
+        return await self._fetched(request.lora_id, request.source, None, base_model=request.base_model)
 
     async def again(self, record: Record) -> Path:
         """Where the record's files are; fetched once more if they are gone or damaged. Raises SourceError."""
         if not await self._cache.has(record.digest):
             pinned = record.pinned_source or record.source
-            await self._fetched(record.lora_id, record.source, record.digest, pinned)
+            said = record.base_model if self._is_ours(record.base_model) else None
+            await self._fetched(record.lora_id, record.source, record.digest, pinned=pinned, base_model=said)
         return self._cache.path(record.digest)
 
-    async def _fetched(self, lora_id: str, source: str, digest: str | None, pinned: str = "") -> Record:
+    async def _fetched(
+        self, lora_id: str, source: str, digest: str | None, *, pinned: str = "", base_model: str | None
+    ) -> Record:
+        """`base_model`: what the caller says that it is for, in place of what its own config says."""
         try:
-            return await self._fetched_once(lora_id, source, digest, pinned or source)
+            return await self._fetched_once(lora_id, source, digest, pinned or source, base_model)
         except SourceError as exc:
             if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
                 raise
@@ -80,9 +84,11 @@ class Intake:
             if not gone:
                 raise
             self._residency.deleted(gone)
-        return await self._fetched_once(lora_id, source, digest, pinned or source)
+        return await self._fetched_once(lora_id, source, digest, pinned or source, base_model)
 
-    async def _fetched_once(self, lora_id: str, source: str, digest: str | None, pinned: str) -> Record:
+    async def _fetched_once(
+        self, lora_id: str, source: str, digest: str | None, pinned: str, base_model: str | None
+    ) -> Record:
         loop = asyncio.get_running_loop()
 
         def tell(progress: Progress) -> None:
@@ -92,7 +98,7 @@ class Intake:
         with self._timed("fetch"):
             async with self._cache.fetch(pinned, transfer) as folder:
                 with self._timed("verify"):
-                    manifest = await self._cache.verify(folder)
+                    manifest = await self._cache.verify(folder, base_model)
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
                     _check_digest(lora_id, manifest.digest, digest)
                 with self._timed("install"):
@@ -130,10 +136,13 @@ class Intake:
         return str(path)
 
     def _check_base(self, base_model: str | None) -> None:
-        rules = self._cache.rules
-        if base_model is not None and not is_same_base(base_model, rules.base_names, rules.base_check):
-            names = ", ".join(sorted(rules.base_names))
+        if base_model is not None and not self._is_ours(base_model):
+            names = ", ".join(sorted(self._cache.rules.base_names))
             raise SourceError("base_model_mismatch", f"base_model {base_model!r}: this worker serves {names}")
+
+    def _is_ours(self, base_model: str) -> bool:
+        rules = self._cache.rules
+        return is_same_base(base_model, rules.base_names, rules.base_check)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

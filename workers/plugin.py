@@ -31,10 +31,13 @@ class CacheLocation(StrEnum):
 class LoraEventType(StrEnum):
     """What a manager is told of; the agent's other events are its own business."""
 
+    DOWNLOADING = "DOWNLOADING"
     DOWNLOADED_TO_DISK = "DOWNLOADED_TO_DISK"
     DELETED_FROM_DISK = "DELETED_FROM_DISK"
     LOADED_TO_DEVICE = "LOADED_TO_DEVICE"
     UNLOADED_FROM_DEVICE = "UNLOADED_FROM_DEVICE"
+    LOAD_FAILED = "LOAD_FAILED"
+    UNLOAD_FAILED = "UNLOAD_FAILED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +54,20 @@ class LoraModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraEvent:
-    """Something that happened to an adapter of this worker, whatever its source; `at` is ISO 8601 in UTC."""
+    """Something that happened to an adapter of this worker, whatever its source; `at` is ISO 8601 in UTC.
+
+    digest                   "" where it is not known yet
+    done_bytes, total_bytes  of DOWNLOADING, about once a second; None where the source has not said it
+    error                    of what failed: a code and a sentence
+    """
 
     type: LoraEventType
     name: str
     digest: str
     at: str
+    done_bytes: int | None = None
+    total_bytes: int | None = None
+    error: str | None = None
 
 
 class LoraManager(ABC):

@@ -97,7 +97,13 @@ class Residency:
         )
         known = self.records.get(record.engine_name)
         if known is not None:
-            record = replace(known, source=record.source, pinned_source=record.pinned_source, path=record.path)
+            record = replace(
+                known,
+                source=record.source,
+                pinned_source=record.pinned_source,
+                path=record.path,
+                base_model=record.base_model,
+            )
         return self.records.put(record)
 
     def downloading(self, lora_id: str, progress: Progress) -> None:

@@ -12,11 +12,19 @@ from pathlib import Path
 from workers.core import manifest as manifests
 from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
-from workers.core.manifest import WEIGHTS_NAME, Described, FileEntry, Manifest, Rules, inspect, is_adapter_file
+from workers.core.manifest import (
+    WEIGHTS_NAME,
+    Described,
+    FileEntry,
+    Manifest,
+    Rules,
+    adapter_names,
+    inspect,
+    is_adapter_file,
+)
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.tensors import Tensor, header_bytes, parse_header
 
-_PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _BASE_CONFIG = "config.json"
 
 
@@ -79,9 +87,7 @@ def read_base_model(folder: Path) -> BaseModel | None:
 
 def _check_files(files: list[Path], rules: Rules) -> None:
     names = [path.name for path in files]
-    if WEIGHTS_NAME not in names and (pickled := [name for name in names if name in _PICKLES]):
-        message = f"{pickled[0]} is a pickle, which can run any code when it is read; accepted is {WEIGHTS_NAME}"
-        raise SourceError("adapter_pickled", f"{message}: convert it with safetensors.torch.save_file")
+    adapter_names(names, allow_pickle=False)
     if missing := [name for name in (CONFIG_NAME, WEIGHTS_NAME) if name not in names]:
         found = ", ".join(names[:10]) or "nothing"
         message = f"{' and '.join(missing)} missing, found {found}; accepted are both, not pickled and not in parts"

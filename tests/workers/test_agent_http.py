@@ -172,6 +172,13 @@ async def test_broken_adapters_are_refused_with_a_code_and_the_engine_goes_on(wo
             answer = await post(client, "load_lora", lora_id="broken/v1", source=source)
             assert (code(answer), source) == (wanted, source)
         fine = str(make_adapter(root, "fine"))
+        # Whoever registers it may know better than its config what it is for.
+        stranger = await post(
+            client, "load_lora", lora_id="known/v1", source=str(root / "stranger"), base_model="tiny-qwen"
+        )
+        assert (stranger.status_code, stranger.json()["base_model"]) == (200, "tiny-qwen")
+        elsewhere = await post(client, "load_lora", lora_id="other/v1", source=fine, base_model="org/other")
+        assert code(elsewhere) == "base_model_mismatch"
         wrong = await post(client, "load_lora", lora_id="fine/v1", source=fine, digest="0" * 64)
         assert code(wrong) == "digest_mismatch"
         failed = (await client.get("/v1/metadata/loras/fine/v1")).json()

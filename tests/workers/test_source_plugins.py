@@ -47,8 +47,9 @@ def test_a_plugin_hears_the_events_it_knows_and_harms_nothing_when_it_fails():
     manager = Shelf()
     listen = listener(manager)
     for number, kind in enumerate(("LOADED_TO_DEVICE", "ENGINE_UP", "DOWNLOADING"), 1):
-        listen(AgentEvent(id=number, type=kind, at="now", lora_id="sql/v1", digest="d"))
-    assert [(event.type, event.name, event.digest) for event in manager.heard] == [("LOADED_TO_DEVICE", "sql/v1", "d")]
+        listen(AgentEvent(id=number, type=kind, at="now", lora_id="sql/v1", digest="d", done_bytes=number))
+    heard = [(event.type, event.name, event.digest, event.done_bytes) for event in manager.heard]
+    assert heard == [("LOADED_TO_DEVICE", "sql/v1", "d", 1), ("DOWNLOADING", "sql/v1", "d", 3)]
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,8 @@ class Folder(Store):
         yield self
 
     def source(self, **changes):
-        return LocalSource([self.tmp_path], max_bytes=limits(**changes).max_bytes)
+        given = limits(**changes)
+        return LocalSource([self.tmp_path], max_bytes=given.max_bytes, allow_pickle=given.allow_pickle)
 
     def put(self, name, files):
         for path, data in files.items():
@@ -265,6 +266,18 @@ async def test_more_bytes_than_allowed_are_not_fetched(store):
     error = await refusal(store, ref, max_bytes=1 << 20)
     assert (error.code, "are allowed" in str(error)) == ("source_too_big", True)
     assert store.cable.carried < 4 << 20
+
+
+@every
+@pytest.mark.parametrize("allow_pickle", [True, False])
+async def test_pickled_weights_are_fetched_where_that_is_allowed_and_nothing_better_is_there(store, allow_pickle):
+    pickled = {"adapter_config.json": b"{}", "adapter_model.bin": b"pickle"}
+    ref = await put(store, "sql", pickled)
+    if allow_pickle:
+        assert (await fetched(store, ref, allow_pickle=True))[0] == pickled
+    else:
+        wanted = "source_not_found" if type(store) is Web else "adapter_pickled"  # it asks for what it would take
+        assert (await refusal(store, ref)).code == wanted
 
 
 @every

@@ -7,7 +7,7 @@ adapter of another base model, of more layers, of no matching module at all, and
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
@@ -20,11 +20,13 @@ from workers.core.tensors import Shape, Tensor
 __all__ = [
     "CONFIG_NAME",
     "MAX_CONFIG_BYTES",
+    "PICKLES",
     "WEIGHTS_NAME",
     "Described",
     "FileEntry",
     "Manifest",
     "Rules",
+    "adapter_names",
     "digest",
     "inspect",
     "is_adapter_file",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 WEIGHTS_NAME = "adapter_model.safetensors"
+PICKLES = ("adapter_model.bin", "adapter_model.pt")
 
 # PEFT writes `base_model.model.<module>.lora_A.weight`, and `<module>.lora_embedding_A` for embeddings. vLLM 0.32
 # lora/utils.py parse_fine_tuned_lora_name takes nothing else, also not the adapter's name before `.weight`.
@@ -89,6 +92,23 @@ class Rules:
     base_check: BaseModelCheck = "name"
     base: BaseModel | None = None
     max_bytes: int | None = None
+    allow_pickle: bool = False
+
+
+def adapter_names(names: Collection[str], *, allow_pickle: bool) -> frozenset[str]:
+    """Of the files beside each other at a source, those of the adapter; pickled weights where they are all there is.
+
+    raises  SourceError `adapter_pickled`
+    """
+    found = frozenset(filter(is_adapter_file, names))
+    pickles = [name for name in PICKLES if name in names]
+    if not pickles or CONFIG_NAME not in found or WEIGHTS_NAME in found:
+        return found
+    if not allow_pickle:
+        message = f"{pickles[0]} is a pickle, which can run any code when it is read; accepted is {WEIGHTS_NAME}"
+        advice = "convert it with safetensors.torch.save_file, or let workers do that: allow_pickle"
+        raise SourceError("adapter_pickled", f"{message}: {advice}")
+    return found | {pickles[0]}
 
 
 def is_adapter_file(name: str) -> bool:

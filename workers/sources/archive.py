@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, is_adapter_file
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, PICKLES, adapter_names, is_adapter_file
 from workers.core.references import shown
 from workers.sources.base import Transfer
 
@@ -37,30 +37,33 @@ class Member:
     kind: str
 
 
-def unpack(packed: Path, into: Path, ref: str, max_bytes: int, transfer: Transfer) -> None:
+def unpack(
+    packed: Path, into: Path, ref: str, max_bytes: int, transfer: Transfer, *, allow_pickle: bool = False
+) -> None:
     """Write the files of the one adapter in the archive into the folder and delete the archive.
 
     Judged before a byte of a member is read: its kind, its name, and the sum of all sizes. Nothing is extracted under
     a name that the archive gives but its last part.
 
-    raises  SourceError: `source_unsafe`, `source_too_big`, `source_invalid`, `source_not_found`
+    raises  SourceError: `source_unsafe`, `source_too_big`, `source_invalid`, `source_not_found`, `adapter_pickled`
     """
     try:
-        if ref.lower().endswith(".zip"):
-            _unpack(_zip_members(packed), into, ref, max_bytes, transfer)
-        else:
-            _unpack(_tar_members(packed), into, ref, max_bytes, transfer)
+        members = _zip_members(packed) if ref.lower().endswith(".zip") else _tar_members(packed)
+        found = _unpack(members, into, ref, max_bytes, transfer)
         packed.unlink()
     except _DAMAGED:
         message = f"source {shown(ref)}: damaged, or not what its name says; expected a .tar.gz, .tgz or .zip"
         raise SourceError("source_invalid", message) from None
+    _choose(found, into, ref, allow_pickle=allow_pickle)
 
 
 Entries = Iterator[tuple[Member, "IO[bytes] | None"]]
 
 
-def _unpack(entries: Entries, into: Path, ref: str, max_bytes: int, transfer: Transfer) -> None:
-    """Takes adapter files of every folder into folders of their own; one has to hold the adapter."""
+def _unpack(
+    entries: Entries, into: Path, ref: str, max_bytes: int, transfer: Transfer
+) -> dict[PurePosixPath, list[str]]:
+    """Takes adapter files of every folder into folders of their own; folder -> names."""
     total, count = 0, 0
     found: dict[PurePosixPath, list[str]] = {}
     for member, content in entries:
@@ -79,22 +82,25 @@ def _unpack(entries: Entries, into: Path, ref: str, max_bytes: int, transfer: Tr
             raise SourceError("source_unsafe", f"source {shown(ref)}: has {path.name} twice in one folder")
         names.append(path.name)
         _write(content, into / f".{list(found).index(path.parent)}" / path.name, transfer)
-    _choose(found, into, ref)
+    return found
 
 
 def _is_wanted(name: str) -> bool:
-    return is_adapter_file(name) and not name.startswith(".")  # macOS adds `._<name>` beside each file
+    # macOS adds `._<name>` beside each file
+    return (is_adapter_file(name) or name in PICKLES) and not name.startswith(".")
 
 
-def _choose(found: dict[PurePosixPath, list[str]], into: Path, ref: str) -> None:
+def _choose(found: dict[PurePosixPath, list[str]], into: Path, ref: str, *, allow_pickle: bool) -> None:
+    """Keeps the one folder that holds an adapter."""
     folders = [folder for folder, names in found.items() if CONFIG_NAME in names]
     if len(folders) != 1:
         code = "source_invalid" if folders else "source_not_found"
         message = f"source {shown(ref)}: {CONFIG_NAME} is in {len(folders)} of its folders; expected one adapter"
         raise SourceError(code, message)
+    wanted = adapter_names(found[folders[0]], allow_pickle=allow_pickle)
     for number, (folder, names) in enumerate(found.items()):
         for name in names:
-            if folder == folders[0]:
+            if folder == folders[0] and name in wanted:
                 (into / f".{number}" / name).rename(into / name)
             else:
                 (into / f".{number}" / name).unlink()

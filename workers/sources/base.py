@@ -115,13 +115,15 @@ Sources = Mapping[str, Source]
 class Limits:
     """What every source keeps to.
 
-    timeout_s  without a byte; the time for all of them is the caller's
-    parts      of one file that are fetched at the same time, where a source can
+    timeout_s     without a byte; the time for all of them is the caller's
+    parts         of one file that are fetched at the same time, where a source can
+    allow_pickle  whether `adapter_model.bin` is fetched where there are no safetensors
     """
 
     max_bytes: int
     timeout_s: float = 30.0
     parts: int = 4
+    allow_pickle: bool = False
     retry: Retry = field(default_factory=Retry)
     rng: Random = field(default_factory=Random)
 

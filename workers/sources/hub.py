@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, is_adapter_file
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_names
 from workers.core.references import HubReference, hub, shown
 from workers.sources.base import DISK_ERRORS, Limits, Transfer, Transient, in_thread, retried, too_big
 
@@ -74,13 +74,13 @@ class HubSource:
     def _choose(self, ref: str, asked: HubReference, info: Any, transfer: Transfer) -> list[str]:
         """Paths in the repository of the adapter's files; raises SourceError for none, or for too many bytes."""
         prefix = f"{asked.folder}/" if asked.folder else ""
-        sizes = {
-            file.rfilename: file.size or 0
+        beside = {
+            file.rfilename[len(prefix) :]: file.size or 0
             for file in info.siblings or ()
-            if file.rfilename.startswith(prefix)
-            and "/" not in file.rfilename[len(prefix) :]
-            and is_adapter_file(file.rfilename[len(prefix) :])
+            if file.rfilename.startswith(prefix) and "/" not in file.rfilename[len(prefix) :]
         }
+        wanted = adapter_names(beside, allow_pickle=self._limits.allow_pickle)
+        sizes = {prefix + name: size for name, size in beside.items() if name in wanted}
         if prefix + CONFIG_NAME not in sizes:
             message = f"source {shown(ref)}: no {prefix}{CONFIG_NAME} at commit {info.sha}; is it a PEFT adapter?"
             raise SourceError("source_not_found", message)

@@ -8,16 +8,17 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, is_adapter_file
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_names
 from workers.sources.base import Transfer, settled
 
 
 class LocalSource:
     """Copies an adapter's files from below `roots`. A link may point anywhere below them and nowhere else."""
 
-    def __init__(self, roots: Iterable[Path], *, max_bytes: int) -> None:
+    def __init__(self, roots: Iterable[Path], *, max_bytes: int, allow_pickle: bool = False) -> None:
         self._roots = tuple(root.resolve() for root in roots)
         self._max_bytes = max_bytes
+        self._allow_pickle = allow_pickle
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         folder = self._folder(ref)
@@ -43,7 +44,7 @@ class LocalSource:
         return resolved
 
     def _copy(self, folder: Path, into: Path, transfer: Transfer) -> None:
-        names = sorted(entry.name for entry in folder.iterdir() if is_adapter_file(entry.name))
+        names = sorted(adapter_names([entry.name for entry in folder.iterdir()], allow_pickle=self._allow_pickle))
         if CONFIG_NAME not in names:
             raise SourceError("source_not_found", f"source {str(folder)!r}: no {CONFIG_NAME} in it")
         left = self._max_bytes

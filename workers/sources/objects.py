@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, is_adapter_file
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_names
 from workers.core.references import bucket_and_folder, shown
 from workers.sources.base import Limits, Transfer, Transient, clear, retried, too_big
 
@@ -101,10 +101,13 @@ class ObjectSource:
 
     def _chosen(self, ref: str, rows: list[dict[str, Any]]) -> dict[str, tuple[int, str]]:
         """name -> (bytes, version) of the adapter's files; raises SourceError for none, or for too many bytes."""
+        beside = {row["name"].rpartition("/")[2]: row for row in rows if row["type"] == "file"}
         files = {
-            name: (int(row.get("size") or 0), str([row[key] for key in _ETAGS if key in row]))
-            for row in rows
-            if row["type"] == "file" and is_adapter_file(name := row["name"].rpartition("/")[2])
+            name: (
+                int(beside[name].get("size") or 0),
+                str([beside[name][key] for key in _ETAGS if key in beside[name]]),
+            )
+            for name in adapter_names(beside, allow_pickle=self._limits.allow_pickle)
         }
         if CONFIG_NAME not in files:
             raise SourceError("source_not_found", f"source {shown(ref)}: no {CONFIG_NAME} in that folder")

@@ -36,7 +36,7 @@ class PluginSource:
             if not isinstance(model, LoraModel):
                 message = f"source {shown(ref)}: the plugin returned a {type(model).__name__}, not a LoraModel"
                 raise SourceError("source_failed", message)
-            local = LocalSource([model.path], max_bytes=self._limits.max_bytes)
+            local = LocalSource([model.path], max_bytes=self._limits.max_bytes, allow_pickle=self._limits.allow_pickle)
             await local.fetch(str(model.path), into, transfer)
         finally:
             await self._called(ref, self._manager.delete_lora_from_disk, name)
@@ -92,7 +92,15 @@ def listener(manager: LoraManager) -> Callable[[AgentEvent], None]:
     def listen(event: AgentEvent) -> None:
         if event.type not in kinds or event.lora_id is None:
             return
-        told = LoraEvent(type=LoraEventType(event.type), name=event.lora_id, digest=event.digest or "", at=event.at)
+        told = LoraEvent(
+            type=LoraEventType(event.type),
+            name=event.lora_id,
+            digest=event.digest or "",
+            at=event.at,
+            done_bytes=event.done_bytes,
+            total_bytes=event.total_bytes,
+            error=event.error,
+        )
         try:
             manager.on_event(told)
         except Exception as exc:  # noqa: BLE001  (somebody else's code)

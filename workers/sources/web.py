@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, PICKLES, WEIGHTS_NAME
 from workers.core.references import is_archive, shown, split
 from workers.sources.archive import unpack
 from workers.sources.base import Limits, Transfer, Transient, clear, retried, settled, too_big
@@ -60,7 +60,13 @@ class WebSource:
                 base = ref.rstrip("/")
                 await self._file(client, ref, f"{base}/{CONFIG_NAME}", into / CONFIG_NAME, MAX_CONFIG_BYTES, transfer)
                 left = self._limits.max_bytes - (into / CONFIG_NAME).stat().st_size
-                await self._file(client, ref, f"{base}/{WEIGHTS_NAME}", weights, left, transfer)
+                try:
+                    await self._file(client, ref, f"{base}/{WEIGHTS_NAME}", weights, left, transfer)
+                except SourceError as exc:
+                    if exc.code != "source_not_found" or not self._limits.allow_pickle:
+                        raise
+                    weights.unlink()
+                    await self._file(client, ref, f"{base}/{PICKLES[0]}", into / PICKLES[0], left, transfer)
 
     def _auth(self, ref: str) -> httpx.Auth | None:
         if self._netrc is None:
@@ -72,7 +78,10 @@ class WebSource:
             raise SourceError("source_unauthorized", message) from None
 
     async def _unpack(self, ref: str, packed: Path, into: Path, transfer: Transfer) -> None:
-        unpacking = asyncio.to_thread(unpack, packed, into, ref, self._limits.max_bytes, transfer)
+        limits = self._limits
+        unpacking = asyncio.to_thread(
+            unpack, packed, into, ref, limits.max_bytes, transfer, allow_pickle=limits.allow_pickle
+        )
         await settled(unpacking, on_cancel=transfer.cancel)
 
     async def _file(

@@ -1,0 +1,82 @@
+"""Adapters whose weights are a pickle: refused, or converted in a process of its own where a setting allows it."""
+
+import pickle
+
+import pytest
+
+from lorafleet.tiny import make_adapter
+from workers.cache import Cache
+from workers.core.errors import SourceError
+from workers.core.manifest import Rules
+from workers.disk import Disk
+from workers.sources.local import LocalSource
+from workers.verify import read_manifest
+
+BIN, PROPER = "adapter_model.bin", "adapter_model.safetensors"
+
+
+def cache(tmp_path, *, allow_pickle: bool) -> Cache:
+    source = LocalSource([tmp_path], max_bytes=1 << 30, allow_pickle=allow_pickle)
+    rules = Rules(64, frozenset(), "off", allow_pickle=allow_pickle)
+    disk = Disk(tmp_path / "cache", user="a", grace_s=10, lease_s=10)
+    return Cache(disk, sources={"file": source}, rules=rules, fetch_deadline_s=60)
+
+
+async def refusal(cache: Cache, folder) -> SourceError:
+    with pytest.raises(SourceError) as refused:
+        async with cache.fetch(str(folder)) as fetched:
+            await cache.verify(fetched)
+    assert not list(cache.disk.folder.glob(".partial-*"))
+    return refused.value
+
+
+async def test_pickled_weights_become_safetensors_with_the_same_tensors(tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    folder = make_adapter(tmp_path, "a/v1")
+    tensors = load_file(folder / PROPER)
+    (folder / PROPER).unlink()
+    torch.save(tensors, folder / BIN)
+    it = cache(tmp_path, allow_pickle=True)
+    async with it.fetch(str(folder)) as fetched:
+        assert sorted(path.name for path in fetched.iterdir()) == ["adapter_config.json", PROPER]
+        installed = await it.install(fetched, (await it.verify(fetched)).digest)
+    found = load_file(installed / PROPER)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert read_manifest(installed, it.rules).digest == installed.name
+
+
+async def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(tmp_path):
+    pytest.importorskip("torch")
+    folder = make_adapter(tmp_path, "a/v1")
+    (folder / PROPER).unlink()
+    (folder / BIN).write_bytes(pickle.dumps(Caller(str(tmp_path / "called"))))
+    refused = await refusal(cache(tmp_path, allow_pickle=True), folder)
+    assert (refused.code, "weights_only" in str(refused)) == ("adapter_pickled", True)
+    assert not (tmp_path / "called").exists()
+
+
+class Caller:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self):
+        import os
+
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("allow_pickle", [True, False])
+async def test_a_pickle_is_not_fetched_beside_proper_weights_nor_where_it_is_not_allowed(tmp_path, allow_pickle):
+    folder = make_adapter(tmp_path, "a/v1")
+    (folder / BIN).write_bytes(b"anything")
+    it = cache(tmp_path, allow_pickle=allow_pickle)
+    async with it.fetch(str(folder)) as fetched:
+        assert not (fetched / BIN).exists()
+    (folder / PROPER).unlink()
+    refused = await refusal(it, folder)
+    assert (refused.code, "allow_pickle" in str(refused)) == ("adapter_pickled", not allow_pickle)

@@ -1,0 +1,42 @@
+"""Pickled weights, where sources may bring them (`allow_pickle`): converted before anything is verified."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from workers.core.errors import SourceError
+from workers.core.manifest import PICKLES, WEIGHTS_NAME
+
+_SCRIPT = Path(__file__).with_name("unpickle.py")
+_TORCH_MISSING = 3
+
+
+async def unpickled(folder: Path) -> None:
+    """Puts safetensors in the place of pickled weights, if there are any; the digest is theirs.
+
+    raises  SourceError `adapter_pickled` for what is not a state dict, `source_extra_missing` without torch
+    """
+    pickle = next((folder / name for name in PICKLES if (folder / name).exists()), None)
+    if pickle is None:
+        return
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", str(_SCRIPT), str(pickle), str(folder / WEIGHTS_NAME),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        env=environment,
+    )  # fmt: skip
+    try:
+        _, said = await process.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()  # nobody waits for it any more
+    if process.returncode == _TORCH_MISSING:
+        message = f"{pickle.name} needs torch and safetensors beside this agent to be converted; install them"
+        raise SourceError("source_extra_missing", message)
+    if process.returncode != 0:
+        why = said.decode(errors="replace")[:100] or f"status {process.returncode}"
+        message = f"{pickle.name} is no state dict that torch reads with weights_only ({why}); accepted is one, or"
+        raise SourceError("adapter_pickled", f"{message} {WEIGHTS_NAME}")
+    pickle.unlink()

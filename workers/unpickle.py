@@ -1,0 +1,28 @@
+"""Turns pickled weights into safetensors: `python unpickle.py PICKLE SAFETENSORS`, in a process of its own.
+
+By torch's `weights_only`, which makes tensors and plain containers and calls nothing else. The agent never imports
+torch: it would cost it several hundred MB. Exit status 3 says that torch or safetensors is missing.
+"""
+
+import sys
+
+
+def main() -> int:
+    """1 with one line on stderr, the error's class, for what is not a state dict of tensors."""
+    try:
+        import torch  # noqa: PLC0415  (whether it is here is the question)
+        from safetensors.torch import save_file  # noqa: PLC0415
+    except ImportError:
+        return 3
+    try:
+        found = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
+        # Copies: safetensors refuses tensors that share memory.
+        save_file({name: tensor.detach().clone().contiguous() for name, tensor in found.items()}, sys.argv[2])
+    except Exception as exc:  # noqa: BLE001  (whatever is in the file)
+        sys.stderr.write(type(exc).__name__)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
