@@ -1,19 +1,12 @@
-"""Write docs/configuration.md from the settings themselves: `python docs/generate.py`."""
+"""Write what follows from the settings: docs/configuration.md, and the chart's schema. `python docs/generate.py`."""
 
 import os
 import tempfile
 from pathlib import Path
 
+from docs.chart_schema import HOUSES, SCHEMA, schema_with_settings
 from lorafleet.settings import HouseSettings
-from orchestrator.config import OrchestratorSettings
-from router.config import RouterSettings
-from workers.config import WorkerSettings
 
-HOUSES: dict[str, type[HouseSettings]] = {
-    "router": RouterSettings,
-    "orchestrator": OrchestratorSettings,
-    "workers": WorkerSettings,
-}
 TARGET = Path(__file__).parent / "configuration.md"
 
 _INTRO = """# Configuration
@@ -63,3 +56,4 @@ def document() -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(document())
+    SCHEMA.write_text(schema_with_settings())

@@ -9,15 +9,11 @@ from typing import Any
 
 import yaml
 
-from orchestrator.config import OrchestratorSettings
-from router.config import RouterSettings
 from tests.kube.binaries import helm, run
-from workers.config import WorkerSettings
 
 CHART = Path(__file__).parents[2] / "helm" / "lorafleet"
 CASES = Path(__file__).parent / "cases"
 RELEASE, NAMESPACE = "fleet", "ml"
-HOUSES = {"router": RouterSettings, "orchestrator": OrchestratorSettings, "workers": WorkerSettings}
 
 Manifest = dict[str, Any]
 
@@ -30,7 +26,7 @@ VALUES: dict[str, tuple[Path, ...]] = {
 }
 
 
-def template(*words: str) -> tuple[bool, str]:
+def helm_template(*words: str) -> tuple[bool, str]:
     """Whether it worked, and what helm said."""
     done = run(helm(), "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *words)
     return done.returncode == 0, done.stdout if done.returncode == 0 else done.stderr
@@ -39,7 +35,7 @@ def template(*words: str) -> tuple[bool, str]:
 @cache
 def _all() -> dict[str, str]:
     def text(case: str) -> str:
-        worked, said = template(*(word for path in VALUES[case] for word in ("--values", str(path))))
+        worked, said = helm_template(*(word for path in VALUES[case] for word in ("--values", str(path))))
         assert worked, f"{case}: {said}"
         return said
 

@@ -9,10 +9,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from docs.chart_schema import HOUSES
 from lorafleet.auth import Keys, hash_key
 from lorafleet.settings import load
 from orchestrator.wire import AdapterSpec
-from tests.helm.rendering import HOUSES, manifests, of_kind, template
+from tests.helm.rendering import helm_template, manifests, of_kind
 from tests.helm.test_monitoring import known
 from tests.helm.test_settings import environment
 from tests.kube.binaries import kubectl, run
@@ -46,7 +47,7 @@ def block(language: str, having: str) -> str:
 def test_values_that_it_shows_are_values_of_the_chart(tmp_path, having):
     path = tmp_path / "values.yaml"
     path.write_text(block("yaml", having))
-    worked, said = template("--values", str(path))
+    worked, said = helm_template("--values", str(path))
     assert worked, said
 
 

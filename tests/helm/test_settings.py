@@ -7,10 +7,11 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import yaml
 
+from docs.chart_schema import GIVEN, HOUSES, SCHEMA, schema_with_settings
 from lorafleet.settings import load
-from tests.helm.rendering import HOUSES, VALUES, containers, one, pod_templates
-from tests.helm.settings import GIVEN, SCHEMA, schema_with_settings
+from tests.helm.rendering import VALUES, containers, helm_template, one, pod_templates
 
 # What the kubelet fills in.
 FIELDS = {
@@ -77,7 +78,7 @@ def test_numbers_are_not_rounded_and_lists_and_tables_arrive(monkeypatch):
 
 
 def test_the_schema_knows_the_settings_of_the_code():
-    assert SCHEMA.read_text() == schema_with_settings(), "run: python -m tests.helm.refresh"
+    assert SCHEMA.read_text() == schema_with_settings(), "run: python docs/generate.py"
 
 
 @pytest.mark.parametrize("house", HOUSES)
@@ -145,3 +146,16 @@ def test_a_deployment_of_workers_has_not_failed_while_its_model_loads():
     deployment = one("everything", "Deployment", "fleet-lorafleet-h100-r128")
     seen = environment(deployment["spec"]["template"]["spec"]["containers"][0])
     assert deployment["spec"]["progressDeadlineSeconds"] > float(seen["LORAFLEET_WORKERS_START_DEADLINE_S"])
+
+
+@pytest.mark.parametrize(
+    ("size", "half"), [("100Gi", 50 << 30), ("1.5Ti", 768 << 30), ("1Gi", 1 << 29), ("10G", 5 * 10**9)]
+)
+def test_adapters_may_fill_half_of_a_workers_volume(tmp_path, size, half):
+    path = tmp_path / "values.yaml"
+    path.write_text(yaml.safe_dump({"pools": [{"name": "p", "model": "org/m", "cache": {"size": size}}]}))
+    worked, said = helm_template("--values", str(path), "--show-only", "templates/worker/pools.yaml")
+    assert worked, said
+    workload = next(item for item in yaml.safe_load_all(said) if item["kind"] == "StatefulSet")
+    seen = environment(workload["spec"]["template"]["spec"]["containers"][0])
+    assert seen["LORAFLEET_WORKERS_MAX_DISK_BYTES"] == str(half)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helm.rendering import of_kind, one, template
+from tests.helm.rendering import helm_template, of_kind, one
 
 REFUSED = {entry["what"]: entry for entry in yaml.safe_load((Path(__file__).parent / "refused.yaml").read_text())}
 
@@ -13,7 +13,7 @@ REFUSED = {entry["what"]: entry for entry in yaml.safe_load((Path(__file__).pare
 def render(tmp_path, values) -> tuple[bool, str]:
     path = tmp_path / "values.yaml"
     path.write_text(yaml.safe_dump(values))
-    return template("--values", str(path))
+    return helm_template("--values", str(path))
 
 
 def test_the_pool_that_the_refusals_vary_is_good(tmp_path):

@@ -80,6 +80,14 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{ include "lorafleet.fullname" . }}-worker
 {{- end }}
 
+{{/* Bytes of a quantity, as 100Gi, 1.5T or a number. */}}
+{{- define "lorafleet.bytes" -}}
+{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 -}}
+{{- $number := regexFind "^[0-9.]+" (toString .) -}}
+{{- $unit := trimPrefix $number (toString .) -}}
+{{- mulf (float64 $number) (get $units $unit | default 1) | int64 -}}
+{{- end }}
+
 {{/* What no schema can say, because it is about two values at once. */}}
 {{- define "lorafleet.check" -}}
 {{- $accepted := list -}}
@@ -97,6 +105,7 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{- with .Values.orchestrator.lease }}
 {{- if ge (add (int .renewSeconds) (int .marginSeconds)) (int64 .durationSeconds) }}{{- fail (printf "orchestrator.lease: renewSeconds %d and marginSeconds %d together must be less than durationSeconds %d: the Lease could not be renewed in time" (int .renewSeconds) (int .marginSeconds) (int .durationSeconds)) }}{{- end }}
 {{- end }}
+{{- if ne (gt (int .Values.attach.engineSlots) 0) (gt (len .Values.attach.engineRoots) 0) }}{{- fail "attach.engineSlots and attach.engineRoots: give both, or neither: adapters are loaded from the engines' own folders" }}{{- end }}
 {{- $seen := dict -}}
 {{- range .Values.pools }}
 {{- if hasKey $seen .name }}{{- fail (printf "pools: two are named %q; each needs a name of its own" .name) }}{{- end }}

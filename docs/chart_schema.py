@@ -2,15 +2,26 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
 
+from lorafleet.settings import HouseSettings
+from orchestrator.config import OrchestratorSettings
 from orchestrator.wire import AdapterSpec
-from tests.helm.rendering import CHART, HOUSES, Manifest
+from router.config import RouterSettings
+from workers.config import WorkerSettings
 
-SCHEMA = CHART / "values.schema.json"
+Manifest = dict[str, Any]
+
+HOUSES: dict[str, type[HouseSettings]] = {
+    "router": RouterSettings,
+    "orchestrator": OrchestratorSettings,
+    "workers": WorkerSettings,
+}
+SCHEMA = Path(__file__).parents[1] / "helm" / "lorafleet" / "values.schema.json"
 
 # Those that the chart itself gives, from values of its own, or that make no sense in a pod.
 _EVERYWHERE = {"host", "port", "key_files", "token", "config", "port_file", "allow_open"}
@@ -20,7 +31,7 @@ GIVEN = {
     | {"kube_selector", "kube_namespaces", "kubeconfig"},
     "orchestrator": _EVERYWHERE
     | {"advertise_url", "backend", "lease", "lease_duration_s", "lease_renew_s", "lease_margin_s", "stop_grace_s"}
-    | {"store"}
+    | {"store", "engines", "engine_slots", "engine_roots"}
     | {"kube_selector", "kube_namespaces", "kube_namespace", "kube_name", "kubeconfig"},
     "workers": _EVERYWHERE
     | {"instance_id", "zone", "node", "namespace", "pool", "orchestrator_url", "advertise_url", "stop_grace_s"}
