@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from orchestrator.core.errors import StoreError, Unavailable
 
 _HISTORY_AFTER_S = 2.0  # so that a burst of loads is one write of a part; a crash may lose this much of the history
 
+_AGAIN_S = 10.0  # until what was not written, and nobody waits for, is tried again
+
 
 class ConfigMaps:
     """Intent in the ConfigMaps of one namespace that are labelled with this fleet's name.
@@ -36,7 +39,7 @@ class ConfigMaps:
         self.fleet = fleet
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
         self._news = asyncio.Event()
-        self.mirror = Mirror(self._news.set)
+        self.mirror = Mirror(self._hear)
         self.on_undone: Callable[[], None] = lambda: None
         self._journal = Journal(fleet)
         self.drafts = Drafts(fleet, self.mirror, self._journal, Tables(fleet), on_state=self.take_back)
@@ -44,7 +47,7 @@ class ConfigMaps:
         self._parts: set[str] = set()
         self._is_writing = False
         self._edition = self._journal_edition = -1
-        self._is_undone = False
+        self._is_undone = self._is_caught_up = False
         self._barrier = 0
         self.writer = Writer(
             kube,
@@ -96,6 +99,7 @@ class ConfigMaps:
             raise Unavailable(f"the store's ConfigMaps: {exc}", code="store_unreachable") from exc
         counters_in(found)
         self.let_go()
+        self.drafts.writer = secrets.token_hex(8)
         self.read()
         self._journal.load(self.mirror.objects)
         self._is_writing = True
@@ -104,8 +108,7 @@ class ConfigMaps:
 
     @property
     def is_caught_up(self) -> bool:
-        # Our first write of the counters comes back by the watch, and after everything that was written before it.
-        return 0 < self._barrier <= self.mirror.watched.get(self.tables.state_name("counters"), 0)
+        return self._is_caught_up
 
     @property
     def is_read(self) -> bool:
@@ -114,7 +117,7 @@ class ConfigMaps:
     def let_go(self) -> None:
         self.writer.drop()
         self._is_writing = False
-        self._barrier = 0
+        self._barrier, self._is_caught_up = 0, False
         self._edition = self._journal_edition = -1
         self.drafts.clear()
         self._parts.clear()
@@ -233,6 +236,15 @@ class ConfigMaps:
             self.tables.known[lora_id] = known
             self.writer.mark([Key(2, "known", shard_of(lora_id))], is_promised=False)
 
+    def _hear(self) -> None:
+        """The watch or a list brought something."""
+        name = self.tables.state_name("counters")
+        # Our first write of the counters comes back by the watch, and after everything that was written before it;
+        # not at that version, though, where the cluster was put back meanwhile.
+        has_come = self.mirror.watched.get(name, 0) >= self._barrier or name in self.mirror.doubtful
+        self._is_caught_up = self._is_caught_up or (self._barrier > 0 and has_come)
+        self._news.set()
+
     def _stands(self, key: Key) -> None:
         """It is written."""
         row = key.table, key.name
@@ -243,6 +255,7 @@ class ConfigMaps:
                 self.remember(key.name)
         elif key.table == "counters" and not self._barrier:
             self._barrier = version_of(self.mirror.objects[self.tables.state_name("counters")])
+            self._hear()
         elif key.table in ("tombstones", "known"):
             found = self.mirror.objects[self.tables.state_name(f"adapters-{key.name}")]
             if found["data"]["uid"] != uid_of(found):  # just made: only now is its uid known
@@ -263,11 +276,16 @@ class ConfigMaps:
                     self._undo_row(table, lora_id)
         elif key.table in ("workers", "counters"):
             setattr(self.tables, key.table, getattr(read(self.mirror, self.fleet), key.table))
-        else:
-            return  # what nobody was promised; it is written with the next change
+        else:  # nobody was promised that
+            asyncio.get_running_loop().call_later(_AGAIN_S, self._try_again, key)
+            return
         if not self._is_undone:
             self._is_undone = True
             asyncio.get_running_loop().call_soon(self._tell_undone)
+
+    def _try_again(self, key: Key) -> None:
+        if self._is_writing:
+            self.writer.mark([key], is_promised=False)
 
     def _undo_row(self, table: Any, key: str) -> None:
         name = self.tables.home(table, key)

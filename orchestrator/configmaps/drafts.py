@@ -44,6 +44,7 @@ class Drafts:
     leaving     row -> (object, uid) that is to be deleted
     lost        objects that are gone for good, though what they said is still in the tables: not to be made again
     said        object -> its status, where it is not the usual one
+    writer      this term's own mark in the counters: an epoch that somebody else took is not ours too
     on_state    called before what is remembered of deletions is written: somebody else may have written it
     """
 
@@ -52,6 +53,7 @@ class Drafts:
     journal: Journal
     tables: Tables
     on_state: Callable[[], None] = lambda: None
+    writer: str = ""
     accepting: dict[Row, str] = field(default_factory=dict)
     leaving: dict[Row, tuple[str, str]] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
@@ -110,9 +112,10 @@ class Drafts:
         return Wish(name, {**found, "data": data(known)})
 
     def _counters(self) -> Wish | None:
-        wish = self._state("counters", lambda _: counters_made(self.tables))
+        wish = self._state("counters", lambda _: counters_made(self.tables) | {"writer": self.writer})
         known = self.mirror.objects.get(wish.name)
-        if (epoch := counters_in(known).get("epoch", 0)) > self.tables.counters.get("epoch", 0):
+        epoch, writer = counters_in(known).get("epoch", 0), ((known or {}).get("data") or {}).get("writer")
+        if writer != self.writer and epoch >= self.tables.counters.get("epoch", 0) > 0:
             raise Conflict(f"somebody else has written epoch {epoch}, so we do not lead", code="not_leading")
         return wish
 

@@ -94,10 +94,10 @@ class Intake:
             return
         if self._epoch != self._store.epoch:
             self._begin()
-        self._backend.take_back()
         gone = await self._confirmed()
         if not self._is_leading():
             return
+        self._backend.take_back()
         before = self._store.writes
         self._end(gone)
         names, self._mirror.changed = self._mirror.changed, set()

@@ -62,9 +62,10 @@ class Mirror:
 
     def is_gone(self, name: str) -> None:
         """There is no object of this name."""
-        self.edition += self.objects.pop(name, None) is not None
+        if self.objects.pop(name, None) is not None:
+            self.edition += 1
+            self.changed.add(name)
         self.doubtful.pop(name, None)
-        self.changed.discard(name)
         self._records.pop(name, None)
 
     def record(self, name: str) -> Record | None:

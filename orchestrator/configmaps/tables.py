@@ -73,6 +73,8 @@ class Tables:
                 rows.pop(change.key, None)
             else:
                 rows[change.key] = change.value
+                if change.table in ("adapters", "aliases", "policy"):
+                    self.homes.setdefault((change.table, change.key), self.home(change.table, change.key))
 
     def stored(self) -> Stored:
         """A copy. What is registered is not deleted, whatever a tombstone from before says."""
@@ -126,7 +128,7 @@ def counters_in(found: Json | None) -> dict[str, int]:
     """epoch, revision. Raises StoreError, also when a newer version wrote them."""
     data: Mapping[str, str] = (found or {}).get("data") or {}
     try:
-        counters = {name: int(value) for name, value in data.items()}
+        counters = {name: int(value) for name, value in data.items() if name != "writer"}
     except ValueError as exc:
         raise StoreError(f"ConfigMap of counters: {exc}; delete it, agents and clock make up for it") from exc
     if (schema := counters.pop("schema", SCHEMA)) > SCHEMA:

@@ -166,9 +166,7 @@ class Writer:
         except OrchestratorError as exc:
             error = exc
         except TimeoutError:
-            message = (
-                f"{key.table} {key.name!r} not written within {self._give_up_s:g} s: no answer from the API server"
-            )
+            message = f"{key.table} {key.name!r} not written: no answer from the API server in {self._give_up_s:g} s"
             error = Unavailable(message, code="store_unreachable", retry_after_s=5.0)
         except Exception as exc:
             log.exception("not written", table=key.table, name=key.name)
@@ -239,7 +237,5 @@ class Writer:
 
 def _refused(exc: KubeError) -> StoreError:
     if isinstance(exc, Forbidden):
-        return StoreError(
-            f"{exc}; the orchestrator's Role needs get, list, watch, create, update, delete on configmaps"
-        )
+        return StoreError(f"{exc}; the Role needs get, list, watch, create, update and delete on configmaps")
     return StoreError(str(exc))
