@@ -44,7 +44,8 @@ log = structlog.get_logger()
 
 ACTOR = "configmap"
 _GATHER_S = 0.05  # an apply of many objects is looked at in few rounds
-_AGAIN_S = 2.0  # until what could not be asked for is asked for again
+_WATCH_S = 0.5  # what is missing may be told by the watch yet: as deleted, or as there after all
+_AGAIN_S = 1.0  # until what could not be asked for is asked for again
 _AT_ONCE = 16
 _TABLES = {"adapter": "adapters", "alias": "aliases", "policy": "policy"}
 
@@ -71,6 +72,7 @@ class Intake:
         self._on_taken = on_taken
         self._refused: set[str] = set()
         self._deleted: set[str] = set()  # lora_ids whose objects are gone, and which something still holds here
+        self._doubted: dict[str, float] = {}  # object -> since when
         self._epoch = self._writes = 0
         self._read: dict[str, tuple[Json, Any]] = {}  # object -> what it said when it was last refused
 
@@ -221,7 +223,13 @@ class Intake:
 
     async def _confirmed(self) -> list[tuple[str, Json | None]]:
         """Ask for every doubtful object by name; returns those that are gone, as they last were."""
-        doubtful = dict(self._mirror.doubtful)
+        now = asyncio.get_running_loop().time()
+        self._doubted = {name: self._doubted.get(name, now) for name in self._mirror.doubtful}
+        doubtful = {
+            name: was_seen
+            for name, was_seen in self._mirror.doubtful.items()
+            if was_seen or now - self._doubted[name] >= _WATCH_S
+        }
         gate, gone = asyncio.Semaphore(_AT_ONCE), []
 
         async def ask(name: str, was_seen: bool) -> None:

@@ -54,6 +54,11 @@ class Mirror:
             self.doubtful[name] = True
         self.on_news()
 
+    def doubt(self, name: str) -> None:
+        """It may be gone."""
+        self.doubtful.setdefault(name, False)
+        self.on_news()
+
     def wrote(self, found: Json) -> None:
         """The API server's answer to our own write, or to a question by name: nothing newer is known."""
         self.objects[name_of(found)] = found

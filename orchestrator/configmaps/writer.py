@@ -39,6 +39,11 @@ class Key(NamedTuple):
     table: str
     name: str
 
+    @property
+    def is_of_people(self) -> bool:
+        """Whether people write its object too, and may delete it."""
+        return self.table in ("adapters", "aliases", "policy", "status")
+
 
 class Make(Protocol):
     """What an object is to be."""
@@ -189,7 +194,8 @@ class Writer:
             wish: Wish | None = None
             try:
                 if doubtful is not None:
-                    await self.look(doubtful)
+                    if await self.look(doubtful, is_kept=key.is_of_people) is None and doubtful in self._mirror.objects:
+                        return  # deleted by somebody: whoever hears of it decides what that means
                     doubtful = None
                 wish = self._make(key)
                 if wish is not None:
@@ -222,12 +228,18 @@ class Writer:
         elif wish.body != known:
             self._mirror.wrote(await self._kube.put(path, wish.body, timeout_s=self._call_s))
 
-    async def look(self, name: str) -> Json | None:
-        """The object as it is now, however it came to be so; None when there is none. Raises KubeError."""
+    async def look(self, name: str, *, is_kept: bool = False) -> Json | None:
+        """The object as it is now, however it came to be so; None when there is none. Raises KubeError.
+
+        is_kept   one that is not there stays in the mirror, as doubtful
+        """
         try:
             found = await self._kube.get(f"{self._folder}/{name}", timeout_s=self._call_s)
         except NotFound:
-            self._mirror.is_gone(name)
+            if is_kept and name in self._mirror.objects:
+                self._mirror.doubt(name)
+            else:
+                self._mirror.is_gone(name)
             return None
         if found != self._mirror.objects.get(name_of(found)):
             self._mirror.changed.add(name)
