@@ -120,9 +120,12 @@ class PlayedPod:
             return
         readiness, liveness = container.get("readinessProbe") or {}, container.get("livenessProbe") or {}
         unready = dead = 0
+        lives_until = 0.0
         while True:
             unready = 0 if await self._succeeds(readiness, container, client) else unready + 1
-            dead = 0 if await self._succeeds(liveness, container, client) else dead + 1
+            if time.monotonic() > lives_until:
+                dead = 0 if await self._succeeds(liveness, container, client) else dead + 1
+                lives_until = time.monotonic() + liveness.get("periodSeconds", 10) * self._pace
             if dead >= liveness.get("failureThreshold", 3):
                 return
             if not unready:

@@ -121,7 +121,9 @@ def _translated(text: str, container: Mapping[str, Any], place: Place) -> str:
     if text in _ANY_ADDRESS:
         return place.address
     mounts = _mounts(container, place)
-    if mounts:  # in one go: a folder here may itself lie below one of the paths
+    if mounts:
+        # In one go, and what is a path of this machine already is left alone: /tmp may be a mount of the pod.
+        mounts[str(place.folder.parent)] = str(place.folder.parent)
         paths = "|".join(map(re.escape, sorted(mounts, key=len, reverse=True)))
         text = re.sub(rf"(?<![\w/.-])({paths})(?![\w.-])", lambda found: mounts[found.group(1)], text)
     for name, address in place.hosts.items():

@@ -1,0 +1,132 @@
+"""The chart in a cluster: pods come, go, move and die, and no request fails.
+
+Real are helm and kubectl, the manifests with their Roles, tokens, probes and hooks, and our processes; the API server
+and what makes processes of pods are the tests' own (`tests/kube`).
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from tests.e2e.kubernetes import ADAPTERS, NAME, NAMESPACE, Release, installed
+from tests.kube import workloads
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+POOL = f"statefulset/{NAME}-lorafleet-sim"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="k", dir="/tmp") as name:  # short: sockets lie in it
+        yield Path(name)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def release(folder: Path) -> AsyncIterator[Release]:
+    async with installed(folder, {}) as release:
+        yield release
+
+
+def leader(release: Release) -> str:
+    """The pod whose orchestrator holds the Lease, by the address in it."""
+    lease = release.server.objects.get("leases", NAMESPACE, f"{NAME}-lorafleet")
+    assert lease is not None
+    said = str(lease["metadata"]["annotations"])
+    found = [pod.name for pod in release.cluster.pods.values() if f"//{pod.address}:" in said]
+    assert len(found) == 1, lease
+    return found[0]
+
+
+async def test_the_charts_own_test_gets_a_completion(release: Release) -> None:
+    assert "Phase:          Succeeded" in await release.helm("test", NAME)
+
+
+async def test_an_upgrade_of_everything_fails_no_request_and_keeps_tokens_and_adapters(release: Release) -> None:
+    before = {pod["metadata"]["uid"] for pod in release.cluster.pods_of(instance=NAME)}
+    token = release.token("admin")
+    async with release.under_requests():
+        await release.upgrade("--set", "image.tag=next")
+    assert not before & {pod["metadata"]["uid"] for pod in release.cluster.pods_of(instance=NAME)}
+    assert release.token("admin") == token
+    assert await release.adapters() == set(ADAPTERS)
+
+
+async def test_a_pool_that_grows_fails_no_request_and_the_new_worker_takes_part(release: Release) -> None:
+    newest = f"{NAME}-lorafleet-sim-3"
+    async with release.under_requests() as sent:
+        await release.kubectl("scale", POOL, "--replicas=4")
+        await release.cluster.settled()
+        await release.orchestrator("POST", f"/v1/adapters/{ADAPTERS[0]}/ensure", {"replicas": 4, "wait_s": 20})
+        async with asyncio.timeout(20):
+            while not sent.workers[newest]:
+                await release.burst(ADAPTERS[0], sent, requests=24)
+    assert set((await release.workers()).values()) == {"ready"}
+
+
+async def test_a_node_that_is_drained_fails_no_request(release: Release) -> None:
+    """The cordon and the evictions of `kubectl drain`, within the budgets of disruption."""
+    async with release.under_requests():
+        await release.kubectl("cordon", "node-b")
+        await asyncio.gather(*(evicted(release, pod) for pod in on_node(release, "node-b")))
+        await release.cluster.settled()
+        assert on_node(release, "node-b") == []
+    await release.kubectl("uncordon", "node-b")
+
+
+async def test_a_leader_that_is_killed_is_followed_by_another_and_no_request_fails(
+    release: Release, folder: Path
+) -> None:
+    killed = leader(release)
+    async with release.under_requests():
+        child = release.cluster.pods[killed].children["orchestrator"]
+        assert child.process is not None
+        os.kill(child.process.pid, signal.SIGKILL)
+        await release.cluster.until(lambda: leader(release) != killed, within_s=10, what="another orchestrator leads")
+        source = folder / "model" / "adapters" / ADAPTERS[0]
+        await release.orchestrator("POST", "/v1/adapters", {"lora_id": "late/v1", "source": str(source)})
+        await release.cluster.settled()
+    await release.until_listed("late/v1")
+    async with release.under_requests(models=("late/v1",)):
+        await asyncio.sleep(0.5)
+
+
+async def test_an_adapter_comes_by_kubectl_apply_and_goes_by_kubectl_delete(release: Release, folder: Path) -> None:
+    labels = {"lorafleet.io/kind": "adapter", "lorafleet.io/fleet": f"{NAME}-lorafleet"}
+    said = {"lora_id": "by-hand/v1", "source": str(folder / "model" / "adapters" / ADAPTERS[1])}
+    meta = {"name": "by-hand", "labels": labels}
+    written = {"adapter.yaml": yaml.safe_dump(said)}
+    text = yaml.safe_dump({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": written})
+    await release.kubectl("apply", "-f", "-", stdin=text)
+    await release.until_listed("by-hand/v1")
+    async with release.under_requests(models=("by-hand/v1",)):
+        await asyncio.sleep(0.5)
+    await release.kubectl("delete", "-f", "-", stdin=text)
+    async with asyncio.timeout(20):
+        while "by-hand/v1" in await release.adapters():
+            await asyncio.sleep(0.05)
+
+
+async def test_no_pod_wrote_where_a_container_cannot(release: Release) -> None:
+    written = [path for pod in release.cluster.pods.values() for path in pod.working_folder.iterdir()]
+    assert written == []
+
+
+def on_node(release: Release, node: str) -> list[str]:
+    pods = release.cluster.pods_of(instance=NAME)
+    return [pod["metadata"]["name"] for pod in pods if pod["spec"]["nodeName"] == node and not workloads.is_going(pod)]
+
+
+async def evicted(release: Release, pod: str) -> None:
+    """As `kubectl drain` evicts: again for as long as a budget says 429."""
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACE}}
+    async with asyncio.timeout(60):
+        while (await release.ask("POST", path, body))[0] == 429:
+            await asyncio.sleep(0.1)
