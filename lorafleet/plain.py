@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from lorafleet.kv.sources import Sources, sources_of
 from lorafleet.rates import Rates, Reading
 from lorafleet.vllm_page import Scrape, parse_metrics
 from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
@@ -24,8 +25,6 @@ _MAX_NUM_SEQS = 256
 # What the fleet itself calls an adapter, see workers/wire.py engine_name.
 _OURS = re.compile(r"(.+)@[0-9a-f]{12}")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
-# vLLM binds only these, and connects to others (0.32, seen running).
-_EVERYWHERE = re.compile(r"tcp://(\*|\[?::\]?):(\d+)")
 
 
 class PlainEngine:
@@ -109,24 +108,15 @@ class PlainEngine:
         source  vLLM 0.32 entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig, ports resolved
         """
         events, replay = self._given
-        topic = ""
+        found = Sources(events, replay if len(replay) == len(events) else ())
         if not events:
             try:
                 ranks = json.loads(await self._get("/kv_event_sources"))
-                told = [ranks[rank] for rank in sorted(ranks, key=int)]
-                host = urlsplit(self.url).hostname or ""
-                events = tuple(_at(host, rank["endpoint"]) for rank in told if rank.get("enable_kv_cache_events"))
-                replay = tuple(_at(host, rank.get("replay_endpoint") or "") for rank in told)
-                topic = str(told[0].get("topic") or "") if told else ""
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                events = replay = ()  # an older vLLM, or another engine
-        is_whole = bool(events) and all(events)
-        return Transport(
-            engine_url=self.url,
-            kv_events=events if is_whole else (),
-            kv_replay=replay if is_whole and len(replay) == len(events) else (),
-            kv_topic=topic,
-        )
+                told = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
+                found = sources_of(urlsplit(self.url).hostname or "", told)
+            except (OSError, ValueError, KeyError, TypeError):
+                pass  # an older vLLM, or another engine
+        return Transport(engine_url=self.url, kv_events=found.events, kv_replay=found.replay, kv_topic=found.topic)
 
     def _load(self, scrape: Scrape) -> Load:
         return Load(
@@ -208,12 +198,3 @@ def _loras(base_model: str, paths: Mapping[str, str], scrape: Scrape) -> LoraInf
         loaded_loras=loaded,
         capacity=LoraCapacity(loaded_count=len(loaded), device_slots=scrape.max_loras),
     )
-
-
-def _at(host: str, endpoint: str) -> str:
-    """Where to connect to a socket that the engine has bound; empty where it has bound none that we reach."""
-    bound = _EVERYWHERE.fullmatch(endpoint)
-    if bound is None:
-        is_here = endpoint.startswith("ipc://") and host in {"127.0.0.1", "::1", "localhost"}
-        return endpoint if is_here else ""
-    return f"tcp://[{host}]:{bound[2]}" if ":" in host else f"tcp://{host}:{bound[2]}"

@@ -166,6 +166,7 @@ class Agent:
     async def engine_down(self, reason: str) -> None:
         """The engine is gone, and with it all that it held; the record keeps what should be there."""
         was_up = self.link.engine is not None
+        self._state, self._state_reason = "engine_down", reason  # before anybody waits: nobody shall be told "ready"
         await self.link.down(reason)
         self.residency.begin()
         self.metrics.engine_up.set(0)

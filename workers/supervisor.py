@@ -133,8 +133,13 @@ class Supervisor:
         await self._until_healthy(engine)
         # An engine that somebody else starts has no boot id of ours; its own mark is the next best.
         boot_id = await engine.boot_mark()
+        kv = await engine.kv_sources()
         transport = Transport(
-            engine_url=self._settings.engine_advertise_url or engine.url, dialect=engine.traits.dialect
+            engine_url=self._settings.engine_advertise_url or engine.url,
+            dialect=engine.traits.dialect,
+            kv_events=kv.events,
+            kv_replay=kv.replay,
+            kv_topic=kv.topic,
         )
         await self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport)
         return engine

@@ -4,12 +4,16 @@ import asyncio
 import shutil
 from pathlib import Path
 
+import httpx
+import msgspec
 import pytest
 
+from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.tiny import make_adapter
 from tests.contract.conftest import Bench
 from tests.workers.kills import SLOTS, trial
 from tests.workers.running import RunningWorker, post
+from workers.wire import KvSnapshot, unpack_hashes
 
 PROMPT = list(range(600, 600 + 4 * 32 + 5))  # four blocks to be found again, or not
 
@@ -67,6 +71,22 @@ async def test_new_bytes_under_an_old_lora_id_are_answered_as_by_an_engine_that_
         second = await loaded()
         assert second != first
         assert await asyncio.to_thread(answer, empty, second) == expected["clean-new"]
+        # What the engine published of all that is known to the agent, who did not start it.
+        async with asyncio.timeout(10):
+            while not (cached := await blocks(client)) >= ledger_hashes(first) | ledger_hashes(second):
+                await asyncio.sleep(0.05)
+        assert not cached & ledger_hashes("same/v1")
+
+
+async def blocks(client: httpx.AsyncClient) -> set[int]:
+    """Our hashes of what the agent's ledger has on the device."""
+    snapshot = msgspec.msgpack.decode((await client.get("/v1/kv/snapshot")).content, type=KvSnapshot)
+    return {each for rank in snapshot.ranks for each in unpack_hashes(rank.device)}
+
+
+def ledger_hashes(name: str) -> set[int]:
+    """Of the prompt's full blocks, under an adapter."""
+    return set(block_hashes(PROMPT, block_size=32, root=root_hash("tiny-qwen", name)))
 
 
 @pytest.mark.timeout(180)

@@ -130,7 +130,11 @@ def attached(agent_model, agent_adapters, tmp_path):
 async def test_an_attached_engine_is_used_outlives_its_agent_and_is_found_again_with_what_it_holds(attached):
     worker, engine = attached
     async with worker.running() as client:
-        assert (await metadata(client)).transport.engine_url == engine.url
+        transport = (await metadata(client)).transport
+        assert transport.engine_url == engine.url
+        assert (transport.kv_events, transport.kv_replay) == ((engine.kv_endpoint,), (engine.replay_endpoint,))
+        snapshot = await client.get("/v1/kv/snapshot")
+        assert (transport.kv_ledger, snapshot.status_code) == (1, 200)
         assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
         first = await metadata(client)
     assert engine.process.poll() is None

@@ -51,6 +51,7 @@ async def test_an_attached_sglang_is_driven_and_its_restart_noticed(worker, agen
         async with worker.running("--engine-url", first.url) as client:
             before = await told_by(client)
             assert (before.transport.dialect, before.transport.engine_url) == ("sglang", first.url)
+            assert (before.transport.kv_events, before.transport.kv_ledger) == ((first.kv_endpoint,), 1)
             assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
             first.process.kill()
             first.process.wait()

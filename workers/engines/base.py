@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from lorafleet.kv.sources import Sources
 from lorafleet.vllm_page import Scrape
 
 
@@ -64,6 +65,9 @@ class Engine(Protocol):
         """Whether a request for one token of the base model is answered in time."""
 
     async def scrape(self) -> Scrape: ...
+
+    async def kv_sources(self) -> Sources:
+        """Where its KV events are, of an engine that we did not start; nothing where it does not say."""
 
     async def boot_mark(self) -> str:
         """What tells this start of the engine from any other, where nobody gave it a boot id."""

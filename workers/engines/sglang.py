@@ -22,6 +22,7 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorafleet.kv.sources import Sources, sources_of
 from lorafleet.vllm_page import Scrape
 from workers.core.errors import EngineError
 from workers.engines.base import Shape, Traits
@@ -102,6 +103,14 @@ class SglangEngine(EngineClient):
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
         return await super().is_healthy(timeout_s=max(timeout_s, _HEALTH_WITHIN_S))
+
+    async def kv_sources(self) -> Sources:
+        """Its own --kv-events-config, among the arguments that it tells."""
+        try:
+            told = dict(json.loads((await self._info()).get("kv_events_config") or "{}"))
+        except (ValueError, TypeError):
+            return Sources()
+        return sources_of(httpx.URL(self.url).host, [told])
 
     async def scrape(self) -> Scrape:
         return parse_metrics(await self._metrics_page())

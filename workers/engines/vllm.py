@@ -5,10 +5,11 @@ from typing import NoReturn
 
 import httpx
 
+from lorafleet.kv.sources import Sources, sources_of
 from lorafleet.vllm_page import Scrape, parse_metrics
 from workers.core.errors import EngineError
 from workers.engines.base import Shape, Traits
-from workers.engines.client import EngineClient
+from workers.engines.client import MODELS_TIMEOUT_S, EngineClient
 
 
 class VllmEngine(EngineClient):
@@ -49,6 +50,16 @@ class VllmEngine(EngineClient):
     async def boot_mark(self) -> str:
         started_at = (await self.scrape()).started_at
         return f"{started_at:.2f}"
+
+    async def kv_sources(self) -> Sources:
+        """entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig."""
+        answer = await self._call("GET", "/kv_event_sources", timeout_s=MODELS_TIMEOUT_S)
+        try:
+            ranks = answer.json()
+            told = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
+        except (ValueError, KeyError, TypeError):
+            return Sources()  # an older vLLM
+        return sources_of(httpx.URL(self.url).host, told)
 
     async def scrape(self) -> Scrape:
         return parse_metrics(await self._metrics_page())
