@@ -287,7 +287,8 @@ def _placed(report: Metadata, found: FoundWorker | None) -> Metadata:
 
 def answering(entry: Entry) -> tuple[LoadedLora, ...]:
     """What the worker lists, if requests can reach it at all."""
-    return entry.report.lora.loaded_loras if entry.reach != "lost" and entry.report.state == "ready" else ()
+    is_used = entry.reach != "lost" and entry.report.state == "ready" and not entry.is_terminating
+    return entry.report.lora.loaded_loras if is_used else ()
 
 
 def _ready_ids(report: Metadata) -> frozenset[str]:

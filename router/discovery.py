@@ -1,9 +1,7 @@
 """Who the replicas are and what they hold: follows catalog and EndpointSlices, and every agent's own report."""
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -11,20 +9,21 @@ from typing import Protocol
 
 import httpx
 import structlog
-from pydantic import ValidationError
 
 from lorafleet.kube.discovery import Slices
 from lorafleet.kube.slices import FoundWorker
 from lorafleet.loops import Changes, forever
 from lorafleet.plain import PlainEngine
 from orchestrator.wire import Catalog
-from router.core.fleet import Adapter, Alias, Fleet, Replica, ReplicaState, Report, Resident
+from router.catalog import draining_by_worker, named_by, read_catalog, save_catalog
+from router.core.fleet import Adapter, Alias, Fleet, Replica
 from router.core.index import WorkerId
+from router.follow import Follow, placed, replica_from, state_of
 from router.listed import listed_adapters
 from router.named import Named, named_workers
 from router.relay.fetch import Refused
 from router.relay.upstream import EngineLost
-from workers.wire import Metadata, engine_name
+from workers.wire import Metadata
 
 log = structlog.get_logger()
 
@@ -38,24 +37,6 @@ class Listener(Protocol):
     def heard(self, replica: Replica, metadata: Metadata) -> None: ...
 
     def gone(self, worker: WorkerId) -> None: ...
-
-
-@dataclass(slots=True)
-class _Follow:
-    """One worker, at one of its addresses. `plain`: its engine, where it has no agent."""
-
-    named: Named
-    url: str
-    poke: asyncio.Event
-    plain: PlainEngine | None = None
-    is_named: bool = True
-    is_answering: bool = False
-    metadata: Metadata | None = None
-    heard_at: float = 0.0
-    engine_answers: bool = False
-    replica: Replica | None = None
-    made_from: tuple[Metadata, ReplicaState, frozenset[str]] | None = None
-    tasks: tuple[asyncio.Task[None], ...] = ()
 
 
 class Discovery:
@@ -122,7 +103,7 @@ class Discovery:
         self._draining: dict[str, frozenset[str]] = {}
         self._etag: str | None = None
         self._catalog_poke = asyncio.Event()
-        self._follows: dict[str, _Follow] = {}
+        self._follows: dict[str, Follow] = {}
 
     async def run(self) -> None:
         """Follow until cancelled. The last catalog on disk is in force until the orchestrator answers."""
@@ -185,7 +166,8 @@ class Discovery:
             answer.raise_for_status()
             self._adopt(Catalog.model_validate_json(answer.content))
             self._etag = answer.headers.get("etag")
-            self._save(answer.content)
+            if self._state_file is not None:
+                save_catalog(self._state_file, answer.content)
         self.confirmed_at = self._clock()
 
     async def _listen_orchestrator(self) -> None:
@@ -206,9 +188,9 @@ class Discovery:
     def _adopt(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._catalog_ids = frozenset(worker.id for worker in catalog.workers)
-        self._adapters, self._aliases = _named_by(catalog)
+        self._adapters, self._aliases = named_by(catalog)
         self._list_anew()
-        before, self._draining = self._draining, _draining_by_worker(catalog)
+        before, self._draining = self._draining, draining_by_worker(catalog)
         self.has_catalog = True
         self._name()
         self._rebuild()
@@ -219,7 +201,12 @@ class Discovery:
         assert self.slices is not None
         now = self.slices.workers
         # What they no longer name may be ending, or only have lost a label: what they said last is still the best word.
-        gone = {id_: worker for id_, worker in self._found.items() if id_ not in now and id_ in self._follows}
+        followed = self._follows.keys() | {follow.url for follow in self._follows.values()}
+        gone = {
+            id_: worker
+            for id_, worker in self._found.items()
+            if id_ not in now and not followed.isdisjoint((id_, worker.agent_url, worker.engine_url))
+        }
         self._found = MappingProxyType({**gone, **now})
         there = {(worker.id, worker.agent_url or "") for worker in self._found.values()}
         self._called = {key: name for key, name in self._called.items() if key in there}
@@ -249,14 +236,14 @@ class Discovery:
             if id_ in named:
                 self._follow(worker)
 
-    def _has_moved(self, follow: _Follow) -> bool:
+    def _has_moved(self, follow: Follow) -> bool:
         """Whether to follow it elsewhere. One that answers stays: an address that nobody names may still be its own."""
         if follow.named.has_agent and follow.plain is not None:
             return True
         return follow.url not in follow.named.addresses and not follow.is_answering
 
     def _follow(self, worker: Named) -> None:
-        follow = _Follow(worker, worker.addresses[0], asyncio.Event())
+        follow = Follow(worker, worker.addresses[0], asyncio.Event())
         if not worker.has_agent:
             follow.plain = PlainEngine(
                 worker.id,
@@ -286,7 +273,7 @@ class Discovery:
         self._list_anew()
         self._listener.gone(WorkerId(id_))
 
-    async def _hear(self, follow: _Follow) -> None:
+    async def _hear(self, follow: Follow) -> None:
         try:
             metadata = await self._report(follow)
         except (EngineLost, Refused, ValueError):  # pydantic's ValidationError is a ValueError, as that of a bad URL
@@ -297,14 +284,14 @@ class Discovery:
         if metadata.instance_id != follow.named.id:
             self._rename(follow, metadata.instance_id)
             return
-        before, follow.metadata = follow.metadata, _placed(metadata, follow.named)
+        before, follow.metadata = follow.metadata, placed(metadata, follow.named)
         follow.heard_at, follow.is_answering, follow.engine_answers = self._clock(), True, True
         if follow.plain is not None and (before is None or before.lora != metadata.lora):
             self._list_anew()
         self._rebuild()
         self._listener.heard(self.fleet.replicas[WorkerId(follow.named.id)], follow.metadata)
 
-    async def _is_silent(self, follow: _Follow) -> None:
+    async def _is_silent(self, follow: Follow) -> None:
         """No report: it restarts, is gone, or is somewhere else by now."""
         follow.heard_at, follow.is_answering = follow.heard_at or self._clock(), False
         is_late = self._clock() - follow.heard_at > self._unreachable_after_s
@@ -322,7 +309,7 @@ class Discovery:
             follow.url = addresses[(addresses.index(follow.url) + 1) % len(addresses)]
         self._rebuild()
 
-    async def _report(self, follow: _Follow) -> Metadata:
+    async def _report(self, follow: Follow) -> Metadata:
         if follow.plain is not None:
             return await follow.plain.report()
         metadata = Metadata.model_validate_json(await self._ask(follow.url, "/metadata"))
@@ -331,7 +318,7 @@ class Discovery:
             raise ValueError(f"{follow.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
         return metadata
 
-    def _rename(self, follow: _Follow, name: str) -> None:
+    def _rename(self, follow: Follow, name: str) -> None:
         """Found in slices by another name than its own: from now on it goes by its own."""
         log.info("worker goes by its own name", found=follow.named.id, worker=name, agent_url=follow.url)
         self._called[follow.named.id, follow.url] = name
@@ -345,7 +332,7 @@ class Discovery:
         taken = {a.lora_id for a in self._catalog.adapters} | self._aliases.keys()
         self._known = MappingProxyType({**self._adapters, **listed_adapters(plain, taken)}) if plain else self._adapters
 
-    async def _engine_answers(self, follow: _Follow) -> bool:
+    async def _engine_answers(self, follow: Follow) -> bool:
         """An agent's restart or upgrade moves nothing: while its engine answers, the last report stays valid."""
         if follow.metadata is None:
             return False
@@ -366,115 +353,23 @@ class Discovery:
             self.has_catalog = True  # all that there is to know
         self.changes.notify()
 
-    def _replica(self, follow: _Follow, metadata: Metadata) -> Replica:
+    def _replica(self, follow: Follow, metadata: Metadata) -> Replica:
         is_silent = self._clock() - follow.heard_at > self._unreachable_after_s
-        state = _state(follow, metadata, silent=is_silent)
+        state = state_of(follow, metadata, is_silent=is_silent)
         draining = self._draining.get(follow.named.id, frozenset())
         # One agent's report makes one replica anew, not all of them: a fleet reports many times a second.
         made = follow.made_from
         if follow.replica is None or made is None or made[0] is not metadata or made[1:] != (state, draining):
-            follow.replica = _replica_from(follow, metadata, state=state, draining=draining, zone=self._zone)
+            follow.replica = replica_from(follow, metadata, state=state, draining=draining, zone=self._zone)
             follow.made_from = metadata, state, draining
         return follow.replica
 
     def _read_saved(self) -> None:
-        if self._state_file is None or not self._state_file.exists():
-            return
-        try:
-            self._adopt(Catalog.model_validate_json(self._state_file.read_bytes()))
-        except (OSError, ValidationError) as exc:
-            log.warning("saved catalog not used", file=str(self._state_file), error=str(exc))
-
-    def _save(self, content: bytes) -> None:
-        if self._state_file is None:
-            return
-        # Several processes may keep it in one place.
-        partial = self._state_file.with_suffix(f".{os.getpid()}.partial")
-        try:
-            partial.write_bytes(content)
-            partial.replace(self._state_file)
-        except OSError as exc:
-            log.warning("catalog not saved", file=str(self._state_file), error=str(exc))
+        saved = None if self._state_file is None else read_catalog(self._state_file)
+        if saved is not None:
+            self._adopt(saved)
 
     async def _forever(
         self, step: Callable[[], Awaitable[object]], name: str, every_s: float, poke: asyncio.Event | None = None
     ) -> None:
         await forever(step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name))
-
-
-def _placed(metadata: Metadata, named: Named) -> Metadata:
-    """With zone and node from the slices, where the agent knows none."""
-    zone, node = metadata.zone or named.zone, metadata.node or named.node
-    if (zone, node) == (metadata.zone, metadata.node):
-        return metadata
-    return metadata.model_copy(update={"zone": zone, "node": node})
-
-
-def _named_by(catalog: Catalog) -> tuple[Mapping[str, Adapter], Mapping[str, Alias]]:
-    adapters = {
-        # Only a quarantine is the adapter's own fault; any other error passes, and a request may wait for that.
-        a.lora_id: Adapter(
-            a.lora_id, a.base_model, a.digest, a.source, a.tenants, a.error if a.state == "failed" else None, a.priority
-        )
-        for a in catalog.adapters
-        if a.state != "deleting"
-    }
-    aliases = {
-        a.name: Alias(a.name, tuple((target.lora_id, target.weight) for target in a.targets)) for a in catalog.aliases
-    }
-    return MappingProxyType(adapters), MappingProxyType(aliases)
-
-
-def _draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
-    names: dict[str, set[str]] = {}
-    for entry in catalog.draining:
-        names.setdefault(entry.worker_id, set()).add(engine_name(entry.lora_id, entry.digest))
-    return {worker: frozenset(found) for worker, found in names.items()}
-
-
-def _replica_from(
-    follow: _Follow, metadata: Metadata, *, state: ReplicaState, draining: frozenset[str], zone: str
-) -> Replica:
-    """A replica as its agent describes it; `draining` are engine names that the catalog says to avoid there."""
-    held = [lora for lora in metadata.lora.loaded_loras if lora.state in ("ready", "draining")]
-    shape, load = metadata.model.runtime_config, metadata.load
-    residents = MappingProxyType(
-        {lora.engine_name: Resident(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
-    )
-    return Replica(
-        id=WorkerId(follow.named.id),
-        base_model=metadata.model.base_model,
-        engine_url=metadata.transport.engine_url.rstrip("/"),
-        agent_url=metadata.agent_url.rstrip("/"),
-        dialect=metadata.transport.dialect,
-        state=state,
-        block_size=max(0, shape.block_size),
-        max_loras=metadata.lora.max_loras,
-        max_num_seqs=max(1, shape.max_num_seqs),
-        max_model_len=shape.max_model_len,
-        total_kv_blocks=max(0, shape.total_kv_blocks),
-        engine_boot_id=metadata.engine_boot_id,
-        # The same object while nothing changes: decisions that are remembered keep the replicas they were made from.
-        residents=follow.replica.residents if follow.replica and follow.replica.residents == residents else residents,
-        draining=draining | {lora.engine_name for lora in held if lora.state == "draining"},
-        is_far=bool(zone and metadata.zone and metadata.zone != zone),
-        report=Report(
-            running=load.running,
-            waiting=load.waiting,
-            kv_usage=load.kv_usage,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_tokens_per_s=load.decode_tokens_per_s,
-            output_tokens=load.mean_output_tokens,
-            request_s=load.mean_request_s,
-            load_s=load.load_seconds,
-            at=follow.heard_at - load.read_age_s,
-        ),
-    )
-
-
-def _state(follow: _Follow, metadata: Metadata, *, silent: bool) -> ReplicaState:
-    if silent and not follow.engine_answers:
-        return "unreachable"
-    if metadata.state == "draining" or follow.named.is_draining:
-        return "draining"
-    return "ready" if metadata.state == "ready" else "starting"

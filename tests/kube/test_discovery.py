@@ -318,6 +318,9 @@ async def test_a_worker_goes_by_its_agents_own_name_and_is_one_with_what_the_cat
         assert fleet.states() == {"w0": "ready"}
         await fleet.name("w0", pod="some-pod", terminating=True)
         await fleet.until(lambda: fleet.states() == {"w0": "draining"})
+        await fleet.unname("some-pod")
+        await fleet.until(lambda: not fleet.named)
+        assert fleet.states() == {"w0": "draining"}
 
 
 async def test_an_address_that_another_worker_has_by_now_does_not_speak_for_the_old_one(kube):

@@ -141,6 +141,7 @@ async def test_what_a_terminating_worker_holds_is_placed_elsewhere_at_once_and_i
     await house.name(holder, terminating=True)
     await asyncio.wait_for(house.pokes.wait(), 5)
     assert house.states()[holder] == "draining"
+    assert (await house.adapter())["workers"] == [], "nobody sends requests there any more"
     for _ in range(8):  # time enough for a drain to end
         await house.turn()
         house.clock.now += 1.0
