@@ -1,0 +1,76 @@
+"""Services without a port for an agent: their pods are stock engines, found by routers and orchestrators alike."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lorafleet.kube.client import connect
+from lorafleet.tiny import make_adapter, make_model
+from orchestrator.app import build as build_orchestrator
+from orchestrator.config import OrchestratorSettings
+from router.app import build as build_router
+from router.config import RouterSettings
+from tests.engines import RunningEngine, start_engine
+from tests.kube.places import SELECTOR, put_slice, slice_of
+from tests.serving import serving
+
+DIGEST = "cd" * 32
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    make_adapter(folder, "sql")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> RunningEngine:
+    running = start_engine("sim", make_model(tmp_path_factory.mktemp("model")))
+    yield running
+    running.stop()
+
+
+async def until(ask, holds):
+    """The first answer for which it holds."""
+    async with asyncio.timeout(15):
+        while not holds(answer := await ask()):
+            await asyncio.sleep(0.05)
+    return answer
+
+
+async def test_a_stock_engine_of_a_slice_is_loaded_into_and_routed_to(kube, engine, shelf, tmp_path):
+    named = slice_of("vllm-0", engine=engine.url, namespace=kube.namespace, zone="a", node="n1")
+    await put_slice(kube, named)
+    settings = {"kube_selector": SELECTOR, "kubeconfig": kube.kubeconfig}
+    orchestrator = build_orchestrator(
+        OrchestratorSettings(
+            store=tmp_path / "store.db", settle_s=0.2, engine_slots=4, engine_roots=(shelf,), **settings
+        ),
+        kube=await connect(kube.kubeconfig),
+    )
+    async with serving(orchestrator.app) as url, httpx.AsyncClient(base_url=url) as operator:
+
+        async def workers():
+            return (await operator.get("/v1/workers")).json()["data"]
+
+        (worker,) = await until(workers, lambda found: found and found[0]["state"] == "ready")
+        assert (worker["id"], worker["agent_url"], worker["zone"], worker["node"]) == ("vllm-0", "", "a", "n1")
+        spec = {"lora_id": "sql/v1", "source": f"file://{shelf}/sql", "base_model": "tiny-qwen", "digest": DIGEST}
+        (await operator.post("/v1/adapters", json=spec)).raise_for_status()
+
+        app, parts = build_router(RouterSettings(orchestrator_url=url, metadata_poll_s=0.1, zone="b", **settings))
+        async with serving(app, http=app.state.http) as router, httpx.AsyncClient(base_url=router) as client:
+            assert await parts.discovery.changes.until(lambda: "vllm-0" in parts.discovery.fleet.replicas, timeout_s=10)
+            body = {"lora_id": "sql/v1", "prompt": "hello", "max_tokens": 2}
+            answer = await client.post("/v1/completions", json=body, timeout=30)  # cold: it is loaded first
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-lorafleet-worker"] == "vllm-0"
+            assert parts.discovery.fleet.replicas["vllm-0"].is_far
+
+        await put_slice(
+            kube, slice_of("vllm-0", engine=engine.url, namespace=kube.namespace, terminating=True, zone="a", node="n1")
+        )
+        await until(workers, lambda found: found[0]["state"] == "draining")
