@@ -169,6 +169,15 @@ async def test_a_share_that_cannot_be_loaded_keeps_no_worker_waiting(house):
     assert await is_warm(house, agent)
 
 
+async def test_a_worker_that_is_given_nothing_waits_for_nothing(house):
+    await busy_house(house)
+    agent = await joined(house, slots=16)
+    (await house.http.post("/v1/workers/new/cordon")).raise_for_status()
+    await house.turn()
+    assert agent.loaded == {}
+    assert await is_warm(house, agent)
+
+
 async def test_a_worker_without_demand_for_anything_is_warm_after_one_pass(house):
     await house.register()
     agent = await joined(house)
