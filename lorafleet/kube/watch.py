@@ -19,7 +19,6 @@ from lorafleet.kube.errors import Gone, KubeError, Unreachable, refusal
 
 log = structlog.get_logger()
 
-_PAGE = 500
 _MOST_RETRY_AFTER_S = 30.0
 
 
@@ -48,6 +47,7 @@ async def follow(
     path: str,
     *,
     label_selector: str = "",
+    page: int = 500,
     on_list: Callable[[list[Json]], object],
     on_event: Callable[[str, Json], object],
     on_failure: Callable[[], object] = lambda: None,
@@ -58,6 +58,7 @@ async def follow(
 ) -> NoReturn:
     """Follow the objects at `path` until cancelled.
 
+    page        objects asked for at once; a list of many comes in several answers, all as of one version
     on_list     all objects, whenever they were listed: at first, and after each failure
     on_event    ADDED, MODIFIED or DELETED, and the object as it is after it (as it last was, when deleted)
     on_failure  whatever went wrong has been logged; for a count of it
@@ -66,7 +67,7 @@ async def follow(
     A callback that raises is a failure too: it is logged with its traceback, and everything is listed again.
     """
     loop = _Follower(
-        kube, path, label_selector, on_list, on_event, on_failure, on_answer, times, clock, rng or random.Random()
+        kube, path, label_selector, page, on_list, on_event, on_failure, on_answer, times, clock, rng or random.Random()
     )
     while True:
         await loop.round()
@@ -77,6 +78,7 @@ class _Follower:
     kube: Kube
     path: str
     label_selector: str
+    page: int
     on_list: Callable[[list[Json]], object]
     on_event: Callable[[str, Json], object]
     on_failure: Callable[[], object]
@@ -130,7 +132,7 @@ class _Follower:
         log.info("objects listed", path=self.path, why=self.why, objects=len(items), version=self.version)
 
     async def _page(self, token: str) -> Json:
-        params: dict[str, str | int] = {"limit": _PAGE}
+        params: dict[str, str | int] = {"limit": self.page}
         if self.label_selector:
             params["labelSelector"] = self.label_selector
         if token:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
@@ -13,6 +12,7 @@ import structlog
 from lorafleet.kube.client import connect
 from lorafleet.kube.errors import KubeError, refusal
 from lorafleet.kube.watch import Times, _Follower, follow
+from tests.kube.seen import Seen, seeing
 from tests.kube.server import KubeServer
 
 PATH = "/api/v1/namespaces/default/configmaps"
@@ -32,84 +32,12 @@ def put(server, name, value="0", **labels):
     return server.objects.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"value": value}})
 
 
-@dataclass
-class Seen:
-    """What a follower was told, as the state that it adds up to."""
-
-    state: dict = field(default_factory=dict)
-    lists: int = 0
-    events: list = field(default_factory=list)
-    failures: int = 0
-    answers: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def listed(self, items):
-        self.lists += 1
-        self.state = {item["metadata"]["name"]: item["data"]["value"] for item in items}
-        self.changed.set()
-
-    def event(self, kind, item):
-        name = item["metadata"]["name"]
-        self.events.append((kind, name))
-        if kind == "DELETED":
-            del self.state[name]
-        else:
-            self.state[name] = item["data"]["value"]
-        self.changed.set()
-
-    def failed(self):
-        self.failures += 1
-        self.changed.set()
-
-    def answered(self):
-        self.answers += 1
-
-    async def until(self, predicate, within_s=10.0):
-        async with asyncio.timeout(within_s):
-            while not predicate():
-                self.changed.clear()
-                await self.changed.wait()
-
-
 @contextlib.asynccontextmanager
-async def following(server, tmp_path, *, times=STEADY, selector="", **more):
+async def following(server, tmp_path, **how):
     kube = await connect(server.kubeconfig(tmp_path / "kubeconfig"), environ={})
-    seen = Seen()
-    told = {"on_list": seen.listed, "on_event": seen.event, "on_failure": seen.failed, "on_answer": seen.answered}
-    loop = asyncio.create_task(
-        follow(kube, PATH, label_selector=selector, times=times, rng=random.Random(1), **(told | more))
-    )
-    try:
+    async with seeing(kube, PATH, **({"times": STEADY} | how)) as seen:
         yield seen
-        assert not loop.done(), loop
-    finally:
-        loop.cancel()
-        await asyncio.gather(loop, return_exceptions=True)
-        await kube.close()
-
-
-async def test_what_there_is_comes_first_and_then_each_change(server, tmp_path):
-    put(server, "a", "1", app="x")
-    put(server, "other", app="y")
-    async with following(server, tmp_path, selector="app=x") as seen:
-        await seen.until(lambda: seen.lists)
-        assert seen.state == {"a": "1"}
-        put(server, "a", "2", app="x")
-        put(server, "b", "1", app="x")
-        put(server, "c", "1", app="y")
-        put(server, "b", "1", app="y")
-        await seen.until(lambda: len(seen.events) == 3)
-        assert seen.events == [("MODIFIED", "a"), ("ADDED", "b"), ("DELETED", "b")], "its label went: not ours any more"
-        assert seen.state == {"a": "2"}
-        assert (seen.lists, seen.failures) == (1, 0)
-
-
-async def test_a_list_of_many_pages_is_one_list(server, tmp_path):
-    for number in range(1201):
-        put(server, f"m{number:04}")
-    async with following(server, tmp_path) as seen:
-        await seen.until(lambda: seen.lists)
-        assert (len(seen.state), seen.lists, server.count("list", PATH)) == (1201, 1, 3)
+    await kube.close()
 
 
 async def watched(server):
@@ -127,15 +55,6 @@ async def test_an_orderly_end_of_a_watch_is_resumed_without_a_list_and_nothing_i
             server.faults.drop_watches(cleanly=True)
             put(server, "a", str(number))
             await seen.until(lambda number=number: seen.state.get("a") == str(number))
-        assert (seen.lists, seen.failures) == (1, 0)
-
-
-async def test_a_watch_that_the_server_ends_in_time_is_no_failure_and_its_bookmark_spares_the_list(server, tmp_path):
-    put(server, "a", "0")
-    async with following(server, tmp_path, times=QUICK) as seen:
-        await seen.until(lambda: seen.lists)
-        while server.count("watch") < 3:
-            await asyncio.sleep(0.01)
         assert (seen.lists, seen.failures) == (1, 0)
 
 
@@ -341,7 +260,7 @@ async def test_however_it_fails_an_api_server_is_asked_a_bounded_number_of_times
     clock = Time()
     server = Broken(clock, how)
     told = [lambda *_: None] * 4
-    loop = _Follower(server, PATH, "", *told, Times(), clock, random.Random(1), clock.sleep)
+    loop = _Follower(server, PATH, "", 500, *told, Times(), clock, random.Random(1), clock.sleep)
     while clock.now < 3600 and len(server.asked) < 10_000:
         await loop.round()
     per_minute = Counter(int(at // 60) for at in server.asked)

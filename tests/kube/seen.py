@@ -1,0 +1,63 @@
+"""Somebody who follows ConfigMaps, and what was told."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from lorafleet.kube.client import Kube
+from lorafleet.kube.watch import follow
+
+
+@dataclass
+class Seen:
+    """What a follower was told, as the state that it adds up to."""
+
+    state: dict = field(default_factory=dict)
+    lists: int = 0
+    events: list = field(default_factory=list)
+    failures: int = 0
+    answers: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def listed(self, items):
+        self.lists += 1
+        found = {item["metadata"]["name"]: item["data"].get("value") for item in items}
+        self.state = {name: value for name, value in found.items() if value is not None}  # not a cluster's own
+        self.changed.set()
+
+    def event(self, kind, item):
+        name = item["metadata"]["name"]
+        self.events.append((kind, name))
+        if kind == "DELETED":
+            del self.state[name]
+        else:
+            self.state[name] = item["data"]["value"]
+        self.changed.set()
+
+    def failed(self):
+        self.failures += 1
+        self.changed.set()
+
+    def answered(self):
+        self.answers += 1
+
+    async def until(self, predicate, within_s=10.0):
+        async with asyncio.timeout(within_s):
+            while not predicate():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@contextlib.asynccontextmanager
+async def seeing(kube: Kube, path: str, *, selector: str = "", **more) -> AsyncIterator[Seen]:
+    seen = Seen()
+    told = {"on_list": seen.listed, "on_event": seen.event, "on_failure": seen.failed, "on_answer": seen.answered}
+    loop = asyncio.create_task(follow(kube, path, label_selector=selector, rng=random.Random(1), **(told | more)))
+    try:
+        yield seen
+        assert not loop.done(), loop
+    finally:
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
