@@ -86,6 +86,11 @@ class Release:
     async def adapters(self) -> set[str]:
         return {item["lora_id"] for item in (await self.orchestrator("GET", "/v1/adapters"))["data"]}
 
+    async def placements(self) -> set[tuple[str, str]]:
+        """Adapter and worker, where it is ready."""
+        listed = (await self.orchestrator("GET", "/v1/placements"))["data"]
+        return {(item["lora_id"], item["worker_id"]) for item in listed if item["state"] == "ready"}
+
     async def until_listed(self, lora_id: str, *, within_s: float = 10.0) -> None:
         """Until every router knows the adapter."""
         routers = [pod["status"]["podIP"] for pod in self.cluster.pods_of(component="router")]

@@ -19,6 +19,7 @@ from tests.e2e.kubernetes import ADAPTERS, NAME, NAMESPACE, Release, installed
 from tests.kube import workloads
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+AWAY_S = 6.0  # the Lease of these releases lasts 4
 POOL = f"statefulset/{NAME}-lorafleet-sim"
 
 
@@ -42,6 +43,11 @@ def leader(release: Release) -> str:
     found = [pod.name for pod in release.cluster.pods.values() if f"//{pod.address}:" in said]
     assert len(found) == 1, lease
     return found[0]
+
+
+def is_renewed(release: Release, since: int) -> bool:
+    """Whether the Lease was written among the requests from this one on."""
+    return any(asked.verb == "update" and "/leases/" in asked.path for asked in release.server.requests[since:])
 
 
 async def test_the_charts_own_test_gets_a_completion(release: Release) -> None:
@@ -111,6 +117,23 @@ async def test_an_adapter_comes_by_kubectl_apply_and_goes_by_kubectl_delete(rele
     async with asyncio.timeout(20):
         while "by-hand/v1" in await release.adapters():
             await asyncio.sleep(0.05)
+
+
+async def test_an_api_server_that_is_away_and_comes_back_without_history_fails_no_request(release: Release) -> None:
+    """For longer than the Lease lasts: nobody leads meanwhile, and routers know the fleet as it was."""
+    held = await release.placements()
+    async with release.under_requests():
+        await release.server.faults.go_down()
+        await asyncio.sleep(AWAY_S)
+        await release.server.faults.come_back()
+        began = len(release.server.requests)
+        await release.cluster.until(lambda: is_renewed(release, began), within_s=15, what="somebody leads again")
+        assert await release.placements() >= held
+    assert set((await release.workers()).values()) == {"ready"}
+
+
+async def test_the_roles_of_the_chart_are_enough(release: Release) -> None:
+    assert release.server.forbidden == []
 
 
 async def test_no_pod_wrote_where_a_container_cannot(release: Release) -> None:

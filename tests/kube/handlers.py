@@ -56,6 +56,7 @@ class Handlers:
     rules: Rules
     faults: Faults
     requests: list[Asked]
+    forbidden: list[str]
     bookmark_s: float = 60.0
     # resource, namespace, name, field manager -> what it has applied: what managedFields are for on a real server
     _applied: dict[tuple[Resource, str, str, str], Any] = field(default_factory=dict)
@@ -83,6 +84,8 @@ class Handlers:
             answer = self._part if target.part in ("scale", "eviction") else self._object
             code, body = await answer(request, asked.verb, target)
         except status.ApiError as exc:
+            if exc.code in (401, 403):
+                self.forbidden.append(f"{exc.message} ({asked.verb} {asked.path})")
             headers = {"Retry-After": str(exc.retry_after_s)} if exc.retry_after_s is not None else {}
             return _json(exc.code, exc.body(), headers)
         await self.faults.thawed()

@@ -73,18 +73,21 @@ class KubeServer:
     tls             https with a certificate of its own; `service_account` writes the CA's
     allow_loopback  endpoints in 127.0.0.0/8, which real servers refuse, since pods are processes here
     bookmark_s      between a watch's bookmarks
+
+    `requests` has all that were made, `forbidden` what was answered 401 and 403 and to whom.
     """
 
     def __init__(
         self, *, port: int = 0, tls: bool = False, allow_loopback: bool = True, bookmark_s: float = 60.0
     ) -> None:
         self.requests: list[Asked] = []
+        self.forbidden: list[str] = []
         self.registry = Registry(Store(), allow_loopback=allow_loopback)
         self.objects = Objects(self.registry)
         self.rules = Rules(self.registry.store)
         self.tokens = self.rules.tokens
         self.faults = Faults(self.registry.store, self._stop_listening, self._listen)
-        self._handlers = Handlers(self.registry, self.rules, self.faults, self.requests, bookmark_s)
+        self._handlers = Handlers(self.registry, self.rules, self.faults, self.requests, self.forbidden, bookmark_s)
         self._port = port
         self._certificate = certificates.made_for(_HOST) if tls else None
         self._site: web.SockSite | None = None

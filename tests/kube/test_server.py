@@ -245,7 +245,7 @@ class TestWatching:
     async def test_a_watch_ends_when_its_time_is_over_with_a_bookmark_before(self, api: Api) -> None:
         _, listed = await api.ask("GET", MAPS)
         since = listed["metadata"]["resourceVersion"]
-        query = {"resourceVersion": since, "allowWatchBookmarks": "true", "timeoutSeconds": 3}
+        query = {"resourceVersion": since, "allowWatchBookmarks": "true", "timeoutSeconds": 3, "labelSelector": "w=1"}
         async with api.watch(MAPS, **query) as watched:
             events = [event async for event in _all(watched)]
         assert [event["type"] for event in events] == ["BOOKMARK"]
@@ -350,6 +350,7 @@ class TestFaults:
                 client.headers["authorization"] = "Bearer new"
                 assert (await api.ask("GET", MAPS))[0] == 200
             assert server.count("list", "/configmaps") == 3
+            assert len(server.forbidden) == 2
             assert server.requests[-1].user == user
 
 
