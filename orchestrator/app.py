@@ -46,6 +46,8 @@ from orchestrator.store import Store
 
 log = structlog.get_logger()
 
+_FIRST_LIST_S = 2.0  # who starts alone leads from its first answer on; an API server that is away keeps nobody
+
 
 @dataclass(slots=True)
 class Orchestrator:
@@ -94,19 +96,7 @@ def build(
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), mounts={SCHEME: plain}
     )
     fleet, metrics = Fleet(clock=clock, wall=wall), Metrics()
-    holder = secrets.token_hex(8)
-    if settings.lease == "kubernetes":
-        holder = f"{socket.gethostname()}_{holder}"  # the pod's name, for whoever reads the Lease
-    lease = _lease(settings, kube, holder, wall)
-    leadership = Leadership(
-        lease,
-        holder=holder,
-        url=settings.advertise_url or url,
-        duration_s=settings.lease_duration_s,
-        renew_s=settings.lease_renew_s,
-        margin_s=settings.lease_margin_s,
-        clock=clock,
-    )
+    leadership = _leadership(settings, kube, url, clock, wall)
 
     def epoch() -> int:
         leadership.require()
@@ -145,6 +135,8 @@ def build(
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         loops = [asyncio.create_task(work()) for work in beside]
+        if objects is not None:
+            await objects.listed(_FIRST_LIST_S)
         await leadership.start()
         follow = forever(standby.step, name="standby", every_s=settings.heartbeat_interval_s)
         loops += [asyncio.create_task(work) for work in (leadership.run(), reconciler.run(), follow)]
@@ -265,6 +257,23 @@ def _finder(
         poke=reconciler.poke,
         timeout_s=settings.probe_timeout_s,
         again_s=settings.probe_after_s,
+    )
+
+
+def _leadership(
+    settings: OrchestratorSettings, kube: Kube | None, url: str, clock: Callable[[], float], wall: Callable[[], float]
+) -> Leadership:
+    holder = secrets.token_hex(8)
+    if settings.lease == "kubernetes":
+        holder = f"{socket.gethostname()}_{holder}"  # the pod's name, for whoever reads the Lease
+    return Leadership(
+        _lease(settings, kube, holder, wall),
+        holder=holder,
+        url=settings.advertise_url or url,
+        duration_s=settings.lease_duration_s,
+        renew_s=settings.lease_renew_s,
+        margin_s=settings.lease_margin_s,
+        clock=clock,
     )
 
 

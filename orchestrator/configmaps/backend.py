@@ -1,6 +1,7 @@
 """A Backend on ConfigMaps: reads come from memory, which a watch keeps true; writes go out beside whoever wrote."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -156,6 +157,14 @@ class ConfigMaps:
             on_list=self.mirror.listed,
             on_event=self.mirror.event,
         )
+
+    async def listed(self, within_s: float) -> bool:
+        """Whether they were listed within this time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not self.mirror.is_synced:
+                    await self.news()
+        return self.mirror.is_synced
 
     async def news(self) -> None:
         """Until there is something that others did, and that may not have been looked at yet."""

@@ -11,6 +11,7 @@ from collections import Counter
 import httpx
 import pytest
 
+from tests.kube.conftest import kube  # noqa: F401  (a fixture)
 from tests.orchestrator.doubles import FakeAgent, serving
 
 FLAGS = {
@@ -26,14 +27,15 @@ FLAGS = {
 class Process:
     """`python -m orchestrator` on a store, with a client."""
 
-    def __init__(self, folder, name):
+    def __init__(self, folder, name, **flags):
         self._folder = folder
+        self._flags = flags
         self._port_file = folder / f"{name}.port"
         self.url = ""
 
     async def start(self):
         self._port_file.unlink(missing_ok=True)
-        flags = {"port": 0, "store": self._folder / "store.db", "port-file": self._port_file} | FLAGS
+        flags = {"port": 0, "store": self._folder / "store.db", "port-file": self._port_file} | FLAGS | self._flags
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         with (self._folder / "stderr").open("ab") as errors:
             self.process = await asyncio.create_subprocess_exec(
@@ -134,10 +136,18 @@ async def test_killed_at_random_moments_of_200_loads_it_loses_nothing_and_loads_
     await process.stop()
 
 
-async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, beating):
+@pytest.fixture(params=["files", "kubernetes"])
+def shared(request, kube):  # noqa: F811
+    """Flags of orchestrators that share lease and store."""
+    if request.param == "files":
+        return {}
+    return {"lease": "kubernetes", "backend": "configmaps", "kubeconfig": kube.kubeconfig}
+
+
+async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, beating, shared):
     agent = FakeAgent("w0", slots=8)
     await beating.add(agent)
-    one, two = Process(tmp_path, "one"), Process(tmp_path, "two")
+    one, two = Process(tmp_path, "one", **shared), Process(tmp_path, "two", **shared)
     await one.start()
     await two.start()
     assert (await one.says("is_leading"), await two.says("is_leading")) == (True, False)
@@ -173,7 +183,7 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
     # With nobody left to lead for a moment, what is stored can still be read; writing has to wait.
     await one.stop(signal.SIGKILL)
     os.kill(two.process.pid, signal.SIGSTOP)
-    third = Process(tmp_path, "three")
+    third = Process(tmp_path, "three", **shared)
     await third.start()
     assert not await third.says("is_leading")
     await until(lambda: third.says("is_leading"))
