@@ -8,6 +8,7 @@ from typing import NamedTuple
 from router.core.errors import ReplicaUnreachable, StreamBroken
 from router.relay.events import MAX_EVENT_BYTES, Renamed, Tail, event_error, has_first_event
 from router.relay.front import Exchange
+from router.relay.refusals import enveloped
 from router.relay.upstream import Connection, EngineLost, Origin, Pool
 from router.surface.routes import Route, is_begun_only
 from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
@@ -266,6 +267,7 @@ async def open_attempt(pool: Pool, call: Call, limits: Limits) -> Attempt:
         if reason is not None:
             attempt.close()
             raise ReplicaUnreachable(f"replica {call.replica}: {attempt.status} {attempt.first[:200]!r}", reason=reason)
+        attempt.first = enveloped(attempt.first)
     return attempt
 
 

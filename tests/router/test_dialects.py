@@ -1,7 +1,11 @@
 """Workers of several kinds: of one that this router has never heard of, and of SGLang."""
 
+import json
+
+import pytest
 from starlette.responses import JSONResponse
 
+from router.relay.refusals import enveloped
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, fleet, with_sql
 from workers.wire import Metadata, engine_name
 
@@ -52,6 +56,29 @@ async def test_sglang_is_asked_for_base_and_adapter_and_the_client_sees_the_name
             assert b'"model":"sql/v1"' in answer.content
             assert b"@" not in answer.content
     assert {body["model"] for body in engine.bodies} == {f"{BASE}:{engine_name('sql/v1', DIGEST)}"}
+
+
+async def test_sglangs_own_errors_reach_the_client_in_openais_envelope():
+    async def refuses(engine, body):
+        told = {"object": "error", "message": "too long", "type": "BadRequestError", "param": None, "code": 400}
+        return JSONResponse(told, 400)
+
+    engine = Engine("w0")
+    engine.answer = refuses
+    async with fleet(engine, control=speaking(with_sql("w0"), w0="sglang")) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+    wanted = {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}
+    assert (answer.status_code, answer.json()) == (400, {"error": wanted})
+
+
+@pytest.mark.parametrize("body", [b'{"error": {"message": "m"}}', b"plain words", b'["m"]', b'{"status": "odd"}', b""])
+def test_an_error_that_is_an_envelope_or_nothing_we_know_is_left_as_it_is(body):
+    assert enveloped(body) == body
+
+
+def test_fastapis_own_refusals_are_enveloped_whole():
+    told = json.loads(enveloped(b'{"detail": [{"loc": ["body"]}]}'))
+    assert told == {"error": {"message": '[{"loc":["body"]}]', "type": None, "param": None, "code": None}}
 
 
 async def test_sglangs_400_for_an_adapter_it_no_longer_has_is_answered_by_another_replica():

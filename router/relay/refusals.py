@@ -1,0 +1,24 @@
+"""What an engine answers when it refuses, in the form that every error of ours has."""
+
+from typing import Any
+
+import msgspec
+
+_MEMBERS = ("type", "param", "code")
+
+
+def enveloped(body: bytes) -> bytes:
+    """An engine's error as OpenAI's `{"error": {...}}`; unchanged where it is that already, or is nothing we know.
+
+    SGLang 0.5.23 says `{"object": "error", "message", "type", "param", "code"}` (entrypoints/openai/protocol.py),
+    FastAPI `{"detail": ...}`.
+    """
+    try:
+        told = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return body
+    message = told.get("message", told.get("detail"))
+    if "error" in told or message is None:
+        return body
+    text = message if isinstance(message, str) else msgspec.json.encode(message).decode()
+    return msgspec.json.encode({"error": {"message": text, **{name: told.get(name) for name in _MEMBERS}}})
