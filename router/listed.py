@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterable, Mapping
 
+from orchestrator.wire import checked_lora_id
 from router.core.fleet import Adapter
 from workers.wire import Metadata
 
@@ -13,15 +14,25 @@ def listed_adapters(reports: Iterable[Metadata], taken: Container[str]) -> Mappi
     first base model's counts, as a name can stand for one thing only. Everybody may use them: whoever gave them to the
     engine has said no more.
 
+    A name that no registration could have is passed over: vLLM takes any, also one that would break our headers.
+
     taken  names of the catalog's adapters and aliases, which mean those
     """
     found: dict[str, Adapter] = {}
     for report in reports:
         base_model = report.model.base_model
         for lora in report.lora.loaded_loras:
-            if lora.engine_name != lora.lora_id or lora.lora_id in taken:
+            if lora.engine_name != lora.lora_id or lora.lora_id in taken or not _is_lora_id(lora.lora_id):
                 continue
             known = found.get(lora.lora_id)
             if known is None or base_model < (known.base_model or ""):
                 found[lora.lora_id] = Adapter(lora.lora_id, base_model, None, "", is_listed=True)
     return found
+
+
+def _is_lora_id(name: str) -> bool:
+    try:
+        checked_lora_id(name)
+    except ValueError:
+        return False
+    return True

@@ -11,10 +11,12 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from lorafleet.plain import PlainEngine, engines_by_id
+from lorafleet.settings import load as load_settings
 from lorafleet.tiny import make_adapters, make_model
 from orchestrator.wire import CatalogWorker
 from router.app import build
 from router.config import RouterSettings
+from router.listed import listed_adapters
 from tests.engines import RunningEngine, start_engine
 from tests.router.doubles import Control, Engine, error_of, until
 from tests.serving import serving
@@ -292,6 +294,28 @@ async def test_event_sockets_are_those_that_the_engine_has_bound(endpoints, foun
         for rank, endpoint in enumerate(endpoints)
     }
     assert (await boots(said).report()).transport.kv_events == found
+
+
+async def test_a_name_that_no_registration_could_have_is_not_served() -> None:
+    said = Said()
+    said.paths = {"sql": "/a", "a\r\nset-cookie: b": "/b", "../x": "/c", "ünïcode": "/d", "two words": "/e"}
+    assert listed_adapters([await boots(said).report()], ()).keys() == {"sql"}
+
+
+async def test_of_one_name_under_two_base_models_the_first_base_model_counts() -> None:
+    said = Said()
+    report = await boots(said).report()
+    other = report.model_copy(update={"model": report.model.model_copy(update={"base_model": "another"})})
+    for reports in ([report, other], [other, report]):
+        assert listed_adapters(reports, ())["sql"].base_model == "another"
+
+
+def test_engines_are_named_on_the_command_line_one_by_one_or_together() -> None:
+    together = load_settings(RouterSettings, ["--engines", "http://e0:1,b=http://e1:2"], prog="router")
+    one_by_one = load_settings(
+        RouterSettings, ["--engines", "http://e0:1", "--engines", "b=http://e1:2"], prog="router"
+    )
+    assert together.engines == one_by_one.engines == ("http://e0:1", "b=http://e1:2")
 
 
 def test_engines_have_ids_of_their_own() -> None:
