@@ -160,6 +160,8 @@ class Kube:
             try:
                 answer = await client.send(request, stream=True)
             except httpx.HTTPError as exc:
+                if _is_distrust(exc):
+                    await self._trust_anew()
                 raise Unreachable(f"{method} {self.url}{path}: {exc!r}") from exc
             if answer.status_code != httpx.codes.UNAUTHORIZED or is_last or not await self._renewed(token):
                 return answer
@@ -184,6 +186,22 @@ class Kube:
             log.info("API server's credentials renewed", url=access.url)
             self._access = replace(self._access, token=access.token)
             return True
+
+    async def _trust_anew(self) -> None:
+        """A cluster may get another authority, and its pods' files tell; the next call sees whether it did."""
+        async with self._renewing:
+            try:
+                access = await self._source.read()
+            except KubeConfigError as exc:
+                log.warning("API server's credentials not read again", error=str(exc))
+                return
+            old, self._access, self._client = self._client, access, _client(access)
+            await old.aclose()
+
+
+def _is_distrust(exc: httpx.HTTPError) -> bool:
+    # httpcore keeps of the ssl module's error only the words (1.0).
+    return "CERTIFICATE_VERIFY_FAILED" in str(exc)
 
 
 def _client(access: Access) -> httpx.AsyncClient:

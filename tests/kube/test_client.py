@@ -282,6 +282,10 @@ async def test_in_a_pod_its_account_is_used_over_tls_and_the_kubernetes_library_
         kube = await connect(environ=environ, account=stranger)
         with pytest.raises(Unreachable, match="CERTIFICATE_VERIFY_FAILED"):
             await kube.get("/version")
+        (stranger / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
+        with pytest.raises(Unreachable):
+            await kube.get("/version")
+        assert await kube.get("/version") == {"token": "Bearer t"}, "an authority that changes is read again"
         await kube.close()
     finally:
         server.should_exit = True
