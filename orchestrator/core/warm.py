@@ -33,16 +33,18 @@ def warm_shares(
     wanted = {lora_id: target.replicas for lora_id, target in targets(board)[0].items()}
     hot = [a for a in intent.adapters.values() if is_placeable(a) and board.weight(a.lora_id) > 0]
     found: dict[str, list[Adapter]] = {worker_id: [] for worker_id in warming}
+    room = {worker.id: usable_slots(worker.slots, policy.reserve_slots) for worker in warming.values()}
     for adapter in sorted(hot, key=lambda a: (-a.priority, -board.weight(a.lora_id), a.lora_id)):
         for home in nsmallest(wanted.get(adapter.lora_id, 1), board.able(adapter), key=claim_of(adapter.lora_id)):
-            if home.id in found:
+            if home.id in found and len(found[home.id]) < room[home.id]:
                 found[home.id].append(adapter)
-    return {worker_id: _missing(warming[worker_id], share, policy) for worker_id, share in found.items()}
+        if all(len(share) == room[worker_id] for worker_id, share in found.items()):
+            break  # of ten thousand adapters all but the hottest need no look
+    return {name: _missing(warming[name], share, room[name]) for name, share in found.items()}
 
 
-def _missing(worker: Worker, share: list[Adapter], policy: Rules) -> tuple[Load, ...]:
-    room = usable_slots(worker.slots, policy.reserve_slots)
-    mine = {adapter.lora_id for adapter in share[:room]}
+def _missing(worker: Worker, share: list[Adapter], room: int) -> tuple[Load, ...]:
+    mine = {adapter.lora_id for adapter in share}
     room -= sum(worker.holds(lora_id) for lora_id in worker.held if lora_id not in mine)
     return tuple(
         Load(lora_id=adapter.lora_id, worker_id=worker.id, reason="its home, and asked for: before the worker is ready")
