@@ -179,6 +179,7 @@ def build(
     app.add_middleware(
         Forwarder,
         leadership=leadership,
+        is_stopping=lambda: whole.is_stopping,
         client=client,
         metrics=metrics,
         refresh=store.refresh,

@@ -33,7 +33,8 @@ _LOOK_EVERY_S = 0.2
 class Forwarder:
     """ASGI middleware in front of all routes.
 
-    refresh   reads the store again, before a read is answered from it
+    refresh      reads the store again, before a read is answered from it
+    is_stopping  whether this process is told to end: streams of events, which have none, end then
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Forwarder:
         client: httpx.AsyncClient,
         metrics: Metrics,
         refresh: Callable[[], None],
+        is_stopping: Callable[[], bool],
         connect_timeout_s: float,
         retry_after_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -53,6 +55,7 @@ class Forwarder:
         self._client = client
         self._metrics = metrics
         self._refresh = refresh
+        self._is_stopping = is_stopping
         self._timeout = httpx.Timeout(None, connect=connect_timeout_s)
         self._retry_after_s = retry_after_s
         self._clock = clock
@@ -101,7 +104,7 @@ class Forwarder:
         answer = await self._while_it_leads(leader, self._client.send(upstream, stream=True))
         self._metrics.forwarded.labels("ok").inc()
         kept = {k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP}
-        return StreamingResponse(_body(answer), status_code=answer.status_code, headers=kept)
+        return StreamingResponse(self._body(answer), status_code=answer.status_code, headers=kept)
 
     async def _while_it_leads(self, leader: Hold, sending: Any) -> httpx.Response:
         """Its answer. Some calls wait for minutes, so what ends the wait is that it leads no longer: TimeoutError."""
@@ -115,17 +118,31 @@ class Forwarder:
         finally:
             task.cancel()
 
+    async def _body(self, answer: httpx.Response) -> AsyncIterator[bytes]:
+        """As it comes; the connection to the leader ends with it, however that ends."""
+        is_events = answer.headers.get("content-type", "").startswith("text/event-stream")
+        pieces = answer.aiter_raw()
+        try:
+            async for piece in self._until_stopping(pieces) if is_events else pieces:
+                yield piece
+        finally:
+            await answer.aclose()
+
+    async def _until_stopping(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        coming = asyncio.ensure_future(anext(pieces, None))
+        try:
+            while not self._is_stopping():
+                if (await asyncio.wait([coming], timeout=_LOOK_EVERY_S))[0]:
+                    if (piece := coming.result()) is None:
+                        return
+                    yield piece
+                    coming = asyncio.ensure_future(anext(pieces, None))
+        finally:
+            coming.cancel()
+            await asyncio.wait([coming])
+
     def _refresh_the_store(self) -> None:
         now = self._clock()
         if self._refreshed_at is None or now - self._refreshed_at >= 1.0:
             self._refreshed_at = now
             self._refresh()
-
-
-async def _body(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """As it comes; the connection to the leader ends with it, however that ends."""
-    try:
-        async for piece in answer.aiter_raw():
-            yield piece
-    finally:
-        await answer.aclose()

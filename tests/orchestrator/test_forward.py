@@ -18,6 +18,7 @@ class Standby:
     """Leadership as a forwarder sees it."""
 
     is_leading = False
+    is_stopping = False
     holder = "standby"
     other = None
 
@@ -68,6 +69,7 @@ async def forwarding(leadership):
             client=upstream,
             metrics=Metrics(),
             refresh=lambda: refreshed.append(1),
+            is_stopping=lambda: leadership.is_stopping,
             connect_timeout_s=0.5,
             retry_after_s=1.0,
         )
@@ -95,6 +97,17 @@ async def test_events_come_as_they_happen_and_a_reader_that_leaves_is_gone_at_th
     async with forwarding(standby(leader.url)) as client, client.stream("GET", "/v1/events") as answer:
         assert await anext(answer.aiter_bytes()) == b"data: one\n\n"
     await asyncio.wait_for(leader.left.wait(), 5)
+
+
+async def test_a_stream_of_events_ends_in_order_when_the_orchestrator_that_forwards_it_stops(leader):
+    leadership = standby(leader.url)
+    async with forwarding(leadership) as client, client.stream("GET", "/v1/events") as answer:
+        pieces = answer.aiter_bytes()
+        assert await anext(pieces) == b"data: one\n\n"
+        leadership.is_stopping = True
+        async with asyncio.timeout(5):
+            assert [piece async for piece in pieces] == []
+        await asyncio.wait_for(leader.left.wait(), 5)
 
 
 async def test_what_was_forwarded_once_is_not_forwarded_again(leader):
