@@ -79,7 +79,8 @@ def agent(
     }
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     tiny = [*_TINY, *_TINY_BLOCKS, *_TINY_DTYPE] if base.is_tiny else []
-    return [sys.executable, "-m", "workers", *shared, *words, *tiny]
+    # What an engine says is in its worker's folder; a local fleet's own logs are for what the fleet does.
+    return [sys.executable, "-m", "workers", *shared, *words, "--no-engine-output", *tiny]
 
 
 def rank_for(adapters: Iterable[Path]) -> int:

@@ -78,6 +78,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
         rules=rules,
         fetch_deadline_s=settings.fetch_deadline_s,
         source_prefixes=settings.source_prefixes,
+        parallel_fetches=settings.parallel_fetches,
     )
     agent = Agent(
         settings=settings,

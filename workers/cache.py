@@ -47,6 +47,7 @@ class Cache:
         rules: Rules,
         fetch_deadline_s: float,
         source_prefixes: tuple[str, ...] = (),
+        parallel_fetches: int = 4,
     ) -> None:
         self.disk = disk
         self.used_bytes, self.adapters = 0, 0  # at the last sweep
@@ -55,6 +56,7 @@ class Cache:
         self._fetch_deadline_s = fetch_deadline_s
         self.is_stopping = False
         """What is under way when the process ends is kept, for the next start to go on with."""
+        self._turns = asyncio.Semaphore(parallel_fetches)
         self._verified: set[str] = set()
 
     @asynccontextmanager
@@ -72,7 +74,7 @@ class Cache:
         try:
             with self.disk.partial(again) as partial:
                 try:
-                    async with asyncio.timeout(self._fetch_deadline_s):
+                    async with self._turns, asyncio.timeout(self._fetch_deadline_s):
                         await source.fetch(ref, partial, transfer)
                         if self.rules.allow_pickle:
                             await unpickled(partial)

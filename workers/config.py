@@ -44,6 +44,9 @@ class WorkerSettings(HouseSettings):
     engine_port: int = Field(default=8100, ge=0, le=65535, description="port of the engine; 0 picks a free one")
     engine_advertise_url: str = Field(default="", description="engine URL that routers use, if not its own address")
     engine_args: tuple[str, ...] = Field(default=(), description="further engine arguments, passed on as they are")
+    engine_output: bool = Field(
+        default=True, description="pass the engine's output on to stderr; it is in state_dir/engine.log, too"
+    )
     engine_shutdown_s: int = Field(default=20, ge=0, description="seconds the engine may take to finish requests")
     device_profile: Literal["auto", "cpu", "gpu"] = Field(
         default="auto", description="cpu: the settings that make vLLM's CPU build light; auto: look at the build"
@@ -82,6 +85,7 @@ class WorkerSettings(HouseSettings):
     )
     source_timeout_s: float = Field(default=30.0, gt=0, description="seconds a source may send nothing")
     source_attempts: int = Field(default=5, ge=1, description="times in a row that a source is asked without success")
+    parallel_fetches: int = Field(default=4, ge=1, description="adapters fetched at a time")
     source_parts: int = Field(default=4, ge=1, description="parts of a file fetched at a time, from object stores")
     lora_downloader_plugin: str = Field(
         default="", description="package.module.Class of a workers.plugin.LoraManager: fetches adapters by name"

@@ -6,6 +6,7 @@ Every exit is a failure, because vLLM exits 0 when it crashes (0.32, seen runnin
 import asyncio
 import contextlib
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -111,7 +112,8 @@ class Supervisor:
             raise EngineError("engine_start_failed", message)
         _make_private(self._settings.ipc_dir)
         start = launch(self._settings, port=self._port, topic=topic, own_command=self._own_command)
-        self._process = await EngineProcess.start(start, state_dir=self._settings.state)
+        echo = sys.stderr.buffer if self._settings.engine_output else None
+        self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=echo)
         engine = connect(self._settings.engine, self._url())
         stack.push_async_callback(engine.aclose)
         await self._until_healthy(engine)

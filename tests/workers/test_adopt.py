@@ -44,6 +44,7 @@ def test_settings_that_agree_stay_as_they_are():
         ({}, ("--kv-events-config={}",), "--kv-events-config"),
         ({}, ("--no-enable-lora",), "--no-enable-lora"),
         ({}, ("--api-server-count", "2"), "--api-server-count 2"),
+        ({}, ("--served-model-name", "a", "b", "--seed", "1"), "--served-model-name a b"),
         ({"engine_url": "http://127.0.0.1:1"}, (), "leave one out"),
     ],
 )

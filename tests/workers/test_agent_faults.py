@@ -174,6 +174,9 @@ async def test_an_engine_command_of_ones_own_is_started_with_the_flags_it_lacks(
     async with worker.running(*own) as client:
         assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
         assert (await metadata(client)).model.runtime_config.block_size == 64
+    said = (worker.folder / "agent.log").read_text()
+    assert "added to the engine's command" in said
+    assert "--enable-lora --max-loras 2" in said
 
 
 async def test_an_engine_whose_port_is_taken_is_not_mistaken_for_whoever_has_it(worker, agent_model):
@@ -197,6 +200,7 @@ async def test_an_engine_log_that_cannot_be_written_stops_neither_engine_nor_age
     worker.state_dir.mkdir()
     (worker.state_dir / "engine.log").symlink_to("/dev/full")
     async with worker.running() as client:
+        await until(lambda: "\nINFO:     Application startup complete" in (worker.folder / "agent.log").read_text())
         os.kill(worker.engine_pid, signal.SIGKILL)
         await until(lambda: not (worker.state_dir / "engine.pid").exists())
         await worker.ready(client)
@@ -280,7 +284,8 @@ async def test_an_event_id_of_thousands_of_digits_is_gone_like_any_other(worker)
 
 
 async def test_readiness_gives_strangers_no_line_of_the_engines_output(worker):
-    async with worker.running("--engine-args=--hf-token=very-secret", until_ready=False) as client:
+    quiet = ("--no-engine-output",)
+    async with worker.running("--engine-args=--hf-token=very-secret", *quiet, until_ready=False) as client:
         await until_state(client, "engine_down")
         said = (await client.get("/ready")).json()["error"]["message"]
         assert "did not start" in said

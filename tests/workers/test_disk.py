@@ -282,6 +282,42 @@ async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tr
     assert not list((tmp_path / "cache").glob(".partial-*"))
 
 
+class Gated:
+    """A source whose fetches wait until the test lets them end."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self.gate = asyncio.Event()
+
+    async def fetch(self, ref, into, transfer) -> None:
+        self.under_way += 1
+        await self.gate.wait()
+
+
+async def test_no_more_adapters_are_fetched_at_a_time_than_allowed(tmp_path):
+    source, rules = Gated(), Rules(64, frozenset(), "off")
+    cache = Cache(disk(tmp_path), sources={"file": source}, rules=rules, fetch_deadline_s=0.2, parallel_fetches=2)
+
+    async def fetch(number: int) -> None:
+        async with cache.fetch(f"/a{number}"):
+            pass
+
+    tasks = [asyncio.create_task(fetch(number)) for number in range(3)]
+    async with asyncio.timeout(5):
+        while source.under_way < 2:
+            await asyncio.sleep(0)
+    done, waiting = await asyncio.wait(tasks, timeout=0.1)
+    assert (source.under_way, len(done), len(waiting)) == (2, 0, 3)
+    tasks[0].cancel()  # its turn is the third one's, whose deadline begins now
+    async with asyncio.timeout(5):
+        while source.under_way < 3:
+            await asyncio.sleep(0)
+    source.gate.set()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(ended[0], asyncio.CancelledError)
+    assert ended[2] is None
+
+
 # --- real agents ----------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ The engine does what its command says. An agent that believed otherwise would co
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import structlog
@@ -84,6 +84,8 @@ def _refuse(words: Sequence[str], environment: Mapping[str, str]) -> None:
             raise CommandError(f"the engine's command has {flag}, which it may not: {why}; leave it out")
     if (servers := _value(words, "--api-server-count")) not in {None, "1"}:
         raise CommandError(f"--api-server-count {servers}: vLLM loads adapters at run time with 1 only")
+    if len(names := _values(words, "--served-model-name")) > 1:
+        raise CommandError(f"--served-model-name {' '.join(names)}: the fleet knows a base model by one name; give one")
     if environment.get(_SWITCH, "1").lower() not in {"1", "true"}:
         raise CommandError(f"{_SWITCH}={environment[_SWITCH]} in the environment: without it no adapter can be loaded")
 
@@ -95,6 +97,17 @@ def _has_ranks(words: Sequence[str]) -> bool:
 
 def _has(words: Sequence[str], flag: str) -> bool:
     return any(word == flag or word.startswith(f"{flag}=") for word in words)
+
+
+def _values(words: Sequence[str], flag: str) -> list[str]:
+    """All that the last such flag is given, up to the next flag."""
+    found: list[str] = []
+    for at, word in enumerate(words):
+        if word == flag:
+            found = list(takewhile(lambda each: not each.startswith("-"), words[at + 1 :]))
+        elif word.startswith(f"{flag}="):
+            found = [word.removeprefix(f"{flag}=")]
+    return found
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:

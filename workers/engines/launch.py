@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import structlog
+
 from workers.config import WorkerSettings
 
 MODULES = {
@@ -14,6 +16,8 @@ MODULES = {
     "sim": "workers.engines.sim",
     "sglang": "sglang.launch_server",
 }
+log = structlog.get_logger()
+
 _Flags = list[tuple[str, str | None]]
 
 # The lightest vLLM on a few cores; on a GPU none of it is set (vLLM 0.32 on the CPU, seen running).
@@ -47,11 +51,15 @@ def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequ
     else:
         flags = _flags(settings, port=port, topic=topic, is_cpu=is_cpu)
         environment = dict(_VLLM_ENVIRONMENT)
+    added = []
     for flag, value in flags:
         if not any(_has(base, name) for name in _ALIASES.get(flag, (flag,))) and not (
             flag == "--model" and "serve" in base
         ):
-            command += [flag] if value is None else [flag, value]
+            added += [flag] if value is None else [flag, value]
+    if own_command:
+        log.info("added to the engine's command", flags=" ".join(added))
+    command += added
     command += settings.engine_args
     if Path(settings.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 import structlog
 
@@ -26,15 +27,18 @@ _LOG_BYTES = 32 << 20
 class EngineProcess:
     """An engine under its guard, in a process group of its own. Start it once; a restart is a new one."""
 
-    def __init__(self, process: asyncio.subprocess.Process, *, log_file: Path, pid_file: Path) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, *, log_file: Path, pid_file: Path, echo: BinaryIO | None
+    ) -> None:
         self._process = process
+        self._echo = echo
         self._pid_file = pid_file
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reader = asyncio.create_task(self._read(log_file))
 
     @classmethod
-    async def start(cls, launch: Launch, *, state_dir: Path) -> "EngineProcess":
-        """Raises OSError when the command cannot be run."""
+    async def start(cls, launch: Launch, *, state_dir: Path, echo: BinaryIO | None = None) -> "EngineProcess":
+        """Its output goes into `engine.log`, and on to `echo`. Raises OSError when the command cannot be run."""
         pid_file = state_dir / "engine.pid"
         pid_file.unlink(missing_ok=True)
         process = await asyncio.create_subprocess_exec(
@@ -52,7 +56,7 @@ class EngineProcess:
             limit=1 << 20,
         )
         log.info("engine started", pid=process.pid, command=" ".join(_without_secrets(launch.command)))
-        return cls(process, log_file=state_dir / "engine.log", pid_file=pid_file)
+        return cls(process, log_file=state_dir / "engine.log", pid_file=pid_file, echo=echo)
 
     @property
     def tail(self) -> str:
@@ -108,9 +112,11 @@ class EngineProcess:
                 if not line:
                     return
                 file.write(line)
-                text = line.decode(errors="replace").rstrip()
-                self._tail.append(text[:500])
-                log.debug("engine", line=text)
+                self._tail.append(line.decode(errors="replace").rstrip()[:500])
+                if self._echo is not None:
+                    with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full
+                        self._echo.write(line)
+                        self._echo.flush()
 
 
 class _Log:
