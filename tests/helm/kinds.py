@@ -49,7 +49,13 @@ _TRIGGER = _object(
     name=_TEXT,
     metricType={"enum": ["AverageValue", "Value"]},
     # Strings only, whatever they mean: KEDA refuses a number.
-    metadata=_object(("serverAddress", "query", "threshold"), serverAddress=_TEXT, query=_TEXT, threshold=_TEXT),
+    metadata=_object(
+        ("serverAddress", "query", "threshold", "ignoreNullValues"),
+        serverAddress=_TEXT,
+        query=_TEXT,
+        threshold=_TEXT,
+        ignoreNullValues={"const": "false"},  # KEDA's own default takes an empty answer for 0, and scales down
+    ),
 )
 _BEHAVIOUR = _object(
     (),
@@ -79,10 +85,6 @@ KINDS = {
             scaleTargetRef=_object(("name",), apiVersion=_TEXT, kind=_TEXT, name=_TEXT),
             minReplicaCount=_COUNT,
             maxReplicaCount=_COUNT,
-            fallback=_object(
-                ("failureThreshold", "replicas"), failureThreshold=_COUNT, replicas=_COUNT,
-                behavior={"enum": ["static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"]},
-            ),
             advanced=_object((), horizontalPodAutoscalerConfig=_object(
                 (), behavior=_object((), scaleUp=_BEHAVIOUR, scaleDown=_BEHAVIOUR),
             )),
