@@ -11,6 +11,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -49,6 +51,7 @@ async def rows(folder: Path, *, quick: bool) -> list[Row]:
     async with _agent(engine, make_model(folder / "model"), shelf, folder) as it:
         paths = {name: await _inspected(it, shelf, name) for name in names}
         ours_ms, own_ms = await _loads(it, names, paths, rounds)
+        stalled_ms, own_stall_ms = await _stalls(it, names, paths, max(4, rounds // 4))
         event_ms = await _events(it, names, rounds)
         restored_s, loaded_s = await _restores(it, names, paths)
         cpu_percent, rss_mb = await _idle(it, idle_s)
@@ -57,6 +60,10 @@ async def rows(folder: Path, *, quick: bool) -> list[Row]:
         Row(
             f"a cached adapter loaded through the agent, beyond {beside}'s own call (medians of {rounds})",
             ours_ms - own_ms, "ms", LOAD_REACH_MS, "own call", own_ms,
+        ),
+        Row(
+            "longest pause of a stream beside a load through the agent", stalled_ms, "ms", None,
+            "own call", own_stall_ms,
         ),
         Row(
             f"{count} adapters loaded again after {beside} restarted, by the time of as many own calls",
@@ -105,6 +112,37 @@ async def _loads(it: _Running, names: list[str], paths: dict[str, str], rounds: 
         own.append(await _timed(it.engine, "/v1/load_lora_adapter", {"lora_name": "own", "lora_path": paths[name]}))
         await _post(it.engine, "/v1/unload_lora_adapter", {"lora_name": "own"})
     return median(ours[1:]) * 1e3, median(own[1:]) * 1e3  # the first of all warms the engine up
+
+
+async def _stalls(it: _Running, names: list[str], paths: dict[str, str], rounds: int) -> tuple[float, float]:
+    """Milliseconds of the longest pause between two tokens of a stream during a load: the agent's, and an own one."""
+    ours: list[float] = []
+    own: list[float] = []
+    for name in names[:rounds]:
+        load = {"lora_id": name}
+        ours.append(await _longest_pause(it.engine, partial(_post, it.agent, "/v1/admin/load_lora", load)))
+        await _post(it.agent, "/v1/admin/unload_lora", load)
+        load = {"lora_name": "own", "lora_path": paths[name]}
+        own.append(await _longest_pause(it.engine, partial(_post, it.engine, "/v1/load_lora_adapter", load)))
+        await _post(it.engine, "/v1/unload_lora_adapter", {"lora_name": "own"})
+    return median(ours) * 1e3, median(own) * 1e3
+
+
+async def _longest_pause(engine: httpx.AsyncClient, load: Callable[[], Awaitable[object]]) -> float:
+    """Of a stream of 64 tokens in whose middle something is loaded; seconds."""
+    body = {"model": "tiny-qwen", "prompt": "a", "max_tokens": 64, "stream": True, "ignore_eos": True}
+    heard: list[float] = []
+    loading: asyncio.Task[object] | None = None
+    async with engine.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            heard.append(time.perf_counter())
+            if len(heard) == 8:
+                loading = asyncio.ensure_future(load())
+    if loading is not None:
+        await loading
+    return max(later - earlier for earlier, later in pairwise(heard))
 
 
 async def _events(it: _Running, names: list[str], rounds: int) -> float:
