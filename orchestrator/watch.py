@@ -152,8 +152,10 @@ class Watcher:
         except Transient:
             if self._is_heard_again(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
                 return
-            log.warning("worker lost", worker_id=worker_id, silent_s=round(self._clock() - entry.heard_at, 1))
-            self._take(worker_id, self._fleet.nobody_answers(worker_id))
+            change = self._fleet.nobody_answers(worker_id)
+            if change.is_news:
+                log.warning("worker lost", worker_id=worker_id, silent_s=round(self._clock() - entry.heard_at, 1))
+            self._take(worker_id, change)
         else:
             if not self._is_heard_again(worker_id):
                 self._take(worker_id, self._fleet.engine_answers(worker_id, models))
