@@ -178,6 +178,7 @@ async def _restores(it: _Running, names: list[str], paths: dict[str, str]) -> tu
     loaded_s = time.perf_counter() - began
     for number in range(len(names)):
         await _post(it.engine, "/v1/unload_lora_adapter", {"lora_name": f"own-{number}"})
+    await _until(lambda: _has_no_strangers(it.agent))
     for name in names:
         await _post(it.agent, "/v1/admin/load_lora", {"lora_id": name})
     return await _restarted(it), loaded_s
@@ -192,6 +193,11 @@ async def _restarted(it: _Running) -> float:
     began = time.perf_counter()
     await _ready(it.agent)
     return time.perf_counter() - began
+
+
+async def _has_no_strangers(agent: httpx.AsyncClient) -> bool:
+    """Whether the agent, which looks at the engine's list every few seconds, has seen that our own loads are gone."""
+    return bool((await agent.get("/metadata")).json()["lora"]["capacity"]["loaded_count"] == 0)
 
 
 async def _is_another(agent: httpx.AsyncClient, boot_id: str) -> bool:
