@@ -28,16 +28,16 @@ _EVERYWHERE = {"host", "port", "key_files", "token", "config", "port_file", "all
 GIVEN = {
     "router": _EVERYWHERE
     | {"orchestrator_url", "router_id", "state_dir", "zone", "engines", "processes", "drain_s", "grace_s"}
-    | {"kube_selector", "kube_namespaces", "kubeconfig"},
+    | {"kube_selector", "kube_namespaces", "kubeconfig", "engine_key"},
     "orchestrator": _EVERYWHERE
     | {"advertise_url", "backend", "lease", "lease_duration_s", "lease_renew_s", "lease_margin_s", "stop_grace_s"}
-    | {"store", "engines", "engine_slots", "engine_roots"}
+    | {"store", "engines", "engine_slots", "engine_roots", "engine_key"}
     | {"kube_selector", "kube_namespaces", "kube_namespace", "kube_name", "kubeconfig"},
     "workers": _EVERYWHERE
     | {"instance_id", "zone", "node", "namespace", "pool", "orchestrator_url", "advertise_url", "stop_grace_s"}
     | {"engine", "engine_url", "engine_host", "engine_port", "engine_advertise_url", "engine_args", "engine_shutdown_s"}
     | {"model", "served_model_name", "base_model", "device_profile", "max_loras", "max_cpu_loras", "max_lora_rank"}
-    | {"lora_path", "ipc_dir", "cache_dir", "state_dir", "start_deadline_s"},
+    | {"lora_path", "ipc_dir", "secrets_dir", "cache_dir", "state_dir", "start_deadline_s"},
 }  # fmt: skip
 
 # Of what pydantic says about a field; the rest is prose, or nothing that helm knows.
@@ -74,10 +74,11 @@ def _body(model: type[BaseModel]) -> Manifest:
 
 
 def _object(own: Manifest, inner: Mapping[str, Manifest] = MappingProxyType({})) -> Manifest:
-    fields = {
-        name: inner[said["$ref"].rsplit("/", 1)[1]] if "$ref" in said else _short(said)
-        for name, said in own["properties"].items()
-    }
+    def field(said: Manifest) -> Manifest:
+        options = [option["$ref"] for option in (said, *said.get("anyOf", ())) if "$ref" in option]
+        return inner[options[0].rsplit("/", 1)[1]] if options else _short(said)
+
+    fields = {name: field(said) for name, said in own["properties"].items()}
     required = {"required": own["required"]} if "required" in own else {}
     return {"type": "object", "additionalProperties": False, **required, "properties": fields}
 

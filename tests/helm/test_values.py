@@ -1,11 +1,15 @@
 """Wrong values are refused before anything is installed, in words that say which, and what would do."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.helm.rendering import helm_template, of_kind, one
+from tests.helm.rendering import CHART, NAMESPACE, RELEASE, VALUES, helm_template, of_kind, one
+from tests.kube.binaries import helm, run
 
 REFUSED = {entry["what"]: entry for entry in yaml.safe_load((Path(__file__).parent / "refused.yaml").read_text())}
 
@@ -69,3 +73,50 @@ def test_addresses_of_ipv6_pods_stand_in_brackets():
     seen = {entry["name"]: entry.get("value") for entry in worker["env"]}
     assert seen["LORAFLEET_WORKERS_ADVERTISE_URL"] == "http://[$(POD_IP)]:8090"
     assert seen["LORAFLEET_WORKERS_HOST"] == "::"
+
+
+def test_a_new_chart_restarts_no_engine_by_itself(tmp_path):
+    """Only what pods run or are told restarts them: an image, a setting."""
+    newer = tmp_path / "lorafleet"
+    shutil.copytree(CHART, newer)
+    text = (newer / "Chart.yaml").read_text()
+    (newer / "Chart.yaml").write_text(re.sub(r"^version: .*$", "version: 9.9.9", text, flags=re.MULTILINE))
+    words = ("--namespace", NAMESPACE, *(word for path in VALUES["everything"] for word in ("--values", str(path))))
+    done = run(helm(), "template", RELEASE, str(newer), *words)
+    assert done.returncode == 0, done.stderr
+    assert "lorafleet-9.9.9" in done.stdout
+    after = {
+        (item["kind"], item["metadata"]["name"]): item["spec"]["template"]
+        for item in yaml.safe_load_all(done.stdout) if item["kind"] in {"Deployment", "StatefulSet"}
+    }  # fmt: skip
+    assert after == {
+        (item["kind"], item["metadata"]["name"]): item["spec"]["template"]
+        for item in of_kind("everything", "Deployment", "StatefulSet")
+    }
+
+
+def leaves(item, path=()):
+    """Every path of keys to a value that is not a table of keys."""
+    if isinstance(item, dict) and item:
+        for key, value in item.items():
+            yield from leaves(value, (*path, key))
+    else:
+        yield path
+
+
+def test_every_value_is_said_in_values_yaml_and_used_by_some_template():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def allowed(part, path=()):
+        part = schema["$defs"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
+        for name, below in part.get("properties", {}).items():
+            yield (*path, name)
+            if name not in {"settings", "resources", "image", "global"}:
+                yield from allowed(below, (*path, name))
+
+    said = {path[:depth] for path in leaves(values) for depth in range(1, len(path) + 1)}
+    assert sorted(set(allowed(schema)) - said - {("global",)}) == []
+    templates = "".join(path.read_text() for path in (CHART / "templates").rglob("*.*"))
+    whole = {"grafana_dashboard", "cpu", "memory"}  # within tables that are put in as they are
+    assert sorted(path for path in leaves(values) if path[-1] not in whole and f".{path[-1]}" not in templates) == []

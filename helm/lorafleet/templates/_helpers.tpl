@@ -32,6 +32,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{/* Of pods: nothing that a new chart changes by itself, or every upgrade would restart every engine. */}}
+{{- define "lorafleet.podLabels" -}}
+{{ include "lorafleet.selector" . }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{/* (dict "root" $ "image" .Values.image): registry/repository:tag, or @digest where one is given. */}}
 {{- define "lorafleet.image" -}}
 {{- $tag := .image.tag | default .root.Chart.AppVersion -}}
