@@ -160,6 +160,29 @@ def test_the_wheel_has_everything_that_the_houses_need_at_run_time(installed, tm
     assert (installed / "bin" / "lorafleet").exists()
 
 
+def test_beside_a_vllm_the_agent_changes_no_version_of_what_is_there(installed):
+    """The tests' environment has a vLLM, so its list is a constraint as the image's is."""
+    steps = [command for command in commands("Dockerfile.agent") if is_python(command)]
+    listing = next(step for step in steps if step[2:4] == ["pip", "list"])
+    adding = next(step for step in steps if "/tmp/had.txt" in step and "install" in step)
+    had = subprocess.run(
+        [sys.executable, *listing[1 : listing.index(">")]], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "vllm" in had.stdout
+    wheel = next((installed.parent / "dist").glob("*.whl"))
+    constraint = installed.parent / "had.txt"
+    constraint.write_text(had.stdout)
+    places = {"/tmp/had.txt": str(constraint), "file:///dist/lorafleet-${VERSION}-py3-none-any.whl": wheel.as_uri()}
+    words = [" ".join(places.get(part, part) for part in word.split(" ")) for word in adding[1:]]
+    done = subprocess.run(
+        [sys.executable, *words, "--dry-run", "--no-index"], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^Would install (.*)$", done.stdout, re.MULTILINE)[1].split() == [
+        f"lorafleet-{PROJECT['version']}"
+    ]
+
+
 def test_every_python_step_of_the_images_is_one_that_is_run_here_or_by_make_install():
     """A new kind of step has to be shown to work before it is relied on."""
     known = [
