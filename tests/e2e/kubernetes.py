@@ -16,7 +16,6 @@ import yaml
 
 from lorafleet import tiny
 from tests.e2e.scenarios import fresh_prompt
-from tests.kube.api import connected
 from tests.kube.binaries import helm, kubectl, run
 from tests.kube.controller import Controller
 from tests.kube.server import KubeServer
@@ -52,11 +51,6 @@ class Release:
 
     async def kubectl(self, *words: str, stdin: str | None = None) -> str:
         return await self._run(kubectl(), *words, stdin=stdin)
-
-    async def ask(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        """Of the API server, as the operator."""
-        async with connected(self._kubeconfig) as api:
-            return await api.ask(method, path, body)
 
     async def upgrade(self, *words: str) -> None:
         """To other values, and until every pod is of them."""
