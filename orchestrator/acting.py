@@ -244,6 +244,7 @@ class Actor:
             source=adapter.source,
             base_model=adapter.base_model,
             digest=adapter.digest,
+            secret=adapter.secret,
             evict=evicted,
         )
         url, timeout_s = self._agent_url(action.worker_id), self._settings.load_timeout_s
@@ -352,7 +353,11 @@ class Actor:
 
 def _inspection_of(adapter: Adapter) -> InspectRequest:
     return InspectRequest(
-        lora_id=adapter.lora_id, source=adapter.source, base_model=adapter.base_model, digest=adapter.digest
+        lora_id=adapter.lora_id,
+        source=adapter.source,
+        base_model=adapter.base_model,
+        digest=adapter.digest,
+        secret=adapter.secret,
     )
 
 

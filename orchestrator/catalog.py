@@ -90,6 +90,7 @@ class CatalogBook:
                     "state": state,
                     "error": error,
                     "priority": adapter.priority,
+                    "secret": adapter.secret,
                 }
             )
             self._made_of[lora_id] = (adapter, state, error)

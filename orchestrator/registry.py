@@ -19,7 +19,7 @@ from orchestrator.core.state import Adapter, Rules
 from orchestrator.fleet import Fleet
 from orchestrator.rollouts import Rollouts
 from orchestrator.store import NOBODY, Store
-from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpec, Policy, checked_lora_id
+from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpec, Policy, SecretRef, checked_lora_id
 
 _IMMUTABLE = ("source", "digest", "base_model")
 
@@ -49,9 +49,9 @@ class Registry:
             self._require_free(spec.lora_id, "lora_id")
             return None
         _require_same(known, spec)
-        wanted = _with_policy(replace(known, tenants=_sorted(spec.tenants)), spec.policy)
-        if wanted != known:
-            message = f"{spec.lora_id!r} is registered with another policy or other tenants; PATCH changes those"
+        wanted = replace(known, tenants=_sorted(spec.tenants), secret=_secret(spec.secret_ref))
+        if _with_policy(wanted, spec.policy) != known:
+            message = f"{spec.lora_id!r} is registered with another policy, tenants or secret; PATCH changes those"
             raise Conflict(message, code="already_registered", param="lora_id")
         return known
 
@@ -77,7 +77,9 @@ class Registry:
             self.register(spec, actor)
             return
         _require_same(known, spec)
-        whole = AdapterPatch(policy=AdapterPolicy(**spec.policy.model_dump()), tenants=spec.tenants)
+        whole = AdapterPatch(
+            policy=AdapterPolicy(**spec.policy.model_dump()), tenants=spec.tenants, secret_ref=spec.secret_ref
+        )
         with self._store.together():
             self._fill_in(known, spec)
             self.patch(spec.lora_id, whole, actor)
@@ -107,6 +109,8 @@ class Registry:
                 adapter = replace(adapter, **{name: getattr(patch.policy, name)})
         if "tenants" in patch.model_fields_set:
             adapter = replace(adapter, tenants=_sorted(patch.tenants))
+        if "secret_ref" in patch.model_fields_set:
+            adapter = replace(adapter, secret=_secret(patch.secret_ref))
         _check_bounds(adapter, self._store.rules)
         if adapter != before:
             with self._store.together():
@@ -145,7 +149,7 @@ class Registry:
     @staticmethod
     def adapter_etag(adapter: Adapter) -> str:
         """Of what callers may change of it; what agents find and report leaves it as it is."""
-        return _etag([adapter.lora_id, adapter.source, adapter.tenants, asdict_policy(adapter)])
+        return _etag([adapter.lora_id, adapter.source, adapter.tenants, adapter.secret, asdict_policy(adapter)])
 
     def put_alias(self, name: str, spec: AliasSpec, actor: str = NOBODY, *, if_match: str | None = None) -> bool:
         """Whether it is new; one that is there shifts when the targets are placed.
@@ -290,6 +294,7 @@ def new_adapter(spec: AdapterSpec) -> Adapter:
         base_model=spec.base_model,
         digest=spec.digest,
         tenants=_sorted(spec.tenants),
+        secret=_secret(spec.secret_ref),
     )
     return _with_policy(adapter, spec.policy)
 
@@ -338,6 +343,10 @@ def _check_bounds(adapter: Adapter, rules: Rules | None) -> None:
     is_own = adapter.min_replicas is not None or adapter.max_replicas is not None
     if is_own and least is not None and most is not None and least > most:
         raise RequestError(_BOUNDS.format(least, most), param="policy.min_replicas")
+
+
+def _secret(ref: SecretRef | None) -> str | None:
+    return None if ref is None else str(ref)
 
 
 def _sorted(tenants: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -37,6 +37,9 @@ _MIGRATIONS: tuple[str, ...] = (
     """
     CREATE TABLE rollouts (alias TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
     """,
+    """
+    ALTER TABLE adapters ADD COLUMN secret TEXT;
+    """,
 )
 SCHEMA = len(_MIGRATIONS)
 _POLICY_FIELDS = ("loading", "min_replicas", "max_replicas", "pinned", "priority", "weight")
@@ -267,6 +270,7 @@ def _adapter(row: Mapping[str, Any]) -> Adapter:
         tenants=None if tenants is None else tuple(json.loads(tenants)),
         quarantine=row["quarantine"],
         is_deleting=bool(row["is_deleting"]),
+        secret=row["secret"],
     )
     policy = json.loads(row["policy"])
     return replace(adapter, **{name: policy[name] for name in _POLICY_FIELDS if name in policy})
@@ -276,4 +280,4 @@ def _adapter_row(a: Adapter) -> tuple[Any, ...]:
     policy = json.dumps({name: getattr(a, name) for name in _POLICY_FIELDS})
     tenants = None if a.tenants is None else json.dumps(a.tenants)
     known = (a.lora_id, a.source, a.base_model, a.digest, a.rank, a.size_bytes)
-    return (*known, policy, tenants, a.quarantine, int(a.is_deleting))
+    return (*known, policy, tenants, a.quarantine, int(a.is_deleting), a.secret)

@@ -8,7 +8,7 @@ import re
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from workers.wire import Metadata
 
@@ -37,6 +37,7 @@ def checked_lora_id(lora_id: str) -> str:
 
 
 LoraId = Annotated[str, AfterValidator(checked_lora_id)]
+_WITH_SECRETS = ("hf://", "https://")
 
 
 class _Wire(BaseModel):
@@ -60,8 +61,34 @@ class AdapterPolicy(_Written):
     weight: float = Field(default=1.0, gt=0)
 
 
+class SecretRef(_Written):
+    """A key of a Secret that workers have mounted (`secrets_dir`); what is in it is neither asked for nor copied."""
+
+    name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")
+    key: str = Field(pattern=r"^[-_a-zA-Z0-9][-._a-zA-Z0-9]{0,252}$")
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.key}"
+
+    @classmethod
+    def of(cls, text: str | None) -> "SecretRef | None":
+        """As it is stored: name/key."""
+        name, _, key = (text or "").partition("/")
+        return cls(name=name, key=key) if name else None
+
+
+Secret = Annotated[
+    SecretRef | None,
+    Field(
+        default=None,
+        validation_alias=AliasChoices("secret_ref", "secretRef"),
+        description="the credentials for `source`, by reference; its key `sources` says which sources they are for",
+    ),
+]
+
+
 class AdapterSpec(_Written):
-    """`POST /v1/adapters`."""
+    """`POST /v1/adapters`. `secretRef`, as Kubernetes writes it, is `secret_ref` too."""
 
     lora_id: LoraId
     source: str = Field(min_length=1, max_length=2000)
@@ -69,6 +96,13 @@ class AdapterSpec(_Written):
     digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     policy: AdapterPolicy = AdapterPolicy()
     tenants: tuple[str, ...] | None = Field(default=None, description="who may use it; null means everyone")
+    secret_ref: Secret = None
+
+    @model_validator(mode="after")
+    def _secrets_are_for_what_takes_them(self) -> Self:
+        if self.secret_ref is not None and not self.source.startswith(_WITH_SECRETS):
+            raise ValueError(f"secret_ref counts for hf:// and https:// sources, found source {self.source[:80]!r}")
+        return self
 
 
 class AdapterPatch(_Written):
@@ -76,6 +110,7 @@ class AdapterPatch(_Written):
 
     policy: AdapterPolicy | None = None
     tenants: tuple[str, ...] | None = None
+    secret_ref: Secret = None
 
 
 class Replicas(_Wire):
@@ -95,6 +130,7 @@ class AdapterItem(_Wire):
     workers: tuple[str, ...]
     policy: AdapterPolicy
     tenants: tuple[str, ...] | None
+    secret_ref: SecretRef | None = None
     requests_per_s: float = 0.0
     error: str | None = None
 
@@ -476,6 +512,7 @@ class CatalogAdapter(_Wire):
     state: AdapterState = "registered"
     error: str | None = None
     priority: int = 0
+    secret: str | None = Field(default=None, description="name/key of the credentials for `source`")
 
 
 class CatalogWorker(_Wire):

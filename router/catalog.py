@@ -20,7 +20,14 @@ def named_by(catalog: Catalog) -> tuple[Mapping[str, Adapter], Mapping[str, Alia
     adapters = {
         # Only a quarantine is the adapter's own fault; any other error passes, and a request may wait for that.
         a.lora_id: Adapter(
-            a.lora_id, a.base_model, a.digest, a.source, a.tenants, a.error if a.state == "failed" else None, a.priority
+            a.lora_id,
+            a.base_model,
+            a.digest,
+            a.source,
+            a.tenants,
+            a.error if a.state == "failed" else None,
+            a.priority,
+            a.secret,
         )
         for a in catalog.adapters
         if a.state != "deleting"

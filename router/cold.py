@@ -251,7 +251,11 @@ class ColdStarts:
         if home is None:
             raise NoReplica(f"no replica of {adapter.base_model!r} is there to load adapter {lora_id!r}")
         wanted = LoadRequest(
-            lora_id=lora_id, source=adapter.source, base_model=adapter.base_model, digest=adapter.digest
+            lora_id=lora_id,
+            source=adapter.source,
+            base_model=adapter.base_model,
+            digest=adapter.digest,
+            secret=adapter.secret,
         )
         try:
             answer = await self.client.post(

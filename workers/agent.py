@@ -17,6 +17,7 @@ from orchestrator.wire import UsageReport
 from workers.cache import Cache
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, RequestError
+from workers.credentials import Credentials
 from workers.engines.base import Engine
 from workers.events import Events
 from workers.intake import Intake
@@ -75,7 +76,12 @@ class Agent:
         )
         self.counts = Usage(settings.state / "usage.json", records, worker_id=settings.instance_id, now=timestamp)
         self._intake = Intake(
-            cache=cache, library=library, residency=self.residency, metrics=metrics, listed=self.link.held
+            cache=cache,
+            library=library,
+            residency=self.residency,
+            metrics=metrics,
+            credentials=Credentials(settings.secrets_dir),
+            listed=self.link.held,
         )
         self._loader = Loader(
             settings=settings,

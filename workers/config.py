@@ -83,6 +83,10 @@ class WorkerSettings(HouseSettings):
         default=None,
         description="file with the token for hf:// sources; default: huggingface_hub's own, HF_TOKEN",
     )
+    secrets_dir: Path | None = Field(
+        default=None,
+        description="credentials that adapters name: <name>/<key> below it, and <name>/sources, which says what for",
+    )
     source_timeout_s: float = Field(default=30.0, gt=0, description="seconds a source may send nothing")
     source_attempts: int = Field(default=5, ge=1, description="times in a row that a source is asked without success")
     parallel_fetches: int = Field(default=4, ge=1, description="adapters fetched at a time")

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.wire import checked_lora_id
 from workers.cache import Cache
 from workers.core.errors import RequestError, SourceError
 from workers.core.manifest import Manifest, is_same_base
+from workers.credentials import Credentials
 from workers.library import Library
 from workers.metrics import Metrics
 from workers.records import Record
@@ -27,6 +29,7 @@ class Intake:
         library: Library,
         residency: Residency,
         metrics: Metrics,
+        credentials: Credentials,
         listed: Callable[[], Awaitable[frozenset[str]]],
     ) -> None:
         """`listed`: digests that the engine lists; raises EngineError when it cannot be asked."""
@@ -35,6 +38,7 @@ class Intake:
         self._residency = residency
         self._records = residency.records
         self._metrics = metrics
+        self._credentials = credentials
         self._listed = listed
 
     async def in_use(self) -> frozenset[str]:
@@ -56,27 +60,33 @@ class Intake:
         self._metrics.cache.labels("miss").inc()
         source = self._resolve(request)
         self._residency.show(request.lora_id, request.digest or "", "downloading")
-        return await self._fetched(request.lora_id, source, request.digest, base_model=request.base_model)
+        secret = request.secret or ""
+        return await self._fetched(
+            request.lora_id, source, request.digest, secret=secret, base_model=request.base_model
+        )
 
     async def inspected(self, request: InspectRequest) -> Record:
         """Fetched, verified and installed, whatever is known of it already. Raises WorkerError."""
         self._check_base(request.base_model)
-        return await self._fetched(request.lora_id, request.source, None, base_model=request.base_model)
+        secret = request.secret or ""
+        return await self._fetched(request.lora_id, request.source, None, secret=secret, base_model=request.base_model)
 
     async def again(self, record: Record) -> Path:
         """Where the record's files are; fetched once more if they are gone or damaged. Raises SourceError."""
         if not await self._cache.has(record.digest):
             pinned = record.pinned_source or record.source
             said = record.base_model if self._is_ours(record.base_model) else None
-            await self._fetched(record.lora_id, record.source, record.digest, pinned=pinned, base_model=said)
+            await self._fetched(
+                record.lora_id, record.source, record.digest, pinned=pinned, secret=record.secret, base_model=said
+            )
         return self._cache.path(record.digest)
 
     async def _fetched(
-        self, lora_id: str, source: str, digest: str | None, *, pinned: str = "", base_model: str | None
+        self, lora_id: str, source: str, digest: str | None, *, pinned: str = "", secret: str, base_model: str | None
     ) -> Record:
         """`base_model`: what the caller says that it is for, in place of what its own config says."""
         try:
-            return await self._fetched_once(lora_id, source, digest, pinned or source, base_model)
+            return await self._fetched_once(lora_id, source, digest, pinned or source, secret, base_model)
         except SourceError as exc:
             if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
                 raise
@@ -84,10 +94,10 @@ class Intake:
             if not gone:
                 raise
             self._residency.deleted(gone)
-        return await self._fetched_once(lora_id, source, digest, pinned or source, base_model)
+        return await self._fetched_once(lora_id, source, digest, pinned or source, secret, base_model)
 
     async def _fetched_once(
-        self, lora_id: str, source: str, digest: str | None, pinned: str, base_model: str | None
+        self, lora_id: str, source: str, digest: str | None, pinned: str, secret: str, base_model: str | None
     ) -> Record:
         loop = asyncio.get_running_loop()
 
@@ -95,6 +105,8 @@ class Intake:
             loop.call_soon_threadsafe(self._residency.downloading, lora_id, progress)
 
         transfer = Transfer(on_progress=tell)
+        if secret:
+            transfer.credential = await self._credentials.read(secret, pinned)
         with self._timed("fetch"):
             async with self._cache.fetch(pinned, transfer) as folder:
                 with self._timed("verify"):
@@ -104,7 +116,8 @@ class Intake:
                 with self._timed("install"):
                     self._residency.deleted(await self._cache.make_room(manifest, self.in_use))
                     path = await self._cache.install(folder, manifest.digest)
-        return self._residency.remember(_record(lora_id, source, transfer.pinned, manifest, path))
+        record = _record(lora_id, source, transfer.pinned, manifest, path)
+        return self._residency.remember(replace(record, secret=secret))
 
     def _known(self, request: LoadRequest) -> Record | None:
         """A record that answers this request without a look at its source: same digest, and no other source named.

@@ -32,6 +32,8 @@ class Record:
     load_seconds: float | None = None
     pinned_source: str = ""
     """Where these very bytes are, when `source` is a branch that moves on; "" in records of older agents."""
+    secret: str = ""
+    """name/key of the credentials for its source."""
     order: int = 0
     """Grows with every load: the order in which a restart loads again."""
 

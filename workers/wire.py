@@ -183,13 +183,17 @@ class Metadata(_Wire):
 
 
 class LoadRequest(_Wire):
-    """`POST /v1/admin/load_lora`. `evict` names the victim; without an epoch only a free slot may be taken."""
+    """`POST /v1/admin/load_lora`. `evict` names the victim; without an epoch only a free slot may be taken.
+
+    secret  name/key of the credentials for the source, a file below this worker's `secrets_dir`
+    """
 
     lora_id: str
     lora_path: str | None = None
     source: str | None = None
     base_model: str | None = None
     digest: str | None = None
+    secret: str | None = None
     evict: str | None = None
     wire: int = WIRE
 
@@ -212,6 +216,7 @@ class InspectRequest(_Wire):
     source: str
     base_model: str | None = None
     digest: str | None = None
+    secret: str | None = None
     wire: int = WIRE
 
 

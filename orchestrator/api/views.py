@@ -23,6 +23,7 @@ from orchestrator.wire import (
     Plan,
     PlanCost,
     Replicas,
+    SecretRef,
     TargetChange,
     WorkerItem,
 )
@@ -53,6 +54,7 @@ class Views:
                 "workers": workers,
                 "policy": policy_of(adapter),
                 "tenants": adapter.tenants,
+                "secret_ref": SecretRef.of(adapter.secret),
                 "requests_per_s": round(self._it.demand.rate(adapter.lora_id, self._clock()), 4),
                 "error": self._it.last_error(adapter.lora_id),
             }

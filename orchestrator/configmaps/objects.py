@@ -20,7 +20,7 @@ from lorafleet.kube.client import Json
 from orchestrator.core.errors import RequestError, StoreError
 from orchestrator.core.rollout import Rollout, Targets, as_json, from_json
 from orchestrator.core.state import Adapter, Rules
-from orchestrator.wire import AdapterPolicy, AliasSpec, LoraId
+from orchestrator.wire import AdapterPolicy, AliasSpec, LoraId, SecretRef
 
 KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"
 RECORD, STATUS, ROLLOUT = "lorafleet.io/record", "lorafleet.io/status", "lorafleet.io/rollout"
@@ -155,6 +155,7 @@ def declared(found: Json, kind: str, model: type[M]) -> M:
 def adapter_text(adapter: Adapter) -> str:
     """As a person would write it: only what is not as it is anyway."""
     policy = AdapterPolicy.model_validate({name: getattr(adapter, name) for name in AdapterPolicy.model_fields})
+    secret = SecretRef.of(adapter.secret)
     body: dict[str, Any] = {
         "lora_id": adapter.lora_id,
         "source": adapter.source,
@@ -162,6 +163,7 @@ def adapter_text(adapter: Adapter) -> str:
         "digest": adapter.digest,
         "policy": policy.model_dump(mode="json", exclude_defaults=True) or None,
         "tenants": None if adapter.tenants is None else list(adapter.tenants),
+        "secretRef": None if secret is None else secret.model_dump(),
     }
     return as_yaml({name: value for name, value in body.items() if value is not None})
 
@@ -204,7 +206,7 @@ def with_notes(found: Json, notes: Mapping[str, str], *, without: tuple[str, ...
 
 def asked_of(adapter: Adapter) -> tuple[Any, ...]:
     """What people may change of an adapter."""
-    return adapter.tenants, *(getattr(adapter, name) for name in AdapterPolicy.model_fields)
+    return adapter.tenants, adapter.secret, *(getattr(adapter, name) for name in AdapterPolicy.model_fields)
 
 
 def asked_targets(targets: Targets, rollout: Rollout | None) -> Targets:

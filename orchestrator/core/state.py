@@ -17,7 +17,10 @@ OCCUPYING = frozenset({"loading", "ready", "draining"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """One registered adapter. digest, rank and size_bytes are None until an agent has inspected it."""
+    """One registered adapter. digest, rank and size_bytes are None until an agent has inspected it.
+
+    secret  name/key of the credentials for its source, which workers have in a file
+    """
 
     lora_id: str
     source: str
@@ -32,6 +35,7 @@ class Adapter:
     priority: int = 0
     weight: float = 1.0
     tenants: tuple[str, ...] | None = None
+    secret: str | None = None
     quarantine: str | None = None
     is_deleting: bool = False
 

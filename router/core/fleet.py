@@ -92,6 +92,7 @@ class Adapter:
     tenants: tuple[str, ...] | None = None
     error: str | None = None
     priority: int = 0
+    secret: str | None = None
     is_listed: bool = False
 
     @property

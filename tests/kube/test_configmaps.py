@@ -294,3 +294,15 @@ async def test_a_kind_that_nobody_knows_is_said_so(seat, people):
     event = await people.event("odd", "UnknownKind")
     assert "'adaptor', expected adapter, alias or policy" in event["message"]
     assert not seat.store.adapters
+
+
+async def test_a_secret_is_named_and_nothing_of_it_is_ever_asked_for(seat, people, kube):
+    ref = {"name": "acme-hub", "key": "token"}
+    await people.apply("my-sql", SQL | {"secretRef": ref})
+    await until(has(seat, "sql/v1"))
+    assert seat.store.adapters["sql/v1"].secret == "acme-hub/token"
+    seat.registry.register(AdapterSpec(lora_id="b/v1", source="hf://acme/b", secret_ref=ref), "me")
+    await seat.store.saved()
+    said = yaml.safe_load((await people.get(adapter_object_name("b/v1")))["data"]["adapter.yaml"])
+    assert said["secretRef"] == ref
+    assert kube.ours.count("", "/secrets") == 0

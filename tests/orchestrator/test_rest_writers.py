@@ -172,3 +172,33 @@ async def test_a_backup_over_rest_is_the_store_as_a_file(house, tmp_path):
     answer = await house.http.get("/v1/backup")
     assert answer.headers["content-type"] == "application/vnd.sqlite3"
     assert answer.content.startswith(b"SQLite format 3")
+
+
+async def test_a_secret_is_passed_on_by_name_and_key_to_whoever_fetches(house):
+    agent = await house.worker()
+    ref = {"name": "acme-hub", "key": "token"}
+    item = await house.register("sql/v1", source="hf://acme/sql", secretRef=ref)
+    assert item["secret_ref"] == ref
+    await house.ensure("sql/v1")
+    await house.settle()
+    said = {verb: body.get("secret") for verb, body in agent.calls}
+    assert said == {"inspect_lora": "acme-hub/token", "load_lora": "acme-hub/token"}
+    assert (await house.catalog())["adapters"][0]["secret"] == "acme-hub/token"
+    changed = await house.http.patch("/v1/adapters/sql/v1", json={"secret_ref": {"name": "acme-hub", "key": "new"}})
+    assert changed.json()["secret_ref"]["key"] == "new"
+    assert (await house.http.patch("/v1/adapters/sql/v1", json={"secret_ref": None})).json()["secret_ref"] is None
+
+
+@pytest.mark.parametrize(
+    ("source", "ref", "why"),
+    [
+        ("s3://bucket/sql", {"name": "acme-hub", "key": "token"}, "secret_ref counts for hf:// and https:// sources"),
+        ("hf://acme/sql", {"name": "../acme", "key": "token"}, "secretRef.name: String should match pattern"),
+        ("hf://acme/sql", {"name": "acme", "key": ".."}, "secretRef.key: String should match pattern"),
+        ("hf://acme/sql", {"name": "acme", "key": "k", "value": "hunter2"}, "value: Extra inputs are not permitted"),
+    ],
+)
+async def test_a_secret_that_no_worker_could_have_is_refused(house, source, ref, why):
+    answer = await house.http.post("/v1/adapters", json={"lora_id": "sql/v1", "source": source, "secretRef": ref})
+    assert answer.status_code == 400
+    assert why in answer.json()["error"]["message"]

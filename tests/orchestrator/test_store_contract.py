@@ -28,6 +28,7 @@ ADAPTER = Adapter(
     priority=-5,
     weight=2.5,
     tenants=("acme",),
+    secret="acme-hub/token",
     quarantine="adapter_invalid: no",
 )
 

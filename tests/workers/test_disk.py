@@ -18,6 +18,7 @@ from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
 from workers.core.manifest import Rules
 from workers.core.shelf import Folder, to_free
+from workers.credentials import Credentials
 from workers.disk import Disk
 from workers.events import Events
 from workers.intake import Intake
@@ -270,7 +271,14 @@ async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tr
         settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
     )
     link = Link(settings, metrics)
-    intake = Intake(cache=cache, library=library, residency=residency, metrics=metrics, listed=link.held)
+    intake = Intake(
+        cache=cache,
+        library=library,
+        residency=residency,
+        metrics=metrics,
+        credentials=Credentials(None),
+        listed=link.held,
+    )
     ask = InspectRequest(lora_id="a/v1", source=str(make_adapter(tmp_path / "from", "a/v1")))
     if idle_s:
         assert (await intake.inspected(ask)).lora_id == "a/v1"

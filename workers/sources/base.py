@@ -42,7 +42,8 @@ class Progress:
 class Transfer:
     """One fetch under way: how much may come, how much has, and whether anybody waits. Any thread may call it.
 
-    pinned  what names these very bytes (a branch resolved to its commit); the reference itself where there is no such
+    pinned      what names these very bytes (a branch resolved to its commit); the reference itself where there is none
+    credential  for this fetch alone, in place of the worker's own; "": none was named
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Transfer:
     ) -> None:
         """`on_progress` is called about every so many seconds, from whatever thread has the bytes."""
         self.pinned = ""
+        self.credential = ""
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._is_cancelled = False

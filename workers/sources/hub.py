@@ -29,7 +29,7 @@ class HubSource:
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         asked = hub(ref)
-        api = await asyncio.to_thread(self._api, ref)
+        api = await asyncio.to_thread(self._api, ref, transfer.credential)
 
         async def called(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             return await retried(lambda: _call(ref, transfer, function, *args, **kwargs), ref, self._limits)
@@ -48,7 +48,7 @@ class HubSource:
             )  # fmt: skip
         await asyncio.to_thread(_take, scratch, names, into)
 
-    def _api(self, ref: str) -> Any:
+    def _api(self, ref: str, credential: str) -> Any:
         try:
             from huggingface_hub import HfApi, constants  # noqa: PLC0415  (heavy, and used by few)
             from huggingface_hub.utils import logging  # noqa: PLC0415
@@ -60,7 +60,7 @@ class HubSource:
         if constants.is_offline_mode():
             message = f"source {shown(ref)}: HF_HUB_OFFLINE is set for this agent, so hf:// is not called"
             raise SourceError("source_unsupported", message)
-        return HfApi(endpoint=self._endpoint, token=self._token(ref), library_name="lorafleet")
+        return HfApi(endpoint=self._endpoint, token=credential or self._token(ref), library_name="lorafleet")
 
     def _token(self, ref: str) -> str | None:
         if self._token_file is None:

@@ -41,12 +41,12 @@ class WebSource:
             raise SourceError("source_invalid", f"source {shown(ref)}: expected https://host/path")
         client = httpx.AsyncClient(
             transport=self._transport(),
-            auth=self._auth(ref),
+            auth=None if transfer.credential else self._auth(ref),
             timeout=self._limits.timeout_s,
             follow_redirects=True,
             max_redirects=_REDIRECTS,
             # The bytes as they are: a length to hold against, ranges that mean file offsets, and no bomb.
-            headers={"accept-encoding": "identity", "user-agent": "lorafleet"},
+            headers={"accept-encoding": "identity", "user-agent": "lorafleet"} | _authorization(transfer.credential),
             trust_env=False,
         )
         packed, weights = into / ".packed", into / WEIGHTS_NAME
@@ -94,6 +94,14 @@ class WebSource:
             download = _Download(ref, url, target, limit, self._limits, transfer, tag_file, tag)
             await retried(lambda: download.attempt(client), ref, self._limits)
         tag_file.unlink(missing_ok=True)
+
+
+def _authorization(credential: str) -> dict[str, str]:
+    """A whole value (`Basic …`) or a bearer token. httpx leaves this header behind when it is sent to another host."""
+    if not credential:
+        return {}
+    is_whole = credential.partition(" ")[0].lower() in {"basic", "bearer"}
+    return {"authorization": credential if is_whole else f"Bearer {credential}"}
 
 
 @dataclass(slots=True)

@@ -1,0 +1,157 @@
+"""Credentials that an adapter names: where they come from, what they are for, and whom they are shown to."""
+
+import functools
+import shutil
+
+import httpx
+import pytest
+
+from lorafleet.tiny import make_adapter
+from tests.workers.test_sources import ADAPTER, HuggingFace, Web, limits
+from workers.cache import Cache
+from workers.config import WorkerSettings
+from workers.core.errors import SourceError
+from workers.core.manifest import Rules
+from workers.credentials import Credentials
+from workers.disk import Disk
+from workers.events import Events
+from workers.intake import Intake
+from workers.library import Library
+from workers.link import Link
+from workers.metrics import Metrics
+from workers.records import Records
+from workers.residency import Residency, timestamp
+from workers.sources.base import Transfer
+from workers.sources.web import WebSource
+from workers.wire import InspectRequest, LoadRequest
+
+TOKEN = "hunter2-of-acme"
+
+
+def mount(folder, name="acme-hub", *, token=TOKEN, sources="hf://acme\nhttps://models.example.com/acme/\n"):
+    """As the kubelet lays a Secret down, links and all."""
+    data = folder / name / "..2026_11_21"
+    data.mkdir(parents=True)
+    (data / "token").write_text(f"{token}\n")
+    (data / "sources").write_text(sources)
+    for key in ("token", "sources"):
+        (folder / name / key).symlink_to(data / key)
+
+
+async def test_a_secret_is_read_for_the_sources_that_it_is_for(tmp_path):
+    mount(tmp_path)
+    credentials = Credentials(tmp_path)
+    assert await credentials.read("acme-hub/token", "hf://acme/sql@main") == TOKEN
+    assert await credentials.read("acme-hub/token", "https://models.example.com/acme/sql") == TOKEN
+    shutil.rmtree(tmp_path / "acme-hub")
+    mount(tmp_path, token="rotated")
+    assert await credentials.read("acme-hub/token", "hf://acme/sql") == "rotated"
+
+
+@pytest.mark.parametrize(
+    ("secret", "ref", "why"),
+    [
+        ("acme-hub/token", "https://evil.example/acme/sql", "is not for it; its 'sources' says"),
+        ("acme-hub/token", "hf://acme-evil/sql", "is not for it"),
+        ("acme-hub/other", "hf://acme/sql", "needs 'other' and 'sources'"),
+        ("nobody/token", "hf://acme/sql", "cannot be read"),
+        ("acme-hub/sources", "hf://acme/sql", "is no name/key"),
+        ("../acme-hub/token", "hf://acme/sql", "is no name/key"),
+        ("acme-hub/../token", "hf://acme/sql", "is no name/key"),
+        ("acme-hub", "hf://acme/sql", "is no name/key"),
+        ("empty/token", "hf://acme/sql", "is empty"),
+        ("lines/token", "hf://acme/sql", "more than one line"),
+    ],
+)
+async def test_a_secret_that_is_not_there_or_not_for_this_source_is_refused(tmp_path, secret, ref, why):
+    mount(tmp_path)
+    mount(tmp_path, "empty", token="")
+    mount(tmp_path, "lines", token="a\nheader: b")
+    with pytest.raises(SourceError, match=why) as told:
+        await Credentials(tmp_path).read(secret, ref)
+    assert told.value.code == "source_unauthorized"
+    assert TOKEN not in str(told.value)
+
+
+async def test_without_a_folder_of_secrets_the_setting_is_named():
+    with pytest.raises(SourceError, match="secrets_dir is not set for this worker"):
+        await Credentials(None).read("acme-hub/token", "hf://acme/sql")
+
+
+@pytest.mark.parametrize("kind", [Web, HuggingFace])
+async def test_an_adapters_own_credential_goes_in_place_of_the_workers(tmp_path, kind):
+    async with kind(tmp_path).open() as store:
+        ref, into, transfer = store.put("sql", ADAPTER), tmp_path / "into", Transfer()
+        into.mkdir()
+        transfer.credential = TOKEN
+        await store.source().fetch(ref, into, transfer)
+        said = {ask.headers.get("authorization") for ask in store.site.asked}
+        assert said == {f"Bearer {TOKEN}"} | ({None} if kind is HuggingFace else set())  # signed downloads need none
+
+
+@pytest.mark.parametrize(
+    ("credential", "header"), [("abc", "Bearer abc"), ("Basic YWJj", "Basic YWJj"), ("Bearer abc", "Bearer abc")]
+)
+async def test_a_credential_stays_behind_when_a_download_is_sent_to_another_host(tmp_path, credential, header):
+    asked = []
+
+    def answer(request):
+        asked.append((request.url.host, request.headers.get("authorization")))
+        if request.url.host == "a.example":
+            return httpx.Response(302, headers={"location": f"https://cdn.example{request.url.path}"})
+        return httpx.Response(200, content=ADAPTER[request.url.path.rpartition("/")[2]])
+
+    source = WebSource(limits(), transport=functools.partial(httpx.MockTransport, answer))
+    transfer = Transfer()
+    transfer.credential = credential
+    await source.fetch("https://a.example/sql", tmp_path, transfer)
+    assert set(asked) == {("a.example", header), ("cdn.example", None)}
+
+
+class Guarded:
+    """A source that gives its files to whoever has the token."""
+
+    def __init__(self, files) -> None:
+        self._files = files
+        self.shown = []
+
+    async def fetch(self, ref, into, transfer) -> None:
+        self.shown.append(transfer.credential)
+        if transfer.credential != TOKEN:
+            raise SourceError("source_unauthorized", "who are you?")
+        for file in self._files.iterdir():
+            shutil.copy(file, into)
+
+
+async def test_a_fetch_uses_the_secret_that_was_asked_with_and_so_does_one_after_a_restart(tmp_path):
+    mount(tmp_path / "secrets")
+    source = Guarded(make_adapter(tmp_path / "from", "a/v1"))
+    rules = Rules(64, frozenset(), "off")
+    disk = Disk(tmp_path / "cache", user="a", grace_s=10.0, lease_s=100.0)
+    cache = Cache(disk, sources={"hf": source}, rules=rules, fetch_deadline_s=10)
+    settings, metrics, library = WorkerSettings(model="/models/m"), Metrics(), Library(None, rules)
+    events = Events(boot_id="b", size=10, now=timestamp)
+
+    def intake(records):
+        residency = Residency(
+            settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
+        )
+        return Intake(
+            cache=cache,
+            library=library,
+            residency=residency,
+            metrics=metrics,
+            credentials=Credentials(tmp_path / "secrets"),
+            listed=Link(settings, metrics).held,
+        )
+
+    first = intake(Records(tmp_path / "state"))
+    with pytest.raises(SourceError, match="who are you"):
+        await first.inspected(InspectRequest(lora_id="a/v1", source="hf://acme/a"))
+    await first.inspected(InspectRequest(lora_id="a/v1", source="hf://acme/a", secret="acme-hub/token"))
+    found = await first.installed(LoadRequest(lora_id="b/v1", source="hf://acme/b", secret="acme-hub/token"))
+    shutil.rmtree(disk.path(found.digest))
+    records = Records(tmp_path / "state")
+    await intake(records).again(records.of("b/v1")[0])
+    assert source.shown == ["", TOKEN, TOKEN, TOKEN]
+    assert TOKEN not in "".join(path.read_text() for path in (tmp_path / "state").rglob("*.json"))

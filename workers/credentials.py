@@ -1,0 +1,47 @@
+"""Credentials that an adapter names by reference: files that an operator has put here, read for each fetch, never kept.
+
+Whoever may register an adapter chooses where its bytes come from, and so where a credential would be sent. So a secret
+says itself what it is for: beside its keys lies a file `sources` with one prefix a line, as hf://acme.
+"""
+
+import asyncio
+import re
+from pathlib import Path
+
+from workers.core.errors import SourceError
+from workers.core.references import is_below, shown
+
+_SECRET = re.compile(r"([a-z0-9][-a-z0-9.]{0,252})/([-_a-zA-Z0-9][-._a-zA-Z0-9]{0,252})")
+_SOURCES = "sources"
+
+
+class Credentials:
+    """`<folder>/<name>/<key>`: what a Secret is where a pod has it mounted."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    async def read(self, secret: str, ref: str) -> str:
+        """The credential for this source. Raises SourceError when there is none here, or it is not for this source."""
+        return await asyncio.to_thread(self._read, secret, ref)
+
+    def _read(self, secret: str, ref: str) -> str:
+        what = f"source {shown(ref)}: its secret {secret[:520]!r}"
+        found = _SECRET.fullmatch(secret)
+        if found is None or found[2] == _SOURCES:
+            raise SourceError("source_unauthorized", f"{what} is no name/key of a credential")
+        if self._folder is None:
+            raise SourceError("source_unauthorized", f"{what} cannot be had: secrets_dir is not set for this worker")
+        folder = self._folder / found[1]
+        try:
+            credential = (folder / found[2]).read_text().strip()
+            prefixes = tuple((folder / _SOURCES).read_text().split())
+        except (OSError, UnicodeError) as exc:
+            message = f"{what} cannot be read ({type(exc).__name__}): {folder} needs {found[2]!r} and {_SOURCES!r}"
+            raise SourceError("source_unauthorized", message) from None
+        if not is_below(ref, prefixes):
+            message = f"{what} is not for it; its {_SOURCES!r} says for what it is: a prefix a line, as hf://acme"
+            raise SourceError("source_unauthorized", message)
+        if not credential or not credential.isprintable():
+            raise SourceError("source_unauthorized", f"{what} is empty, or more than one line")
+        return credential
