@@ -1,9 +1,9 @@
 """The API server that the suites here run against: ours, or a real one.
 
-With LORAFLEET_TEST_KUBECONFIG=FILE the suites run against that cluster, in a namespace of their own that goes
-afterwards; a kube-apiserver with etcd and nothing else is enough, admin rights on it are needed. So tests arrange and
-look through the API (`lorafleet.kube`, `tests.kube.api`, kubectl), not in `server.objects`; what needs a fault or the
-log of requests goes through `kube.faults` and `kube.ours`, which skip there.
+With KUBECONFIG=FILE the suites run against that cluster, in namespaces of their own that go afterwards (the first lines
+of the run name it); a kube-apiserver with etcd and nothing else is enough, admin rights on it are needed. So tests
+arrange and look through the API (`lorafleet.kube`, `tests.kube.api`, kubectl), not in `server.objects`; what needs a
+fault or the log of requests goes through `kube.faults` and `kube.ours`, which skip there.
 """
 
 import os
@@ -23,7 +23,7 @@ from tests.kube.faults import Faults
 from tests.kube.server import KubeServer
 from tests.kube.stores import People, Seat, Seats
 
-_REAL = os.environ.get("LORAFLEET_TEST_KUBECONFIG", "")
+_REAL = os.environ.get("KUBECONFIG", "")
 
 
 @dataclass(frozen=True, slots=True)
