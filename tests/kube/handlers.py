@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from tests.kube.rules import Rules
 from tests.kube.store import Object
 
 _MOST_BODY_BYTES = 3 * 2**20  # as a real one's; etcd takes 1.5 MiB of it
+_PACKED_FROM_BYTES = 128 * 2**10  # as a real one does, at the cheapest level
 _MOST_PAGES = 64
 _TOO_OLD_TOKEN = (
     "The provided continue parameter is too old to display a consistent list result. You can start a new list without "
@@ -89,7 +91,7 @@ class Handlers:
             headers = {"Retry-After": str(exc.retry_after_s)} if exc.retry_after_s is not None else {}
             return _json(exc.code, exc.body(), headers)
         await self.faults.thawed()
-        return _json(code, body)
+        return _json(code, body, packed="gzip" in request.headers.get("Accept-Encoding", ""))
 
     # --- before the verb -----------------------------------------------------------------------------------------
 
@@ -323,10 +325,13 @@ def verb_of(request: web.Request, target: Target | None) -> str:
     return {"POST": "create", "PUT": "update", "PATCH": "patch"}.get(request.method, request.method.lower())
 
 
-def _json(code: int, body: Any, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        status=code, body=msgspec.json.encode(body), content_type="application/json", headers=headers or {}
-    )
+def _json(code: int, body: Any, headers: dict[str, str] | None = None, *, packed: bool = False) -> web.Response:
+    text = msgspec.json.encode(body)
+    headers = dict(headers or {})
+    if packed and len(text) > _PACKED_FROM_BYTES:
+        headers["Content-Encoding"] = "gzip"
+        text = gzip.compress(text, 1)
+    return web.Response(status=code, body=text, content_type="application/json", headers=headers)
 
 
 async def _body(request: web.Request) -> Any:

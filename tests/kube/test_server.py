@@ -14,6 +14,7 @@ from tests.kube.api import Api, Watched, connected
 from tests.kube.conftest import Cluster
 from tests.kube.server import KubeServer
 
+EVENTS = "/api/v1/namespaces/{namespace}/events"
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 MAPS = "/api/v1/namespaces/{namespace}/configmaps"
@@ -29,6 +30,12 @@ def lease(name: str, holder: str = "a", **meta: Any) -> dict[str, Any]:
     spec = {"holderIdentity": holder, "leaseDurationSeconds": 15, "renewTime": "2026-01-02T03:04:05.000006Z"}
     head = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
     return head | {"metadata": {"name": name, **meta}, "spec": spec}
+
+
+def event(namespace: str) -> dict[str, Any]:
+    about = {"kind": "ConfigMap", "name": "m", "namespace": namespace}
+    head = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": "e"}}
+    return head | {"involvedObject": about, "reason": "Refused", "message": "why", "type": "Warning"}
 
 
 def config_map(name: str, labels: dict[str, str] | None = None, **data: str) -> dict[str, Any]:
@@ -140,6 +147,7 @@ class TestWriting:
             (MAPS, config_map("m", k="x" * (2**20 + 1)), 422),
             (MAPS, config_map("m") | {"kind": "Secret"}, 400),
             (LEASES, lease("l") | {"spec": {"leaseDurationSeconds": 0}}, 422),
+            (EVENTS, event("another"), 422),
             (LEASES, lease("l") | {"spec": {"renewTime": "2026-01-02T03:04:05Z"}}, 400),
         ],
     )
@@ -160,6 +168,13 @@ class TestWriting:
             strict.objects.put(body)
         code, _ = await api.ask("POST", SLICES, body | {"endpoints": [{"addresses": ["10.0.0.1"]}]})
         assert code == 201
+
+    async def test_fields_that_nobody_knows_are_dropped(self, api: Api) -> None:
+        body = lease("l")
+        body["spec"]["url"] = "http://here"
+        made = await api.make(LEASES, body | {"more": 1})
+        assert "url" not in made["spec"]
+        assert "more" not in made
 
 
 class TestReading:

@@ -23,6 +23,21 @@ _SUBDOMAIN_SAID = (
     "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', "
     "and must start and end with an alphanumeric character"
 )
+# Of the kinds that we write: what else stands in them is dropped, with a warning that few clients show.
+_FIELDS = {
+    "ConfigMap": {"data", "binaryData", "immutable"},
+    "Event": {
+        "involvedObject", "reason", "message", "source", "firstTimestamp", "lastTimestamp", "count", "type",
+        "eventTime", "series", "action", "related", "reportingComponent", "reportingInstance",
+    },
+    "Lease": {"spec"},
+    "Secret": {"data", "stringData", "type", "immutable"},
+}  # fmt: skip
+_LEASE_FIELDS = {
+    "holderIdentity", "leaseDurationSeconds", "acquireTime", "renewTime", "leaseTransitions", "strategy",
+    "preferredHolder",
+}  # fmt: skip
+_LONGEST_NOTE = 1024
 Causes = list[tuple[str, str]]
 
 
@@ -39,12 +54,21 @@ def check(resource: Resource, obj: dict[str, Any], *, allow_loopback: bool) -> N
         causes += _lease(obj)
     elif resource.kind == "EndpointSlice":
         causes += _slice(obj, allow_loopback=allow_loopback)
+    elif resource.kind == "Event":
+        causes += _event(obj)
     if causes:
         raise invalid(resource, meta["name"], causes)
 
 
 def tidied(resource: Resource, obj: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back from a real server: empty lists and maps are gone, or null where the field is always written."""
+    """As it comes back from a real server: fields that nobody knows are gone, and so are empty lists and maps, or they
+    are null where the field is always written.
+    """
+    known = _FIELDS.get(resource.kind)
+    if known:
+        obj = {key: value for key, value in obj.items() if key in known or key in ("apiVersion", "kind", "metadata")}
+    if resource.kind == "Lease" and obj.get("spec"):
+        obj = obj | {"spec": {key: value for key, value in obj["spec"].items() if key in _LEASE_FIELDS}}
     if resource.kind == "EndpointSlice":
         return obj | {field: obj.get(field) or None for field in ("endpoints", "ports")}
     if resource.kind == "Secret":
@@ -130,6 +154,23 @@ def _lease(obj: dict[str, Any]) -> Causes:
         causes.append(("spec.leaseDurationSeconds", f"Invalid value: {duration}: must be greater than 0"))
     if transitions is not None and transitions < 0:
         causes.append(("spec.leaseTransitions", f"Invalid value: {transitions}: must be greater than or equal to 0"))
+    return causes
+
+
+def _event(obj: dict[str, Any]) -> Causes:
+    """What was about an object of another namespace would be told to the wrong people."""
+    own, about = obj["metadata"]["namespace"], (obj.get("involvedObject") or {}).get("namespace", "")
+    causes = []
+    if about != own and not (about == "" and own == "default"):
+        causes.append(("involvedObject.namespace", f'Invalid value: "{about}": does not match event.namespace'))
+    if obj.get("eventTime") is None:  # an event of the old kind, of which no more is asked
+        return causes
+    if not _MICRO_TIME.match(str(obj["eventTime"])):
+        raise bad_request(f'Event in version "v1" cannot be handled as a Event: parsing time "{obj["eventTime"]}"')
+    needed = ("reportingComponent", "reportingInstance", "action")
+    causes += [(field, "Required value") for field in needed if not obj.get(field)]
+    if len(obj.get("message") or "") > _LONGEST_NOTE:
+        causes.append(("message", f"Invalid value: can have at most {_LONGEST_NOTE} characters"))
     return causes
 
 
