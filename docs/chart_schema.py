@@ -60,9 +60,11 @@ def schema_with_settings() -> str:
     schema = json.loads(SCHEMA.read_text())
     for house in HOUSES:
         definition = {"workers": "worker"}.get(house, house) + "Settings"
-        schema["$defs"][definition]["properties"] = free(house)
-    schema["$defs"]["adapter"] = _body(AdapterSpec)
-    schema["$defs"]["adapter"]["properties"]["lora_id"] |= _LORA_ID
+        schema["definitions"][definition]["properties"] = free(house)
+    schema["definitions"]["adapter"] = _body(AdapterSpec)
+    fields = schema["definitions"]["adapter"]["properties"]
+    fields["lora_id"] |= _LORA_ID
+    fields["secretRef"] = fields["secret_ref"]  # as Kubernetes writes it
     return json.dumps(schema, indent=1) + "\n"
 
 

@@ -109,7 +109,7 @@ def test_every_value_is_said_in_values_yaml_and_used_by_some_template():
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     def allowed(part, path=()):
-        part = schema["$defs"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
+        part = schema["definitions"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
         for name, below in part.get("properties", {}).items():
             yield (*path, name)
             if name not in {"settings", "resources", "image", "global"}:
