@@ -88,6 +88,7 @@ def build(
         lambda: _stock_engines(settings, finder),
         Allowed(slots=settings.engine_slots, roots=settings.engine_roots),
         digest_of=lambda lora_id: adapter.digest if (adapter := store.adapters.get(lora_id)) else None,
+        key=settings.engine_key,
         timeout_s=settings.probe_timeout_s,
         every_s=settings.heartbeat_interval_s,
         clock=clock,

@@ -51,6 +51,9 @@ class OrchestratorSettings(HouseSettings):
     engine_roots: tuple[PurePosixPath, ...] = Field(
         default=(), description="folders on those engines' own disks that adapters may be loaded from, as file://"
     )
+    engine_key: str = Field(
+        default="", repr=False, description="bearer key for engines without an agent that want one: their --api-key"
+    )
     advertise_url: str = Field(
         default="", description="where other orchestrators reach this one; empty: http, at host and port"
     )

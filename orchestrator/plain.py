@@ -220,7 +220,7 @@ class _Hand:
 
 
 class PlainWorkers(httpx.AsyncBaseTransport):
-    """All engines without an agent. `named` says which there are now."""
+    """All engines without an agent. `named` says which there are now; `key` is what they want to be shown."""
 
     def __init__(
         self,
@@ -228,6 +228,7 @@ class PlainWorkers(httpx.AsyncBaseTransport):
         allowed: Allowed,
         *,
         digest_of: Callable[[str], str | None],
+        key: str = "",
         timeout_s: float,
         every_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -237,7 +238,8 @@ class PlainWorkers(httpx.AsyncBaseTransport):
         self._digest_of = digest_of
         self._every_s = every_s
         self._clock = clock
-        self._client = httpx.AsyncClient(timeout=timeout_s, trust_env=False)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=False)
         self._hands: dict[str, _Hand] = {}
 
     async def run(self, hear: Callable[[Metadata], object]) -> None:

@@ -293,6 +293,7 @@ def _discovery(
         control,
         partial(fetch, agents, token=config.token, timeout_s=config.control_timeout_s),
         ask_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
+        engine_key=config.engine_key,
         orchestrator_url=config.orchestrator_url.rstrip("/"),
         engines=engines_by_id(config.engines),
         slices=slices,

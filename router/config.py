@@ -29,6 +29,9 @@ class RouterSettings(HouseSettings):
     engines: tuple[str, ...] = Field(
         default=(), description="vLLMs without an agent, each as http://host:port or id=http://host:port"
     )
+    engine_key: str = Field(
+        default="", repr=False, description="bearer key for engines without an agent that want one: their --api-key"
+    )
     kube_selector: str = Field(
         default="",
         description="labels of the workers' Services in Kubernetes, whose EndpointSlices are followed; empty: none are",

@@ -47,7 +47,8 @@ class Discovery:
         client: httpx.AsyncClient,
         ask: Callable[[str, str], Awaitable[bytes]],
         *,
-        ask_engine: Callable[[str, str], Awaitable[bytes]],
+        ask_engine: Callable[..., Awaitable[bytes]],
+        engine_key: str = "",
         orchestrator_url: str,
         engines: Mapping[str, str] = MappingProxyType({}),
         slices: Slices | None = None,
@@ -64,7 +65,8 @@ class Discovery:
 
         Each worker is asked every second, and an HTTP client takes a millisecond of the router's core for that.
 
-        ask_engine        the same, without our own key: an engine is somebody else's
+        ask_engine        the same of an engine, without our own key: it is somebody else's. `token`: the key it wants
+        engine_key        of engines without an agent
         orchestrator_url  empty: there is none, and only `engines` are followed
         engines           worker id -> URL of engines that have no agent
         slices            the workers that Kubernetes names; followed for as long as this runs
@@ -80,6 +82,7 @@ class Discovery:
         self._client = client
         self._ask = ask
         self._ask_engine = ask_engine
+        self._engine_key = engine_key
         self._url = orchestrator_url.rstrip("/")
         self._engines = engines
         self.slices = slices
@@ -248,7 +251,7 @@ class Discovery:
             follow.plain = PlainEngine(
                 worker.id,
                 follow.url,
-                partial(self._ask_engine, follow.url),
+                partial(self._ask_engine, follow.url, token=self._engine_key),
                 kv_events=worker.kv_events,
                 kv_replay=worker.kv_replay,
                 clock=self._clock,

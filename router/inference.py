@@ -21,7 +21,7 @@ from router.core.errors import (
 )
 from router.core.index import WorkerId
 from router.dress import FORWARDED_HEADERS
-from router.journey import Begun, Journey, header_lines, request_bytes
+from router.journey import Begun, Journey, header_lines, key_for, request_bytes
 from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.events import Echo, Growing, Renamed, Undated, error_event
@@ -207,7 +207,8 @@ class Inference:
         target = exchange.path.encode() + (b"?" + exchange.query if exchange.query else b"")
         question = read(parts, answer.request_id, route, b"", target=target)
         origin = Origin.parse(replica.engine_url)
-        call = Call(route, origin, request_bytes(replica.engine_url, question, b""), "", False, worker, False)
+        key = key_for(replica, parts.config.engine_key)
+        call = Call(route, origin, request_bytes(replica.engine_url, question, b"", key=key), "", False, worker, False)
         try:
             attempt = await open_attempt(parts.pool, call, self._limits)
         except ReplicaUnreachable as exc:

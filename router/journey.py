@@ -214,7 +214,11 @@ class Journey:
             route=route,
             origin=Origin.parse(replica.engine_url),
             request=request_bytes(
-                replica.engine_url, question, dialect.dress(question.fields, model, wishes=wishes), routed.decision.rank
+                replica.engine_url,
+                question,
+                dialect.dress(question.fields, model, wishes=wishes),
+                routed.decision.rank,
+                key=key_for(replica, parts.config.engine_key),
             ),
             engine_model=model,
             has_adapter=routed.target.adapter is not None,
@@ -285,9 +289,14 @@ def header_lines(headers: Mapping[str, str]) -> str:
 _FEW_TOKENS = 256
 
 
-def request_bytes(engine_url: str, question: Question, body: bytes, rank: int | None = None) -> bytes:
+def key_for(replica: Replica, engine_key: str) -> str:
+    """The key that an engine is shown; one beside an agent of ours has none."""
+    return "" if replica.agent_url else engine_key
+
+
+def request_bytes(engine_url: str, question: Question, body: bytes, rank: int | None = None, *, key: str = "") -> bytes:
     """The whole HTTP request to an engine."""
-    method, head = question.route.method, _head(engine_url)
+    method, head = question.route.method, _head(engine_url, key)
     wanted = b"x-data-parallel-rank: %d\r\n" % rank if rank is not None else b""
     return b"%b %b%b%bx-request-id: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
         method.encode(),
@@ -303,8 +312,8 @@ def request_bytes(engine_url: str, question: Question, body: bytes, rank: int | 
 
 
 @lru_cache(maxsize=4096)
-def _head(engine_url: str) -> tuple[bytes, bytes]:
+def _head(engine_url: str, key: str) -> tuple[bytes, bytes]:
     """What all requests to one engine have in common: before the path, and after it."""
     origin = Origin.parse(engine_url)
-    after = b" HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept-encoding: identity\r\n"
-    return origin.prefix, after % origin.host_header
+    after = b" HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept-encoding: identity\r\n%b"
+    return origin.prefix, after % (origin.host_header, f"authorization: Bearer {key}\r\n".encode() if key else b"")

@@ -316,7 +316,10 @@ class Tokenizers:
     async def _ask(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> "array[int] | None":
         """The engine's own ids; None when it refuses this body (it will refuse the request as well)."""
         wanted = {name: body[name] for name in _TOKENIZE_FIELDS if name in body}
-        answer = await self._client.post(f"{engine_url}/tokenize", json=wanted | {"model": base_model})
+        request = self._client.build_request("POST", f"{engine_url}/tokenize", json=wanted | {"model": base_model})
+        # Our own key is for agents; an engine may be somebody else's.
+        request.headers.pop("authorization", None)
+        answer = await self._client.send(request)
         if answer.status_code in (502, 503, 504):
             answer.raise_for_status()  # not now: that says nothing about this body
         if answer.status_code != 200:

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.vllm
 BASE = "tiny-qwen"
 LONG = "The quick brown fox jumps over the lazy dog, again and again and again. " * 20
 DIGEST = "ef" * 32
+KEY = "the-engines-own"
+SHOWN = {"authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def shelf(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory, shelf) -> Iterator[RunningEngine]:
-    flags = ("--lora-modules", f"own={shelf / 'own'}")
+    flags = ("--lora-modules", f"own={shelf / 'own'}", "--api-key", KEY)
     running = start_engine("vllm", make_model(tmp_path_factory.mktemp("model")), flags=flags)
     yield running
     running.stop()
@@ -48,7 +50,7 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str = LONG) -> http
 
 
 async def test_a_router_alone_serves_what_a_real_vllm_lists_and_knows_what_it_has_cached(engine, shelf) -> None:
-    app, parts = build_router(RouterSettings(engines=(f"e0={engine.url}",), metadata_poll_s=0.1))
+    app, parts = build_router(RouterSettings(engines=(f"e0={engine.url}",), engine_key=KEY, metadata_poll_s=0.1))
     async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url) as client:
         await until(parts, parts.discovery.is_synced)
         cards = {card["id"]: card.get("parent") for card in (await client.get("/v1/models")).json()["data"]}
@@ -68,7 +70,7 @@ async def test_a_router_alone_serves_what_a_real_vllm_lists_and_knows_what_it_ha
         assert int(again.headers["x-lorafleet-cached-tokens"]) == told
 
         assert (await ask(client, "late")).status_code == 404
-        async with httpx.AsyncClient(base_url=engine.url) as direct:
+        async with httpx.AsyncClient(base_url=engine.url, headers=SHOWN) as direct:
             body = {"lora_name": "late", "lora_path": str(shelf / "late")}
             (await direct.post("/v1/load_lora_adapter", json=body, timeout=60)).raise_for_status()
             await until(parts, lambda: "late" in parts.discovery.fleet.adapters)
@@ -83,12 +85,17 @@ async def test_an_orchestrator_loads_into_a_real_vllm_from_its_own_disk_and_unlo
     engine, shelf, tmp_path
 ) -> None:
     settings = OrchestratorSettings(
-        store=tmp_path / "store.db", settle_s=0.2, engines=(f"e0={engine.url}",), engine_slots=4, engine_roots=(shelf,)
+        store=tmp_path / "store.db",
+        settle_s=0.2,
+        engines=(f"e0={engine.url}",),
+        engine_key=KEY,
+        engine_slots=4,
+        engine_roots=(shelf,),
     )
     async with serving(build_orchestrator(settings).app) as url, httpx.AsyncClient(base_url=url) as operator:
         spec = {"source": f"file://{shelf}/placed", "base_model": BASE, "digest": DIGEST}
         (await operator.post("/v1/adapters", json={"lora_id": "team/placed"} | spec)).raise_for_status()
-        app, parts = build_router(RouterSettings(orchestrator_url=url, metadata_poll_s=0.1))
+        app, parts = build_router(RouterSettings(orchestrator_url=url, engine_key=KEY, metadata_poll_s=0.1))
         async with serving(app, http=app.state.http) as router, httpx.AsyncClient(base_url=router) as client:
             await until(parts, lambda: "e0" in parts.discovery.fleet.replicas)
             placed, base = await ask(client, "team/placed"), await ask(client, BASE)
@@ -98,5 +105,5 @@ async def test_an_orchestrator_loads_into_a_real_vllm_from_its_own_disk_and_unlo
             (await operator.delete("/v1/adapters/team/placed")).raise_for_status()
             name = f"team/placed@{DIGEST[:12]}"
             await until(parts, lambda: name not in parts.discovery.fleet.replicas["e0"].residents)
-        models = httpx.get(f"{engine.url}/v1/models").json()["data"]  # noqa: ASYNC210  (nobody else waits)
+        models = httpx.get(f"{engine.url}/v1/models", headers=SHOWN).json()["data"]  # noqa: ASYNC210  (nobody else waits)
         assert {model["id"] for model in models} == {BASE, "own"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorafleet.plain import PlainEngine, engines_by_id
 from lorafleet.settings import load as load_settings
@@ -18,7 +18,7 @@ from router.app import build
 from router.config import RouterSettings
 from router.listed import listed_adapters
 from tests.engines import RunningEngine, start_engine
-from tests.router.doubles import Control, Engine, error_of, until
+from tests.router.doubles import Control, Engine, error_of, fleet, until
 from tests.serving import serving
 
 BASE = "tiny-qwen"
@@ -206,24 +206,60 @@ async def test_no_adapter_of_an_engine_is_believed_that_is_no_vllm() -> None:
         assert engine.bodies[-1]["model"] == BASE
 
 
-async def test_our_own_key_is_not_shown_to_an_engine() -> None:
-    seen: list[dict[str, str]] = []
+class Guarded:
+    """An engine that may want a key, as vLLM does with --api-key; what each call showed it is in `shown`."""
 
-    async def models(request):
-        seen.append(dict(request.headers))
-        return JSONResponse({"data": [{"id": BASE, "owned_by": "vllm"}]})
+    def __init__(self, wants: str = "") -> None:
+        self.wants = wants
+        self.shown: dict[str, set[str | None]] = {}
+        self.engine = Engine("x", ids=[1, 2, 3])
 
-    app = Starlette(
-        routes=[
-            Route("/health", lambda _: PlainTextResponse("")),
-            Route("/v1/models", models),
+    @property
+    def app(self) -> ASGIApp:
+        inner = self.engine.app
+        inner.router.routes += [
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": BASE, "owned_by": "vllm"}]})),
             Route("/metrics", lambda _: PlainTextResponse("")),
         ]
-    )
-    async with serving(app) as url, routing(f"x={url}", token="secret") as (_, parts):
-        await until(lambda: "x" in parts.discovery.fleet.replicas)
-        assert seen
-        assert not any("authorization" in headers for headers in seen)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                shown = dict(scope["headers"]).get(b"authorization", b"").decode() or None
+                self.shown.setdefault(scope["path"], set()).add(shown)
+                if self.wants and scope["path"].startswith("/v1/") and shown != f"Bearer {self.wants}":
+                    await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+                    return
+            await inner(scope, receive, send)
+
+        return app
+
+
+async def test_our_own_key_is_shown_to_no_engine() -> None:
+    guarded = Guarded()
+    async with serving(guarded.app) as url, routing(f"x={url}", token="secret", tokenizer="remote") as (client, _):
+        assert (await ask(client, BASE)).status_code == 200
+        assert guarded.shown.keys() >= {"/health", "/v1/models", "/metrics", "/tokenize", "/v1/completions"}
+        assert set.union(*guarded.shown.values()) == {None}
+
+
+async def test_an_engine_that_wants_a_key_is_shown_its_own() -> None:
+    guarded = Guarded(wants="k")
+    async with serving(guarded.app) as url:
+        async with routing(f"x={url}", token="secret", engine_key="k") as (client, _):
+            assert (await ask(client, BASE)).status_code == 200
+            assert guarded.shown["/v1/completions"] == {"Bearer k"}
+        app, parts = build(RouterSettings(engines=(url,), metadata_poll_s=0.1))
+        async with serving(app, http=app.state.http) as router, httpx.AsyncClient(base_url=router) as client:
+            await until(lambda: None in guarded.shown["/v1/models"])
+            assert error_of(await ask(client, BASE)) == (503, "catalog_unavailable")
+            assert not parts.discovery.fleet.replicas
+
+
+async def test_an_engine_beside_an_agent_is_shown_no_key() -> None:
+    engine = Engine("w0")
+    async with fleet(engine, engine_key="k") as (client, _, _):
+        assert (await ask(client, BASE)).status_code == 200
+        assert "authorization" not in engine.headers[-1]
 
 
 class Said:
