@@ -198,6 +198,8 @@ class Store:
                 self.adapters[change.key] = adapter
             case Rules() as rules:
                 self.rules = rules
+            case Rollout() as rollout:
+                self.rollouts[change.key] = rollout
             case targets:
                 self.aliases[change.key] = cast("Targets", targets)
         self.writes += 1

@@ -33,6 +33,8 @@ def health_routes(reconciler: Reconciler, metrics: Metrics, is_stopping: Callabl
         """Synced: the store is read and the fleet has had time to speak. 503 before that, and while stopping."""
         if is_stopping():
             raise Unavailable("stopping", code="stopping")
+        if not reconciler.store.is_read:
+            raise Unavailable("started, the store has not been read yet", code="starting")
         if not reconciler.is_settled:
             raise Unavailable("started, listening to the fleet before anything is decided", code="starting")
         return status("ready")

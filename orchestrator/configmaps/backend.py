@@ -24,6 +24,7 @@ from orchestrator.core.errors import StoreError, Unavailable
 
 _HISTORY_AFTER_S = 2.0  # so that a burst of loads is one write of a part; a crash may lose this much of the history
 
+_FINISH_S = 2.0  # a guess: less than any lease lasts, and than a pod is given to end
 _AGAIN_S = 10.0  # until what was not written, and nobody waits for, is tried again
 
 
@@ -176,10 +177,12 @@ class ConfigMaps:
         self._news.set()
 
     async def finish(self) -> None:
-        """Write what may wait, the history too: the orderly end of a term."""
+        """Write what may wait, the history too, if that is quick: the orderly end of a term."""
         if self._is_writing:
             self._write_the_journal()
-            await self.writer.done()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FINISH_S):
+                    await self.writer.done()
 
     def accept(self, table: str, key: str, name: str) -> None:
         """What is written under this key next comes from that object's text, which stays as it is."""
@@ -212,7 +215,8 @@ class ConfigMaps:
 
     def absorb(self, table: str, key: str, value: Any, name: str) -> None:
         """Somebody who led before us has written this: take it as it is."""
-        self.tables.homes.setdefault((table, key), name)
+        if table in KINDS:
+            self.tables.homes.setdefault((table, key), name)
         self.tables.apply([Change(table, key, value)])  # type: ignore[arg-type]
 
     def take_back(self) -> None:

@@ -30,6 +30,7 @@ from orchestrator.configmaps.objects import (
     declared,
     kind_of,
     mark_of,
+    rollout_of,
     text_of,
     uid_of,
 )
@@ -167,6 +168,9 @@ class Intake:
             backend.absorb(table, key, value, name)
             self._store.absorb(Change(table, key, value))
             log.info("taken over", object=name, table=table, key=key)
+            if table == "aliases" and (rollout := rollout_of(self._mirror.objects[name])) is not None:
+                backend.absorb("rollouts", key, rollout, name)
+                self._store.absorb(Change("rollouts", key, rollout))
         if table == "adapters":
             backend.remember(key)
 
@@ -306,7 +310,12 @@ def _with_what_was_found(value: Adapter, known: Adapter) -> Adapter:
     if value.digest is not None or known.digest is None or (value.source != known.source):
         return value
     return replace(
-        value, digest=known.digest, rank=known.rank, size_bytes=known.size_bytes, base_model=known.base_model
+        value,
+        digest=known.digest,
+        rank=known.rank,
+        size_bytes=known.size_bytes,
+        base_model=known.base_model,
+        pinned_source=known.pinned_source,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lorafleet.kube.client import Json
-from orchestrator.configmaps.objects import KINDS, Record, kind_of, name_of, record_of, uid_of, version_of
+from orchestrator.configmaps.objects import KINDS, Record, kind_of, lean, name_of, record_of, uid_of, version_of
 
 
 class Gone(NamedTuple):
@@ -61,7 +61,7 @@ class Mirror:
 
     def wrote(self, found: Json) -> None:
         """The API server's answer to our own write, or to a question by name: nothing newer is known."""
-        self.objects[name_of(found)] = found
+        self.objects[name_of(found)] = lean(found)
         self.doubtful.pop(name_of(found), None)
         self.edition += 1
 
@@ -94,6 +94,6 @@ class Mirror:
         is_same = known is not None and uid_of(known) == uid_of(found)
         if known is not None and is_same and version_of(found) <= version_of(known):
             return  # our own write, come back
-        self.objects[name] = found
+        self.objects[name] = lean(found)
         self.changed.add(name)
         self.edition += 1

@@ -96,6 +96,12 @@ def age_of(found: Json) -> tuple[str, str]:
     return str(found["metadata"].get("creationTimestamp") or ""), name_of(found)
 
 
+def lean(found: Json) -> Json:
+    """Without the API server's own bookkeeping, which is as long as all else; a PUT that leaves it out keeps it."""
+    found["metadata"].pop("managedFields", None)
+    return found
+
+
 def kind_of(found: Json) -> str:
     return str((found["metadata"].get("labels") or {}).get(KIND, ""))
 

@@ -17,7 +17,7 @@ from lorafleet.kube.client import Json, Kube
 from lorafleet.kube.errors import Conflict as Collision
 from lorafleet.kube.errors import Forbidden, KubeError, NotFound, Unreachable
 from orchestrator.configmaps.mirror import Mirror
-from orchestrator.configmaps.objects import name_of
+from orchestrator.configmaps.objects import lean, name_of
 from orchestrator.core.errors import OrchestratorError, StoreError, Unavailable
 
 log = structlog.get_logger()
@@ -241,7 +241,7 @@ class Writer:
             else:
                 self._mirror.is_gone(name)
             return None
-        if found != self._mirror.objects.get(name_of(found)):
+        if lean(found) != self._mirror.objects.get(name_of(found)):
             self._mirror.changed.add(name)
         self._mirror.wrote(found)
         return found

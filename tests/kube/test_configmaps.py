@@ -306,3 +306,37 @@ async def test_a_secret_is_named_and_nothing_of_it_is_ever_asked_for(seat, peopl
     said = yaml.safe_load((await people.get(adapter_object_name("b/v1")))["data"]["adapter.yaml"])
     assert said["secretRef"] == ref
     assert kube.ours.count("", "/secrets") == 0
+
+
+async def test_what_is_applied_and_deleted_at_once_is_deleted(seat, people):
+    """However that falls into the middle of our own writes of the object."""
+    for number in range(12):
+        await people.apply(f"short-{number}", {"lora_id": f"short/v{number}", "source": "x"})
+        if number % 3:
+            await until(has(seat, f"short/v{number}"))
+        await people.delete(f"short-{number}")
+
+    async def all_gone():
+        held = [adapter for adapter in seat.store.adapters.values() if not adapter.is_deleting]
+        return not held and not [it for it in await people.all() if it["metadata"]["name"].startswith("short-")]
+
+    await until(all_gone)
+
+
+async def test_the_api_servers_own_bookkeeping_is_not_kept_and_not_sent(seat, people, kube):
+    managed = [{"manager": "kubectl", "operation": "Update", "fieldsV1": {"f:data": {}}}]
+    body = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": "my-sql",
+            "namespace": kube.namespace,
+            "labels": {KIND: "adapter", FLEET: FLEET_NAME},
+            "managedFields": managed,
+        },
+        "data": {"adapter.yaml": yaml.safe_dump(SQL)},
+    }
+    kube.ours.objects.put(body)
+    await until(has(seat, "sql/v1"))
+    await seat.store.saved()
+    assert "managedFields" not in seat.backend.mirror.objects["my-sql"]["metadata"]
