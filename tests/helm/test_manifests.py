@@ -17,10 +17,11 @@ QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 # Objects that values name and the render does not make.
 BROUGHT = {
     "everything": {
-        "Secret": {"registry", "more-keys", "hub", "object-store", "netrc", "llm-tls", "acme-hub"},
+        "Secret": {"registry", "more-keys", "hub", "object-store", "netrc", "llm-tls", "acme-hub", "old-engines"},
         "PersistentVolumeClaim": {"models", "adapters", "shared-cache"},
     },
     "ipv6-hpa": {"Secret": {"my-tokens"}},
+    "attached": {"Secret": {"old-engines"}},
 }
 
 cases = pytest.mark.parametrize("case", VALUES)

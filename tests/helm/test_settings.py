@@ -90,7 +90,7 @@ def test_what_values_may_not_name_as_a_setting_the_chart_gives_itself_or_nobody_
             for container in containers(template["spec"]):
                 given |= {entry["name"].removeprefix(prefix).lower() for entry in container.get("env", ())
                           if entry["name"].startswith(prefix)}  # fmt: skip
-    nobodys = {"config", "port_file", "allow_open", "kubeconfig", "store", "kube_namespace", "engine_url", "engine_key"}
+    nobodys = {"config", "port_file", "allow_open", "kubeconfig", "store", "kube_namespace", "engine_url"}
     known = HOUSES[house].model_fields.keys()
     assert sorted((GIVEN[house] & known) - given - nobodys) == []
 
