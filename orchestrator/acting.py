@@ -241,7 +241,7 @@ class Actor:
         evicted = None if action.evict is None else self._held(action.evict, action.worker_id).engine_name
         ask = LoadRequest(
             lora_id=adapter.lora_id,
-            source=adapter.source,
+            source=adapter.fetched_from,
             base_model=adapter.base_model,
             digest=adapter.digest,
             secret=adapter.secret,
@@ -361,7 +361,7 @@ def _inspection_of(adapter: Adapter) -> InspectRequest:
     )
 
 
-_MANIFEST_FIELDS = ("digest", "rank", "base_model", "size_bytes")
+_MANIFEST_FIELDS = ("digest", "rank", "base_model", "size_bytes", "pinned_source")
 
 
 def with_manifest(adapter: Adapter, found: AvailableLora) -> Adapter:
@@ -373,8 +373,18 @@ def with_manifest(adapter: Adapter, found: AvailableLora) -> Adapter:
         raise Permanent(f"{message}: register the new ones under a new lora_id", code="digest_mismatch")
     base_model = adapter.base_model or found.base_model
     return replace(
-        adapter, digest=found.digest, rank=found.rank, base_model=base_model, size_bytes=found.size_bytes or None
+        adapter,
+        digest=found.digest,
+        rank=found.rank,
+        base_model=base_model,
+        size_bytes=found.size_bytes or None,
+        pinned_source=found.source if _is_pin(found.source, adapter.source) else None,
     )
+
+
+def _is_pin(found: str, source: str) -> bool:
+    """Whether it names the same place on a hub, at a commit."""
+    return found != source and found.startswith("hf://") and found.partition("@")[0] == source.partition("@")[0]
 
 
 def _check_loaded(lora: LoadedLora, adapter: Adapter) -> None:

@@ -84,7 +84,7 @@ class CatalogBook:
                     "lora_id": lora_id,
                     "digest": adapter.digest,
                     "base_model": adapter.base_model,
-                    "source": adapter.source,
+                    "source": adapter.fetched_from,
                     "rank": adapter.rank,
                     "tenants": adapter.tenants,
                     "state": state,

@@ -39,6 +39,7 @@ _MIGRATIONS: tuple[str, ...] = (
     """,
     """
     ALTER TABLE adapters ADD COLUMN secret TEXT;
+    ALTER TABLE adapters ADD COLUMN pinned_source TEXT;
     """,
 )
 SCHEMA = len(_MIGRATIONS)
@@ -271,6 +272,7 @@ def _adapter(row: Mapping[str, Any]) -> Adapter:
         quarantine=row["quarantine"],
         is_deleting=bool(row["is_deleting"]),
         secret=row["secret"],
+        pinned_source=row["pinned_source"],
     )
     policy = json.loads(row["policy"])
     return replace(adapter, **{name: policy[name] for name in _POLICY_FIELDS if name in policy})
@@ -280,4 +282,4 @@ def _adapter_row(a: Adapter) -> tuple[Any, ...]:
     policy = json.dumps({name: getattr(a, name) for name in _POLICY_FIELDS})
     tenants = None if a.tenants is None else json.dumps(a.tenants)
     known = (a.lora_id, a.source, a.base_model, a.digest, a.rank, a.size_bytes)
-    return (*known, policy, tenants, a.quarantine, int(a.is_deleting), a.secret)
+    return (*known, policy, tenants, a.quarantine, int(a.is_deleting), a.secret, a.pinned_source)

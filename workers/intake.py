@@ -126,7 +126,8 @@ class Intake:
         """
         asked = request.source or request.lora_path
         for record in reversed(self._records.of(request.lora_id)):
-            if request.digest is not None and record.digest == request.digest and asked in {None, record.source}:
+            places = {None, record.source, record.pinned_source}
+            if request.digest is not None and record.digest == request.digest and asked in places:
                 return record
         if request.digest is None and asked is None and self._library.path(request.lora_id) is None:
             return next(iter(reversed(self._records.of(request.lora_id))), None)

@@ -19,7 +19,8 @@ OCCUPYING = frozenset({"loading", "ready", "draining"})
 class Adapter:
     """One registered adapter. digest, rank and size_bytes are None until an agent has inspected it.
 
-    secret  name/key of the credentials for its source, which workers have in a file
+    secret         name/key of the credentials for its source, which workers have in a file
+    pinned_source  where those very bytes are, of a source that moves on: a branch as the commit that was inspected
     """
 
     lora_id: str
@@ -36,8 +37,14 @@ class Adapter:
     weight: float = 1.0
     tenants: tuple[str, ...] | None = None
     secret: str | None = None
+    pinned_source: str | None = None
     quarantine: str | None = None
     is_deleting: bool = False
+
+    @property
+    def fetched_from(self) -> str:
+        """Where workers find it."""
+        return self.pinned_source or self.source
 
     @property
     def is_inspected(self) -> bool:

@@ -44,6 +44,7 @@ class FakeAgent:
         self.fail_made = 0
         self.refuse = {}
         self.ranks = {}
+        self.pins: dict[str, str] = {}  # source -> where those very bytes are, as of now
         self.running = 0
         self.engine_boot_id = "e1"
         self.hold_loads = None
@@ -175,6 +176,7 @@ class FakeAgent:
             "rank": rank,
             "digest": digest,
             "size_bytes": 1000,
+            "source": self.pins.get(body["source"], body["source"]),
         }
 
     async def load_lora(self, body):
@@ -190,7 +192,8 @@ class FakeAgent:
             }
             await asyncio.sleep(self.load_s)
             del self.loading[body["lora_id"]]
-        assert digest_of(body["source"]) == body["digest"]
+        pinned = {pin: source for source, pin in self.pins.items()}
+        assert digest_of(pinned.get(body["source"], body["source"])) == body["digest"]
         if len(self.loaded) >= self.slots and body.get("evict"):
             self.loaded = {name: it for name, it in self.loaded.items() if it["engine_name"] != body["evict"]}
         if body["lora_id"] not in self.loaded and len(self.loaded) >= self.slots:

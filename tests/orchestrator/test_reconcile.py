@@ -40,6 +40,23 @@ async def test_an_adapter_is_inspected_then_loaded_when_somebody_asks_and_then_n
     assert await house.turn() == []
 
 
+async def test_a_branch_is_fetched_from_the_commit_that_was_inspected_and_nothing_else_is_taken_for_one(house):
+    agent = await house.worker()
+    commit, elsewhere = f"hf://acme/sql@{'c' * 40}", f"hf://acme/other@{'c' * 40}"
+    agent.pins = {"hf://acme/sql@main": commit, "hf://acme/legal": elsewhere}
+    await house.register("sql/v1", source="hf://acme/sql@main")
+    await house.register("legal/v1", source="hf://acme/legal")
+    await house.settle()
+    catalog = (await house.http.get("/v1/catalog")).json()["adapters"]
+    assert {item["lora_id"]: item["source"] for item in catalog} == {"sql/v1": commit, "legal/v1": "hf://acme/legal"}
+    assert (await house.adapter("sql/v1"))["source"] == "hf://acme/sql@main"  # as it was registered, and may be again
+    again = {"lora_id": "sql/v1", "source": "hf://acme/sql@main"}
+    assert (await house.http.post("/v1/adapters", json=again)).status_code == 200
+    await house.ensure("sql/v1")
+    await house.settle()
+    assert [body["source"] for verb, body in agent.calls if verb == "load_lora"] == [commit]
+
+
 async def test_an_adapter_registered_before_any_worker_is_inspected_when_one_appears(house):
     await house.register()
     assert await house.turn() == []

@@ -43,7 +43,7 @@ def test_a_store_of_any_older_schema_is_brought_up_to_date_with_all_that_is_in_i
         db.executescript(path.read_text())
     for _ in range(2):
         store = Store(tmp_path / "s.db")
-        assert dict(store.adapters) == {"sql/v1": replace(ADAPTER, quarantine=None, secret=None)}
+        assert dict(store.adapters) == {"sql/v1": replace(ADAPTER, quarantine=None, secret=None, pinned_source=None)}
         assert dict(store.aliases) == {"sql": (("sql/v1", 1.0),)}
         assert store.rules == Rules(loading="weighted", loads_per_worker=3)
         assert store.workers == {"w0": WorkerIntent("cordoned"), "w1": WorkerIntent("draining", 17.5)}

@@ -29,6 +29,7 @@ ADAPTER = Adapter(
     weight=2.5,
     tenants=("acme",),
     secret="acme-hub/token",
+    pinned_source="hf://acme/sql@" + "c" * 40,
     quarantine="adapter_invalid: no",
 )
 
