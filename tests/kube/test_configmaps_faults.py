@@ -211,6 +211,8 @@ async def test_what_is_remembered_in_a_copy_of_the_store_proves_no_deletion(seat
     again.store.put_adapter(PYTHON)
     await again.store.saved()
     await remembered(kube, "python/v1")
+    again.backend.mirror.doubt("nobody")
+    await until(lambda: not again.backend.mirror.doubtful)
     assert again.store.tombstones == {}
 
 

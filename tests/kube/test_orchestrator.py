@@ -3,12 +3,17 @@
 import asyncio
 import json
 
+import httpx
 import pytest
 
+from lorafleet.kube.client import connect
+from orchestrator.app import build
+from orchestrator.config import OrchestratorSettings
 from orchestrator.configmaps.objects import adapter_object_name
 from tests.kube.stores import until
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_processes import Process, beating  # noqa: F401  (the second is a fixture)
+from tests.serving import serving
 
 ADAPTER = """\
 apiVersion: v1
@@ -93,3 +98,26 @@ async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_lea
 
     await until(is_back)
     await process.stop()
+
+
+async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube, beating, worker):  # noqa: F811
+    settings = OrchestratorSettings(
+        store=tmp_path / "s.db", lease="kubernetes", backend="configmaps", settle_s=0, lease_duration_s=60
+    )
+    whole = build(settings, kube=await connect(kube.kubeconfig, environ={}))
+    async with serving(whole.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+        beating.url = url
+        await until(lambda: whole.leadership.is_leading and whole.store.is_caught_up)
+        await until(lambda: whole.reconciler.fleet.entries)
+        server = kube.ours
+        kube.faults.refuse(503, retry_after_s=0)
+        before = server.count("", "/configmaps")
+        body = {"lora_id": "sql/v1", "source": "file:///sql", "policy": {"loading": "eager"}}
+        registering = asyncio.create_task(http.post("/v1/adapters", json=body))
+        await until(lambda: server.count("", "/configmaps") >= before + 4)
+        assert not registering.done()
+        assert whole.reconciler.view.desired.inspections
+        assert worker.calls == []
+        kube.faults.refuse(None)
+        assert (await registering).status_code == 201
+        await until(lambda: "sql/v1" in worker.loaded)
