@@ -95,13 +95,14 @@ class _Hand:
         self._lock = asyncio.Lock()
         self._epoch = 0
         self._is_draining = False
-        self._is_told = False
+        self._takes: tuple[str, bool] = ("", False)
 
     async def metadata(self) -> Metadata:
         """Raises OSError, ValueError."""
         said = await self._engine.report()
         loaded = tuple(lora.model_copy(update={"digest": self._digest(lora)}) for lora in said.lora.loaded_loras)
-        takes_loads = bool(self._allowed.slots and self._allowed.roots) and await self._takes_loads()
+        is_allowed = bool(self._allowed.slots and self._allowed.roots)
+        takes_loads = is_allowed and await self._takes_loads(said.engine_boot_id)
         slots = max(self._allowed.slots, len(loaded)) if takes_loads else 0
         lora = said.lora.model_copy(
             update={
@@ -143,10 +144,13 @@ class _Hand:
             if name not in held:
                 if ask.evict is not None and len(held) >= self._allowed.slots:
                     await self._unload(ask.evict)
-                await self._post("load_lora_adapter", {"lora_name": name, "lora_path": path}, what=f"load {name}")
+                refusal = await self._refusal(
+                    "load_lora_adapter", {"lora_name": name, "lora_path": path}, what=f"load {name}"
+                )
                 held = {lora.engine_name: lora for lora in (await self.metadata()).lora.loaded_loras}
-        if name not in held:
-            raise _Refused(422, "adapter_refused", f"load {name}: the engine said yes, but does not list it")
+                if name not in held:  # by its own list: vLLM refuses also what somebody has just loaded
+                    no = f"load {name}: the engine said yes, but does not list it"
+                    raise refusal or _Refused(422, "adapter_refused", no)
         return held[name]
 
     async def unload_lora(self, ask: UnloadRequest, _epoch: int) -> LoadedLoras:
@@ -188,26 +192,29 @@ class _Hand:
             raise _Refused(422, "source_unsupported", message)
         return str(path)
 
-    async def _takes_loads(self) -> bool:
+    async def _takes_loads(self, boot_id: str) -> bool:
         """Whether VLLM_ALLOW_RUNTIME_LORA_UPDATING is set there: without it there is no such route, for any method."""
-        answer = await self._client.get(f"{self.worker.engine_url}/v1/load_lora_adapter")
-        takes_loads = answer.status_code == httpx.codes.METHOD_NOT_ALLOWED
-        if not takes_loads and not self._is_told:
-            why = "no route to load adapters: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            log.warning("engine takes no adapters", worker_id=self.worker.id, status=answer.status_code, reason=why)
-        self._is_told = not takes_loads
-        return takes_loads
+        if self._takes[0] != boot_id:
+            answer = await self._client.get(f"{self.worker.engine_url}/v1/load_lora_adapter")
+            self._takes = boot_id, answer.status_code == httpx.codes.METHOD_NOT_ALLOWED
+            if not self._takes[1]:
+                why = "no route to load adapters: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                log.warning("engine takes no adapters", worker_id=self.worker.id, status=answer.status_code, reason=why)
+        return self._takes[1]
 
     async def _unload(self, name: str) -> None:
-        await self._post("unload_lora_adapter", {"lora_name": name}, what=f"unload {name}", gone=True)
+        refusal = await self._refusal("unload_lora_adapter", {"lora_name": name}, what=f"unload {name}")
+        if refusal is not None and refusal.code != "source_not_found":  # gone already
+            raise refusal
 
-    async def _post(self, route: str, body: Mapping[str, str], *, what: str, gone: bool = False) -> None:
+    async def _refusal(self, route: str, body: Mapping[str, str], *, what: str) -> _Refused | None:
         answer = await self._client.post(f"{self.worker.engine_url}/v1/{route}", json=body, timeout=_ENGINE_S)
-        if answer.is_success or (gone and answer.status_code == httpx.codes.NOT_FOUND):
-            return
+        if answer.is_success:
+            return None
         message = f"{what}: the engine answered {answer.status_code}: {answer.text[:500]}"
-        missing = answer.status_code == httpx.codes.NOT_FOUND
-        raise _Refused(422, "source_not_found" if missing else "adapter_refused", message)
+        # Only these speak of the adapter (vLLM 0.32, seen running); whatever else it is, it may pass.
+        codes = {400: "adapter_refused", 404: "source_not_found", 500: "adapter_refused"}
+        return _Refused(422, codes.get(answer.status_code, "engine_unreachable"), message)
 
     async def _get(self, path: str) -> bytes:
         try:

@@ -5,12 +5,15 @@ from pathlib import Path, PurePosixPath
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Route
 
 from lorafleet.tiny import make_adapter, make_model
 from orchestrator.config import OrchestratorSettings
 from tests.engines import RunningEngine, start_engine
 from tests.orchestrator.conftest import House
-from tests.orchestrator.doubles import FakeAgent
+from tests.orchestrator.doubles import FakeAgent, serving
 
 DIGEST = "ab" * 32
 SQL = "team/sql"
@@ -62,8 +65,8 @@ async def house_of(tmp_path, clock):
     """Makes a house in front of these engines."""
     houses = []
 
-    def make(*engines, **settings):
-        named = tuple(f"e{i}={engine.url}" for i, engine in enumerate(engines))
+    def make(*running, engines=(), **settings):
+        named = (*engines, *(f"e{i}={engine.url}" for i, engine in enumerate(running)))
         houses.append(PlainHouse(tmp_path / f"{len(houses)}.db", clock, engines=named, **settings))
         return houses[-1]
 
@@ -169,6 +172,30 @@ async def test_a_path_that_is_not_there_is_told_and_quarantines_nothing(house_of
     answer = (await house.ensure(SQL)).json()
     assert "No adapter found" in answer["error"]
     assert (await house.adapter(SQL))["state"] != "failed"
+
+
+@pytest.mark.parametrize(("status", "code"), [(500, "adapter_refused"), (401, None), (503, None)])
+async def test_only_what_an_engine_says_of_the_adapter_itself_is_held_against_it(house_of, status, code):
+    """Were a wrong key or a moment's overload the adapter's fault, it would be quarantined everywhere."""
+    models = {"data": [{"id": "tiny-qwen", "owned_by": "vllm"}]}
+    refusing = Starlette(
+        routes=[
+            Route("/health", lambda _: PlainTextResponse("")),
+            Route("/metrics", lambda _: PlainTextResponse("")),
+            Route("/v1/models", lambda _: JSONResponse(models)),
+            Route("/v1/load_lora_adapter", lambda _: PlainTextResponse("no", status), methods=["POST"]),
+        ]
+    )
+    async with serving(refusing) as url:
+        house = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=("/adapters",))
+        await house.register(SQL, source="file:///adapters/sql", base_model="tiny-qwen", digest=DIGEST)
+        await house.settle()
+        await house.ensure(SQL)
+        await house.turn()
+        await house.turn()
+        item = await house.adapter(SQL)
+        assert f"the engine answered {status}" in item["error"]
+        assert item["state"] == ("failed" if code else "registered")
 
 
 async def test_an_engine_that_does_not_allow_it_is_given_no_adapter(house_of, model, shelf):
