@@ -38,7 +38,8 @@ from orchestrator.kube_lease import KubeLease
 from orchestrator.leadership import Leadership
 from orchestrator.lease import FileLease, Lease
 from orchestrator.metrics import Metrics
-from orchestrator.plain import SCHEME, Allowed, PlainWorker, PlainWorkers
+from orchestrator.plain import SCHEME, PlainWorkers
+from orchestrator.plain_hand import Allowed, PlainWorker
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
 from orchestrator.standby import Standby
