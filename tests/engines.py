@@ -86,10 +86,12 @@ def start_engine(
     served_model_name: str = "tiny-qwen",
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    host: str = "127.0.0.1",
     port: int = 0,
 ) -> RunningEngine:
-    """Start an engine on a loopback port (0: a free one), KV events on ipc sockets; returns once it answers.
+    """Start an engine, KV events on ipc sockets; returns once it answers.
 
+    host, port   where it listens; port 0: a free one
     flags        come after `FLAGS`, so that they win
     raises       RuntimeError with the end of the engine's log when it exits or is not up in time
     """
@@ -103,7 +105,7 @@ def start_engine(
     else:
         events["enable_kv_cache_events"] = True
     command = [python, "-m", MODULES[kind], model_flag, str(model_dir), "--served-model-name", served_model_name]
-    command += ["--host", "127.0.0.1", "--port", str(port), *own, "--kv-events-config", json.dumps(events), *flags]
+    command += ["--host", host, "--port", str(port), *own, "--kv-events-config", json.dumps(events), *flags]
     log = folder / "log"
     began = time.monotonic()
     with log.open("wb") as out:
@@ -114,7 +116,7 @@ def start_engine(
             env={**os.environ, **ENVIRONMENT, **(environment or {})},
             start_new_session=True,
         )
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{host}:{port}"
     try:
         _wait_until_healthy(url, process, log, began + START_WITHIN_S[kind])
     except BaseException:

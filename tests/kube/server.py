@@ -188,8 +188,8 @@ def _bound(port: int) -> socket.socket:
     return sock
 
 
-async def _main(port: int, kubeconfig: Path | None) -> None:
-    async with KubeServer(port=port) as server:
+async def _main(port: int, kubeconfig: Path | None, *, allow_loopback: bool) -> None:
+    async with KubeServer(port=port, allow_loopback=allow_loopback) as server:
         if kubeconfig is not None:
             server.kubeconfig(kubeconfig)
         sys.stdout.write(f"ready {server.url}\n")
@@ -201,6 +201,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A Kubernetes API server for tests; it keeps everything in memory.")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--kubeconfig", type=Path, help="write one that names this server")
+    parser.add_argument("--no-loopback", action="store_true", help="refuse endpoints in 127.0.0.0/8, as real ones do")
     given = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_main(given.port, given.kubeconfig))
+        asyncio.run(_main(given.port, given.kubeconfig, allow_loopback=not given.no_loopback))

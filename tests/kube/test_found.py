@@ -53,9 +53,11 @@ class Found(House):
             if worker_id in self.agents and entry.reach == "heard":
                 self.reconciler.hear(await self.finder._agents.metadata(entry.report.agent_url, timeout_s=5))
 
-    async def pod(self, worker_id, **shape):
-        """One that runs and is named."""
+    async def pod(self, worker_id, *, holds=(), **shape):
+        """One that runs, holds these adapters, and is named."""
         agent = self.agents[worker_id] = FakeAgent(worker_id, **shape)
+        for lora_id in holds:
+            agent.put(lora_id, f"file:///{lora_id}")
         agent.url = await self.stack.enter_async_context(serving(agent.app, host=self.kube.host))
         await self.name(worker_id)
         return agent
@@ -88,8 +90,8 @@ async def house(kube, tmp_path) -> AsyncIterator[Found]:
 
 
 async def test_a_fresh_orchestrator_knows_the_fleet_before_any_heartbeat(house):
-    agents = [await house.pod(f"w{number}") for number in range(3)]
-    agents[1].put("sql/v1", "file:///sql/v1")
+    for name, holds in (("w0", ()), ("w1", ("sql/v1",)), ("w2", ())):
+        await house.pod(name, holds=holds)
     await house.until(lambda: len(house.states()) == 3)
     assert house.states() == {"w0": "ready", "w1": "ready", "w2": "ready"}
     assert house.reconciler.fleet.entries["w1"].report.lora.loaded_loras[0].lora_id == "sql/v1"
@@ -98,14 +100,14 @@ async def test_a_fresh_orchestrator_knows_the_fleet_before_any_heartbeat(house):
 
 async def test_a_pod_whose_agent_does_not_listen_yet_is_asked_until_it_does(house):
     agent = FakeAgent("w0")
-    async with serving(agent.app) as url:
+    async with serving(agent.app, host=house.kube.host) as url:
         pass
     house.agents["w0"] = agent
     agent.url = url
     await house.name("w0", ready=False)
     await house.until(lambda: house.slices.workers)
     assert house.states() == {}
-    async with serving(agent.app, port=int(url.rpartition(":")[2])):
+    async with serving(agent.app, host=house.kube.host, port=int(url.rpartition(":")[2])):
         await house.until(lambda: house.states() == {"w0": "ready"})
 
 
@@ -251,7 +253,7 @@ async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_ol
 
 
 async def test_an_engine_that_has_no_agent_is_in_the_fleet_where_its_slice_says(kube, tmp_path):
-    engine = await asyncio.to_thread(start_engine, "sim", make_model(tmp_path / "model"))
+    engine = await asyncio.to_thread(start_engine, "sim", make_model(tmp_path / "model"), host=kube.host)
     try:
         async with opened(KubeConfig(kube.kubeconfig)) as client:
             settings = OrchestratorSettings(

@@ -26,9 +26,9 @@ def shelf(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory) -> RunningEngine:
-    running = start_engine("sim", make_model(tmp_path_factory.mktemp("model")))
+@pytest.fixture
+def engine(kube, tmp_path) -> RunningEngine:
+    running = start_engine("sim", make_model(tmp_path / "model"), host=kube.host)
     yield running
     running.stop()
 
