@@ -60,7 +60,9 @@ class Mirror:
         self.on_news()
 
     def wrote(self, found: Json) -> None:
-        """The API server's answer to our own write, or to a question by name: nothing newer is known."""
+        """The API server's answer to our own write, or to a question by name."""
+        if version_of(found) < self.watched.get(name_of(found), 0):
+            return  # the watch was faster, and has brought what came after it: a deletion, perhaps
         self.objects[name_of(found)] = lean(found)
         self.doubtful.pop(name_of(found), None)
         self.edition += 1

@@ -1,0 +1,45 @@
+"""What the watch says and what our own writes are answered may come in any order; the newer word counts."""
+
+from typing import Any
+
+from orchestrator.configmaps.mirror import Mirror
+
+
+def config_map(version: int, **data: str) -> dict[str, Any]:
+    meta = {"name": "m", "uid": "u", "resourceVersion": str(version), "labels": {}}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": data}
+
+
+def test_a_deletion_that_was_seen_stands_when_the_answer_to_our_write_before_it_comes_late() -> None:
+    mirror = Mirror()
+    mirror.event("ADDED", config_map(5))
+    mirror.event("DELETED", config_map(7))
+    mirror.wrote(config_map(6, ours="1"))
+    assert mirror.doubtful == {"m": True}
+
+
+def test_an_edit_that_was_seen_is_not_undone_by_the_late_answer_to_our_write_before_it() -> None:
+    mirror = Mirror()
+    mirror.event("ADDED", config_map(5))
+    mirror.event("MODIFIED", config_map(7, theirs="1"))
+    mirror.wrote(config_map(6, ours="1"))
+    assert mirror.objects["m"]["data"] == {"theirs": "1"}
+    assert mirror.changed == {"m"}
+
+
+def test_an_answer_that_is_the_newest_word_counts() -> None:
+    mirror = Mirror()
+    mirror.event("ADDED", config_map(5))
+    mirror.doubt("m")
+    mirror.wrote(config_map(6, ours="1"))
+    assert mirror.objects["m"]["data"] == {"ours": "1"}
+    assert mirror.doubtful == {}
+
+
+def test_in_a_cluster_that_was_put_back_lower_versions_count_again_once_it_was_listed() -> None:
+    mirror = Mirror()
+    mirror.event("ADDED", config_map(500))
+    mirror.listed([config_map(3, old="1")])
+    assert mirror.doubtful == {"m": False}
+    mirror.wrote(config_map(3, old="1"))
+    assert mirror.objects["m"]["data"] == {"old": "1"}
