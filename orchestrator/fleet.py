@@ -197,11 +197,9 @@ class Fleet:
         held = {} if entry.reach == "lost" else self._all_held(entry, digests)
         capacity = report.lora.capacity
         until = None if intent is None or intent.until is None else self._clock() + intent.until - self._wall()
-        is_warming = entry.reach == "heard" and report.is_warming and not report.is_suspect and intent is None
-        is_warming &= not entry.is_terminating
         return Worker(
             id=report.instance_id,
-            state=WARMING if is_warming else state_of(entry, intent),
+            state=WARMING if is_warming(entry, intent) else state_of(entry, intent),
             base_models=frozenset({report.model.name, report.model.base_model}),
             slots=capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0,
             max_lora_rank=report.lora.max_lora_rank,
@@ -273,6 +271,13 @@ def state_of(entry: Entry, intent: WorkerIntent | None) -> str:
     if said == "ready" and intent is None and entry.report.is_suspect:
         return "cordoned"  # a load hangs in its engine: it keeps what it has, and is given nothing new
     return intent.state if said == "ready" and intent is not None else said
+
+
+def is_warming(entry: Entry, intent: WorkerIntent | None) -> bool:
+    """Whether a worker waits for its share; one that is cordoned, ends, or has a load that hangs is given nothing."""
+    report = entry.report
+    is_held_back = report.is_suspect or entry.is_terminating or intent is not None
+    return entry.reach == "heard" and report.is_warming and not is_held_back
 
 
 def _placed(report: Metadata, found: FoundWorker | None) -> Metadata:

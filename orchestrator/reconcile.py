@@ -25,8 +25,8 @@ from orchestrator.core.placement import place
 from orchestrator.core.plan import Action, diff, drains_wanted, is_drained
 from orchestrator.core.pools import QueueBook
 from orchestrator.core.state import Adapter, Desired, Failure, Load, Observed, Pair, Want
-from orchestrator.core.warm import WARMING, warm_shares
-from orchestrator.fleet import Fleet
+from orchestrator.core.warm import warm_shares
+from orchestrator.fleet import Fleet, is_warming
 from orchestrator.leadership import Leadership
 from orchestrator.metrics import Metrics
 from orchestrator.reads import Reads, View
@@ -364,15 +364,11 @@ class Reconciler:
         self._watcher.hear(report)
 
     def is_warm(self, worker_id: str) -> bool:
-        """Whether a worker that waits to become ready has what it should hold, as far as the last pass could tell.
-
-        One that is cordoned, ends, or has a load that hangs is given nothing, and waits for nothing.
-        """
-        view = self._reads.view
-        if worker_id in view.warming:
-            return not view.warming[worker_id]
-        worker = view.observed.workers.get(worker_id)
-        return worker is not None and worker.state != WARMING
+        """Whether a worker that waits to become ready has what it should hold, or is given nothing."""
+        entry = self.fleet.entries.get(worker_id)
+        if entry is not None and not is_warming(entry, self.store.workers.get(worker_id)):
+            return True
+        return self._reads.view.warming.get(worker_id) == ()  # None: no pass has looked at it yet
 
     def observe(self) -> Observed:
         """The fleet now, with what we have under way in it."""

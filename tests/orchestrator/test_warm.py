@@ -148,6 +148,19 @@ async def test_a_new_worker_is_told_to_wait_until_its_share_is_there(house):
     assert before <= set(agent.loaded)
 
 
+async def test_a_pass_that_saw_the_worker_start_has_not_seen_what_it_lacks(house):
+    await busy_house(house)
+    agent = FakeAgent("new", slots=16)
+    agent.state = "starting"
+    await house.join(agent)
+    await house.turn()
+    agent.__class__ = NewAgent
+    assert not await is_warm(house, agent)
+    await house.settle()
+    assert agent.loaded
+    assert await is_warm(house, agent)
+
+
 async def test_copies_on_a_worker_that_is_warming_are_nobodys_replicas_and_the_catalog_calls_it_starting(house):
     names = await busy_house(house)
     agent = await joined(house, slots=16)
