@@ -260,7 +260,7 @@ class Policy(_Written):
     loading: Loading = "lazy"
     min_replicas: int = Field(default=1, ge=0)
     max_replicas: int = Field(default=64, ge=1)
-    reserve_slots: int = Field(default=1, ge=0)
+    reserve_slots: int = Field(default=0, ge=0)
     loads_per_worker: int = Field(default=1, ge=1)
     loads_fleet_wide: int = Field(default=16, ge=1)
     min_residency_s: float = Field(default=10.0, ge=0)
@@ -581,12 +581,14 @@ class AdapterHold(_Wire):
 
     held, hold_s   those whose wait is over, served or not, and how long they waited, summed
     sheds          those turned away for want of room, or of time to wait for it
+    waiting        those that wait for room now, at workers that have the adapter; no count, but as it is
     """
 
     lora_id: str
     held: int = 0
     hold_s: float = 0.0
     sheds: int = 0
+    waiting: int = 0
 
 
 class UsageReport(_Wire):

@@ -43,6 +43,7 @@ class _Hold:
     held: int = 0
     hold_s: float = 0.0
     sheds: int = 0
+    waiting: int = 0
     last_at: float = 0.0
 
 
@@ -59,6 +60,17 @@ class Holds:
             hold.held += 1
             hold.hold_s += hold_s
 
+    def waits(self, lora_id: str, now: float) -> None:
+        """One request more waits for room."""
+        if lora_id:
+            self._of(lora_id, now).waiting += 1
+
+    def waited(self, lora_id: str, hold_s: float, now: float) -> None:
+        """It does not wait for room any more."""
+        if lora_id:
+            self._of(lora_id, now).waiting -= 1
+            self.held(lora_id, hold_s, now)
+
     def shed(self, lora_id: str, now: float) -> None:
         """Count one request that was turned away."""
         if lora_id:
@@ -66,11 +78,12 @@ class Holds:
 
     def report(self, now: float) -> tuple[AdapterHold, ...]:
         """Everything so far."""
-        for lora_id in [name for name, hold in self._holds.items() if now - hold.last_at > _FORGET_AFTER_S]:
+        old = [name for name, it in self._holds.items() if not it.waiting and now - it.last_at > _FORGET_AFTER_S]
+        for lora_id in old:
             del self._holds[lora_id]
         return tuple(
-            AdapterHold(lora_id=lora_id, held=hold.held, hold_s=hold.hold_s, sheds=hold.sheds)
-            for lora_id, hold in self._holds.items()
+            AdapterHold(lora_id=lora_id, held=it.held, hold_s=it.hold_s, sheds=it.sheds, waiting=it.waiting)
+            for lora_id, it in self._holds.items()
         )
 
     def _of(self, lora_id: str, now: float) -> _Hold:

@@ -124,6 +124,7 @@ class WaitingRoom:
         waiting, began_at = self._mind.waiting, self._clock()
         wait = _Wait(begin)
         ticket.payload = wait
+        self._holds.waits(ticket.adapter, began_at)
         try:
             self._metrics.waiting.set(len(waiting))
             self._somebody.set()
@@ -138,7 +139,7 @@ class WaitingRoom:
             raise
         finally:
             now = self._clock()
-            self._holds.held(ticket.adapter, now - began_at, now)
+            self._holds.waited(ticket.adapter, now - began_at, now)
             waiting.withdraw(ticket)
             self._metrics.waiting.set(len(waiting))
 

@@ -11,7 +11,7 @@ from statistics import mean, median
 
 from rich.table import Table
 
-from benchmarks.placement.measure import CONTENDERS, NO_RESERVE, OURS, Figures, run
+from benchmarks.placement.measure import CONTENDERS, OURS, RESERVE, Figures, run
 from benchmarks.placement.peers import PEERS
 from benchmarks.placement.workload import Scene
 from benchmarks.report import Row, console, show
@@ -91,7 +91,7 @@ def _back(runs: Sequence[Figures]) -> str:
 
 def _rows(scenes: Sequence[Scene], found: Found) -> Iterable[Row]:
     peers = [peer.name for peer in PEERS]
-    for scene, name in product(scenes, (NO_RESERVE, OURS)):
+    for scene, name in product(scenes, (OURS, RESERVE)):
         runs = found[scene.name, name]
         if scene.is_regular:
             yield Row(f"{scene.name}: loads while demand stays the same, {name}", _per_hour(runs), "an hour", 0.0)
@@ -113,7 +113,7 @@ def _rows(scenes: Sequence[Scene], found: Found) -> Iterable[Row]:
             rival = min(peers, key=lambda peer: _ratio(found[scene.name, peer], ours, ideal))
             value, best = _ratio(runs, ours, ideal), _ratio(found[scene.name, rival], ours, ideal)
             yield Row(f"{scene.name}: {what}, {name}", value, "x of shared LRU", 1.1, rival, best)
-            if name == OURS:
+            if name == RESERVE:
                 value = _ratio(runs, ours, ideal.replace("ideal", "used"))
                 yield Row(f"{scene.name}: {what}, {name}", value, "x of LRU over the slots it fills", 1.1)
         if scene.adapters == STEADY.adapters:

@@ -12,8 +12,8 @@ from benchmarks.placement.world import LOST_AFTER_S, Placer, World
 from orchestrator.core.state import Rules
 
 OURS = "lorafleet"
-NO_RESERVE = "lorafleet, no reserve"
-CONTENDERS = (OURS, NO_RESERVE, *(peer.name for peer in PEERS))
+RESERVE = "lorafleet, one slot in reserve"
+CONTENDERS = (OURS, RESERVE, *(peer.name for peer in PEERS))
 HOT = 10
 """How many of the most asked for have to be back after a loss."""
 
@@ -24,7 +24,7 @@ class Figures:
 
     waits, loads   after the warm-up; `ideal` those of one LRU over all slots, `used` over those that are filled at all
     p50_s, p99_s   to the first token; `troubled_p99_s` of what came during and soon after the flash and the loss
-    back_s         from the loss until each of the hottest is back at as many copies as before, or as are due
+    back_s         from the loss until each of the hottest that lost a copy has as many as before, or as are due
     begun_s        from the loss until the last of the loads that this took has begun
     doubled        adapters with two copies or more, the median over time; `unasked` loads that nobody waited for
     """
@@ -74,7 +74,8 @@ class Watch:
             self.back_at = self.world.now
 
     def _is_back(self, ready: dict[int, int]) -> bool:
-        return all(ready.get(adapter, 0) >= min(count, self.target(adapter)) for adapter, count in self.before.items())
+        before = {adapter: count for adapter, count in self.before.items() if adapter in self.world.lost}
+        return all(ready.get(adapter, 0) >= min(count, self.target(adapter)) for adapter, count in before.items())
 
 
 def run(contender: str, scene: Scene, seed: int, rules: Rules | None = None) -> Figures:
@@ -82,9 +83,9 @@ def run(contender: str, scene: Scene, seed: int, rules: Rules | None = None) -> 
     requests = requests_of(scene, seed)
     world = World(scene, requests, seed)
     placer: Placer
-    if contender in (OURS, NO_RESERVE):
+    if contender in (OURS, RESERVE):
         rules = rules or Rules()
-        placer = Ours(world, replace(rules, reserve_slots=0) if contender == NO_RESERVE else rules)
+        placer = Ours(world, replace(rules, reserve_slots=1) if contender == RESERVE else rules)
     else:
         placer = next(peer for peer in PEERS if peer.name == contender)(world)
     target = placer.target if isinstance(placer, Ours) else lambda _: scene.workers
@@ -96,7 +97,7 @@ def run(contender: str, scene: Scene, seed: int, rules: Rules | None = None) -> 
     served = sorted(request.first_token - request.at for request in counted if request.first_token >= 0)
     slots = scene.workers * scene.slots
     ideal_waits, ideal_loads = shared_lru(requests, slots, warm_s=scene.warm_s, takes_time=True)
-    used = slots - scene.workers if contender == OURS else slots
+    used = slots - scene.workers if contender == RESERVE else slots
     used_waits, used_loads = shared_lru(requests, used, warm_s=scene.warm_s, takes_time=True)
     loads = [load for load in world.loads if load[0] >= scene.warm_s]
     return Figures(
@@ -122,7 +123,11 @@ def run(contender: str, scene: Scene, seed: int, rules: Rules | None = None) -> 
 def _begun(scene: Scene, world: World, watch: Watch) -> float | None:
     if watch.back_at is None or scene.lost is None:
         return None
-    begun = [at for at, adapter, _ in world.loads if adapter in watch.hot and scene.lost < at < watch.back_at]
+    begun = [
+        at
+        for at, adapter, _ in world.loads
+        if adapter in watch.hot and adapter in world.lost and scene.lost < at < watch.back_at
+    ]
     return max(begun) - scene.lost if begun else 0.0
 
 

@@ -2,7 +2,7 @@
 
 from benchmarks.placement.world import Copy, World
 from benchmarks.placement.world import Worker as Engine
-from orchestrator.core.demand import DemandBook, Use
+from orchestrator.core.demand import DemandBook, Hold, Use
 from orchestrator.core.placement import place
 from orchestrator.core.plan import Action, diff
 from orchestrator.core.state import Adapter, Desired, Held, Intent, Observed, Pair, Rules, Want, Worker
@@ -82,7 +82,8 @@ class Ours:
                     work_s=work_s,
                 )
             )
-        self.book.report("r0", "b0", self.seconds, self.seconds, uses, self.world.now)
+        holds = [Hold(lora_id=lora_id(adapter), waiting=len(line)) for adapter, line in self.world.line.items()]
+        self.book.report("r0", "b0", self.seconds, self.seconds, uses, self.world.now, holds=holds)
 
     def _poke(self) -> None:
         if not self._is_due:

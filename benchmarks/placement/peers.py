@@ -53,7 +53,7 @@ class Lazy:
             spare = [
                 (copy.last_used, adapter)
                 for adapter, copy in worker.copies.items()
-                if copy.state == "ready" and not copy.in_flight
+                if copy.state == "ready" and not copy.in_flight and adapter not in self.world.line
             ]
             if not spare:
                 return  # tried again each second

@@ -1,12 +1,15 @@
 """A fleet on one simulated clock: engines that serve in order, loads that take seconds and stall them, a router.
 
 The router is the same for every contender and knows each queue as it is: what differs is where adapters are. A request
-goes to the shortest queue among the workers where its adapter is ready, and waits when there is none. An engine works
-off its requests in order; a first token comes when the work of its request is done. A load takes what loads from
-remote storage were measured to take (p50 4.4 s, p90 6.1 s), the last half second of which its engine stands still.
+goes to the shortest queue among the workers where its adapter is ready, and waits when there is none. As our router
+does, it gives an engine nothing more while that has a second of work before it; the rest waits in line, and the oldest
+goes to whichever worker with its adapter has room. An engine works off its requests in order; a first token comes when
+the work of its request is done. A load takes what loads from remote storage were measured to take (p50 4.4 s, p90
+6.1 s), the last half second of which its engine stands still.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,6 +23,8 @@ from orchestrator.config import OrchestratorSettings
 LOAD_S, LOAD_SIGMA, STALL_S = 4.4, 0.26, 0.5
 ANSWER_S = 3.0
 """From the first token to the last."""
+BIND_S = 1.0
+"""Work that an engine is given ahead, the default of the router's `late_binding_s`."""
 
 
 def sure_after_s(settings: OrchestratorSettings, probe_s: float) -> float:
@@ -57,6 +62,7 @@ class Worker:
     copies: dict[int, Copy] = field(default_factory=dict)
     queued: list[Request] = field(default_factory=list)
     loads: int = 0
+    is_looked_at: bool = False
 
 
 class Placer(Protocol):
@@ -90,6 +96,11 @@ class World:
         self.known = dict(self.workers)
         """Those that placement believes to be there."""
         self.waiting: dict[int, list[Request]] = {}
+        """Of adapters that are ready nowhere."""
+        self.line: dict[int, deque[Request]] = {}
+        """Of adapters that are ready where there is no room, each one's oldest first."""
+        self.lost: frozenset[int] = frozenset()
+        """What the worker held that went."""
         self.sent: dict[tuple[int, str], tuple[int, float]] = {}
         """(adapter, worker) -> requests and work sent there since the beginning"""
         self.loads: list[tuple[float, int, str]] = []
@@ -105,6 +116,7 @@ class World:
             self.at(request.at, lambda request=request: self._arrived(request))
         for second in range(1, int(self.scene.lasts_s) + 60):
             self.at(float(second), placer.second)
+            self.at(float(second), self.strand)
         if self.scene.lost is not None:
             self.at(self.scene.lost, self._lose)
         if self.scene.back is not None:
@@ -124,6 +136,27 @@ class World:
             self.placer.wanted(request.adapter)
             return
         worker = min(able, key=lambda worker: (max(worker.free_at, self.now), worker.name))
+        if request.adapter in self.line or not self._has_room(worker):
+            self.line.setdefault(request.adapter, deque()).append(request)
+        else:
+            self._send(request, worker)
+
+    def _has_room(self, worker: Worker) -> bool:
+        return worker.free_at - self.now <= BIND_S
+
+    def _serve_line(self, worker: Worker) -> None:
+        """Send it the oldest that wait, as far as it has room; look again when it has."""
+        while worker.is_up and self._has_room(worker):
+            ready = [a for a, copy in worker.copies.items() if copy.state == "ready" and a in self.line]
+            if not ready:
+                return
+            oldest = min(ready, key=lambda adapter: (self.line[adapter][0].at, adapter))
+            request = self.line[oldest].popleft()
+            if not self.line[oldest]:
+                del self.line[oldest]
+            self._send(request, worker)
+
+    def _send(self, request: Request, worker: Worker) -> None:
         copy = worker.copies[request.adapter]
         copy.last_used = self.now
         copy.in_flight += 1
@@ -133,6 +166,19 @@ class World:
         requests, work_s = self.sent.get((request.adapter, worker.name), (0, 0.0))
         self.sent[request.adapter, worker.name] = (requests + 1, work_s + request.work_s)
         self.at(request.first_token + ANSWER_S, lambda: self._answered(worker, copy, request))
+        self._look_at(worker)
+
+    def _look_at(self, worker: Worker) -> None:
+        """Serve the line when the worker has room, now or later."""
+        if self._has_room(worker):
+            self._serve_line(worker)
+        elif not worker.is_looked_at:
+            worker.is_looked_at = True
+            self.at(worker.free_at - BIND_S, lambda: self._looked_at(worker))
+
+    def _looked_at(self, worker: Worker) -> None:
+        worker.is_looked_at = False
+        self._look_at(worker)
 
     def _answered(self, worker: Worker, copy: Copy, request: Request) -> None:
         copy.in_flight -= 1
@@ -166,6 +212,16 @@ class World:
         """Send what waits for an adapter that is ready somewhere."""
         for request in self.waiting.pop(adapter, ()):
             self._arrived(request)
+        for worker in self.workers.values():
+            if adapter in worker.copies:
+                self._look_at(worker)
+
+    def strand(self) -> None:
+        """Who waits in line for what is ready nowhere any more waits for a load."""
+        ready = {a for worker in self.workers.values() for a, copy in worker.copies.items() if copy.state == "ready"}
+        for adapter in [adapter for adapter in self.line if adapter not in ready]:
+            for request in self.line.pop(adapter):
+                self._arrived(request)
 
     def ready_on(self, adapter: int) -> list[Worker]:
         """Where it is ready, as far as anybody knows."""
@@ -179,11 +235,13 @@ class World:
         """The worker with most to do goes."""
         worker = max(self.workers.values(), key=lambda worker: (worker.free_at, worker.name))
         worker.is_up = False
+        self.lost = frozenset(worker.copies)
         del self.workers[worker.name]
         again = [request for request in worker.queued if request.first_token > self.now]
         self.at(self.now + LOST_AFTER_S, lambda: self._is_sure(worker))
         for request in again:
             self._arrived(request)
+        self.strand()
 
     def _is_sure(self, worker: Worker) -> None:
         del self.known[worker.name]

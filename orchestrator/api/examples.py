@@ -150,7 +150,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "adapter_policies": {"legal/v2": {"min_replicas": 2}},
         "adapters": [{"lora_id": "tax/v1", "source": "file:///srv/adapters/tax/v1", "policy": {"loading": "eager"}}],
     },
-    "Policy": {"loading": "lazy", "reserve_slots": 1, "loads_per_worker": 1},
+    "Policy": {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1},
     "RolloutItem": {
         "alias": "sql-expert",
         "before": [{"lora_id": "sql-expert/v1", "weight": 1}],

@@ -10,7 +10,7 @@ from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
 from orchestrator.wire import Policy
 
-POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 1, "loads_per_worker": 1}
+POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}
 
 
 def policy_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> APIRouter:

@@ -14,7 +14,7 @@ from orchestrator.core.errors import Conflict, NotFound
 from orchestrator.core.state import Want
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
-from orchestrator.wire import AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
+from orchestrator.wire import AdapterHold, AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
 
 
 class EventStream(StreamingResponse):
@@ -41,7 +41,7 @@ USAGE_EXAMPLE = {
             "first_token_s": 5.7,
         }
     ],
-    "holds": [{"lora_id": "legal/v2", "held": 1, "hold_s": 4.4, "sheds": 0}],
+    "holds": [{"lora_id": "legal/v2", "held": 1, "hold_s": 4.4, "sheds": 0, "waiting": 2}],
     "waits_s": {"w0": 1.8},
 }
 
@@ -91,7 +91,7 @@ def router_routes(
             report.revision_seen,
             [_use(use) for use in report.uses if "@" in use.engine_name],
             clock(),
-            holds=[Hold(lora_id=h.lora_id, held=h.held, hold_s=h.hold_s, sheds=h.sheds) for h in report.holds],
+            holds=[Hold(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
         )
         if accepted:
             reconciler.queues.report(report.router_id, report.waits_s, clock())
@@ -125,6 +125,7 @@ def _use(use: AdapterUse) -> Use:
     return Use(lora_id=use.engine_name.rpartition("@")[0], **counts)
 
 
+_HOLDS = AdapterHold.model_fields.keys() & Hold.__dataclass_fields__.keys()
 _COUNTS = AdapterUse.model_fields.keys() & Use.__dataclass_fields__.keys()
 
 

@@ -22,6 +22,9 @@ from orchestrator.core.state import (
 
 HOME_LOAD = 1.25
 """A worker with more than this share of the mean load is nobody's home: consistent hashing with bounded loads."""
+RELIEF_S = 30.0
+"""What waits for room is to be worked off within this time. Of 5 to 60 s tried in `benchmarks.placement`, shorter ones
+move more for queues that would have gone by themselves, and longer ones let a crowd's queue grow."""
 
 
 def usable_slots(slots: int, reserve: int) -> int:
@@ -71,7 +74,7 @@ class Board:
         for (lora_id, worker_id), failure in observed.failures.items():
             if failure.until > now:
                 self._failures.setdefault(lora_id, {})[worker_id] = failure
-        self.weights = demand.work if any(demand.work.values()) else demand.rates
+        self.weights = _weights(demand)
         self.loads = self._loads()
 
     def _find_holders(self) -> None:
@@ -93,10 +96,14 @@ class Board:
         """worker_id -> its part of the demand for what it holds: busy seconds a second, or requests a second."""
         found = dict.fromkeys(self.gone, 0.0)
         for lora_id in sorted(self.holders.keys() & self.weights.keys()):
-            each = self.weight(lora_id) / len(self.holders[lora_id])
-            for worker_id in self.holders[lora_id]:
-                found[worker_id] += each
+            self._spread(lora_id, self.weight(lora_id), found)
         return found
+
+    def _spread(self, lora_id: str, weight: float, loads: dict[str, float]) -> None:
+        """Add the adapter's weight to its holders' loads, in equal parts."""
+        holders = self.holders.get(lora_id, ())
+        for worker_id in holders:
+            loads[worker_id] += weight / len(holders)
 
     def weight(self, lora_id: str) -> float:
         return self.weights.get(lora_id, 0.0)
@@ -176,7 +183,10 @@ class Board:
         return sum(loads) / len(loads) if loads else 0.0
 
     def take(self, load: Load) -> None:
-        """A load is named: from now on it counts as there, and its victim as gone."""
+        """A load is named: from now on it counts as there, and its victim as gone; other copies have less, or more."""
+        changed = [lora_id for lora_id in (load.lora_id, load.evict) if lora_id is not None]
+        for lora_id in changed:
+            self._spread(lora_id, -self.weight(lora_id), self.loads)
         self.holders.setdefault(load.lora_id, set()).add(load.worker_id)
         self.begun[load.worker_id] += 1
         if load.evict is None:
@@ -184,8 +194,26 @@ class Board:
         else:
             self.gone[load.worker_id].add(load.evict)
             self.holders[load.evict].discard(load.worker_id)
-            self.loads[load.worker_id] -= self.weight(load.evict)
-        self.loads[load.worker_id] += self.weight(load.lora_id) / len(self.holders[load.lora_id])
+        for lora_id in changed:
+            self._spread(lora_id, self.weight(lora_id), self.loads)
+
+
+def _weights(demand: Demand) -> Mapping[str, float]:
+    """lora_id -> busy seconds a second that it needs; requests a second where routers count no work."""
+    return offered(demand.work, demand) if any(demand.work.values()) else demand.rates
+
+
+def offered(work: Mapping[str, float], demand: Demand) -> Mapping[str, float]:
+    """Busy seconds a second: work that engines were given, and in addition what works off in time what waits for them.
+
+    A router gives an engine no more than it can do, so without what waits an overloaded adapter would look just busy.
+    """
+    if not demand.backlog:
+        return work
+    found = dict(work)
+    for lora_id, waiting_s in demand.backlog.items():
+        found[lora_id] = found.get(lora_id, 0.0) + waiting_s / RELIEF_S
+    return found
 
 
 class claim_of:  # noqa: N801  (a key function with one argument bound)

@@ -35,7 +35,8 @@ def next_load(board: Board, adapter: Adapter) -> Load | None:
     if idle:
         return _load(board, adapter, idle[0], homes)
     if may_evict(board, adapter):
-        found = _with_victim(board, adapter, ranked, below=None if is_waiting else _below(board, adapter))
+        below = None if is_waiting else _below(board, adapter)
+        found = _with_victim(board, adapter, ranked, below=below, is_repair=want is not None and want.is_repair)
         if found is not None:
             worker, evict = found
             return _load(board, adapter, worker, homes, evict)
@@ -80,7 +81,7 @@ def _ranked(board: Board, adapter: Adapter, able: list[Worker], homes: list[str]
 
 
 def _with_victim(
-    board: Board, adapter: Adapter, ranked: list[Worker], *, below: float | None
+    board: Board, adapter: Adapter, ranked: list[Worker], *, below: float | None, is_repair: bool
 ) -> tuple[Worker, str] | None:
     """The first worker whose victim is among those missed least; a victim that drains already before all others.
 
@@ -90,7 +91,7 @@ def _with_victim(
     for position, worker in enumerate(ranked):
         if board.is_busy(worker.id):
             continue
-        chosen = victim(board, adapter, worker, below=below)
+        chosen = victim(board, adapter, worker, below=below, is_repair=is_repair)
         if chosen is not None:
             held, value = chosen
             known = board.intent.adapters[held.lora_id]

@@ -46,12 +46,16 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """One adapter as one router counts it since its boot: held back for a load or for room, for how long, refused."""
+    """One adapter as one router counts it since its boot: held back for a load or for room, for how long, refused.
+
+    waiting  requests that wait for room now, at workers that have the adapter
+    """
 
     lora_id: str
     held: int = 0
     hold_s: float = 0.0
     sheds: int = 0
+    waiting: int = 0
 
 
 _FLOWS = tuple(field.name for field in fields(Flow))
@@ -70,6 +74,8 @@ class Router:
     revision_seen: int
     heard_at: float
     uses: Mapping[tuple[str, str], Use]
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    """lora_id -> requests that wait for room"""
     counted: dict[_Source, Use | Hold] = field(default_factory=dict)
     """The last count of all that was named since that boot: what a report omits must not be counted again later."""
     old_boots: list[str] = field(default_factory=list)
@@ -122,6 +128,7 @@ class DemandBook:
         if last is not None and (boot_id in last.old_boots or (boot_id == last.boot_id and seq <= last.seq)):
             return False
         is_same_boot = last is not None and boot_id == last.boot_id
+        holds = tuple(holds)
         table = {(use.engine_name, use.worker_id): use for use in uses}
         fresh: dict[_Source, Use | Hold] = {**table, **{("", hold.lora_id): hold for hold in holds}}
         counted = last.counted if last is not None and is_same_boot else {}
@@ -133,7 +140,14 @@ class DemandBook:
             self._counts_since = now
         old = [] if last is None else last.old_boots if is_same_boot else [*last.old_boots, last.boot_id]
         self._routers[router_id] = Router(
-            boot_id, seq, revision_seen, now, table, counted | fresh, old[-_BOOTS_REMEMBERED:]
+            boot_id=boot_id,
+            seq=seq,
+            revision_seen=revision_seen,
+            heard_at=now,
+            uses=table,
+            waiting={hold.lora_id: hold.waiting for hold in holds if hold.waiting > 0},
+            counted=counted | fresh,
+            old_boots=old[-_BOOTS_REMEMBERED:],
         )
         return True
 
@@ -233,9 +247,28 @@ class DemandBook:
             surges=surges,
             last={lora_id: entry.at for lora_id, entry in self._sums.items()},
             is_blind=not self.live_routers(now),
+            backlog=self._backlog(now),
             in_use=frozenset(in_use),
             wants=self.wants(),
         )
+
+    def _backlog(self, now: float) -> dict[str, float]:
+        """lora_id -> seconds of work that wait: requests in line, each as much as its adapter's usual one."""
+        waiting: dict[str, int] = {}
+        for router in self.live_routers(now):
+            for lora_id, count in router.waiting.items():
+                waiting[lora_id] = waiting.get(lora_id, 0) + count
+        if not waiting:
+            return {}
+        requests, work_s = _FLOWS.index("requests"), _FLOWS.index("work_s")
+        sums = self._sums.values()
+        usual_s = _ratio(sum(entry.total[work_s] for entry in sums), sum(entry.total[requests] for entry in sums))
+        found = {}
+        for lora_id, count in waiting.items():
+            entry = self._sums.get(lora_id)
+            own_s = 0.0 if entry is None else _ratio(entry.weighted[work_s], entry.weighted[requests])
+            found[lora_id] = count * (own_s or usual_s)
+        return found
 
     def _scale(self, now: float) -> float:
         """What makes up for the part of the window before we first counted; never more than for a quarter of it."""
@@ -257,6 +290,10 @@ class DemandBook:
 def _share(over_s: float, window_s: float) -> float:
     """What one unit, spread evenly over the time since the last report, weighs at its end, as a rate."""
     return -math.expm1(-over_s / window_s) / over_s if over_s > 0 else 1 / window_s
+
+
+def _ratio(amount: float, of: float) -> float:
+    return amount / of if of > 0 else 0.0
 
 
 def _growth(count: float, before: float) -> float:

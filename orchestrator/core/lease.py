@@ -24,12 +24,19 @@ class Hold:
 
 
 class Candidate:
-    """What one process makes of the record. `now` is always its own monotonic clock."""
+    """What one process makes of the record. `now` is always its own monotonic clock.
 
-    def __init__(self, *, holder: str, url: str, duration_s: float, margin_s: float) -> None:
+    is_absence_new   whether a record that this process has never seen has never been: then it is free at once, else
+                     only when the time of a holder whose record was deleted is over
+    """
+
+    def __init__(
+        self, *, holder: str, url: str, duration_s: float, margin_s: float, is_absence_new: bool = True
+    ) -> None:
         self.mine = Hold(holder=holder, url=url, duration_s=duration_s)
         self.seen: Hold | None = None
         self._margin_s = margin_s
+        self._is_absence_new = is_absence_new
         self._seen_at = 0.0
         self._has_seen = False
         self._until: float | None = None
@@ -39,7 +46,7 @@ class Candidate:
         if found != self.seen or not self._has_seen:
             # A process that has never seen one finds no lease: a first start. One that had seen it waits: the holder
             # of a record that somebody deleted still acts.
-            is_first = found is None and not self._has_seen
+            is_first = found is None and not self._has_seen and self._is_absence_new
             self._seen_at = now - self.mine.duration_s if is_first else now
         self.seen, self._has_seen = found, True
         if found is not None and found.holder != self.mine.holder:

@@ -58,7 +58,7 @@ class Rules:
     loading: str = "lazy"
     min_replicas: int = 1
     max_replicas: int = 64
-    reserve_slots: int = 1
+    reserve_slots: int = 0
     loads_per_worker: int = 1
     loads_fleet_wide: int = 16
     min_residency_s: float = 10.0
@@ -236,6 +236,7 @@ class Demand:
     habits   lora_id -> requests a second over a time 15 times as long: who comes back though nobody asks just now
     last     lora_id -> when the last request for it was reported
     surges   lora_id -> as `work`, over a sixth of the time: seen sooner, and by that less sure
+    backlog  lora_id -> seconds of engine work that wait in routers, because workers that have the adapter are full
     is_blind no router has reported of late: that nothing is counted is no sign that nothing is asked for
     in_use   (lora_id, worker_id) with a request in flight
     wants    lora_id -> what is asked for and not there yet; none that has expired
@@ -246,6 +247,7 @@ class Demand:
     surges: Mapping[str, float] = field(default_factory=dict)
     habits: Mapping[str, float] = field(default_factory=dict)
     last: Mapping[str, float] = field(default_factory=dict)
+    backlog: Mapping[str, float] = field(default_factory=dict)
     is_blind: bool = False
     in_use: frozenset[Pair] = frozenset()
     wants: Mapping[str, Want] = field(default_factory=dict)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from orchestrator.core.board import Board, is_placeable, loading_of, usable_slots
+from orchestrator.core.board import Board, is_placeable, loading_of, offered, usable_slots
 from orchestrator.core.state import OCCUPYING, Adapter, Scale, Worker
 
 FAIR = 1.1
@@ -62,7 +62,8 @@ def stand(
 def targets(board: Board) -> tuple[dict[str, Target], dict[str, Scale]]:
     """lora_id -> its target, of all that should be anywhere; and the scales that stand."""
     asked = _asked(board)
-    totals, surging = _totals(board, board.weights), _totals(board, board.demand.surges)
+    work, surges = offered(board.demand.work, board.demand), offered(board.demand.surges, board.demand)
+    totals, surging = _totals(board, work), _totals(board, surges)
     scales = board.observed.memory.scales
     moving = {lora_id for lora_id, _ in board.observed.memory.moves}
     found: dict[str, Target] = {}
@@ -72,9 +73,9 @@ def targets(board: Board) -> tuple[dict[str, Target], dict[str, Scale]]:
         if not is_placeable(adapter):
             continue
         base, copies = asked.get(lora_id, 0), _settled(board, lora_id, moving)
-        raw = _raw(board, adapter, totals, board.demand.work)
+        raw = _raw(board, adapter, totals, work)
         least = max(base, 1)
-        sudden = _raw(board, adapter, surging, board.demand.surges) / SURE
+        sudden = _raw(board, adapter, surging, surges) / SURE
         up = max(least, min(math.ceil(max(raw, sudden) - 1e-9), board.most(adapter)))
         down = max(up, min(math.ceil(raw / SLACK - 1e-9), board.most(adapter)))
         # While no router speaks, that little is counted is no reason to fall.

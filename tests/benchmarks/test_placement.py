@@ -84,6 +84,19 @@ def test_a_request_waits_for_its_load_and_then_for_those_before_it():
     assert [request.has_waited for request in requests] == [True, True, False]
 
 
+def test_an_engine_is_given_a_second_of_work_and_the_rest_goes_where_its_adapter_comes_to_be():
+    requests = [Request(20.0 + number / 100, 0, 1.0) for number in range(10)] + [Request(0.0, 0, 0.1)]
+    world = World(Scene(name="two", workers=2, lasts_s=100), sorted(requests, key=lambda request: request.at), seed=1)
+    placer = Nobody(world)
+    world.at(20.5, lambda: placer.world.load(0, world.workers["w1"]))
+    world.run(placer)
+    first = sorted(request.first_token for request in requests[:10])
+    assert first[1] == pytest.approx(22.0)
+    at_w0 = world.sent[0, "w0"][0] - 1
+    assert (at_w0, world.sent[0, "w1"][0]) == (7, 3)
+    assert not world.line
+
+
 def test_a_lost_worker_s_requests_begin_again_where_their_adapter_is():
     requests = [Request(1.0, 0, 0.5), Request(50.0, 0, 5.0)]
     world = World(Scene(name="two", workers=1, lasts_s=200, lost=51.0, back=60.0), requests, seed=1)

@@ -35,6 +35,18 @@ def test_constant_traffic_is_its_rate_from_the_first_quarter_of_a_window_on():
     assert book.snapshot(399.0).work["a"] == pytest.approx(0.3, rel=0.02)
 
 
+def test_what_waits_for_room_is_as_much_work_as_its_adapters_requests_usually_are():
+    book = DemandBook()
+    heard(book, *range(1, 100))
+    book.report("r0", "b0", 100, 0, [use(300, work_s=30.0)], 100.0, holds=[Hold(lora_id="a", waiting=5)])
+    book.report("r1", "b1", 1, 0, [], 100.0, holds=[Hold(lora_id="a", waiting=2), Hold(lora_id="new", waiting=1)])
+    assert book.snapshot(100.0).backlog == {"a": pytest.approx(0.7), "new": pytest.approx(0.1)}
+    # It is a state, not a count; and a router's word that has expired is none.
+    book.report("r0", "b0", 101, 0, [use(303, work_s=30.3)], 101.0, holds=[Hold(lora_id="a")])
+    assert book.snapshot(101.0).backlog["a"] == pytest.approx(0.2)
+    assert book.snapshot(120.0).backlog == {}
+
+
 def test_a_rate_fades_by_its_window():
     book = DemandBook(window_s=10)
     heard(book, *range(1, 200))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.placement import place, usable_slots
-from orchestrator.core.state import Adapter, Demand, Held, Intent, Observed, Rules, Want, Worker
+from orchestrator.core.state import Adapter, Demand, Desired, Held, Intent, Observed, Rules, Want, Worker
 from orchestrator.core.targets import shares
 
 NOW = 10_000.0
@@ -230,9 +230,18 @@ def test_the_victim_is_the_one_least_asked_for_and_it_is_named():
     observed = fleet(worker("w0", held("hot"), held("cold"), held("warm"), slots=4))
     demand = replace(want("new"), rates={"hot": 9.0, "cold": 0.1, "warm": 1.0})
     adapters = intent(*map(adapter, ("hot", "cold", "warm", "new")))
-    (load,) = place(adapters, observed, demand, Rules(), NOW).loads
+    (load,) = place(adapters, observed, demand, Rules(reserve_slots=1), NOW).loads
     assert load.evict == "cold"
     assert "cold" in load.reason
+
+
+def test_by_default_every_slot_is_filled_before_anybody_has_to_go():
+    observed = fleet(worker("w0", held("hot"), held("cold"), held("warm"), slots=4))
+    adapters = intent(*map(adapter, ("hot", "cold", "warm", "new", "newer")))
+    (load,) = place(adapters, observed, want("new"), Rules(), NOW).loads
+    assert load.evict is None
+    (load,) = place(adapters, applied(observed, Desired(loads=(load,))), want("newer"), Rules(), NOW).loads
+    assert load.evict is not None
 
 
 def test_the_only_slot_of_a_worker_is_not_kept_in_reserve():

@@ -244,6 +244,80 @@ def test_a_scale_up_throws_out_only_what_is_worth_less():
     assert (load.lora_id, load.evict) == ("hot", "warm")
 
 
+def test_a_repair_takes_no_place_of_somebody_hotter_who_is_silent_for_a_moment():
+    observed = fleet(worker("w0", held("hot"), slots=1))
+    names = intent(adapter("hot"), adapter("cool"))
+    repair = {"cool": Want(replicas=1, is_repair=True)}
+    demand = Demand(habits={"hot": 0.2, "cool": 0.1}, last={"hot": NOW - 300, "cool": NOW - 1}, wants=repair)
+    assert place(names, observed, demand, RULES, NOW).loads == ()
+    # A request that waits does, and so does a repair where it is the hotter one.
+    (load,) = place(names, observed, replace(demand, wants={"cool": Want(replicas=1)}), RULES, NOW).loads
+    assert load.evict == "hot"
+    (load,) = place(names, observed, replace(demand, habits={"hot": 0.1, "cool": 0.2}), RULES, NOW).loads
+    assert load.evict == "hot"
+
+
+def test_what_requests_wait_for_in_a_line_is_no_victim():
+    observed = fleet(worker("w0", held("queued"), held("idle"), slots=2))
+    names = intent(adapter("queued"), adapter("idle"), adapter("new"))
+    demand = replace(want("new"), habits={"idle": 1.0}, last={"idle": NOW}, backlog={"queued": 0.5})
+    (load,) = place(names, observed, demand, RULES, NOW).loads
+    assert load.evict == "idle"
+
+
+def test_a_crowd_that_waits_in_a_line_gets_another_copy_though_its_engine_can_do_no_more():
+    observed = fleet(*(worker(f"w{n}", *([held("a")] if n == 0 else [held(f"b{n}")])) for n in range(4)))
+    names = intent(*map(adapter, ("a", "b1", "b2", "b3")))
+    served = busy({"a": 0.7, "b1": 0.2, "b2": 0.2, "b3": 0.2})
+    assert place(names, observed, served, RULES, NOW).loads == ()
+    (load,) = place(names, observed, replace(served, backlog={"a": 20.0}), RULES, NOW).loads
+    assert load.lora_id == "a"
+
+
+def test_a_worker_that_requests_queue_for_gives_something_away_and_one_that_is_just_busy_does_not():
+    parts = {"a": 0.4, "b": 0.3, "c": 0.3, "d": 0.1}
+    observed = fleet(worker("w0", held("a"), held("b"), held("c")), worker("w1", held("d")))
+    names = intent(*map(adapter, parts))
+    assert place(names, observed, busy(parts), RULES, NOW).loads == ()
+    (load,) = place(names, observed, replace(busy(parts), backlog={"c": 9.0}), RULES, NOW).loads
+    assert (load.worker_id, "moves from w0" in load.reason) == ("w1", True)
+
+
+def test_nothing_is_moved_while_a_copy_more_is_on_its_way():
+    names = intent(adapter("a"))
+    observed = fleet(worker("w0", held("a")), worker("w1"), worker("w2"), worker("w3"))
+    assert place(names, observed, busy({"a": 0.4}), RULES, NOW).loads == ()
+    surge = replace(busy({"a": 4.0}), surges={"a": 4.0})
+    desired = place(names, observed, surge, RULES, NOW)
+    assert [load.reason.partition(" (")[0] for load in desired.loads] == [
+        "replica 2 of 4",
+        "replica 3 of 4",
+        "replica 4 of 4",
+    ]
+    desired = place(names, observed, surge, replace(RULES, max_replicas=3), NOW)
+    assert [load.reason.partition(" (")[0] for load in desired.loads] == ["replica 2 of 3", "replica 3 of 3"]
+
+
+def test_what_has_a_copy_on_its_way_does_not_move():
+    parts = {"hot": 0.8, "large": 1.2}
+    names = intent(adapter("hot"), adapter("large", max_replicas=1))
+
+    def moved(state):
+        there = (worker("w0", held("hot"), held("large")), worker("w1", held("hot", state=state)), worker("w2"))
+        return [load.lora_id for load in place(names, fleet(*there), busy(parts), RULES, NOW).loads]
+
+    assert (moved("ready"), moved("loading")) == (["hot"], [])
+
+
+def test_a_copy_that_is_named_takes_its_part_of_the_load_from_the_others_in_the_same_pass():
+    parts = {"hot": 1.8, "warm": 0.5}
+    names = intent(adapter("hot", max_replicas=3), adapter("warm"))
+    observed = fleet(worker("w0", held("hot"), held("warm")), worker("w1"), worker("w2"), worker("w3"))
+    # Alone, w0 had too much to do and would give something away; with two copies elsewhere it has not.
+    moved = place(names, observed, busy(parts), RULES, NOW)
+    assert [load.lora_id for load in moved.loads] == ["hot", "hot"]
+
+
 def test_for_a_request_that_waits_a_worker_that_loads_already_yields_to_one_that_does_not():
     names = intent(adapter("a"))
     idle = fleet(worker("w0"), worker("w1"))

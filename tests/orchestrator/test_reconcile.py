@@ -345,7 +345,7 @@ async def test_whichever_call_fails_the_next_passes_mend_it(open_house, clock, t
         house = open_house(tmp_path / f"{nth}.db")
         agent = await house.worker(slots=2)
         agent.fail_calls = {nth}
-        await house.http.patch("/v1/policy", json={"min_residency_s": 0})
+        await house.http.patch("/v1/policy", json={"min_residency_s": 0, "reserve_slots": 1})
         for lora_id in ("a/v1", "b/v1"):
             await house.register(lora_id)
             for _ in range(4):
@@ -384,7 +384,7 @@ async def _story(house, clock):
 
         return check
 
-    await house.http.patch("/v1/policy", json={"min_residency_s": 0})
+    await house.http.patch("/v1/policy", json={"min_residency_s": 0, "reserve_slots": 1})
     for lora_id in ("a/v1", "b/v1", "c/v1"):
         await house.register(lora_id)
         await mended(is_ready(lora_id), lambda lora_id=lora_id: house.ensure(lora_id))
@@ -455,6 +455,7 @@ async def test_a_victim_is_drained_before_it_makes_room(house, clock):
 
 async def test_a_load_takes_the_reserve_at_once_and_its_victim_goes_when_it_has_drained(house, clock):
     agent = await house.worker(slots=2)
+    await house.http.patch("/v1/policy", json={"reserve_slots": 1})
     await ready(house, "a/v1", source="a")
     clock.now += 1000
     name = engine_name("a/v1", digest_of("a"))

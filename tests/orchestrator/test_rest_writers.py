@@ -108,7 +108,7 @@ async def test_the_history_says_what_was_changed_and_by_whom(open_house, tmp_pat
     await house.http.post("/v1/adapters", json=spec, headers=mine)
     await house.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]}, headers=mine)
     await house.http.delete("/v1/aliases/sql", headers=root)
-    await house.http.patch("/v1/policy", json={"reserve_slots": 0}, headers=root)
+    await house.http.patch("/v1/policy", json={"reserve_slots": 1}, headers=root)
 
     async def lines(path, **query):
         answer = (await house.http.get(path, params=query, headers=root)).json()
@@ -119,7 +119,7 @@ async def test_the_history_says_what_was_changed_and_by_whom(open_house, tmp_pat
         ("alias_set", "tenant acme", {"targets": [["sql/v1", 1.0]], "was": None}),
     ]
     assert await lines("/v1/history", kind="policy_changed") == [
-        ("policy_changed", "operator", {"reserve_slots": [1, 0]})
+        ("policy_changed", "operator", {"reserve_slots": [0, 1]})
     ]
     first = (await house.http.get("/v1/history", params={"limit": 3}, headers=root)).json()
     second = (await house.http.get("/v1/history", params={"cursor": first["next"]}, headers=root)).json()

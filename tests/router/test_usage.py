@@ -124,6 +124,19 @@ def test_a_report_counts_up_and_what_another_version_leaves_out_is_zero():
     assert (read.uses[0].errors, read.uses[0].work_s, read.holds) == (0, 0.0, ())
 
 
+def test_what_waits_for_room_is_reported_as_long_as_it_does_however_long_that_is():
+    holds = Holds()
+    for _ in range(2):
+        holds.waits("sql/v1", 0.0)
+    holds.waited("sql/v1", 2.0, 2.0)
+    holds.held("sql/v1", 1.0, 3.0)
+    (hold,) = holds.report(10_000.0)
+    assert (hold.waiting, hold.held, hold.hold_s) == (1, 2, 3.0)
+    holds.waits("", 0.0)
+    holds.waited("", 1.0, 0.0)
+    assert len(holds.report(10_000.0)) == 1
+
+
 def test_the_base_models_holds_are_not_kept_and_old_ones_are_forgotten():
     holds = Holds()
     holds.held("", 1.0, 0.0)

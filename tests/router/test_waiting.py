@@ -45,6 +45,7 @@ async def test_what_an_engine_need_not_have_yet_waits_in_the_router_and_goes_whe
         await until(lambda: len(parts.mind.waiting) == 4)
         await until(lambda: len(engine.bodies) == 2)  # one runs, one is there for when it ends
         assert await value(client, "lorafleet_router_waiting_requests") == 4
+        assert not parts.usage.report(1, 0.0).holds  # the base model's are nobody's
         engine.first.set()
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 6
         assert len(engine.bodies) == 6
