@@ -88,6 +88,7 @@ class Pooled(FakeAgent):
 async def test_the_leader_tells_each_pools_slots_need_and_wait(house, clock):
     agent = Pooled("w0", slots=3)
     await house.join(agent)
+    (await house.http.patch("/v1/policy", json={"reserve_slots": 1})).raise_for_status()
     await house.http.patch("/v1/policy", json={"reserve_slots": 1})
     for lora_id in ("a/v1", "b/v1", "c/v1"):
         await house.register(lora_id, policy={"loading": "eager"})
