@@ -28,6 +28,8 @@ class KubeLease:
     timeout_s   deadline of one call; less than the lease's duration, so that a call that hangs can be tried again
     """
 
+    is_absence_new = False  # pods start at any time, and a Lease is deleted with one command: a first start waits
+
     def __init__(
         self, kube: Kube, *, namespace: str, name: str, timeout_s: float, wall: Callable[[], float] = time.time
     ) -> None:

@@ -51,7 +51,9 @@ class Leadership:
         self.on_begin: Callable[[], None] = _nothing
         self.on_end: Callable[[], None] = _nothing
         self._lease = lease
-        self._candidate = Candidate(holder=holder, url=url, duration_s=duration_s, margin_s=margin_s)
+        self._candidate = Candidate(
+            holder=holder, url=url, duration_s=duration_s, margin_s=margin_s, is_absence_new=lease.is_absence_new
+        )
         self._renew_s = renew_s
         self._clock = clock
         self._rng = rng or Random()
@@ -88,6 +90,7 @@ class Leadership:
     def lead_until(self, until: float) -> None:
         """Begin a term without asking for the lease, up to this time: for whoever knows that nobody else is there."""
         self._candidate.hold_until(until)
+        self._end_in_time()
         self._begin()
 
     async def start(self) -> None:

@@ -23,7 +23,13 @@ _FIELDS = "holder, url, beat, duration_s, is_released"
 
 
 class Lease(Protocol):
-    """One record. Every call may raise LeaseUnreachable."""
+    """One record. Every call may raise LeaseUnreachable.
+
+    is_absence_new   whether no record means that nobody has ever led, as far as whoever starts may tell
+    """
+
+    @property
+    def is_absence_new(self) -> bool: ...
 
     async def read(self) -> Hold | None: ...
 
@@ -44,6 +50,8 @@ class FileLease:
     A living holder keeps a lock on a file of its own, which the system lets go of with the process, however it ends:
     so its successor need not wait for the time to run out.
     """
+
+    is_absence_new = True  # a fleet of one host leads from its first answer on
 
     def __init__(self, path: Path, *, holder: str) -> None:
         """Raises OSError when the folder cannot be written."""

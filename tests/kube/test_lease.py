@@ -15,7 +15,7 @@ from orchestrator.leadership import Leadership
 
 NAME = "lorafleet"
 HOLD = Hold(holder="a", url="http://a:8080", duration_s=1.5)
-DURATION_S, RENEW_S, MARGIN_S = 1.2, 0.2, 0.3
+DURATION_S, RENEW_S, MARGIN_S = 1.0, 0.2, 0.2
 
 
 @pytest.fixture

@@ -102,7 +102,12 @@ async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_lea
 
 async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube, beating, worker):  # noqa: F811
     settings = OrchestratorSettings(
-        store=tmp_path / "s.db", lease="kubernetes", backend="configmaps", settle_s=0, lease_duration_s=60
+        store=tmp_path / "s.db",
+        lease="kubernetes",
+        backend="configmaps",
+        settle_s=0,
+        lease_duration_s=3,
+        lease_renew_s=0.2,
     )
     whole = build(settings, kube=await connect(kube.kubeconfig, environ={}))
     async with serving(whole.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:

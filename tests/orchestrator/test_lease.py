@@ -21,6 +21,8 @@ DURATION_S, MARGIN_S = 5.0, 1.0
 class Record:
     """The lease in memory, with compare-and-set; `fails` makes every call raise."""
 
+    is_absence_new = True
+
     def __init__(self):
         self.hold = None
         self.fails = False
@@ -143,6 +145,23 @@ async def test_a_deleted_lease_is_made_again_by_its_holder_and_nobody_else_steps
         clock.now += DURATION_S
     await b.step()
     assert b.is_leading  # the holder was gone, too
+
+
+async def test_where_records_may_be_deleted_a_newcomer_that_finds_none_waits_for_whoever_may_have_held_it(two):
+    record, clock, a, _ = two
+    record.is_absence_new = False
+    c = leadership(record, "c", clock)
+    await a.step()
+    record.hold = None
+    await c.step()
+    assert not c.is_leading
+    clock.now += DURATION_S - MARGIN_S
+    assert not a.is_leading
+    await c.step()
+    assert not c.is_leading
+    clock.now += MARGIN_S
+    await c.step()
+    assert c.is_leading
 
 
 async def test_a_lease_that_is_given_back_is_free_at_once(two):

@@ -149,6 +149,7 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
     await beating.add(agent)
     one, two = Process(tmp_path, "one", **shared), Process(tmp_path, "two", **shared)
     await one.start()
+    await until(lambda: one.says("is_leading"))
     await two.start()
     assert (await one.says("is_leading"), await two.says("is_leading")) == (True, False)
     assert await two.says("leader") == one.url
