@@ -212,6 +212,17 @@ def adapters_rm(context: typer.Context, lora_id: str) -> None:
     typer.echo(f"{lora_id} is being removed")
 
 
+@adapters_app.command("retry")
+def adapters_retry(context: typer.Context, lora_id: str) -> None:
+    """Forget why an adapter failed, its quarantine too, and try it again.
+
+    Example: lorafleet adapters retry sql-expert/v2
+    """
+    with context.obj.orchestrator() as api:
+        api.call("POST", f"/v1/adapters/{_path(lora_id)}/retry")
+    typer.echo(f"{lora_id} is tried again; see: lorafleet adapters show {lora_id}")
+
+
 # --- aliases -----------------------------------------------------------------------------------------------------
 
 

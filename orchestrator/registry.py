@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from lorafleet.http import said_wrong
 from orchestrator.backend import WorkerIntent
 from orchestrator.core.errors import Conflict, NotFound, RequestError, Stale, Unconditional
+from orchestrator.core.sources import secret_part, without_secrets
 from orchestrator.core.state import Adapter, Rules
 from orchestrator.fleet import Fleet
 from orchestrator.rollouts import Rollouts
@@ -43,10 +44,14 @@ class Registry:
         return found
 
     def check(self, spec: AdapterSpec) -> Adapter | None:
-        """What is registered and equal to this spec, else None. Raises Conflict when it cannot be registered."""
+        """What is registered and equal to this spec, else None.
+
+        Raises Conflict when it cannot be registered, RequestError for a source with credentials in it.
+        """
         known = self._store.adapters.get(spec.lora_id)
         if known is None:
             self._require_free(spec.lora_id, "lora_id")
+            _require_no_secret(spec.source)
             return None
         _require_same(known, spec)
         wanted = replace(known, tenants=_sorted(spec.tenants), secret=_secret(spec.secret_ref))
@@ -265,6 +270,17 @@ class Registry:
         with self._store.together():
             self._store.put_worker(worker_id, None if state is None else WorkerIntent(state, until))
             self._store.record(f"worker_{state or 'uncordoned'}", worker_id, {"drain_s": drain_s}, actor)
+
+
+def _require_no_secret(source: str) -> None:
+    part = secret_part(source)
+    if part is not None:
+        raise RequestError(
+            f"source {without_secrets(source)} has {part} with it: credentials would be stored and shown, and signed"
+            " addresses expire; register the plain address, and give credentials to the workers (secretRef)",
+            code="source_has_credentials",
+            param="source",
+        )
 
 
 def _require_same(known: Adapter, spec: AdapterSpec) -> None:

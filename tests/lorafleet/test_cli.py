@@ -82,6 +82,7 @@ def test_an_adapter_is_added_listed_shown_and_removed(ask: Run, tmp_path: Path) 
     shown = ask("adapters", "show", "sql/v1").out
     assert str(tmp_path) in shown
     assert "loading=eager" in shown
+    assert "adapters show sql/v1" in ask("adapters", "retry", "sql/v1").out
     ask("adapters", "rm", "sql/v1")
     deadline = time.monotonic() + 10
     while "sql/v1" in ask("adapters", "list").out:

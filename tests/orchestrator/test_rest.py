@@ -99,6 +99,30 @@ async def test_an_adapter_that_is_nowhere_is_deleted_at_once_and_then_unknown(ho
         assert (answer.status_code, code(answer)) == (404, "adapter_not_found")
 
 
+@pytest.mark.parametrize(
+    ("source", "what", "shown"),
+    [
+        ("https://me:hunter2@host/a.zip", "a user or password", "https://host/a.zip"),
+        ("s3://key@bucket/a", "a user or password", "s3://bucket/a"),
+        ("https://host/a.zip?X-Amz-Signature=hunter2", "a query", "https://host/a.zip"),
+        ("https://host/a.zip#hunter2?x", "a fragment", "https://host/a.zip"),
+    ],
+)
+async def test_a_source_with_credentials_in_it_is_not_registered_and_not_repeated(house, source, what, shown):
+    answer = await house.http.post("/v1/adapters", json=SPEC | {"source": source})
+    assert (answer.status_code, code(answer)) == (400, "source_has_credentials")
+    assert f"{shown!r} has {what}" in answer.text
+    assert "hunter2" not in answer.text
+    batch = await house.http.post("/v1/adapters:batch", json={"adapters": [SPEC | {"source": source}]})
+    assert [row["code"] for row in batch.json()["data"]] == ["source_has_credentials"]
+    assert (await house.http.get("/v1/adapters")).json()["data"] == []
+
+
+@pytest.mark.parametrize("source", ["hf://acme/sql@main", "file:///srv/odd?name#1", "/srv/me@home", "s3://bucket/a@b"])
+async def test_what_only_looks_like_credentials_is_registered(house, source):
+    assert (await house.http.post("/v1/adapters", json=SPEC | {"source": source})).status_code == 201
+
+
 async def test_a_patch_changes_what_it_names_and_nothing_else(house):
     await house.register(policy={"pinned": True}, tenants=["acme"])
     item = (await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 4}})).json()
