@@ -50,7 +50,7 @@ class Store:
     def find(self, resource: Resource, namespace: str = "") -> list[Object]:
         """In the order of keys, of one namespace or of all."""
         found = self._objects[resource]
-        return [found[key] for key in sorted(found) if not namespace or key[0] == namespace]
+        return [found[key] for key in sorted(found, key="/".join) if not namespace or key[0] == namespace]
 
     def put(self, resource: Resource, obj: Object) -> Object:
         """Store it under its own name as the next version."""
