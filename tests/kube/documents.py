@@ -5,6 +5,10 @@ from typing import Any
 from tests.kube.kinds import RESOURCES, Resource
 
 VERSION = {"major": "1", "minor": "36", "gitVersion": "v1.36.0", "platform": "linux/amd64"}
+# Protobuf of a document with a version and no definitions. kubectl asks for it when a file has a List in it, and what
+# it finds no definition of it leaves to the server.
+OPENAPI_V2 = b"\x0a\x032.0"
+OPENAPI_V2_TYPE = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
 _VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 _PARTS: dict[str, dict[str, Any]] = {
     "status": {"verbs": ["get", "patch", "update"]},

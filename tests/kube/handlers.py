@@ -83,6 +83,8 @@ class Handlers:
     def _of_itself(self, request: web.Request) -> web.Response:
         if request.path in ("/healthz", "/livez", "/readyz"):
             return web.Response(text="ok")
+        if request.path == "/openapi/v2":
+            return web.Response(body=documents.OPENAPI_V2, content_type=documents.OPENAPI_V2_TYPE)
         found = documents.document(request.path.rstrip("/"), dict(request.query))
         return web.Response(status=404, text="404 page not found\n") if found is None else wire.answered(200, found)
 

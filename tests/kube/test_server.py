@@ -388,6 +388,11 @@ class TestKubectl:
             assert "deleted" in await kubectl("delete", "-f", "-", stdin=changed)
             assert await watched.said() == ("DELETED", "by-hand")
 
+    async def test_it_applies_a_list_of_several_objects(self, kube: Cluster) -> None:
+        several = {"apiVersion": "v1", "kind": "List", "items": [config_map("one"), config_map("two")]}
+        said = await asyncio.to_thread(kube.kubectl, "apply", "-f", "-", stdin=yaml.safe_dump(several))
+        assert said == "configmap/one created\nconfigmap/two created\n"
+
     async def test_it_watches(self, kube: Cluster, api: Api) -> None:
         await api.make(MAPS, config_map("seen", {"w": "1"}))
         words = ["get", "configmaps", "-l", "w=1", "--watch", "-o", "name", "--request-timeout", "1s"]
