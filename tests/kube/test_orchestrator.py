@@ -91,7 +91,7 @@ async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_lea
     backup = await process.http.get("/v1/backup")
     assert 'filename="lorafleet-backup.json"' in backup.headers["content-disposition"]
     await process.http.delete("/v1/adapters/legal/v2")
-    await kubectl("apply", "--validate=false", "-f", "-", stdin=backup.text)  # our API server has no schema of a List
+    await kubectl("apply", "-f", "-", stdin=backup.text)
 
     async def is_back():
         return (await process.http.get("/v1/adapters/legal/v2")).status_code == 200
