@@ -124,7 +124,10 @@ class WorkerSettings(HouseSettings):
     )
     check_shapes: bool = Field(default=True, description="hold adapters against the shapes of a local base model")
 
-    orchestrator_url: str = Field(default="", description="where to send heartbeats; none: the agent stands alone")
+    orchestrator_url: str = Field(
+        default="",
+        description="where to send heartbeats; of several, by commas, the one that answers; none: it stands alone",
+    )
     advertise_url: str = Field(default="", description="this agent's URL for others; default: host and port")
     heartbeat_s: float = Field(default=1.0, gt=0, description="seconds between heartbeats when nothing changes")
     warm_deadline_s: float = Field(
@@ -160,8 +163,9 @@ class WorkerSettings(HouseSettings):
     def _fits_together(self) -> Self:
         if not self.model and not self.engine_url:
             raise ValueError("model: give the base model's folder, or engine_url of a running engine")
-        for name in ("engine_url", "orchestrator_url"):
-            if (url := getattr(self, name)) and not url.startswith(("http://", "https://")):
+        named = [("engine_url", self.engine_url), *(("orchestrator_url", url) for url in self.orchestrator_urls)]
+        for name, url in named:
+            if url and not url.startswith(("http://", "https://")):
                 raise ValueError(f"{name}: {url!r} must start with http:// or https://")
         if self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
@@ -174,6 +178,11 @@ class WorkerSettings(HouseSettings):
                 " give a shorter ipc_dir"
             )
         return self
+
+    @property
+    def orchestrator_urls(self) -> tuple[str, ...]:
+        """Of one fleet's orchestrators, whichever leads: the others hand heartbeats on to it."""
+        return tuple(url.strip().rstrip("/") for url in self.orchestrator_url.split(",") if url.strip())
 
     @property
     def state(self) -> Path:

@@ -26,10 +26,16 @@ class Heartbeats:
         self._client = client
         self._rng = rng
         settings = agent.settings
-        self._url = settings.orchestrator_url.rstrip("/") + "/v1/workers/register"
+        self._urls = [f"{url}/v1/workers/register" for url in settings.orchestrator_urls]
+        self._at = 0
         self._headers = {"authorization": f"Bearer {settings.token}"} if settings.token else {}
         self._every_s = settings.heartbeat_s
         self._told = -1  # the newest version that was taken
+
+    @property
+    def _url(self) -> str:
+        """Of the orchestrator that answered last, or whose turn it is to be asked."""
+        return self._urls[self._at % len(self._urls)]
 
     async def run(self) -> None:
         failures = 0
@@ -43,10 +49,13 @@ class Heartbeats:
             except Exception as exc:  # noqa: BLE001  (the top of a loop: a worker without heartbeats is lost, whatever the fault)
                 failures += 1
                 self._agent.metrics.heartbeat_failures.inc()
-                if failures > 1:
+                if failures > len(self._urls):
                     self._agent.warmed()  # nobody there to say what it should hold
                 if failures in {1, 10} or failures % 100 == 0:
                     log.warning("heartbeat not taken", url=self._url, failures=failures, error=repr(exc))
+                self._at += 1
+                if failures < len(self._urls):
+                    continue  # another one may take it right now
             await self._pause(told, failures)
 
     async def last(self) -> None:

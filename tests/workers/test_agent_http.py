@@ -286,7 +286,8 @@ async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_c
 
     async with serving(app) as url:
         port = int(url.rsplit(":", 1)[1])
-        async with worker.running("--orchestrator-url", url, "--heartbeat-s", "60") as client:
+        urls = f"http://127.0.0.1:9, {url}/"  # nobody listens on the first: the second is asked at once
+        async with worker.running("--orchestrator-url", urls, "--heartbeat-s", "60") as client:
             await post(client, "load_lora", epoch=3, lora_id="sql-expert/v1")
             await beat_with({"sql-expert/v1"})
             worker.process.send_signal(signal.SIGTERM)
