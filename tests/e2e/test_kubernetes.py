@@ -134,6 +134,10 @@ async def test_the_roles_of_the_chart_are_enough(release: Release) -> None:
     assert release.server.forbidden == []
 
 
+async def test_pods_end_by_themselves_with_everything_that_they_started(release: Release) -> None:
+    assert release.cluster.left == []
+
+
 async def test_no_pod_wrote_where_a_container_cannot(release: Release) -> None:
     written = [path for pod in release.cluster.pods.values() for path in pod.working_folder.iterdir()]
     assert written == []

@@ -3,7 +3,8 @@
 With KUBECONFIG=FILE the suites run against that cluster, in namespaces of their own that go afterwards (the first lines
 of the run name it); a kube-apiserver with etcd and nothing else is enough, admin rights on it are needed. So tests
 arrange and look through the API (`lorafleet.kube`, `tests.kube.api`, kubectl), not in `server.objects`; what needs a
-fault or the log of requests goes through `kube.faults` and `kube.ours`, which skip there.
+fault or the log of requests goes through `kube.faults` and `kube.ours`, which skip there. Whether a suite keeps to that
+shows against our own server in another process: `python -m tests.kube.server --no-loopback --kubeconfig FILE`.
 """
 
 import os

@@ -33,7 +33,11 @@ _OWNERS = {"deployments": workloads.deployment, "statefulsets": workloads.statef
 
 
 class Controller:
-    """Of one namespace. `pace`: see `kubelet.PlayedPod`; `pods`: those that are played, by name."""
+    """Of one namespace. `pace`: see `kubelet.PlayedPod`.
+
+    pods  those that are played, by name
+    left  command lines of processes that outlived an orderly end of their pod, and were killed
+    """
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Controller:
     ) -> None:
         """nodes: name -> zone; environment: further variables of every pod; folder: short, sockets lie in it."""
         self.pods: dict[str, PlayedPod] = {}
+        self.left: list[str] = []
         self._server, self._namespace, self._folder = server, namespace, folder
         self._zones, self._environment, self._pace = dict(nodes), dict(environment or {}), pace
         self._network = f"127.{random.randint(64, 254)}.{random.randint(0, 255)}"
@@ -209,6 +214,7 @@ class Controller:
         name = pod["metadata"]["name"]
         played = self.pods[name]
         await played.stop(pod["metadata"]["deletionGracePeriodSeconds"])
+        self.left += played.left
         self._living[name].cancel()
         await asyncio.gather(self._living.pop(name), return_exceptions=True)
         del self.pods[name]

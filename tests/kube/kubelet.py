@@ -15,6 +15,7 @@ from tests.kube import podspec
 from tests.kube.podspec import Place
 from tests.kube.store import Object
 
+_SETTLED_WITHIN_S = 1.0
 _RESTART_AFTER_S = 0.5  # a real one backs off from 10 s on; tests wait for it
 
 
@@ -39,6 +40,7 @@ class PlayedPod:
         self.is_ready = False
         self.phase = "Running"
         self.restarts = 0
+        self.left: list[str] = []
         self.children: dict[str, Child] = {}
         self._place, self._read, self._told, self._extra, self._pace = place, read, told, extra, pace
         self._mark = uuid.uuid4().hex
@@ -66,6 +68,7 @@ class PlayedPod:
         """preStop, SIGTERM, and SIGKILL where all of that takes longer than the grace; then nothing is left of it."""
         deadline = time.monotonic() + grace_s
         await asyncio.gather(*(self._end(container, deadline) for container in self._place.spec["containers"]))
+        await asyncio.to_thread(self._see_who_is_left)
         await self.kill()
 
     async def kill(self) -> None:
@@ -73,6 +76,16 @@ class PlayedPod:
         for child in self.children.values():
             await child.stop(0.0)
         await asyncio.to_thread(kill_marked, self._mark)
+
+    def _see_who_is_left(self) -> None:
+        """A container's end takes everything in it along; here it shows who had to be taken."""
+        until = time.monotonic() + _SETTLED_WITHIN_S
+        while (pids := marked(self._mark)) and time.monotonic() < until:
+            time.sleep(0.02)
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                self.left.append(line.replace("\0", " ")[:300])
 
     def processes(self) -> list[int]:
         return marked(self._mark)
