@@ -39,6 +39,7 @@ class Candidate:
         self._is_absence_new = is_absence_new
         self._seen_at = 0.0
         self._has_seen = False
+        self._beat = -1  # the highest seen or written
         self._until: float | None = None
 
     def look(self, found: Hold | None, now: float) -> None:
@@ -49,6 +50,7 @@ class Candidate:
             is_first = found is None and not self._has_seen and self._is_absence_new
             self._seen_at = now - self.mine.duration_s if is_first else now
         self.seen, self._has_seen = found, True
+        self._beat = self._beat if found is None else max(self._beat, found.beat)
         if found is not None and found.holder != self.mine.holder:
             self._until = None
 
@@ -57,16 +59,22 @@ class Candidate:
 
         is_holder_gone   that process certainly runs no more
         """
+        if not self._may_write(now, is_holder_gone):
+            return None
+        # No two writes of ours are alike, not even one that is lost or deleted: else somebody who saw the one and sees
+        # the other would take it for the same, and its time for over.
+        self._beat += 1
+        return replace(self.mine, beat=self._beat)
+
+    def _may_write(self, now: float, is_holder_gone: bool) -> bool:
         seen = self.seen
         if seen is not None and seen.holder == self.mine.holder and not seen.is_released:
-            return replace(seen, url=self.mine.url, duration_s=self.mine.duration_s, beat=seen.beat + 1)
-        lasts_s = self.mine.duration_s if seen is None else seen.duration_s
+            return True
         if seen is None and self.left_s(now) > 0:
-            return self.mine  # somebody deleted ours: the time that it gave us is not over
+            return True  # somebody deleted ours: the time that it gave us is not over
+        lasts_s = self.mine.duration_s if seen is None else seen.duration_s
         is_over = now - self._seen_at >= lasts_s
-        if is_over or (seen is not None and (seen.is_released or is_holder_gone)):
-            return replace(self.mine, beat=0 if seen is None else seen.beat + 1)
-        return None
+        return is_over or (seen is not None and (seen.is_released or is_holder_gone))
 
     def wrote(self, hold: Hold, asked_at: float) -> None:
         """It is written. `asked_at`: before the call, because the time that it took is not ours."""
