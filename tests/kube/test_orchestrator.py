@@ -126,3 +126,35 @@ async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube,
         kube.faults.refuse(None)
         assert (await registering).status_code == 201
         await until(lambda: "sql/v1" in worker.loaded)
+
+
+async def test_one_that_starts_while_the_api_server_is_away_says_so_and_leads_when_it_is_back(tmp_path, kube):
+    settings = OrchestratorSettings(
+        store=tmp_path / "s.db",
+        lease="kubernetes",
+        backend="configmaps",
+        settle_s=0,
+        lease_duration_s=1,
+        lease_renew_s=0.2,
+        lease_margin_s=0.2,
+    )
+    client = await connect(kube.kubeconfig, environ={})
+    await kube.faults.go_down()
+    whole = build(settings, kube=client)
+    async with serving(whole.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+
+        async def refusal(path):
+            answer = await http.get(path)
+            return answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["message"]
+
+        assert (await http.get("/health")).status_code == 200
+        assert await refusal("/ready") == (503, "starting", "started, the store has not been read yet")
+        assert (await refusal("/v1/adapters"))[:2] == (503, "starting")
+        await kube.faults.come_back()
+        await until(lambda: whole.leadership.is_leading)
+        assert (await http.get("/v1/adapters")).json()["data"] == []
+
+        async def is_ready():
+            return (await http.get("/ready")).status_code == 200
+
+        await until(is_ready)
