@@ -172,7 +172,7 @@ def small_fleet(model: Path) -> dict[str, Any]:
         "startDeadlineSeconds": 60,
     }
     return {
-        "router": {"replicas": 2, "drainSeconds": 1, "graceSeconds": 20},
+        "router": {"replicas": 2, "drainSeconds": 2, "graceSeconds": 20},
         "orchestrator": {"lease": {"durationSeconds": 4, "renewSeconds": 1, "marginSeconds": 1}},
         "pools": [pool],
         "adapters": [{"lora_id": name, "source": str(model / "adapters" / name)} for name in ADAPTERS],
