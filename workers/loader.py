@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -115,28 +116,41 @@ class Loader:
 
     async def restore(self) -> None:
         """Load what the record says the engine should hold. Raises EngineError when it is the engine that fails."""
-        restored = []
-        for record in self._residency.records.all():
-            if not record.is_loaded or self._residency.slots.has(record.engine_name):
-                continue
-            if self._residency.slots.free == 0:
-                log.warning("adapter not loaded again: no free slot", lora_id=record.lora_id)
-                self._residency.forget_load(record)
-                continue
-            try:
-                async with self._lock(record.lora_id):  # files that are gone are fetched by one alone
-                    path = await self._intake.again(record)
-                    restored.append(await self._load_again(replace(record, path=str(path))))
-            except SourceError as exc:
-                self._residency.forget_load(record)
-                self._residency.failed(record.lora_id, record.digest, exc)
-            except EngineError as exc:
-                if not await self._is_adapters_fault(exc):
-                    raise
-                self._residency.forget_load(record)
-                self._residency.failed(record.lora_id, record.digest, exc)
+        slots, restored = self._residency.slots, []
+        wanted = [each for each in self._residency.records.all() if each.is_loaded and not slots.has(each.engine_name)]
+        for record in wanted[slots.free :]:
+            log.warning("adapter not loaded again: no free slot", lora_id=record.lora_id)
+            self._residency.forget_load(record)
+        with closing(self._one_ahead(wanted[: slots.free])) as found:
+            for record, path in found:
+                try:
+                    restored.append(await self._load_again(replace(record, path=str(await path))))
+                except SourceError as exc:
+                    self._residency.forget_load(record)
+                    self._residency.failed(record.lora_id, record.digest, exc)
+                except EngineError as exc:
+                    if not await self._is_adapters_fault(exc):
+                        raise
+                    self._residency.forget_load(record)
+                    self._residency.failed(record.lora_id, record.digest, exc)
         if restored:
             await self._check_listed(restored)
+
+    def _one_ahead(self, records: Sequence[Record]) -> Generator[tuple[Record, "asyncio.Task[Path]"], None, None]:
+        """Each with where its files are, which is found out while the one before it is loaded."""
+        following: asyncio.Task[Path] | None = None
+        try:
+            for at, record in enumerate(records):
+                path = following or asyncio.create_task(self._files_of(record))
+                following = asyncio.create_task(self._files_of(records[at + 1])) if at + 1 < len(records) else None
+                yield record, path
+        finally:
+            if following is not None:
+                following.cancel()
+
+    async def _files_of(self, record: Record) -> Path:
+        async with self._lock(record.lora_id):  # files that are gone are fetched by one alone
+            return await self._intake.again(record)
 
     async def _load_again(self, record: Record) -> Record:
         """As `_load`, though what the engine then lists is looked at once, when all are back."""
@@ -161,8 +175,7 @@ class Loader:
             if record.digest in digests and record.is_loaded:
                 log.error("an adapter in use has lost its files", lora_id=record.lora_id, digest=record.digest)
                 try:
-                    async with self._lock(record.lora_id):
-                        await self._intake.again(record)
+                    await self._files_of(record)
                 except SourceError as exc:
                     self._residency.failed(record.lora_id, record.digest, exc)
 
