@@ -23,8 +23,9 @@ from orchestrator.core.state import (
 HOME_LOAD = 1.25
 """A worker with more than this share of the mean load is nobody's home: consistent hashing with bounded loads."""
 RELIEF_S = 30.0
-"""What waits for room is to be worked off within this time. Of 5 to 60 s tried in `benchmarks.placement`, shorter ones
-move more for queues that would have gone by themselves, and longer ones let a crowd's queue grow."""
+"""What waits for room is to be worked off within this time, by moving adapters. Of 5 to 60 s tried in
+`benchmarks.placement`, shorter ones move more for queues that would have gone by themselves, and longer ones less than
+is needed."""
 
 
 def usable_slots(slots: int, reserve: int) -> int:
@@ -200,11 +201,11 @@ class Board:
 
 def _weights(demand: Demand) -> Mapping[str, float]:
     """lora_id -> busy seconds a second that it needs; requests a second where routers count no work."""
-    return offered(demand.work, demand) if any(demand.work.values()) else demand.rates
+    return offered(demand.work, demand, RELIEF_S) if any(demand.work.values()) else demand.rates
 
 
-def offered(work: Mapping[str, float], demand: Demand) -> Mapping[str, float]:
-    """Busy seconds a second: work that engines were given, and in addition what works off in time what waits for them.
+def offered(work: Mapping[str, float], demand: Demand, within_s: float) -> Mapping[str, float]:
+    """Busy seconds a second: work that engines were given, and what works off within this time what waits for them.
 
     A router gives an engine no more than it can do, so without what waits an overloaded adapter would look just busy.
     """
@@ -212,7 +213,7 @@ def offered(work: Mapping[str, float], demand: Demand) -> Mapping[str, float]:
         return work
     found = dict(work)
     for lora_id, waiting_s in demand.backlog.items():
-        found[lora_id] = found.get(lora_id, 0.0) + waiting_s / RELIEF_S
+        found[lora_id] = found.get(lora_id, 0.0) + waiting_s / within_s
     return found
 
 

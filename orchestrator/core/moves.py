@@ -13,10 +13,10 @@ from orchestrator.core.board import Board, claim_of, is_placeable
 from orchestrator.core.state import Adapter, Load, Pair, Removal, Worker
 from orchestrator.core.victims import victim, worth
 
-FULL = 1.7
+FULL = 2.0
 """A worker that is to be busy for less than so many times the target utilisation gives nothing away: one that is always
-busy has several seconds of work waiting then, and one busy for 0.8 twice as much. This and `SMALL` were chosen on four
-to nine seeds of `benchmarks.placement`: lower ones move what waits for little, and cost loads."""
+busy has a dozen seconds of work waiting then, and one busy for 0.8 half as much again. This and `SMALL` were chosen on
+four to twelve seeds of `benchmarks.placement`: lower ones move what waits for little, and cost loads."""
 DONORS = 4
 """Workers with most to do that are looked at for each that takes a move."""
 SMALL = 0.3

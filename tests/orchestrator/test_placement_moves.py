@@ -117,7 +117,7 @@ def test_the_order_of_mappings_changes_nothing_of_what_moves(case):
 
 
 def uneven():
-    parts = {f"a{i}": 0.3 for i in range(4)}
+    parts = {f"a{i}": 0.36 for i in range(4)}
     observed = fleet(worker("w0", *(held(name) for name in parts), slots=8), worker("w1", slots=8))
     return intent(*map(adapter, parts)), observed, busy(parts)
 
@@ -270,7 +270,7 @@ def test_a_crowd_that_waits_in_a_line_gets_another_copy_though_its_engine_can_do
     names = intent(*map(adapter, ("a", "b1", "b2", "b3")))
     served = busy({"a": 0.7, "b1": 0.2, "b2": 0.2, "b3": 0.2})
     assert place(names, observed, served, RULES, NOW).loads == ()
-    (load,) = place(names, observed, replace(served, backlog={"a": 20.0}), RULES, NOW).loads
+    (load,) = place(names, observed, replace(served, backlog={"a": 6.0}), RULES, NOW).loads
     assert load.lora_id == "a"
 
 
@@ -279,7 +279,7 @@ def test_a_worker_that_requests_queue_for_gives_something_away_and_one_that_is_j
     observed = fleet(worker("w0", held("a"), held("b"), held("c")), worker("w1", held("d")))
     names = intent(*map(adapter, parts))
     assert place(names, observed, busy(parts), RULES, NOW).loads == ()
-    (load,) = place(names, observed, replace(busy(parts), backlog={"c": 9.0}), RULES, NOW).loads
+    (load,) = place(names, observed, replace(busy(parts), backlog=dict.fromkeys("abc", 5.0)), RULES, NOW).loads
     assert (load.worker_id, "moves from w0" in load.reason) == ("w1", True)
 
 
