@@ -67,7 +67,8 @@ async def listening(handle, context: ssl.SSLContext | None = None) -> AsyncItera
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for writer in writers:
-            with contextlib.suppress(OSError):
+            # A handler that was cancelled while it waited for the same has cancelled that for everybody (Python 3.11).
+            with contextlib.suppress(OSError, asyncio.CancelledError):
                 await writer.wait_closed()
 
 

@@ -49,12 +49,11 @@ def unpack(
     """
     try:
         members = _zip_members(packed) if ref.lower().endswith(".zip") else _tar_members(packed)
-        found = _unpack(members, into, ref, max_bytes, transfer)
+        _choose(_unpack(members, into, ref, max_bytes, transfer), into, ref, allow_pickle=allow_pickle)
         packed.unlink()
     except _DAMAGED:
         message = f"source {shown(ref)}: damaged, or not what its name says; expected a .tar.gz, .tgz or .zip"
         raise SourceError("source_invalid", message) from None
-    _choose(found, into, ref, allow_pickle=allow_pickle)
 
 
 Entries = Iterator[tuple[Member, "IO[bytes] | None"]]
