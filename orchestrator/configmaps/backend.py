@@ -312,8 +312,13 @@ class ConfigMaps:
             self.tables.homes[table, key] = name
         else:
             self.tables.homes.pop((table, key), None)
-        self.mirror.changed.add(name)
-        self._news.set()
+        # Not at once: what the API server refuses now it refuses in a moment, too.
+        asyncio.get_running_loop().call_later(_AGAIN_S, self._doubt_again, name)
+
+    def _doubt_again(self, name: str) -> None:
+        if self._is_writing:
+            self.mirror.changed.add(name)
+            self._news.set()
 
     def _tell_undone(self) -> None:
         self._is_undone = False

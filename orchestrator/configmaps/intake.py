@@ -25,8 +25,10 @@ from orchestrator.configmaps.notices import Notices
 from orchestrator.configmaps.objects import (
     FLEET,
     KIND,
+    STATUS,
     NamedAlias,
     age_of,
+    annotation,
     declared,
     kind_of,
     mark_of,
@@ -48,6 +50,7 @@ _GATHER_S = 0.05  # an apply of many objects is looked at in few rounds
 _WATCH_S = 0.5  # what is missing may be told by the watch yet: as deleted, or as there after all
 _AGAIN_S = 1.0  # until what could not be asked for is asked for again
 _AT_ONCE = 16
+_REFUSED = "refused: "
 _TABLES = {"adapter": "adapters", "alias": "aliases", "policy": "policy"}
 
 
@@ -149,7 +152,8 @@ class Intake:
             self._absorb(name, *row)
             if record.of == mark_of(text_of(found, kind)) and self._stands_in(name, *row[:2]):
                 self._refused.discard(name)
-                self._backend.say(name, "")
+                if annotation(found, STATUS).startswith(_REFUSED):  # an edit that was taken back
+                    self._backend.accepted(*row[:2], name)
                 return
         self._take(name, found, kind, table)
 
@@ -220,7 +224,7 @@ class Intake:
         self._refused.add(name)
         row = row_of(self._mirror.record(name))
         stays = "" if row is None or not self._stands_in(name, *row[:2]) else "; it stays as it was accepted before"
-        self._backend.say(name, f"refused: {exc}{stays}")
+        self._backend.say(name, f"{_REFUSED}{exc}{stays}")
         self._notices.warn(found, _reason(exc), f"{exc}{stays}")
 
     # -- what is not there any more -------------------------------------------------------------------------------

@@ -89,6 +89,19 @@ async def test_other_bytes_under_a_name_are_refused_and_the_adapter_stays_as_it_
     assert await people.status("my-sql") == "accepted"
 
 
+async def test_an_edit_that_is_refused_and_taken_back_is_forgotten(seat, people):
+    await people.apply("my-sql", SQL)
+    await until(has(seat, "sql/v1"))
+    await people.apply("my-sql", SQL | {"source": "hf://acme/other"})
+    await people.said("my-sql", "refused: ")
+    await people.apply("my-sql", SQL)
+
+    async def is_accepted():
+        return await people.status("my-sql") == "accepted"
+
+    await until(is_accepted)
+
+
 WRONG = {
     "no key": ("adapter", {"other": "x"}, "data has no 'adapter.yaml', found other"),
     "no yaml": ("adapter", "lora_id: [", "adapter.yaml is no YAML"),
