@@ -36,13 +36,13 @@ from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import Ledger, Tier
 from orchestrator.wire import Catalog, CatalogAdapter
+from router.catalog import named_by
 from router.core.decision import Decision
 from router.core.dispatch import Match, Prompt
 from router.core.fleet import Fleet
 from router.core.index import KvIndex, WorkerId
 from router.core.mind import Mind
 from router.core.resolve import resolve
-from router.discovery import _named_by
 from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes
 
 
@@ -423,7 +423,7 @@ def adopting(size: Size) -> list[Row]:
     body = Catalog(revision=1, adapters=adapters).model_dump_json().encode()
 
     def adopt() -> object:
-        known, aliases = _named_by(Catalog.model_validate_json(body))
+        known, aliases = named_by(Catalog.model_validate_json(body))
         fleet = Fleet(1, a_few, known, aliases)
         return resolve(fleet, model=lora_id(9_999), lora_id=None, visible=lambda _: True, rng=Random(1))
 
