@@ -63,10 +63,10 @@ async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_lea
     await kubectl("apply", "-f", "-", stdin=f"{ALIAS}---\n{ADAPTER}")
     await until(lambda: "sql-expert/v1" in worker.loaded)
 
-    async def alias():
+    async def is_there():
         return (await process.http.get("/v1/aliases/sql-expert")).status_code == 200
 
-    await until(alias)
+    await until(is_there)
     answer = await process.http.post("/v1/adapters", json={"lora_id": "legal/v2", "source": "s3://b/legal"})
     assert answer.status_code == 201
     listed = json.loads(await kubectl("get", "configmaps", "-l", "lorafleet.io/kind=adapter", "-o", "json"))
@@ -81,7 +81,22 @@ async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_lea
 
     await until(told, within_s=20)
     assert "sql-expert/v1" in worker.loaded
-    await kubectl("delete", "configmap", "sql-expert", "sql-expert-v1")
+
+    # The alias goes to another version, which is placed first; its text is what was asked for, and stays as it is.
+    second = ADAPTER.replace("sql-expert-v1", "sql-expert-v2").replace("sql-expert/v1", "sql-expert/v2")
+    shifted = ALIAS.replace("sql-expert/v1", "sql-expert/v2 # the new one")
+    await kubectl("apply", "-f", "-", stdin=f"{shifted}---\n{second}")
+
+    async def has_shifted():
+        answer = (await process.http.get("/v1/aliases/sql-expert")).json()
+        return [target["lora_id"] for target in answer["targets"]] == ["sql-expert/v2"]
+
+    await until(has_shifted)
+    assert "sql-expert/v2" in worker.loaded
+    alias = json.loads(await kubectl("get", "configmap", "sql-expert", "-o", "json"))
+    assert "# the new one" in alias["data"]["alias.yaml"]
+    assert alias["metadata"]["annotations"]["lorafleet.io/status"] == "accepted"
+    await kubectl("delete", "configmap", "sql-expert", "sql-expert-v1", "sql-expert-v2")
     await until(lambda: "sql-expert/v1" not in worker.loaded)
 
     async def gone():
