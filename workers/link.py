@@ -48,7 +48,8 @@ class Link:
 
     async def up(self, engine: Engine, *, boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use. Raises EngineError."""
-        self._shape, self._mark = await asyncio.gather(engine.shape(), engine.boot_mark())
+        self._shape = await engine.shape()
+        self._mark = self._shape.mark or await engine.boot_mark()
         self._rates = Rates()
         self.engine, self.boot_id = engine, boot_id
         self.transport = await self._with_ledger(transport)

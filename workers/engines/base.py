@@ -31,12 +31,16 @@ STATIC: Mapping[str, Traits] = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a running engine says of itself. 0 and "" where it does not say."""
+    """What a running engine says of itself. 0 and "" where it does not say.
+
+    mark  its `boot_mark`, where that was read with the rest
+    """
 
     block_size: int = 0
     total_kv_blocks: int = 0
     max_model_len: int = 0
     model_name: str = ""
+    mark: str = ""
 
 
 class Engine(Protocol):

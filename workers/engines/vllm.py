@@ -45,11 +45,11 @@ class VllmEngine(EngineClient):
             total_kv_blocks=scrape.total_kv_blocks,
             max_model_len=int(base.get("max_model_len") or 0),
             model_name=str(base.get("id") or ""),
+            mark=_mark(scrape),
         )
 
     async def boot_mark(self) -> str:
-        started_at = (await self.scrape()).started_at
-        return f"{started_at:.2f}"
+        return _mark(await self.scrape())
 
     async def kv_sources(self) -> Sources:
         """entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig."""
@@ -71,3 +71,7 @@ class VllmEngine(EngineClient):
         except (ValueError, KeyError, TypeError, AttributeError):
             text = answer.text[:500]
         raise EngineError("adapter_refused", f"{what}: the engine answered {answer.status_code}: {text}")
+
+
+def _mark(scrape: Scrape) -> str:
+    return f"{scrape.started_at:.2f}"
