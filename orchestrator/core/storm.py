@@ -11,7 +11,12 @@ Step = tuple[str, str, str]
 
 
 def is_frozen(storm: Storm, policy: Rules, workers: int, now: float) -> bool:
-    """Whether moves stand still: as many as allowed in the window, and, once that was so, until they are half of it."""
+    """Whether moves stand still: as many as allowed in the window, and, once that was so, until they are half of it.
+
+    Never without a worker, between which nothing could move.
+    """
+    if not workers:
+        return False
     most = limit(policy, workers)
     count = churn(storm, policy, now)
     return count > most / 2 if storm.frozen_since is not None else count >= most

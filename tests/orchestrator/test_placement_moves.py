@@ -354,6 +354,12 @@ def test_in_a_storm_repairs_and_waiting_requests_are_served_hottest_first():
     assert [load.lora_id for load in desired.loads] == ["asked", "hot", "cool"]
 
 
+def test_a_fleet_without_workers_is_no_storm():
+    assert place(intent(adapter("a")), fleet(), Demand(), RULES, NOW).frozen is None
+    forbidden = replace(RULES, storm_moves_per_worker=0)
+    assert place(intent(adapter("a")), fleet(worker("w0")), Demand(), forbidden, NOW).frozen is not None
+
+
 def test_a_storm_ends_only_when_half_of_what_is_allowed_is_left_of_it():
     rules = Rules(storm_window_s=60.0, storm_moves_per_worker=4)
     calm = Storm(counts=((0, 3), (30, 5)))
