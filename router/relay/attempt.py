@@ -267,7 +267,7 @@ async def open_attempt(pool: Pool, call: Call, limits: Limits) -> Attempt:
         if reason is not None:
             attempt.close()
             raise ReplicaUnreachable(f"replica {call.replica}: {attempt.status} {attempt.first[:200]!r}", reason=reason)
-        attempt.first = enveloped(attempt.first)
+        attempt.first = enveloped(attempt.status, attempt.first)
     return attempt
 
 

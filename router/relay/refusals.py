@@ -4,14 +4,14 @@ from typing import Any
 
 import msgspec
 
-_MEMBERS = ("type", "param", "code")
+from lorafleet.http import envelope
 
 
-def enveloped(body: bytes) -> bytes:
+def enveloped(status: int, body: bytes) -> bytes:
     """An engine's error as OpenAI's `{"error": {...}}`; unchanged where it is that already, or is nothing we know.
 
     SGLang 0.5.23 says `{"object": "error", "message", "type", "param", "code"}` (entrypoints/openai/protocol.py),
-    FastAPI `{"detail": ...}`.
+    FastAPI `{"detail": ...}`: then type and code are the status', as vLLM has them.
     """
     try:
         told = msgspec.json.decode(body, type=dict[str, Any])
@@ -21,4 +21,7 @@ def enveloped(body: bytes) -> bytes:
     if "error" in told or message is None:
         return body
     text = message if isinstance(message, str) else msgspec.json.encode(message).decode()
-    return msgspec.json.encode({"error": {"message": text, **{name: told.get(name) for name in _MEMBERS}}})
+    usual = envelope(status, "", text)["error"] | {"code": status}
+    return msgspec.json.encode(
+        {"error": {name: told.get(name, value) for name, value in usual.items()} | {"message": text}}
+    )

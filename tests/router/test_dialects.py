@@ -73,12 +73,13 @@ async def test_sglangs_own_errors_reach_the_client_in_openais_envelope():
 
 @pytest.mark.parametrize("body", [b'{"error": {"message": "m"}}', b"plain words", b'["m"]', b'{"status": "odd"}', b""])
 def test_an_error_that_is_an_envelope_or_nothing_we_know_is_left_as_it_is(body):
-    assert enveloped(body) == body
+    assert enveloped(400, body) == body
 
 
 def test_fastapis_own_refusals_are_enveloped_whole():
-    told = json.loads(enveloped(b'{"detail": [{"loc": ["body"]}]}'))
-    assert told == {"error": {"message": '[{"loc":["body"]}]', "type": None, "param": None, "code": None}}
+    told = json.loads(enveloped(422, b'{"detail": [{"loc": ["body"]}]}'))
+    wanted = {"message": '[{"loc":["body"]}]', "type": "invalid_request_error", "param": None, "code": 422}
+    assert told == {"error": wanted}
 
 
 async def test_sglangs_400_for_an_adapter_it_no_longer_has_is_answered_by_another_replica():

@@ -113,7 +113,7 @@ async def test_a_route_that_the_engine_does_not_serve_is_a_404_at_once_and_no_mi
     engine = Engine("w0", no_route)
     async with fleet(engine, control=with_sql("w0"), cold_start_timeout_s=60) as (client, control, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
-        assert (answer.status_code, answer.json()) == (404, {"detail": "Not Found"})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (404, "Not Found")
         assert control.ensured == []
     assert len(engine.bodies) == 1
 
