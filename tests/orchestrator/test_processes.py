@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 from collections import Counter
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -27,6 +28,8 @@ FLAGS = {
 class Process:
     """`python -m orchestrator` on a store, with a client."""
 
+    started: ClassVar[list[asyncio.subprocess.Process]] = []
+
     def __init__(self, folder, name, **flags):
         self._folder = folder
         self._flags = flags
@@ -41,6 +44,7 @@ class Process:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "orchestrator", *words, stderr=errors
             )
+        self.started.append(self.process)
         await until(self._port_file.exists)
         self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
         self.http = httpx.AsyncClient(base_url=self.url, timeout=10)
@@ -69,6 +73,17 @@ async def until(true, within_s=20):
             if await found if asyncio.iscoroutine(found) else found:
                 return
             await asyncio.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_left():
+    """A test that fails leaves no orchestrator, not even a paused one."""
+    yield
+    for process in Process.started:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    Process.started.clear()
 
 
 @pytest.fixture
