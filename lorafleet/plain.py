@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lorafleet.kv.sources import Sources, sources_of
-from lorafleet.rates import Rates, Reading
+from lorafleet.rates import COUNTERS, Rates, Reading
 from lorafleet.vllm_page import Scrape, parse_metrics
 from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
@@ -49,7 +49,7 @@ class PlainEngine:
         self._place = {"zone": zone, "node": node}
         self._given = (kv_events, kv_replay)
         self._clock = clock
-        self._rates = Rates()
+        self._load = EngineLoad()
         self._started_at: float | None = None
         self._kv = Transport(engine_url=self.url)
         self._paths: Mapping[str, str] = {}
@@ -66,6 +66,8 @@ class PlainEngine:
         dialect = str(base.get("owned_by") or "unknown")
         paths = {str(m["id"]): str(m.get("root") or "") for m in models if m.get("parent") and dialect == "vllm"}
         await self._note(scrape, paths)
+        now = self._clock()
+        self._load.add(scrape, now)
         name = str(base["id"])
         return Metadata(
             instance_id=self.worker_id,
@@ -73,34 +75,19 @@ class PlainEngine:
             model=ModelCard(name=name, base_model=name, runtime_config=_shape(base, scrape)),
             transport=self._kv.model_copy(update={"dialect": dialect}),
             lora=_loras(name, paths, scrape),
-            load=self._load(scrape),
+            load=self._load.figures(now),
             agent_boot_id="none",
             engine_boot_id=f"{scrape.started_at:.2f}" + (f"+{self._repaths}" if self._repaths else ""),
         )
 
     async def _note(self, scrape: Scrape, paths: Mapping[str, str]) -> None:
         if scrape.started_at != self._started_at:
-            self._rates, self._paths, self._repaths = Rates(), {}, 0
+            self._load, self._paths, self._repaths = EngineLoad(), {}, 0
             self._kv = await self._sources()
             self._started_at = scrape.started_at
         self._repaths += any(self._paths.get(name, path) != path for name, path in paths.items())
         # Names that went are remembered: the blocks outlive the unload (vLLM 0.32, seen running).
         self._paths = {**self._paths, **paths}
-        self._rates.add(
-            Reading(
-                at_s=self._clock(),
-                running=scrape.running,
-                computed_tokens=scrape.computed_tokens,
-                steps=scrape.steps,
-                ended=scrape.ended,
-                ended_prefill_tokens=scrape.ended_prefill_tokens,
-                ended_prefill_seconds=scrape.ended_prefill_seconds,
-                ended_output_tokens=scrape.ended_output_tokens,
-                ended_seconds=scrape.ended_seconds,
-                token_gaps=scrape.token_gaps,
-                gap_seconds=scrape.gap_seconds,
-            )
-        )
 
     async def _sources(self) -> Transport:
         """Where its KV events are; without any what it has cached is estimated.
@@ -118,17 +105,43 @@ class PlainEngine:
                 pass  # an older vLLM, or another engine
         return Transport(engine_url=self.url, kv_events=found.events, kv_replay=found.replay, kv_topic=found.topic)
 
-    def _load(self, scrape: Scrape) -> Load:
+
+class EngineLoad:
+    """The last reading of one engine's metrics, and what all of them taught; an agent tells the same of its own.
+
+    `rates` may be begun anew.
+    """
+
+    def __init__(self) -> None:
+        self.rates = Rates()
+        self._scrape = Scrape()
+        self._read_at: float | None = None
+
+    def add(self, scrape: Scrape, at_s: float) -> None:
+        """Learn from the next reading, made at `at_s`."""
+        self._scrape, self._read_at = scrape, at_s
+        counted = {name: getattr(scrape, name) for name in COUNTERS}
+        self.rates.add(Reading(at_s=at_s, running=scrape.running, **counted))
+
+    def forget_reading(self) -> None:
+        """The engine is gone, and what ran there; what was learned of it stays."""
+        self._scrape, self._read_at = Scrape(), None
+
+    def figures(self, now: float, *, load_seconds: float = 0.0) -> Load:
+        """As a report has them. `load_seconds`: of an adapter, measured by whoever loads them."""
+        scrape, rates = self._scrape, self.rates
         return Load(
             running=scrape.running,
             waiting=scrape.waiting,
             waiting_for_slot=scrape.waiting_for_slot,
             kv_usage=scrape.kv_usage,
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
-            decode_tokens_per_s=self._rates.decode_tokens_per_s,
-            inter_token_s=self._rates.inter_token_s,
-            mean_output_tokens=self._rates.mean_output_tokens,
-            mean_request_s=self._rates.mean_request_s,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
+            decode_tokens_per_s=rates.decode_tokens_per_s,
+            inter_token_s=rates.inter_token_s,
+            mean_output_tokens=rates.mean_output_tokens,
+            mean_request_s=rates.mean_request_s,
+            load_seconds=load_seconds,
+            read_age_s=0.0 if self._read_at is None else now - self._read_at,
         )
 
 

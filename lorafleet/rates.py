@@ -67,6 +67,10 @@ class Reading:
     gap_seconds: float = 0.0
 
 
+# Totals of a Reading; a Scrape has them by the same names.
+COUNTERS = tuple(f.name for f in fields(Reading) if f.name not in {"at_s", "running"})
+
+
 @dataclass(frozen=True, slots=True)
 class _Window:
     seconds: float
@@ -245,7 +249,4 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _fell(last: Reading, now: Reading) -> bool:
-    return any(getattr(now, name) < getattr(last, name) for name in _TOTALS)
-
-
-_TOTALS = tuple(f.name for f in fields(Reading) if f.name not in {"at_s", "running"})
+    return any(getattr(now, name) < getattr(last, name) for name in COUNTERS)

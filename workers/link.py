@@ -8,8 +8,8 @@ from pathlib import Path
 import structlog
 from zmq import ZMQError
 
-from lorafleet.rates import Rates, Reading
-from lorafleet.vllm_page import Scrape
+from lorafleet.plain import EngineLoad
+from lorafleet.rates import Rates
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
 from workers.engines.base import Engine, Shape
@@ -41,16 +41,14 @@ class Link:
         self._kv: KvLedgers | None = None
         self._shape = Shape()
         self._mark = ""
-        self._scrape = Scrape()
-        self._scraped_at: float | None = None
-        self._rates = Rates()
+        self._load = EngineLoad()
         self._down_reason = ""
 
     async def up(self, engine: Engine, *, boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use. Raises EngineError."""
         self._shape = await engine.shape()
         self._mark = self._shape.mark or await engine.boot_mark()
-        self._rates = Rates()
+        self._load.rates = Rates()
         self.engine, self.boot_id = engine, boot_id
         self.transport = await self._with_ledger(transport)
 
@@ -63,7 +61,7 @@ class Link:
         self.engine, self.boot_id, self._down_reason = None, "", reason
         self.trust()
         await self.close_ledgers()
-        self._scrape, self._scraped_at = Scrape(), None
+        self._load.forget_reading()
 
     def require(self) -> Engine:
         """The engine; raises EngineError `engine_down` while there is none."""
@@ -144,24 +142,8 @@ class Link:
         """Read the engine's own counters. Raises EngineError."""
         if self.engine is None:
             return
-        self._scrape = scrape = await self.engine.scrape()
-        self._scraped_at = self._clock()
-        self._rates.add(
-            Reading(
-                at_s=self._scraped_at,
-                running=scrape.running,
-                computed_tokens=scrape.computed_tokens,
-                steps=scrape.steps,
-                ended=scrape.ended,
-                ended_prefill_tokens=scrape.ended_prefill_tokens,
-                ended_prefill_seconds=scrape.ended_prefill_seconds,
-                ended_output_tokens=scrape.ended_output_tokens,
-                ended_seconds=scrape.ended_seconds,
-                token_gaps=scrape.token_gaps,
-                gap_seconds=scrape.gap_seconds,
-            )
-        )
-        self._metrics.rates(self._rates)
+        self._load.add(await self.engine.scrape(), self._clock())
+        self._metrics.rates(self._load.rates)
 
     def measure(self) -> None:
         """Bring the ledger's gauges up to date."""
@@ -186,17 +168,4 @@ class Link:
 
     def load_figures(self, *, load_seconds: float) -> Load:
         """The last reading, and what all of them taught."""
-        scrape = self._scrape
-        return Load(
-            running=scrape.running,
-            waiting=scrape.waiting,
-            waiting_for_slot=scrape.waiting_for_slot,
-            kv_usage=scrape.kv_usage,
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
-            decode_tokens_per_s=self._rates.decode_tokens_per_s,
-            inter_token_s=self._rates.inter_token_s,
-            mean_output_tokens=self._rates.mean_output_tokens,
-            mean_request_s=self._rates.mean_request_s,
-            load_seconds=load_seconds,
-            read_age_s=0.0 if self._scraped_at is None else self._clock() - self._scraped_at,
-        )
+        return self._load.figures(self._clock(), load_seconds=load_seconds)
