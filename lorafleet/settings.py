@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -80,7 +80,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     try:
         found = Sourced()
     except ValidationError as exc:
-        problems = "; ".join(f"{_flag(e['loc'])}: {e['msg']}" for e in exc.errors())
+        problems = "; ".join(": ".join(filter(None, (_flag(e["loc"]), _said(e)))) for e in exc.errors())
         raise SettingsError(f"{problems} (see `{prog} --help`)") from exc
     return cast("S", found)
 
@@ -92,6 +92,11 @@ def load_or_exit(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     except SettingsError as exc:
         print(f"{prog}: {exc}", file=sys.stderr)  # noqa: T201  (logging is not set up before the settings are)
         raise SystemExit(2) from exc
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    """What a setting's check said itself, without the words that pydantic puts before it."""
+    return str(error.get("ctx", {}).get("error", error["msg"]))
 
 
 def _flag(loc: tuple[int | str, ...]) -> str:

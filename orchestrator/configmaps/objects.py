@@ -27,6 +27,7 @@ RECORD, STATUS, ROLLOUT = "lorafleet.io/record", "lorafleet.io/status", "lorafle
 KINDS = ("adapter", "alias", "policy")
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_MAX_DEPTH = 32  # the deepest that we know is 3; the C loader recurses and takes the process with it at 200,000
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -147,8 +148,10 @@ def declared(found: Json, kind: str, model: type[M]) -> M:
         keys = ", ".join(sorted(found.get("data") or {})) or "nothing"
         raise RequestError(f"data has no {key!r}, found {keys}; it holds what REST would be sent", param=key)
     try:
+        if not _is_shallow(text):
+            raise RequestError(f"{key} is nested deeper than {_MAX_DEPTH} levels; it holds an {kind}'s fields", param=key)
         body = yaml.load(text, Loader=_Loader)  # noqa: S506  (a safe loader, the C one where there is one)
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, ValueError) as exc:  # ValueError: a date or a number that cannot be
         raise RequestError(f"{key} is no YAML: {' '.join(str(exc).split())}", param=key) from exc
     if not isinstance(body, dict):
         raise RequestError(f"{key} holds {type(body).__name__}, expected fields and values", param=key)
@@ -156,6 +159,16 @@ def declared(found: Json, kind: str, model: type[M]) -> M:
         return model.model_validate(body)
     except ValidationError as exc:
         raise RequestError(said_wrong(exc.errors()), param=key) from exc
+
+
+def _is_shallow(text: str) -> bool:
+    """Whether it is safe to load; asked of the parser's events, which do not recurse. Raises yaml.YAMLError."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            return False
+    return True
 
 
 def adapter_text(adapter: Adapter) -> str:

@@ -105,6 +105,9 @@ async def test_an_edit_that_is_refused_and_taken_back_is_forgotten(seat, people)
 WRONG = {
     "no key": ("adapter", {"other": "x"}, "data has no 'adapter.yaml', found other"),
     "no yaml": ("adapter", "lora_id: [", "adapter.yaml is no YAML"),
+    "a date that cannot be": ("adapter", "lora_id: 2020-13-45", "adapter.yaml is no YAML: month must be in 1..12"),
+    "a number of 5000 digits": ("adapter", f"lora_id: {'1' * 5000}", "adapter.yaml is no YAML: Exceeds the limit"),
+    "a deep nest": ("adapter", f"a: {'[' * 200_000}", "adapter.yaml is nested deeper than 32 levels"),
     "no fields": ("adapter", "just words", "adapter.yaml holds str, expected fields"),
     "a typo": (
         "adapter",
