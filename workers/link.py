@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
@@ -22,6 +23,8 @@ log = structlog.get_logger()
 
 class Link:
     """One engine at a time. `lock` is held by whoever changes what it holds: each load stalls it for everybody.
+
+    `shared` is the same lock, held together by all who ask for it so.
 
     suspicion  why no load may begin: the last one hangs in the engine; empty while the engine is trusted
     """
@@ -43,6 +46,22 @@ class Link:
         self._mark = ""
         self._load = EngineLoad()
         self._down_reason = ""
+        self._entrance = asyncio.Lock()
+        self._sharers = 0
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        """`lock`, together with others who take it so: the first waits for it, the last gives it back."""
+        async with self._entrance:
+            if not self._sharers:
+                await self.lock.acquire()
+            self._sharers += 1
+        try:
+            yield
+        finally:
+            self._sharers -= 1
+            if not self._sharers:
+                self.lock.release()
 
     async def up(self, engine: Engine, *, boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use. Raises EngineError."""

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -116,49 +115,53 @@ class Loader:
 
     async def restore(self) -> None:
         """Load what the record says the engine should hold. Raises EngineError when it is the engine that fails."""
-        slots, restored = self._residency.slots, []
+        slots = self._residency.slots
         wanted = [each for each in self._residency.records.all() if each.is_loaded and not slots.has(each.engine_name)]
         for record in wanted[slots.free :]:
             log.warning("adapter not loaded again: no free slot", lora_id=record.lora_id)
             self._residency.forget_load(record)
-        with closing(self._one_ahead(wanted[: slots.free])) as found:
-            for record, path in found:
-                try:
-                    restored.append(await self._load_again(replace(record, path=str(await path))))
-                except SourceError as exc:
-                    self._residency.forget_load(record)
-                    self._residency.failed(record.lora_id, record.digest, exc)
-                except EngineError as exc:
-                    if not await self._is_adapters_fault(exc):
-                        raise
-                    self._residency.forget_load(record)
-                    self._residency.failed(record.lora_id, record.digest, exc)
-        if restored:
+        turns = iter(wanted[: slots.free])
+        loads_at_once = self._link.require().traits.loads_at_once
+        room = asyncio.Semaphore(loads_at_once)
+
+        async def restore_in_turn() -> None:
+            for record in turns:
+                await self._restore_one(record, room)
+
+        # One more than it takes at once: that one looks for the next one's files meanwhile.
+        lanes = [asyncio.create_task(restore_in_turn()) for _ in range(loads_at_once + 1)]
+        try:
+            await asyncio.gather(*lanes)
+        finally:
+            for lane in lanes:
+                lane.cancel()
+            await asyncio.gather(*lanes, return_exceptions=True)
+        if restored := [record for record in wanted if self._residency.slots.has(record.engine_name)]:
             await self._check_listed(restored)
 
-    def _one_ahead(self, records: Sequence[Record]) -> Generator[tuple[Record, "asyncio.Task[Path]"], None, None]:
-        """Each with where its files are, which is found out while the one before it is loaded."""
-        following: asyncio.Task[Path] | None = None
+    async def _restore_one(self, record: Record, room: asyncio.Semaphore) -> None:
+        """Its files found and loaded; where the adapter itself is what fails, that is noted. Raises EngineError."""
         try:
-            for at, record in enumerate(records):
-                path = following or asyncio.create_task(self._files_of(record))
-                following = asyncio.create_task(self._files_of(records[at + 1])) if at + 1 < len(records) else None
-                yield record, path
-        finally:
-            if following is not None:
-                following.cancel()
+            record = replace(record, path=str(await self._files_of(record)))
+            async with room:
+                await self._load_again(record)
+        except (SourceError, EngineError) as exc:
+            if isinstance(exc, EngineError) and not await self._is_adapters_fault(exc):
+                raise
+            self._residency.forget_load(record)
+            self._residency.failed(record.lora_id, record.digest, exc)
 
     async def _files_of(self, record: Record) -> Path:
         async with self._lock(record.lora_id):  # files that are gone are fetched by one alone
             return await self._intake.again(record)
 
-    async def _load_again(self, record: Record) -> Record:
+    async def _load_again(self, record: Record) -> None:
         """As `_load`, though what the engine then lists is looked at once, when all are back."""
-        async with self._link.lock:
+        async with self._link.shared():
             began = self._clock()
             await self._load_one(self._link.require(), record)
             self._link.forget_adapter(record.engine_name)
-            return self._residency.loaded_again(record, load_seconds=round(self._clock() - began, 4))
+            self._residency.loaded_again(record, load_seconds=round(self._clock() - began, 4))
 
     async def _check_listed(self, records: Collection[Record]) -> None:
         async with self._link.lock:

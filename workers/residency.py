@@ -118,7 +118,7 @@ class Residency:
         record = replace(record, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
         return self._announce(self.records.put(record))
 
-    def loaded_again(self, record: Record, *, load_seconds: float) -> Record:
+    def loaded_again(self, record: Record, *, load_seconds: float) -> None:
         """The engine, started again, has taken back what the record had: nothing has to be written for that."""
         known = self.records.get(record.engine_name)
         record = replace(record, loaded_at=timestamp(), load_seconds=load_seconds)
@@ -126,7 +126,7 @@ class Residency:
             self.records.put(record)
         else:
             self.records.keep(record)
-        return self._announce(record)
+        self._announce(record)
 
     def _announce(self, record: Record) -> Record:
         self.slots = self.slots.loaded(record.engine_name)

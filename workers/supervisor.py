@@ -24,12 +24,13 @@ from workers.core.restarts import Restarts
 from workers.engines.base import Engine
 from workers.engines.kinds import connect
 from workers.engines.launch import kv_config, launch
-from workers.engines.process import EngineProcess, free_port, is_port_taken
+from workers.engines.process import EngineProcess, free_port, is_listening, is_port_taken
 from workers.wire import Transport
 
 log = structlog.get_logger()
 
 _POLL_S = 0.03
+_PROBE_S = 0.01
 _ATTACHED_S = 3.0  # without health, and an engine of others is taken for gone
 _SPARE_S = 10.0  # between the engine's own end of draining and SIGKILL
 
@@ -148,14 +149,18 @@ class Supervisor:
 
     async def _until_healthy(self, engine: Engine) -> None:
         deadline = self._clock() + self._settings.start_deadline_s
-        while not await engine.is_healthy(timeout_s=self._settings.health_timeout_s):
+        while True:
+            # An engine of our own is asked nothing before it listens: a refused connection costs next to nothing.
+            is_deaf = self._process is not None and not is_listening(self._host(), self._port)
+            if not is_deaf and await engine.is_healthy(timeout_s=self._settings.health_timeout_s):
+                return
             if self._process is not None and self._process.has_exited:
                 raise EngineError("engine_start_failed", await self._exit_reason("the engine did not start"))
             if self._clock() > deadline:
                 tail = self._process.tail if self._process is not None else ""
                 message = f"engine {engine.url}: not healthy within {self._settings.start_deadline_s:g} s\n{tail}"
                 raise EngineError("engine_start_failed", message)
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_PROBE_S if is_deaf else _POLL_S)
 
     async def _watch(self, engine: Engine) -> str:
         """Why the engine has to be started again: it exited, hangs, or (attached) is another one now."""
@@ -212,8 +217,12 @@ class Supervisor:
         await self._process.end()
         return f"{what} with status {code}; its output ends:\n{self._process.tail}"
 
+    def _host(self) -> str:
+        """Where the engine is reached from here."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.engine_host, self._settings.engine_host)  # noqa: S104
+
     def _url(self) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.engine_host, self._settings.engine_host)  # noqa: S104
+        host = self._host()
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
 

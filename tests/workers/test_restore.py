@@ -1,8 +1,12 @@
 """What an agent does after a start about an engine and a cache that are not as its record has them."""
 
 import asyncio
+import contextlib
 import json
 import shutil
+
+import httpx
+from aiohttp import web
 
 from lorafleet.tiny import make_adapter
 from tests.engines import start_engine
@@ -38,5 +42,70 @@ async def test_what_an_attached_engine_holds_and_the_record_forgot_is_wanted_aga
         async with worker.running() as client:
             assert await loaded(client) == {"sql-expert/v1"}
             assert json.loads(await asyncio.to_thread(path.read_text))["is_loaded"] is True
+    finally:
+        engine.stop()
+
+
+class Counted:
+    """A proxy before an engine: counts the loads under way, and keeps each until a third is, or time for one was."""
+
+    def __init__(self, engine_url: str) -> None:
+        self.under_way = self.most = 0
+        self._third = asyncio.Event()
+        self._engine = httpx.AsyncClient(base_url=engine_url)
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._passed_on)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+            await self._engine.aclose()
+
+    async def _passed_on(self, request: web.Request) -> web.Response:
+        is_load = request.path == "/v1/load_lora_adapter"
+        self.under_way += is_load
+        self.most = max(self.most, self.under_way)
+        if self.under_way > 2:
+            self._third.set()
+        try:
+            if is_load:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._third.wait(), 0.3)
+            kind = {"content-type": request.content_type}
+            answer = await self._engine.request(
+                request.method, request.path, content=await request.read(), headers=kind
+            )
+            return web.Response(status=answer.status_code, body=answer.content, content_type="application/json")
+        finally:
+            self.under_way -= is_load
+
+
+async def test_a_started_engine_is_given_two_of_its_adapters_at_once_and_never_three(
+    agent_model, agent_adapters, tmp_path
+):
+    names = {"sql-expert/v1", "legal/v2", "extra/v1"}
+    flags = ("--max-cpu-loras", "3", "--max-loras", "2", "--max-lora-rank", "16")
+    engine = start_engine("sim", agent_model, flags=flags)
+    try:
+        worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine-url", engine.url, *flags)
+        async with worker.running() as client:
+            for name in names:
+                assert (await post(client, "load_lora", lora_id=name)).status_code == 200
+    finally:
+        engine.stop()
+    engine = start_engine("sim", agent_model, flags=flags)
+    try:
+        counted = Counted(engine.url)
+        async with counted.serving() as url:
+            worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine-url", url, *flags)
+            async with worker.running() as client:
+                assert await loaded(client) == names
+        assert counted.most == 2
     finally:
         engine.stop()

@@ -17,6 +17,8 @@ class Traits:
     keeps_ghosts: bool
     """Unloaded weights stay until an LRU drops them."""
     takes_adapters: Literal["while running", "with a request", "at its start"] = "while running"
+    loads_at_once: int = 1
+    """Loads it may be given at once while it serves nobody; more than one only where that was measured to help."""
 
 
 # Engines that no agent can load adapters into (docs/engines.md).

@@ -186,6 +186,15 @@ def is_port_taken(host: str, port: int) -> bool:
     return False
 
 
+def is_listening(host: str, port: int) -> bool:
+    """Whether somebody takes connections there; for addresses of this machine, which answer at once."""
+    try:
+        with socket.create_connection((host, port), timeout=0.1):
+            return True
+    except OSError:
+        return False
+
+
 def free_port(host: str) -> int:
     """A port nobody listens on at this moment."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
