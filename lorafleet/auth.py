@@ -22,7 +22,14 @@ from lorafleet.http import HttpError
 
 log = structlog.get_logger()
 
-SCOPES = ("infer", "load", "admin")
+SCOPES = ("infer", "load", "register", "admin")
+# Which scopes do for one that is asked for.
+_DO_FOR = {
+    "infer": frozenset({"infer", "load", "admin"}),
+    "load": frozenset({"load", "admin"}),
+    "register": frozenset({"register", "admin"}),
+    "admin": frozenset({"admin"}),
+}
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
 _RECHECK_S = 1.0
 # Headers whose caller is remembered: a hash costs more than the rest of the look-up.
@@ -65,8 +72,7 @@ class Caller:
 
     def may(self, scope: str) -> bool:
         """Whether this scope is held; `admin` includes the others, `load` includes `infer`."""
-        implied = {"infer": {"infer", "load", "admin"}, "load": {"load", "admin"}, "admin": {"admin"}}
-        return not self.scopes.isdisjoint(implied[scope])
+        return not self.scopes.isdisjoint(_DO_FOR[scope])
 
     def may_use(self, tenants: Container[str] | None) -> bool:
         """Whether an adapter with these tenants (None: everyone) is this caller's to use."""
@@ -202,7 +208,7 @@ def _read_all(files: Sequence[Path]) -> dict[str, Caller]:
 
 
 def _read(path: Path) -> dict[str, Caller]:
-    form = "expected `keys: [{sha256: <64 hex>, tenant: <name>, scopes: [infer|load|admin], limits: {...}}]`"
+    form = "expected `keys: [{sha256: <64 hex>, tenant: <name>, scopes: [infer|load|register|admin], limits: {...}}]`"
     try:
         raw = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from lorafleet.auth import Keys
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes
-from orchestrator.api.fleet import fleet_routes, worker_routes
+from orchestrator.api.fleet import fleet_routes, heartbeat_routes, worker_routes
 from orchestrator.api.health import health_routes
 from orchestrator.api.history import history_routes
 from orchestrator.api.placements import placement_routes
@@ -47,6 +47,7 @@ def build_router(
     api.include_router(alias_routes(keys, registry, reconciler))
     api.include_router(policy_routes(keys, registry, reconciler))
     api.include_router(history_routes(keys, reconciler.store))
+    api.include_router(heartbeat_routes(keys, reconciler))
     api.include_router(fleet_routes(keys, registry, reconciler, views))
     api.include_router(placement_routes(keys, registry, reconciler, views, clock))
     return api

@@ -30,8 +30,8 @@ def worker_routes(keys: Keys, reconciler: Reconciler, views: Views) -> APIRouter
     return api
 
 
-def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: Views) -> APIRouter:
-    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "admin"))])
+def heartbeat_routes(keys: Keys, reconciler: Reconciler) -> APIRouter:
+    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "register"))])
 
     @api.post("/v1/workers/register")
     async def heartbeat(body: Heartbeat) -> HeartbeatAnswer:
@@ -43,6 +43,12 @@ def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: 
             interval_s=reconciler.settings.heartbeat_interval_s,
             is_warm=not body.metadata.is_warming or reconciler.is_warm(body.metadata.instance_id),
         )
+
+    return api
+
+
+def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: Views) -> APIRouter:
+    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.post("/v1/workers/{worker_id}/cordon")
     async def cordon(worker_id: str, actor: Actor) -> WorkerItem:

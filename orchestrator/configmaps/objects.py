@@ -149,7 +149,7 @@ def declared(found: Json, kind: str, model: type[M]) -> M:
         raise RequestError(f"data has no {key!r}, found {keys}; it holds what REST would be sent", param=key)
     try:
         if not _is_shallow(text):
-            raise RequestError(f"{key} is nested deeper than {_MAX_DEPTH} levels; it holds an {kind}'s fields", param=key)
+            raise RequestError(f"{key} is nested deeper than {_MAX_DEPTH} levels, no field of it is", param=key)
         body = yaml.load(text, Loader=_Loader)  # noqa: S506  (a safe loader, the C one where there is one)
     except (yaml.YAMLError, ValueError) as exc:  # ValueError: a date or a number that cannot be
         raise RequestError(f"{key} is no YAML: {' '.join(str(exc).split())}", param=key) from exc

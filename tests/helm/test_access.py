@@ -168,11 +168,11 @@ def scopes(case: str, house: str, tmp_path) -> dict[str, frozenset[str]]:
 
 
 def test_a_token_opens_the_houses_that_its_holder_speaks_to_and_no_others(tmp_path):
-    infer, load, admin = (frozenset({scope}) for scope in ("infer", "load", "admin"))
+    infer, load, register, admin = (frozenset({scope}) for scope in ("infer", "load", "register", "admin"))
     assert scopes("cpu", "router", tmp_path) == {"admin.1": admin, "test.1": infer}
     # One orchestrator to another: who stands by follows the leader's events.
     assert scopes("cpu", "orchestrator", tmp_path) == {
-        "admin.1": admin, "orchestrator.1": load, "router.1": load, "worker.1": admin,
+        "admin.1": admin, "orchestrator.1": load, "router.1": load, "worker.1": register,
     }  # fmt: skip
     assert scopes("cpu", "worker", tmp_path) == {"orchestrator.1": admin, "router.1": load, "worker.1": admin}
 

@@ -88,7 +88,7 @@ def test_its_script_makes_a_secret_with_the_keys_that_the_chart_reads_and_the_ri
         "admin": {"admin"},
         "orchestrator": {"load"},
         "router": {"load"},
-        "worker": {"admin"},
+        "worker": {"register"},
     }
     assert scopes("worker") == {"orchestrator": {"admin"}, "router": {"load"}, "worker": {"admin"}}
 

@@ -249,7 +249,7 @@ async def test_metrics_count_operations_and_replicas_and_bound_their_labels(hous
 
 
 async def test_scopes_keep_everyone_to_their_own_calls(open_house, tmp_path):
-    keys = [{"sha256": hash_key(name), "scopes": [name]} for name in ("admin", "load", "infer")]
+    keys = [{"sha256": hash_key(name), "scopes": [name]} for name in ("admin", "load", "infer", "register")]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
     house = open_house(key_files=(tmp_path / "keys.yaml",))
 
@@ -271,7 +271,6 @@ async def test_scopes_keep_everyone_to_their_own_calls(open_house, tmp_path):
         ("GET", "/v1/placements"),
         ("POST", "/v1/placements/plan"),
         ("POST", "/v1/rebalance"),
-        ("POST", "/v1/workers/register"),
         ("POST", "/v1/workers/w0/cordon"),
     ]
     for_routers = [
@@ -286,8 +285,14 @@ async def test_scopes_keep_everyone_to_their_own_calls(open_house, tmp_path):
         assert await status("admin", method, path) not in (401, 403), path
     for method, path in for_admins:
         assert await status("load", method, path) == 403, path
+        assert await status("register", method, path) == 403, path
     for method, path in for_routers:
         assert await status("load", method, path) not in (401, 403), path
+        assert await status("register", method, path) == 403, path
+    heartbeat = ("POST", "/v1/workers/register")
+    refused = {None: 401, "infer": 403, "load": 403}
+    assert {key: await status(key, *heartbeat) for key in refused} == refused
+    assert not {await status(key, *heartbeat) for key in ("register", "admin")} & {401, 403}
     for path in ("/health", "/ready", "/metrics"):
         assert await status(None, "GET", path) == 200
 
