@@ -37,6 +37,9 @@ _CLOSE = b"connection: close\r\n"
 _JSON = b"content-type: application/json\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+# Requests begun before streams are looked after again. A guess: a millisecond's worth of decisions or less.
+_BEGUN_AT_ONCE = 4
+
 # What is being read of a client: nothing yet of the next message, its head, its body.
 _IDLE, _HEAD, _BODY = range(3)
 
@@ -96,6 +99,9 @@ class Front:
         shortest = min(limits.head_s, limits.body_s, limits.send_stall_s, limits.idle_s)
         self._sweep_every_s = min(1.0, max(0.02, shortest / 4))
         self._timer: asyncio.TimerHandle | None = None
+        self._tick = 0.0
+        self._begun = 0
+        self._late: deque[Exchange] = deque()
 
     def __call__(
         self,
@@ -111,6 +117,29 @@ class Front:
         self.connections.add(connection)
         if self._timer is None:
             self._timer = connection.loop.call_later(self._sweep_every_s, self._sweep, connection.loop)
+
+    def begin(self, exchange: "Exchange", loop: asyncio.AbstractEventLoop) -> None:
+        """Have a request answered: at once, or when a crowd of them came together, after a look at the sockets.
+
+        Else what came first would wait for the decisions on all the others, and every stream with it.
+        """
+        now = loop.time()  # of the loop's turn, in whole milliseconds (uvloop)
+        if now != self._tick:
+            self._tick, self._begun = now, 0
+        self._begun += 1
+        if self._begun <= _BEGUN_AT_ONCE and not self._late:
+            exchange.begin_answer()
+            return
+        self._late.append(exchange)
+        if len(self._late) == 1:
+            loop.call_soon(self._begin_late, loop)
+
+    def _begin_late(self, loop: asyncio.AbstractEventLoop) -> None:
+        late = self._late
+        for _ in range(min(_BEGUN_AT_ONCE, len(late))):
+            late.popleft().begin_answer()
+        if late:
+            loop.call_soon(self._begin_late, loop)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """One timer looks at all deadlines: none is made per request or chunk."""
@@ -233,6 +262,11 @@ class Exchange:
         connection.transport.write(self._head + last)
         self._head = b""
         connection.answered(self)
+
+    def begin_answer(self) -> None:
+        """Start its handler, unless the client has gone meanwhile."""
+        if self._connection is not None:
+            self._connection.answer(self)
 
     def abort(self) -> None:
         """Close the client's connection in the middle, so that it cannot take what it has for a whole answer."""
@@ -451,6 +485,10 @@ class _Connection(HttpToolsProtocol):
 
     def _start(self, exchange: Exchange) -> None:
         self._current = exchange
+        self._front.begin(exchange, self.loop)
+
+    def answer(self, exchange: Exchange) -> None:
+        """Its turn has come."""
         exchange._task = task = self.loop.create_task(self._answer(exchange))
         self.tasks.add(task)
 
@@ -542,10 +580,10 @@ class _Connection(HttpToolsProtocol):
         if exchange is not None:
             self.let_go(exchange)
             task = exchange._task
-            assert task is not None
-            # Cancelled before its first step it never comes to its own `finally`.
-            task.add_done_callback(self.tasks.discard)
-            task.cancel()
+            if task is not None:
+                # Cancelled before its first step it never comes to its own `finally`.
+                task.add_done_callback(self.tasks.discard)
+                task.cancel()
         while self._queue:
             self.let_go(self._queue.popleft())
         if self.cycle is not None and not self.cycle.response_complete:

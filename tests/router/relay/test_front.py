@@ -249,6 +249,65 @@ async def test_a_body_is_asked_for_only_after_the_answers_before_it():
 # Leaving
 
 
+class Turns:
+    """A loop that goes on when it is told to; `now` is the time of its turn."""
+
+    def __init__(self):
+        self.now = 1.0
+        self.soon = []
+
+    def time(self):
+        return self.now
+
+    def call_soon(self, callback, *args):
+        self.soon.append((callback, args))
+
+    def turn(self):
+        soon, self.soon = self.soon, []
+        for callback, args in soon:
+            callback(*args)
+
+
+class Waiting:
+    """A request of a crowd."""
+
+    def __init__(self, begun):
+        self.begin_answer = lambda: begun.append(self)
+
+
+def test_of_a_crowd_a_few_are_begun_in_each_turn_and_in_order():
+    loop, begun = Turns(), []
+    shared = front(lambda *_: None, FrontLimits())
+    crowd = [Waiting(begun) for _ in range(11)]
+    for exchange in crowd[:10]:
+        shared.begin(exchange, loop)
+    assert begun == crowd[:4]
+    loop.now += 0.001
+    shared.begin(crowd[10], loop)  # behind those that wait
+    assert begun == crowd[:4]
+    for most in (8, 11):
+        loop.turn()
+        assert begun == crowd[:most]
+    assert not loop.soon
+    loop.now += 0.001
+    shared.begin(crowd[0], loop)
+    assert begun == [*crowd, crowd[0]]
+
+
+async def test_a_client_that_leaves_before_its_turn_is_not_worked_for(monkeypatch):
+    monkeypatch.setattr("router.relay.front._BEGUN_AT_ONCE", 0)
+    work, late = Work(), []
+    async with fronted(work) as served:
+        monkeypatch.setattr(served.front, "_late", late)
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc"))
+            await until(lambda: late)
+        await until(lambda: not served.front.connections)
+        late[0].begin_answer()
+        assert late[0].is_over
+        assert not work.begun
+
+
 @pytest.mark.parametrize("leave", ["close", "reset", "half_close"])
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_client_that_leaves_ends_the_work_for_it_at_once(leave, begun):
