@@ -64,13 +64,13 @@ class Later:
 
     def __init__(self, delay_s: float) -> None:
         self._delay_s = delay_s
-        self._calls: deque[tuple[float, Callable[[], object]]] = deque()
+        self._calls: deque[tuple[float, Callable[..., object], tuple[object, ...]]] = deque()
         self._is_timed = False
 
-    def add(self, call: Callable[[], object]) -> None:
+    def add(self, call: Callable[..., object], *args: object) -> None:
         """Make this call after the delay; what it raises is logged."""
         loop = asyncio.get_running_loop()
-        self._calls.append((loop.time() + self._delay_s, call))
+        self._calls.append((loop.time() + self._delay_s, call, args))
         if not self._is_timed:
             self._is_timed = True
             loop.call_later(self._delay_s, self._make, loop)
@@ -78,9 +78,9 @@ class Later:
     def _make(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         while self._calls and self._calls[0][0] <= now:
-            _, call = self._calls.popleft()
+            _, call, args = self._calls.popleft()
             try:
-                call()
+                call(*args)
             except Exception:
                 log.exception("a call that was put off failed")
         self._is_timed = bool(self._calls)

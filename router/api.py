@@ -145,6 +145,9 @@ def exposed(parts: Parts, clients: Front) -> bytes:
         age_s = parts.discovery.slices_age_s()
         metrics.slices_age.set(float("inf") if age_s is None else age_s)
     metrics.catalog_revision.set(parts.discovery.fleet.revision)
+    for worker, share in parts.trust.error_shares():
+        if worker in parts.discovery.fleet.replicas:
+            metrics.kv_error.labels(worker).set(share)
     metrics.waiting_bytes.set(room.size_bytes)
     metrics.held_bytes.set(parts.cold.held_bytes)
     metrics.connections.set(len(clients.connections))

@@ -166,19 +166,18 @@ class Inference:
     async def _relay(self, begun: Begun, journey: Journey, answer: "_Answer") -> None:
         """The answer's bytes to the client, and what they teach."""
         parts, attempt, flight, question = self._parts, begun.attempt, begun.flight, journey.question
-        routed = flight.routed
         if journey.trace is not None:
             journey.trace.stage("relay")
         if attempt.status < 400:
             # What the engine refuses was never prefilled, and is not in its cache.
             flight.first_token()
-        parts.metrics.first_data.labels(routed.target.base_model).observe(parts.clock() - question.read_at)
-        about = _about(begun, shown_cached_tokens(parts, journey.caller, routed)) + journey.limit_headers()
-        echo: Renamed = Echo(begun.model, routed.target.asked if question.route.echoes_model else begun.model)
+        parts.metrics.first_data.labels(flight.target.base_model).observe(parts.clock() - question.read_at)
+        about = _about(begun, shown_cached_tokens(parts, journey.caller, flight)) + journey.limit_headers()
+        echo: Renamed = Echo(begun.model, flight.target.asked if question.route.echoes_model else begun.model)
         if journey.grows is not None and attempt.streamed:
             echo = Growing(journey.grows.events)
         if attempt.streamed:
-            hidden = HiddenUsage(parts.signatures, routed.decision.replica.id) if question.hides_usage else None
+            hidden = HiddenUsage(parts.signatures, flight.replica.id) if question.hides_usage else None
             await self._streamed(attempt, about, echo, answer, hidden)
         else:
             answer.whole(attempt.status, about, echo.whole(attempt.first))
@@ -320,11 +319,11 @@ class _Answer:
 
 
 def _about(begun: Begun, cached_tokens: int) -> str:
-    routed = begun.flight.routed
-    adapter = routed.target.adapter
+    flight = begun.flight
+    adapter = flight.target.adapter
     return (
         f"{_content(begun.attempt)}"
-        f"x-lorafleet-worker: {routed.decision.replica.id}\r\n"
+        f"x-lorafleet-worker: {flight.replica.id}\r\n"
         f"x-lorafleet-adapter: {(adapter.engine_name or adapter.lora_id) if adapter else 'base'}\r\n"
         f"x-lorafleet-cached-tokens: {cached_tokens}\r\n"
     )

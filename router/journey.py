@@ -87,7 +87,7 @@ class Journey:
                 return await self._opened(flight, tokens)
             except ReplicaUnreachable as exc:
                 flight.end(is_error=exc.reason in _FAULTS)
-                replica = flight.routed.decision.replica
+                replica = flight.replica
                 excluded |= {replica.incarnation}
                 # An engine that is up and says no will not be another one soon; one that died may be.
                 is_refused = exc.reason == "engine_unavailable"
@@ -163,19 +163,19 @@ class Journey:
 
     async def _opened(self, flight: Flight, tokens: Tokens) -> Begun:
         if self.trace is not None:
-            self.trace.stage("open", **{"lorafleet.worker": flight.routed.decision.replica.id})
+            self.trace.stage("open", **{"lorafleet.worker": flight.replica.id})
         call = self._call(flight, tokens)
         limits = self.limits
-        if self.parts.mind.breaker.is_trial(flight.routed.decision.replica, flight.load):
+        if self.parts.mind.breaker.is_trial(flight.replica, flight.load):
             limits = replace(limits, first_data_s=min(limits.first_data_s, self.parts.config.trial_timeout_s))
         if not self.deaths:
             attempt = await open_attempt(self.parts.pool, call, limits)
         else:
             # It may be what the engine died of: of such requests an engine gets one at a time, so that they do not
             # take the next one down together, and the one that did it is known.
-            async with self.parts.alone(flight.routed.decision.replica.incarnation):
+            async with self.parts.alone(flight.replica.incarnation):
                 attempt = await open_attempt(self.parts.pool, call, limits)
-        replica, now, sent_at = flight.routed.decision.replica, self.parts.clock(), flight.load.began_at
+        replica, now, sent_at = flight.replica, self.parts.clock(), flight.load.began_at
         if attempt.status < 400:
             self.parts.mind.succeeded(replica, now, sent_at=sent_at)
         elif attempt.status >= 500:
@@ -185,19 +185,19 @@ class Journey:
         return Begun(flight, attempt, call.engine_model)
 
     def _call(self, flight: Flight, tokens: Tokens) -> Call:
-        parts, question, routed = self.parts, self.question, flight.routed
-        route, replica, engine_name = question.route, routed.decision.replica, routed.prompt.ask.engine_name
+        parts, question, ask = self.parts, self.question, flight.prompt.ask
+        route, replica, engine_name = question.route, flight.replica, ask.engine_name
         dialect = dialect_of(replica.dialect, engine_name=engine_name)
-        model = dialect.model(routed.target.base_model, engine_name)
+        model = dialect.model(flight.target.base_model, engine_name)
         sends_ids = (
             tokens.source == "local"
             and parts.config.send_prompt_ids != "off"
             and (route.prompt == "completion" or parts.config.send_prompt_ids == "all")
-            and routed.prompt.ask.prompt_tokens > _FEW_TOKENS
+            and ask.prompt_tokens > _FEW_TOKENS
             and may_send_ids(
                 route.prompt,
                 question.fields,
-                prompt_tokens=routed.prompt.ask.prompt_tokens,
+                prompt_tokens=ask.prompt_tokens,
                 max_model_len=replica.max_model_len,
             )
         )
@@ -217,11 +217,11 @@ class Journey:
                 replica.engine_url,
                 question,
                 dialect.dress(question.fields, model, wishes=wishes),
-                routed.decision.rank,
+                flight.decision.rank,
                 key=key_for(replica, parts.config.engine_key),
             ),
             engine_model=model,
-            has_adapter=routed.target.adapter is not None,
+            has_adapter=flight.target.adapter is not None,
             replica=replica.id,
             streamed=question.streamed,
         )
@@ -233,7 +233,7 @@ class Journey:
     def _failed(self, exc: ReplicaUnreachable, flight: Flight, attempt: int) -> None:
         """Note a failed attempt; raises NoReplica when another would not help, or may not be made."""
         parts, now = self.parts, self.parts.clock()
-        replica, sent_at = flight.routed.decision.replica, flight.load.began_at
+        replica, sent_at = flight.replica, flight.load.began_at
         log.warning(
             "attempt failed",
             request_id=self.question.request_id,
@@ -262,14 +262,13 @@ class Journey:
 
 def _told(route: Route, flight: Flight, usage: EngineUsage | None) -> dict[str, AttributeValue]:
     """A request's attributes in its trace, by the names of OpenTelemetry's conventions where they have one."""
-    routed = flight.routed
     told: dict[str, AttributeValue] = {
         "gen_ai.operation.name": route.operation,
-        "gen_ai.request.model": routed.target.asked,
-        "lorafleet.request_id": routed.request_id,
-        "lorafleet.worker": routed.decision.replica.id,
-        "lorafleet.adapter": routed.prompt.ask.engine_name or "base",
-        "lorafleet.cached_tokens": routed.decision.score.cached_tokens,
+        "gen_ai.request.model": flight.target.asked,
+        "lorafleet.request_id": flight.record.request_id,
+        "lorafleet.worker": flight.replica.id,
+        "lorafleet.adapter": flight.prompt.ask.engine_name or "base",
+        "lorafleet.cached_tokens": flight.decision.score.cached_tokens,
         "lorafleet.waited_s": flight.record.waited_s,
     }
     if usage is not None:

@@ -11,7 +11,7 @@ _SHORT = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.
 
 
 class Metrics:
-    """All of them, on one registry of this router's own."""
+    """All of them, on one registry of this router's own; of those that count each request their one number itself."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -29,16 +29,16 @@ class Metrics:
         self.retries = Counter("retries", "Attempts that failed unseen by the client, by reason.", ("reason",), **on)
         self.cold_starts = Counter("cold_starts", "Loads asked for, by outcome.", ("outcome",), **on)
         self.held = Gauge("held_requests", "Requests waiting for an adapter.", **on)
-        self.in_flight = Gauge("in_flight_requests", "Requests at engines.", **on)
+        self.in_flight = Gauge("in_flight_requests", "Requests at engines.", **on).labels()
         self.waiting = Gauge("waiting_requests", "Requests waiting here for room at an engine.", **on)
-        self.waited = Histogram("waited_seconds", "Wait for room at an engine.", buckets=_SECONDS, **on)
+        self.waited = Histogram("waited_seconds", "Wait for room at an engine.", buckets=_SECONDS, **on).labels()
         self.shadow_decisions = Counter(
             "shadow_decisions", "What a shadow policy would have done.", ("policy", "agrees"), **on
         )
         self.shadow_cost = Counter(
             "shadow_cost_seconds", "Predicted cost of a shadow policy's choices.", ("policy",), **on
         )
-        self.live_cost = Counter("live_cost_seconds", "Predicted cost of the live policy's choices.", **on)
+        self.live_cost = Counter("live_cost_seconds", "Predicted cost of the live policy's choices.", **on).labels()
         self.prefill_rate = Gauge(
             "replica_prefill_tokens_per_second", "Learned, as its agent reports it.", ("worker",), **on
         )
@@ -48,9 +48,11 @@ class Metrics:
         self.kv_error = Gauge(
             "kv_error_share", "Predicted against the engine's cached tokens: off per prompt token.", ("worker",), **on
         )
-        self.cached_tokens = Counter("engine_cached_tokens", "Prompt tokens cached, by the engines' own word.", **on)
-        self.predicted_tokens = Counter("predicted_cached_tokens", "Prompt tokens predicted as cached.", **on)
-        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of routed requests.", **on)
+        self.cached_tokens = Counter(
+            "engine_cached_tokens", "Prompt tokens cached, by the engines' own word.", **on
+        ).labels()
+        self.predicted_tokens = Counter("predicted_cached_tokens", "Prompt tokens predicted as cached.", **on).labels()
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of routed requests.", **on).labels()
         self.kv_events = Counter("kv_events", "KV events applied, by type.", ("worker", "type"), **on)
         self.kv_rejected = Counter("kv_rejected", "KV events not accepted, by reason.", ("worker", "reason"), **on)
         self.kv_gaps = Counter("kv_gaps", "Holes in a KV event stream, by how they ended.", ("worker", "outcome"), **on)

@@ -3,23 +3,19 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from lorafleet.auth import Keys
-from lorafleet.kv.blocks import BlockHash
 from lorafleet.loops import Later
 from router.cold import ColdStarts
 from router.config import RouterSettings
 from router.core.credit import Credit
 from router.core.decision import Decision
-from router.core.dispatch import Prompt
 from router.core.fleet import Incarnation
 from router.core.mind import Mind
 from router.core.quota import Quotas
-from router.core.resolve import Target
 from router.core.trust import Trust, TrustState
 from router.discovery import Discovery
 from router.kv_events import Feeds
@@ -35,31 +31,11 @@ _KEPT_DECISIONS = 1000
 _SPECULATE_S = 2.0
 
 
-class Routed(NamedTuple):
-    """A decision with what it was made for, and when (wall clock)."""
-
-    request_id: str
-    at: float
-    target: Target
-    prompt: Prompt
-    tokens_from: Source
-    decision: Decision
-
-    @property
-    def engine_model(self) -> str:
-        """What the engine calls the thing to run."""
-        return self.prompt.ask.engine_name or self.target.base_model
-
-    @property
-    def hashes(self) -> Sequence[BlockHash]:
-        """The prompt's block hashes at the chosen replica's block size."""
-        return self.prompt.chains.get(self.decision.replica.block_size, ())
-
-
 @dataclass(slots=True)
 class Record:
     """What is kept of a decision, and what came of it. Without the prompt's hashes: a thousand long ones add up.
 
+    at             wall clock
     waited_s       in the router, for room
     first_data_s   from dispatch to first token or whole answer; None while there is none
     cached_tokens  the engine's own word; None where it has told none

@@ -1,7 +1,6 @@
 """read -> resolve -> tokenize -> hash -> match -> decide, one function a stage, and what they hand on."""
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from math import inf
 from random import getrandbits
@@ -21,7 +20,7 @@ from router.core.resolve import Target, resolve
 from router.dress import Body, asks_for_usage, refuse_steering
 from router.flight import Flight
 from router.kv_events import Feeds
-from router.parts import Parts, Routed
+from router.parts import Parts
 from router.surface.routes import Route
 from router.tokens import NO_TOKENS, Tokens
 
@@ -227,8 +226,7 @@ async def decided(
     prompt = asked(parts, target, question, tokens, excluded)
 
     def begin(decision: Decision) -> Flight:
-        routed = Routed(question.request_id, time.time(), target, prompt, tokens.source, decision)
-        return Flight.begin(parts, routed, waited_s=parts.clock() - began_at)
+        return Flight(parts, question.request_id, target, prompt, tokens.source, decision, asked_at=began_at)
 
     if excluded:
         # It has waited its turn already; what failed it must not cost it another.
@@ -257,14 +255,14 @@ def _prompt_tokens(question: Question, tokens: Tokens) -> int:
     return question.size_bytes // 4
 
 
-def shown_cached_tokens(parts: Parts, caller: Caller, routed: Routed) -> int:
+def shown_cached_tokens(parts: Parts, caller: Caller, flight: Flight) -> int:
     """The predicted hit as far as this caller's tenant has earned it: a hit on a neighbour's prompt would betray it."""
-    cached_tokens = routed.decision.score.cached_tokens
+    cached_tokens = flight.decision.score.cached_tokens
     if caller.tenant is None:
         return cached_tokens
-    own_blocks = parts.credit.depth(caller.tenant, routed.hashes)
-    parts.credit.sent(caller.tenant, routed.hashes)
-    return min(cached_tokens, own_blocks * routed.decision.replica.block_size)
+    own_blocks = parts.credit.depth(caller.tenant, flight.hashes)
+    parts.credit.sent(caller.tenant, flight.hashes)
+    return min(cached_tokens, own_blocks * flight.replica.block_size)
 
 
 def request_id(given: str | None) -> str:

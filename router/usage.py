@@ -106,7 +106,9 @@ class Usage:
 
     def dispatched(self, worker: WorkerId, engine_name: str, prompt_tokens: int, now: float) -> Use:
         """Count one request that is about to be sent; what is returned is told when it has `ended`."""
-        use = self._uses.setdefault((worker, engine_name), Use())
+        use = self._uses.get((worker, engine_name))
+        if use is None:
+            use = self._uses[worker, engine_name] = Use()
         use.requests += 1
         use.prompt_tokens += prompt_tokens
         use.last_at = now

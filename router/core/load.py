@@ -29,18 +29,19 @@ _REMEMBERED = 512
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """One request at one replica, from dispatch to end."""
+    """One request at one replica, from dispatch to end. `book`: what it counts in, until its worker is forgotten."""
 
     worker: WorkerId
     engine_name: str
     prefill_s: float
     uncached_tokens: int
+    prompt_tokens: int
     began_at: float
-    prompt_tokens: int = 0
+    work: "_Work"
+    book: "_Book | None"
     in_prefill: bool = True
     is_unreported: bool = True
     ended: bool = False
-    counted_in: "_Work | None" = None
 
 
 class Own(NamedTuple):
@@ -177,7 +178,8 @@ class _Book:
 
     prefill_s, largest_s  of those in prefill: seconds of work together, and of the largest
     unreported_tokens     uncached tokens of those that the engine's report does not know of, or that are in prefill
-    names                 how many requests run each; `engine_names` and `fresh` as in Own
+    names                 how many requests run each; `engine_names` and `fresh` as in Own, None: to be made anew
+    reported_at           when the engine's own counts were read
     history               (when, in prefill, in flight) after every change
     """
 
@@ -187,7 +189,7 @@ class _Book:
     largest_s: float = 0.0
     unreported_tokens: int = 0
     names: dict[str, int] = field(default_factory=dict)
-    engine_names: frozenset[str] = frozenset()
+    engine_names: frozenset[str] | None = None
     fresh: frozenset[str] = frozenset()
     busy_until: float = -inf
     freed_tokens: int = 0
@@ -199,76 +201,84 @@ class _Book:
     dispatched_at: dict[str, float] = field(default_factory=dict)
     history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     replica: Replica | None = None
+    reported_at: float = -inf
     others_until: float = -inf
     others_in_flight: int = 0
     own: Own | None = None
     line: _Line | None = None
     position: int = 0
 
-    @property
-    def reported_at(self) -> float:
-        """When the engine's own counts were read."""
-        return self.replica.report.at if self.replica is not None else -inf
-
-    def add(self, flight: InFlight, now: float) -> None:
+    def add(self, flight: InFlight) -> None:
         """One more, in prefill."""
+        now, prefill_s, name = flight.began_at, flight.prefill_s, flight.engine_name
         self.flights.add(flight)
         self.in_prefill[flight] = None
-        self.busy_until = max(self.busy_until, now) + flight.prefill_s
-        self.prefill_s += flight.prefill_s
-        self.largest_s = max(self.largest_s, flight.prefill_s)
+        self.busy_until = max(self.busy_until, now) + prefill_s
+        self.prefill_s += prefill_s
+        self.largest_s = max(self.largest_s, prefill_s)
         self.unreported_tokens += flight.uncached_tokens
-        name = flight.engine_name
-        self.names[name] = self.names.get(name, 0) + 1
-        if name not in self.engine_names:
-            self.engine_names |= {name}
+        if name in self.names:
+            self.names[name] += 1
+        else:
+            self.names[name] = 1
+            self.engine_names = None
         self.dispatched_at[name] = now
         if name not in self.fresh and now > self.reported_at:
             self.fresh |= {name}
+        self.placed_tokens = self.placed_tokens * exp((self.placed_at - now) / PLACED_S) + flight.uncached_tokens
+        self.placed_at = now
+        self.changed(now)
 
     def leave_prefill(self, flight: InFlight, now: float) -> None:
         """Its prefill is over, or it is."""
         flight.in_prefill = False
-        del self.in_prefill[flight]
-        # Summed anew when it may have been rounded, and when nothing is left of it.
-        self.prefill_s = self.prefill_s - flight.prefill_s if len(self.in_prefill) > 1 else self._summed_s()
-        if flight.prefill_s >= self.largest_s:
-            self.largest_s = max([left.prefill_s for left in self.in_prefill], default=0.0)
+        left = self.in_prefill
+        del left[flight]
+        if not left:
+            self.prefill_s = self.largest_s = 0.0
+        else:
+            # Summed anew when it may have been rounded.
+            self.prefill_s = self.prefill_s - flight.prefill_s if len(left) > 1 else sum([f.prefill_s for f in left])
+            if flight.prefill_s >= self.largest_s:
+                self.largest_s = max([f.prefill_s for f in left])
         # What is left begins now: however wrong the predictions were, the error does not outlive them.
         self.busy_until = now + self.prefill_s
-        self._is_known(flight)
+        if flight.began_at <= self.reported_at:
+            self._is_known(flight)
 
     def remove(self, flight: InFlight) -> None:
         """It is over, and out of prefill."""
         self.flights.discard(flight)
         if flight.is_unreported:
             self.unreported_tokens -= flight.uncached_tokens
+        if flight.began_at <= self.reported_at:
+            self.freed_tokens += flight.uncached_tokens
         name = flight.engine_name
         self.names[name] -= 1
         if not self.names[name]:
             del self.names[name]
-            self.engine_names -= {name}
+            self.engine_names = None
 
-    def reported(self) -> None:
+    def reported(self, at: float) -> None:
         """There are new counts of the engine's."""
+        self.reported_at = at
         self.freed_tokens = 0
-        at = self.reported_at
         for flight in self.flights:
-            self._is_known(flight)
+            if not flight.in_prefill and flight.began_at <= at:
+                self._is_known(flight)
         self.dispatched_at = {n: when for n, when in self.dispatched_at.items() if n in self.names or when > at}
         self.fresh = frozenset([name for name, when in self.dispatched_at.items() if when > at])
 
     def _is_known(self, flight: InFlight) -> None:
-        if flight.is_unreported and not flight.in_prefill and flight.began_at <= self.reported_at:
+        if flight.is_unreported:
             flight.is_unreported = False
             self.unreported_tokens -= flight.uncached_tokens
 
-    def _summed_s(self) -> float:
-        return sum([left.prefill_s for left in self.in_prefill])
-
     def changed(self, now: float) -> None:
         self.history.append((now, len(self.in_prefill), len(self.flights)))
-        self.thaw()
+        self.own = None
+        if self.line is not None:
+            self.line.stale.add(self.position)
 
     def thaw(self) -> None:
         """What was frozen of it is no longer so."""
@@ -322,32 +332,34 @@ class LoadBook:
         prompt_tokens: int = 0,
         cached_tokens: int = 0,
         base_model: str = "",
+        adapter_s: float = 0.0,
     ) -> InFlight:
-        """Note a request that is about to be sent; until its first token it is `prefill_s` seconds of work."""
-        flight = InFlight(worker, engine_name, prefill_s, prompt_tokens - cached_tokens, now, prompt_tokens)
+        """Note a request that is about to be sent; until its first token it is `prefill_s` seconds of work.
+
+        adapter_s  until its adapter is on the device: admitted to the base model's work with the rest
+        """
         work = self._work.get(base_model)
-        if work is not None:
-            work.in_flight += 1
-            work.in_flight_tokens += prompt_tokens
-            flight.counted_in = work
-        book = self._books.setdefault(worker, _Book())
-        book.add(flight, now)
-        fading = exp((book.placed_at - now) / PLACED_S)
-        book.placed_tokens = book.placed_tokens * fading + flight.uncached_tokens
-        book.placed_at = now
-        book.changed(now)
+        if work is None:
+            work = self._work[base_model] = _Work(at=now)
+        work.seconds = work.seconds * exp((work.at - now) / _HORIZON_S) + prefill_s + adapter_s
+        work.at = now
+        # As in cost.context.
+        work.context_tokens += _SMOOTHING * ((prompt_tokens + cached_tokens) / 2 - work.context_tokens)
+        work.in_flight += 1
+        work.in_flight_tokens += prompt_tokens
+        book = self._books.get(worker) or self._book_of(worker)
+        flight = InFlight(worker, engine_name, prefill_s, prompt_tokens - cached_tokens, prompt_tokens, now, work, book)
+        book.add(flight)
         self._prefill_each_s += _SMOOTHING * (prefill_s - self._prefill_each_s)
         return flight
 
     def first_token(self, flight: InFlight, now: float) -> None:
         """Its prefill is over; repeats change nothing."""
-        if flight.in_prefill and not flight.ended:
-            book = self._books.get(flight.worker)
-            if book is not None and flight in book.flights:
-                book.heard_at = now
-                book.leave_prefill(flight, now)
-                book.changed(now)
-            flight.in_prefill = False
+        book = flight.book
+        if flight.in_prefill and book is not None:
+            book.heard_at = now
+            book.leave_prefill(flight, now)
+            book.changed(now)
 
     def heard(self, worker: WorkerId, at: float) -> None:
         """More of some answer came from there: its engine is alive."""
@@ -375,11 +387,10 @@ class LoadBook:
         if flight.ended:
             return
         flight.ended = True
-        if flight.counted_in is not None:
-            flight.counted_in.in_flight -= 1
-            flight.counted_in.in_flight_tokens -= flight.prompt_tokens
-        book = self._books.get(flight.worker)
-        if book is None or flight not in book.flights:
+        flight.work.in_flight -= 1
+        flight.work.in_flight_tokens -= flight.prompt_tokens
+        book = flight.book
+        if book is None:
             return
         if flight.in_prefill:
             book.leave_prefill(flight, now)
@@ -391,25 +402,26 @@ class LoadBook:
             share = max(_SMOOTHING, 1 / book.ended)
             book.mean_request_s += share * (now - flight.began_at - book.mean_request_s)
         book.remove(flight)
-        if book.replica is not None and flight.began_at <= book.replica.report.at:
-            book.freed_tokens += flight.uncached_tokens
         book.changed(now)
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone; its requests may still `end`, which then changes nothing."""
-        if self._books.pop(worker, None) is not None:
+        book = self._books.pop(worker, None)
+        if book is not None:
+            for flight in book.flights:
+                flight.book = None
             self._lines.clear()
 
     def reported(self, replica: Replica) -> None:
         """Take an engine's own counts, and off them what was ours when they were read."""
-        book = self._books.setdefault(replica.id, _Book())
+        book = self._book_of(replica.id)
         report = replica.report
         is_new = book.replica is None or book.replica.report.at != report.at
         book.replica = replica
         book.thaw()
         if not is_new:
             return
-        book.reported()
+        book.reported(report.at)
         in_prefill, in_flight = book.had(report.at)
         # Of ours in prefill the engine counts one as running already: it works on the first while the others wait.
         others_waiting = max(0, report.waiting - max(0, in_prefill - 1))
@@ -436,7 +448,7 @@ class LoadBook:
 
     def _lined(self, replicas: tuple[Replica, ...]) -> _Line:
         count = len(replicas)
-        books = [self._books.setdefault(replica.id, _Book()) for replica in replicas]
+        books = [self._book_of(replica.id) for replica in replicas]
         idle = [_IDLE] * count, [_felt(_IDLE)] * count, [-inf] * count, [0] * count
         line = _Line(replicas, books, *idle, stale=set(range(count)))
         for position, book in enumerate(books):
@@ -448,14 +460,6 @@ class LoadBook:
         for worker, book in self._books.items():
             for engine_name, count in book.names.items():
                 yield worker, engine_name, count
-
-    def admit(self, base_model: str, seconds: float, now: float, *, context_tokens: float | None = None) -> None:
-        """Add prefill and load seconds to the base model's admitted work; `context_tokens` as in cost.context."""
-        work = self._work.setdefault(base_model, _Work(at=now))
-        work.seconds = work.seconds * exp((work.at - now) / _HORIZON_S) + seconds
-        work.at = now
-        if context_tokens is not None:
-            work.context_tokens += _SMOOTHING * (context_tokens - work.context_tokens)
 
     def utilisation(self, base_model: str, loads: Loads, now: float) -> float:
         """rho: admitted seconds per replica-second, exponentially weighted over 30 s, fleet-wide.
@@ -480,6 +484,12 @@ class LoadBook:
         work = self._work.get(base_model)
         return 0 if work is None else work.in_flight_tokens
 
+    def _book_of(self, worker: WorkerId) -> _Book:
+        book = self._books.get(worker)
+        if book is None:
+            book = self._books[worker] = _Book()
+        return book
+
 
 def _own(book: _Book) -> Own:
     own = book.own
@@ -498,6 +508,8 @@ def _frozen(book: _Book) -> Own:
     slot_at = placed = -inf
     total = 0
     names = book.engine_names
+    if names is None:
+        names = book.engine_names = frozenset(book.names)
     slots_used = len(names) - ("" in names)
     if replica is not None:
         beyond = in_flight + 1 - replica.max_num_seqs

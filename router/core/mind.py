@@ -7,7 +7,7 @@ from random import Random
 
 from router.core.breaker import SILENT, Breaker
 from router.core.budget import RetryBudget
-from router.core.cost import Costs, context
+from router.core.cost import Costs
 from router.core.decision import Decision, Policy, Scene, decide
 from router.core.dispatch import Chains, Dispatcher, Match, Prompt, Ticket, queued_s, room_for
 from router.core.errors import NoReplica
@@ -83,33 +83,22 @@ class Mind:
 
     def begin(self, decision: Decision, now: float) -> InFlight:
         """Note that a request is about to be sent as decided."""
-        ask, score = decision.ask, decision.score
-        for policy in self.shadows:
-            try:
-                shadow = decide(policy, ask, decision.scene)
-            except Exception as exc:  # noqa: BLE001  (a shadow decides nothing, so it fails nothing)
-                self.shadow_failed(policy.name, exc)
-                continue
-            is_same = shadow.position == decision.position
-            self.shadowed(Shadowed(policy.name, is_same, shadow.score.cost_s, score.cost_s))
-        self.load.admit(
-            ask.base_model,
-            score.prefill_s + score.adapter_s,
-            now,
-            context_tokens=context(ask.prompt_tokens, score.cached_tokens),
-        )
+        if self.shadows:
+            self._ask_shadows(decision)
+        ask, score, replica = decision.ask, decision.score, decision.replica
         flight = self.load.begin(
-            decision.replica.id,
+            replica.id,
             ask.engine_name,
             score.prefill_s,
             now,
             prompt_tokens=ask.prompt_tokens,
             cached_tokens=score.cached_tokens,
             base_model=ask.base_model,
+            adapter_s=score.adapter_s,
         )
         if not ask.excluded:
             (self._budgets.get(ask.base_model) or self._budget_of(ask.base_model)).requests += 1
-        self.breaker.sent(decision.replica, flight, now)
+        self.breaker.sent(replica, flight, now)
         return flight
 
     def succeeded(self, replica: Replica, now: float, *, sent_at: float = inf) -> None:
@@ -145,6 +134,16 @@ class Mind:
     def retries_refused(self) -> int:
         """Attempts that were not made again because their base model's budget was spent."""
         return sum(budget.refused for budget in self._budgets.values())
+
+    def _ask_shadows(self, decision: Decision) -> None:
+        for policy in self.shadows:
+            try:
+                shadow = decide(policy, decision.ask, decision.scene)
+            except Exception as exc:  # noqa: BLE001  (a shadow decides nothing, so it fails nothing)
+                self.shadow_failed(policy.name, exc)
+                continue
+            is_same = shadow.position == decision.position
+            self.shadowed(Shadowed(policy.name, is_same, shadow.score.cost_s, decision.score.cost_s))
 
     def _current(self, replica: Replica) -> Replica | None:
         """It as it is now, if that is still the same incarnation."""

@@ -7,6 +7,7 @@ and start), so what counts is whether the bucket fills faster than it drains: it
 `_POUR + 1` on.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp
 from typing import Literal
@@ -87,6 +88,12 @@ class Trust:
         """Tokens off per prompt token, exponentially weighted over 300 s of answers; 0.0 before the first."""
         entry = self._workers.get(worker)
         return entry.tokens_off / entry.prompt_tokens if entry is not None and entry.prompt_tokens else 0.0
+
+    def error_shares(self) -> Iterator[tuple[WorkerId, float]]:
+        """`error_share` of every worker that has been compared with."""
+        for worker, entry in self._workers.items():
+            if entry.prompt_tokens:
+                yield worker, entry.tokens_off / entry.prompt_tokens
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone."""

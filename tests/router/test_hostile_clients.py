@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lorafleet.auth import hash_key
 from router.core.dispatch import Prompt
-from router.parts import Routed
+from router.flight import Flight
 from router.tokens import Tokenizers
 from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, until, with_sql
 
@@ -40,7 +40,7 @@ async def test_decisions_kept_for_explaining_hold_no_prompts():
     async with fleet(Engine("w0")) as (client, _, parts):
         await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(1000))})
         (kept,) = parts.decisions
-        assert not any(isinstance(getattr(kept, f.name), Routed | Prompt) for f in fields(kept))
+        assert not any(isinstance(getattr(kept, f.name), Flight | Prompt) for f in fields(kept))
         answer = await client.get("/v1/decisions")
         assert len(answer.content) < 3000
         (told,) = answer.json()["data"]

@@ -187,7 +187,7 @@ def test_the_load_is_one_object_until_something_changes():
 
 def test_utilisation_fades_and_is_shared_by_the_fleet():
     book = LoadBook()
-    book.admit("m", 30.0, now=0.0)
+    book.begin("w0", "", 25.0, 0.0, base_model="m", adapter_s=5.0)
     assert book.utilisation("m", Loads([Own()]), now=0.0) == pytest.approx(1.0)
     assert book.utilisation("m", Loads([Own()] * 4), now=0.0) == pytest.approx(0.25)
     assert book.utilisation("m", Loads([Own()]), now=300.0) < 0.001
@@ -195,7 +195,7 @@ def test_utilisation_fades_and_is_shared_by_the_fleet():
 
 def test_what_other_routers_admit_counts_by_their_share_of_what_is_in_flight():
     book = LoadBook()
-    book.admit("m", 6.0, now=0.0)
+    book.end(book.begin("w0", "", 6.0, 0.0, base_model="m"), 0.0)
     flights = [book.begin("w0", "", 0.1, now=0.0, base_model="m") for _ in range(9)]
     alone = book.utilisation("m", Loads([Own()]), now=0.0)
     assert book.utilisation("m", Loads([Own(others_in_flight=30)]), now=0.0) == pytest.approx(4 * alone)
