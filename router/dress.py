@@ -3,7 +3,8 @@
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 
@@ -70,7 +71,7 @@ STRIPPED_FIELDS = frozenset({"lora_id", "session_id"})
 STRIPPED_EXTRA_ARGS = frozenset({"session_id"})
 # All that an engine hears of a client's headers. vLLM 0.32 takes orders from others (X-data-parallel-rank,
 # X-Session-ID, X-Vllm-Priority, X-Request-Id); of these the router sends its own rank and request id.
-FORWARDED_HEADERS = (b"traceparent", b"tracestate")
+FORWARDED_HEADERS = frozenset({b"traceparent", b"tracestate"})
 
 _FULL = msgspec.Raw(b'"full"')
 _TRUE = msgspec.Raw(b"true")
@@ -91,14 +92,19 @@ def refuse_steering(body: Mapping[str, Any], extra_args: object) -> None:
 
     extra_args  the decoded `vllm_xargs` field, if any
     """
-    nested = extra_args if isinstance(extra_args, dict) else {}
-    for fields, table, prefix in ((body, REFUSED_FIELDS, ""), (nested, REFUSED_EXTRA_ARGS, "vllm_xargs.")):
-        for name in fields:
-            if name in table:
-                raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
+    _refuse(body, REFUSED_FIELDS, "")
+    if isinstance(extra_args, dict):
+        _refuse(extra_args, REFUSED_EXTRA_ARGS, "vllm_xargs.")
 
 
-class Wishes(NamedTuple):
+def _refuse(fields: Mapping[str, Any], table: Mapping[str, str], prefix: str) -> None:
+    if table.keys().isdisjoint(fields):
+        return
+    name = next(name for name in fields if name in table)
+    raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
+
+
+class Wishes(msgspec.Struct, frozen=True):
     """What the router itself asks of an engine for one request.
 
     ask_usage    of a stream whose client did not; its last event must then not reach the client
@@ -230,11 +236,18 @@ def asks_for_usage(stream_options: object) -> bool:
 
 
 def _plain(body: Body, model: str, *, ask_usage: bool) -> Body:
-    dressed = {name: value for name, value in body.items() if name not in STRIPPED_FIELDS}
-    dressed["model"] = msgspec.Raw(msgspec.json.encode(model))
+    dressed = dict(body)
+    for name in STRIPPED_FIELDS:
+        dressed.pop(name, None)
+    dressed["model"] = _quoted(model)
     if ask_usage:
         dressed["stream_options"] = _with(body.get("stream_options"), "include_usage", _TRUE)
     return dressed
+
+
+@lru_cache(maxsize=4096)
+def _quoted(model: str) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(model))
 
 
 def _with(given: msgspec.Raw | None, name: str, value: msgspec.Raw) -> msgspec.Raw:

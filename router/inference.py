@@ -1,7 +1,7 @@
 """The inference routes: from a client's request to its answer, relayed or an error."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -21,12 +21,11 @@ from router.core.errors import (
 )
 from router.core.index import WorkerId
 from router.dress import FORWARDED_HEADERS
-from router.journey import Begun, Journey, header_lines, key_for, request_bytes
+from router.journey import Begun, Journey, door_of, header_lines
 from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.events import Echo, Growing, Renamed, Undated, error_event
 from router.relay.front import Exchange, Handler
-from router.relay.upstream import Origin
 from router.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cached_tokens
 from router.surface import generate
 from router.surface.routes import ROUTES, ErrorShape, Route, find, response_id_of
@@ -69,16 +68,16 @@ class Inference:
 
     async def _handle(self, route: Route, exchange: Exchange) -> None:
         """One request, from its first stage to its answer or error."""
-        answer = _Answer(exchange, request_id(_text(exchange.header(b"x-request-id"))), route.errors)
+        headers = exchange.headers
+        answer = _Answer(exchange, request_id(_text(headers, b"x-request-id")), route.errors)
         parts, tracer = self._parts, self._parts.tracer
         trace = None
         if tracer is not None:
-            traceparent = exchange.header(b"traceparent")
-            trace = tracer.begin(route.path, exchange.received_at, traceparent, method=route.method)
+            trace = tracer.begin(route.path, exchange.received_at, headers.get(b"traceparent"), method=route.method)
         try:
             if trace is not None:
                 trace.stage("authenticate")
-            caller = parts.keys.caller(_authorization(exchange))
+            caller = parts.keys.caller(_authorization(headers))
             if route.state == "needs":
                 await self._serve_stored(route, caller, answer)
             elif route is _GENERATE:
@@ -137,19 +136,21 @@ class Inference:
     def _question(
         self, route: Route, answer: "_Answer", body: bytes, trace: Trace | None = None, name: str = ""
     ) -> Question:
-        exchange = answer.exchange
+        headers = answer.exchange.headers
         if trace is not None:
-            forwarded = trace.headers(exchange.header(b"tracestate"))
+            forwarded = trace.headers(headers.get(b"tracestate"))
+        elif FORWARDED_HEADERS.isdisjoint(headers):
+            forwarded = b""
         else:
-            found = ((header, exchange.header(header)) for header in FORWARDED_HEADERS)
-            forwarded = b"".join([header + b": " + value + b"\r\n" for header, value in found if value is not None])
+            found = sorted(FORWARDED_HEADERS.intersection(headers))
+            forwarded = b"".join([header + b": " + headers[header] + b"\r\n" for header in found])
         return read(
             self._parts,
             name or answer.request_id,
             route,
             body,
-            session=_text(exchange.header(self._session_header)),
-            timeout=_text(exchange.header(_TIMEOUT)),
+            session=_text(headers, self._session_header),
+            timeout=_text(headers, _TIMEOUT),
             forwarded=forwarded,
         )
 
@@ -205,9 +206,8 @@ class Inference:
             raise gone(response_id, worker, param="id")
         target = exchange.path.encode() + (b"?" + exchange.query if exchange.query else b"")
         question = read(parts, answer.request_id, route, b"", target=target)
-        origin = Origin.parse(replica.engine_url)
-        key = key_for(replica, parts.config.engine_key)
-        call = Call(route, origin, request_bytes(replica.engine_url, question, b"", key=key), "", False, worker, False)
+        door = door_of(replica, parts.config.engine_key)
+        call = Call(route, door.origin, door.request(question, b""), "", False, worker, False)
         try:
             attempt = await open_attempt(parts.pool, call, self._limits)
         except ReplicaUnreachable as exc:
@@ -277,20 +277,17 @@ class _ItemRefused(Exception):
         self.body = body
 
 
-class _Answer:
+class _Answer(msgspec.Struct, eq=False):
     """The client's side of one request: a head, pieces, an end; or one error.
 
     more   further header lines
     """
 
-    __slots__ = ("_errors", "code", "exchange", "more", "request_id")
-
-    def __init__(self, exchange: Exchange, request_id: str, errors: ErrorShape = "openai") -> None:
-        self.exchange = exchange
-        self.request_id = request_id
-        self.code = ""
-        self.more = ""
-        self._errors = errors
+    exchange: Exchange
+    request_id: str
+    errors: ErrorShape = "openai"
+    code: str = ""
+    more: str = ""
 
     def whole(self, status: int, about: str, body: bytes) -> None:
         """An answer that is complete."""
@@ -304,10 +301,10 @@ class _Answer:
         """One error answer; the last event of a stream that has begun."""
         self.code = exc.code
         body: dict[str, object] = envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param)
-        if self._errors == "anthropic":
+        if self.errors == "anthropic":
             body["type"] = "error"
         if self.exchange.status is not None:
-            self.exchange.finish(error_event(body, self._errors))
+            self.exchange.finish(error_event(body, self.errors))
             return
         headers = {"content-type": "application/json"} | error_headers(exc.status, exc.retry_after_s)
         if isinstance(exc, RateLimited):
@@ -334,14 +331,15 @@ def _content(attempt: Attempt) -> str:
     return lines if attempt.retry_after is None else f"{lines}retry-after: {attempt.retry_after.decode('latin-1')}\r\n"
 
 
-def _authorization(exchange: Exchange) -> bytes | None:
-    found = exchange.header(b"authorization")
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
+    found = headers.get(b"authorization")
     if found is None:
         # As Anthropic's clients send it.
-        key = exchange.header(b"x-api-key")
+        key = headers.get(b"x-api-key")
         return None if key is None else b"Bearer " + key
     return found
 
 
-def _text(header: bytes | None) -> str | None:
-    return None if header is None else header.decode("latin-1")
+def _text(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
+    found = headers.get(name)
+    return None if found is None else found.decode("latin-1")

@@ -1,10 +1,11 @@
 """One request from what it names to an answer that has begun: decide -> open, again elsewhere while that may help."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from secrets import token_hex
 
+import msgspec
 import structlog
 
 from lorafleet.auth import Caller
@@ -37,8 +38,7 @@ _FAULTS = _DEATHS | {"no_answer_in_time", "answer_too_large"}
 _HOPELESS = frozenset({"no_answer_in_time", "answer_too_large"})
 
 
-@dataclass(slots=True)
-class Begun:
+class Begun(msgspec.Struct, eq=False):
     """An answer that has begun, nothing of which the client has seen; `close` it, however it ends.
 
     model  what the engine calls the thing that ran
@@ -55,8 +55,7 @@ class Begun:
         self.flight.end(is_error=attempt.status >= 500 or attempt.is_broken, is_streamed=attempt.streamed)
 
 
-@dataclass(slots=True)
-class Journey:
+class Journey(msgspec.Struct, eq=False):
     """What one request meets on its way."""
 
     parts: Parts
@@ -186,14 +185,14 @@ class Journey:
 
     def _call(self, flight: Flight, tokens: Tokens) -> Call:
         parts, question, ask = self.parts, self.question, flight.prompt.ask
-        route, replica, engine_name = question.route, flight.replica, ask.engine_name
-        dialect = dialect_of(replica.dialect, engine_name=engine_name)
-        model = dialect.model(flight.target.base_model, engine_name)
+        route, replica = question.route, flight.replica
+        dialect = dialect_of(replica.dialect, engine_name=ask.engine_name)
+        model = dialect.model(flight.target.base_model, ask.engine_name)
         sends_ids = (
             tokens.source == "local"
+            and ask.prompt_tokens > _FEW_TOKENS
             and parts.config.send_prompt_ids != "off"
             and (route.prompt == "completion" or parts.config.send_prompt_ids == "all")
-            and ask.prompt_tokens > _FEW_TOKENS
             and may_send_ids(
                 route.prompt,
                 question.fields,
@@ -202,28 +201,22 @@ class Journey:
             )
         )
         wishes = Wishes(
-            ask_usage=question.hides_usage,
-            report_full=route.generates
-            and parts.trust.state(replica.id) == "degraded"
-            and parts.feeds.may_repeat(replica.id),
-            response_id=self._response_id(replica) if route.state == "makes" else "",
-            prompt=route.prompt,
-            prompt_ids=tokens.ids if sends_ids else None,
+            question.hides_usage,
+            route.generates and parts.trust.state(replica.id) == "degraded" and parts.feeds.may_repeat(replica.id),
+            self._response_id(replica) if route.state == "makes" else "",
+            route.prompt,
+            tokens.ids if sends_ids else None,
         )
+        door = door_of(replica, parts.config.engine_key)
+        body = dialect.dress(question.fields, model, wishes=wishes)
         return Call(
-            route=route,
-            origin=Origin.parse(replica.engine_url),
-            request=request_bytes(
-                replica.engine_url,
-                question,
-                dialect.dress(question.fields, model, wishes=wishes),
-                flight.decision.rank,
-                key=key_for(replica, parts.config.engine_key),
-            ),
-            engine_model=model,
-            has_adapter=flight.target.adapter is not None,
-            replica=replica.id,
-            streamed=question.streamed,
+            route,
+            door.origin,
+            door.request(question, body, flight.decision.rank),
+            model,
+            flight.target.adapter is not None,
+            replica.id,
+            question.streamed,
         )
 
     def _response_id(self, replica: Replica) -> str:
@@ -288,31 +281,35 @@ def header_lines(headers: Mapping[str, str]) -> str:
 _FEW_TOKENS = 256
 
 
-def key_for(replica: Replica, engine_key: str) -> str:
-    """The key that an engine is shown; one beside an agent of ours has none."""
-    return "" if replica.agent_url else engine_key
+class Door(msgspec.Struct, frozen=True):
+    """How one engine is reached, and what all requests to it have in common: `after` stands behind the path."""
+
+    origin: Origin
+    after: bytes
+
+    def request(self, question: Question, body: bytes, rank: int | None = None) -> bytes:
+        """The whole HTTP request."""
+        wanted = b"" if rank is None else b"x-data-parallel-rank: %d\r\n" % rank
+        return b"%b %b%b%bx-request-id: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
+            question.route.method.encode(),
+            self.origin.prefix,
+            question.target,
+            self.after,
+            question.request_id.encode(),
+            len(body),
+            wanted,
+            question.forwarded,
+            body,
+        )
 
 
-def request_bytes(engine_url: str, question: Question, body: bytes, rank: int | None = None, *, key: str = "") -> bytes:
-    """The whole HTTP request to an engine."""
-    method, head = question.route.method, _head(engine_url, key)
-    wanted = b"x-data-parallel-rank: %d\r\n" % rank if rank is not None else b""
-    return b"%b %b%b%bx-request-id: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
-        method.encode(),
-        head[0],
-        question.target,
-        head[1],
-        question.request_id.encode(),
-        len(body),
-        wanted,
-        question.forwarded,
-        body,
-    )
+def door_of(replica: Replica, engine_key: str) -> Door:
+    """The way to a replica's engine. One beside an agent of ours is shown no key."""
+    return _door(replica.engine_url, "" if replica.agent_url else engine_key)
 
 
 @lru_cache(maxsize=4096)
-def _head(engine_url: str, key: str) -> tuple[bytes, bytes]:
-    """What all requests to one engine have in common: before the path, and after it."""
+def _door(engine_url: str, key: str) -> Door:
     origin = Origin.parse(engine_url)
     after = b" HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept-encoding: identity\r\n%b"
-    return origin.prefix, after % (origin.host_header, f"authorization: Bearer {key}\r\n".encode() if key else b"")
+    return Door(origin, after % (origin.host_header, f"authorization: Bearer {key}\r\n".encode() if key else b""))

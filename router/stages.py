@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from math import inf
 from random import getrandbits
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from xxhash import xxh3_128_hexdigest
@@ -37,7 +37,7 @@ _decode_body = msgspec.json.Decoder(Body).decode
 _decode_any = msgspec.json.Decoder().decode
 
 
-class Question(NamedTuple):
+class Question(msgspec.Struct, frozen=True):
     """A request as read: the raw fields to send on, and those that were decoded to decide on.
 
     target       path and query to ask the engine for
@@ -86,8 +86,7 @@ def read(
     if route.has_body:
         try:
             fields = _decode_body(raw)
-            wanted = route.fields
-            decoded = {name: _decode_any(fields[name]) for name in fields if name in wanted}
+            decoded = {name: _decode_any(fields[name]) for name in route.fields.intersection(fields)}
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise BadBody(f"the body is not a JSON object: {exc}") from exc
         except RecursionError as exc:
@@ -105,11 +104,11 @@ def read(
         # Predictions are held against the engine's own word, and a stream has that only where somebody asks.
         streamed and route.hides_usage and not asks_for_usage(decoded.get("stream_options")),
         read_at,
-        size_bytes=len(raw),
-        session=_session(session or (user if isinstance(user, str) else "")),
-        priority=priority if isinstance(priority, int | float) else 0.0,
-        deadline_at=None if timeout is None else read_at + _timeout_s(timeout),
-        forwarded=forwarded,
+        len(raw),
+        _session(session or (user if isinstance(user, str) else "")),
+        priority if isinstance(priority, int | float) else 0.0,
+        None if timeout is None else read_at + _timeout_s(timeout),
+        forwarded,
     )
 
 

@@ -1,15 +1,15 @@
 """open -> relay: one attempt at one replica, and its bytes to the client."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from router.core.errors import ReplicaUnreachable, StreamBroken
 from router.relay.events import MAX_EVENT_BYTES, Renamed, Tail, event_error, has_first_event
 from router.relay.front import Exchange
 from router.relay.refusals import enveloped
-from router.relay.upstream import Connection, EngineLost, Origin, Pool
+from router.relay.upstream import Connection, EngineLost, Headers, Origin, Pool
 from router.surface.routes import Route, is_begun_only
 from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
 
@@ -38,7 +38,7 @@ class Limits:
     answer_bytes: int
 
 
-class Call(NamedTuple):
+class Call(msgspec.Struct, frozen=True):
     """What is sent. `engine_model` is the name in it; `has_adapter`: that name is an adapter's."""
 
     route: Route
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     streamed: bool
 
 
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):
     """An answer as it comes. Nothing has gone to the client until `relay` or until `first` has been taken.
 
     status, content_type, retry_after, first   of the answer: its first events, or all of it
@@ -58,56 +58,38 @@ class Attempt:
     in_band_error   a stream whose first event was an error: `status` and `first` are that error's
     """
 
-    __slots__ = (
-        "_call",
-        "_connection",
-        "_decided",
-        "_echo",
-        "_ended",
-        "_exchange",
-        "_got",
-        "_hidden",
-        "_limits",
-        "_loop",
-        "_lost",
-        "_size",
-        "_tail",
-        "content_type",
-        "first",
-        "in_band_error",
-        "retry_after",
-        "status",
-        "streamed",
-    )
+    _loop: asyncio.AbstractEventLoop
+    _connection: Connection | None
+    _call: Call
+    _limits: Limits
+    streamed: bool
+    _decided: asyncio.Future[None]
+    _ended: asyncio.Future[None] | None = None
+    _exchange: Exchange | None = None
+    _echo: Renamed | None = None
+    _hidden: HiddenUsage | None = None
+    _got: list[bytes] = []
+    _size: int = 0
+    _lost: Exception | None = None
+    _tail: Tail | None = None
+    status: int = 0
+    content_type: bytes = b"application/json"
+    retry_after: bytes | None = None
+    first: bytes = b""
+    in_band_error: bool = False
 
-    def __init__(self, connection: Connection, call: Call, limits: Limits) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._connection: Connection | None = connection
-        self._call = call
-        self._limits = limits
-        self._decided: asyncio.Future[None] = self._loop.create_future()
-        self._ended: asyncio.Future[None] | None = None
-        self._exchange: Exchange | None = None
-        self._echo: Renamed | None = None
-        self._hidden: HiddenUsage | None = None
-        self._got: list[bytes] = []
-        self._size = 0
-        self._lost: Exception | None = None
-        self._tail: Tail | None = None
-        self.status = 0
-        self.content_type = b"application/json"
-        self.retry_after: bytes | None = None
-        self.first = b""
-        self.streamed = call.streamed
-        self.in_band_error = False
-
-    async def decided(self) -> None:
-        """The first `data:` event is there, or the whole body. Raises EngineLost."""
-        now = self._loop.time()
-        assert self._connection is not None
-        self._connection.deadline = now + self._limits.first_data_s
-        self._connection.send(self._call.request, self)
-        await self._decided
+    async def decided(self) -> "Attempt":
+        """Sent, and the first `data:` event is there, or the whole body. Raises EngineLost."""
+        connection = self._connection
+        assert connection is not None
+        connection.deadline = self._loop.time() + self._limits.first_data_s
+        connection.send(self._call.request, self)
+        try:
+            await self._decided
+        except BaseException:
+            self.close()
+            raise
+        return self
 
     async def relay(self, exchange: Exchange, echo: Renamed, *, hidden: HiddenUsage | None = None) -> None:
         """Send a stream's bytes on as they come, until it ends; raises StreamBroken when the engine leaves.
@@ -152,13 +134,10 @@ class Attempt:
 
     # What the connection calls.
 
-    def head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    def head(self, status: int, headers: Headers) -> None:
         self.status = status
-        for name, value in headers:
-            if name == b"content-type":
-                self.content_type = value
-            elif name == b"retry-after":
-                self.retry_after = value
+        self.content_type = headers.get(b"content-type", self.content_type)
+        self.retry_after = headers.get(b"retry-after")
         # The engine has the last word on whether it streams: it takes `"stream": "true"` and 1 for true as well.
         self.streamed = status == 200 and (self.streamed or self.content_type.startswith(_EVENT_STREAM))
 
@@ -277,31 +256,27 @@ async def _decided(pool: Pool, call: Call, limits: Limits) -> Attempt:
     An engine may close an idle connection just as it is used again, which says nothing about the engine and nothing
     about the request: where a connection that was used before breaks off at once, a new one is tried.
     """
-    loop = asyncio.get_running_loop()
     connection = pool.idle(call.origin)
     if connection is None:
-        return await _waited_for(Attempt(await pool.connect(call.origin), call, limits))
-    attempt, sent_at = Attempt(connection, call, limits), loop.time()
+        return await _begun(await pool.connect(call.origin), call, limits).decided()
+    attempt = _begun(connection, call, limits)
+    sent_at = attempt._loop.time()
     try:
-        return await _waited_for(attempt)
+        return await attempt.decided()
     except EngineLost as exc:
         is_unheard = not attempt.status and connection.said_nothing
-        if exc.reason != "no_answer" or not is_unheard or loop.time() - sent_at > _AT_ONCE_S:
+        if exc.reason != "no_answer" or not is_unheard or attempt._loop.time() - sent_at > _AT_ONCE_S:
             raise
         try:
             connection = await pool.connect(call.origin)
         except EngineLost:
             raise exc from None  # it died
-    return await _waited_for(Attempt(connection, call, limits))
+    return await _begun(connection, call, limits).decided()
 
 
-async def _waited_for(attempt: Attempt) -> Attempt:
-    try:
-        await attempt.decided()
-    except BaseException:
-        attempt.close()
-        raise
-    return attempt
+def _begun(connection: Connection, call: Call, limits: Limits) -> Attempt:
+    loop = asyncio.get_running_loop()
+    return Attempt(loop, connection, call, limits, call.streamed, loop.create_future())
 
 
 def _retry_reason(attempt: Attempt, call: Call) -> str | None:

@@ -1,5 +1,6 @@
 """What is read of an answer's events, and what is changed in them."""
 
+import functools
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -45,10 +46,7 @@ class Echo:
 
     def __init__(self, engine_model: str, asked: str) -> None:
         self._held = b""
-        self._pairs: tuple[tuple[bytes, bytes], ...] = ()
-        if engine_model != asked:
-            ours, theirs = msgspec.json.encode(engine_model), msgspec.json.encode(asked)
-            self._pairs = tuple((key + ours, key + theirs) for key in (b'"model":', b'"model": '))
+        self._pairs = _pairs(engine_model, asked) if engine_model != asked else ()
 
     def whole(self, body: bytes) -> bytes:
         """A complete body or event, renamed."""
@@ -79,6 +77,13 @@ class Echo:
         """What is left when the stream ends without a closing blank line."""
         left, self._held = self._held, b""
         return self.whole(left)
+
+
+@functools.lru_cache(maxsize=4096)
+def _pairs(engine_model: str, asked: str) -> tuple[tuple[bytes, bytes], ...]:
+    """What the engine writes and what its client is to read, in both spellings of a JSON field."""
+    ours, theirs = msgspec.json.encode(engine_model), msgspec.json.encode(asked)
+    return tuple((key + ours, key + theirs) for key in (b'"model":', b'"model": '))
 
 
 class Undated(Echo):

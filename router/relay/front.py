@@ -20,7 +20,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from lorafleet.http import envelope, error_headers
-from router.relay.framing import Headers, Refused, checked_head, checked_target
+from router.relay.framing import Refused, checked_head, checked_target
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -150,64 +150,36 @@ class Front:
         self._timer = loop.call_later(self._sweep_every_s, self._sweep, loop) if again else None
 
 
-class Exchange:
-    """One request, complete, and its answer. `status` is the answer's, once its head is on its way.
+class Exchange(msgspec.Struct, eq=False):
+    """One request, complete, and its answer.
+
+    headers  by their names in lower case; of one that came more than once, the first
+    status   the answer's, once its head is on its way
 
     `on_pause` and `on_resume` are called when the client reads too slowly, and again; set them before the first `send`.
     After the client has gone everything here does nothing.
     """
 
-    __slots__ = (
-        "_chunked",
-        "_connection",
-        "_fields",
-        "_handler",
-        "_head",
-        "_keep",
-        "_task",
-        "body",
-        "headers",
-        "method",
-        "on_pause",
-        "on_resume",
-        "path",
-        "query",
-        "received_at",
-        "status",
-    )
-
-    def __init__(
-        self,
-        connection: "_Connection",
-        handler: Handler,
-        method: str,
-        target: tuple[str, bytes],
-        headers: Headers,
-        fields: dict[bytes, bytes],
-    ) -> None:
-        self.method = method
-        self.path, self.query = target
-        self.headers = headers
-        self.body = b""
-        self.received_at = 0.0
-        self.status: int | None = None
-        self.on_pause: Callable[[], None] | None = None
-        self.on_resume: Callable[[], None] | None = None
-        self._connection: _Connection | None = connection
-        self._handler = handler
-        self._fields = fields
-        self._chunked = self._keep = True
-        self._head = b""
-        self._task: asyncio.Task[None] | None = None
+    method: str
+    path: str
+    query: bytes
+    headers: dict[bytes, bytes]
+    _connection: "_Connection | None"
+    _handler: Handler
+    _chunked: bool
+    _keep: bool
+    body: bytes = b""
+    received_at: float = 0.0
+    status: int | None = None
+    on_pause: Callable[[], None] | None = None
+    on_resume: Callable[[], None] | None = None
+    _head: bytes = b""
+    _task: asyncio.Task[None] | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether nothing written here arrives any more: it is answered, or the client has gone."""
         return self._connection is None
-
-    def header(self, name: bytes) -> bytes | None:
-        """The first value under this (lower-case) name."""
-        return self._fields.get(name)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """The whole answer. `headers` is a block of `name: value\\r\\n` lines, without what frames the message."""
@@ -419,7 +391,7 @@ class _Connection(HttpToolsProtocol):
         headers = self.headers
         fields = dict(headers)
         is_1_1, content_length, expects = checked_head(parser, headers, fields)
-        target = checked_target(self.url)
+        path, query = checked_target(self.url)
         limits = self._limits
         if self._bare_bytes + self._read_bytes > limits.head_bytes:
             self._check_head_size()
@@ -427,15 +399,14 @@ class _Connection(HttpToolsProtocol):
             raise self._body_too_large()
         name = parser.get_method()
         method = _METHODS.get(name) or name.decode("ascii")
-        handler = self._front.route(method, target[0])
+        handler = self._front.route(method, path)
         self._phase = _BODY
         if handler is None:
             self._incoming = None
             self._begin_cold(expects)
         else:
-            self._incoming = exchange = Exchange(self, handler, method, target, headers, fields)
-            exchange._chunked = is_1_1
-            exchange._keep = is_1_1 and parser.should_keep_alive()
+            keep = is_1_1 and parser.should_keep_alive()
+            self._incoming = Exchange(method, path, query, fields, self, handler, is_1_1, keep)
             if expects:
                 self._expects = True
                 self._say_continue()

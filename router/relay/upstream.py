@@ -10,6 +10,7 @@ import functools
 import re
 import ssl
 import urllib.parse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +22,7 @@ _SWEEP_EVERY_S = 0.25
 _NEVER = float("inf")
 _HOST = re.compile(r"[A-Za-z0-9._~:%-]+")
 
-Headers = list[tuple[bytes, bytes]]
+Headers = Mapping[bytes, bytes]
 
 
 class EngineLost(ConnectionError):
@@ -40,7 +41,7 @@ class Sink(Protocol):
     """Who hears an answer: head, data (any number), then end, or lost at any time. None of them may raise."""
 
     def head(self, status: int, headers: Headers) -> None:
-        """Status and headers, names in lower case; interim (1xx) answers are left out."""
+        """Status and headers, names in lower case, the last of each; interim (1xx) answers are left out."""
 
     def data(self, data: bytes) -> None:
         """All body bytes of one read, with the transfer's chunk encoding removed."""
@@ -101,7 +102,7 @@ class Connection(asyncio.Protocol):
         "_bare_bytes",
         "_closed",
         "_complete",
-        "_feed",
+        "_fields",
         "_framed",
         "_has_head",
         "_headers",
@@ -137,7 +138,8 @@ class Connection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._closed = False
         self._paused_at: float | None = None
-        self._headers: Headers = []
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._fields: Headers = {}
         self._pieces: list[bytes] = []
         self._odd = False
         self._version = ""  # of its first answer
@@ -244,7 +246,7 @@ class Connection(asyncio.Protocol):
         """Tell what this read brought. After the parser is done with it, so that a sink may close the connection."""
         if self._new_head and self._sink is sink:
             self._new_head = False
-            sink.head(self._status, self._headers)
+            sink.head(self._status, self._fields)
         pieces = self._pieces
         if pieces and self._sink is sink:
             data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -310,7 +312,7 @@ class Connection(asyncio.Protocol):
             self._version = parser.get_http_version()
             if self._version not in ("1.1", "1.0"):
                 raise httptools.HttpParserError(f"HTTP/{self._version}")
-        fields = dict(headers)
+        self._fields = fields = dict(headers)
         coding = fields.get(b"transfer-encoding")
         if coding is not None and (coding.lower() != b"chunked" or self._version != "1.1"):
             raise httptools.HttpParserError("a transfer encoding other than chunked")
@@ -332,7 +334,7 @@ class Connection(asyncio.Protocol):
             self._complete = True
 
 
-def _refuse_large(headers: Headers) -> None:
+def _refuse_large(headers: list[tuple[bytes, bytes]]) -> None:
     # Only a read that is itself large comes here: its body may be what is large.
     size = sum(len(name) + len(value) + 4 for name, value in headers)
     if size > _MOST_HEAD_BYTES:

@@ -12,8 +12,7 @@ Not offered, on purpose:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Literal
 
 PromptKind = Literal["chat", "completion", "responses", "messages", "none"]
@@ -81,6 +80,7 @@ class Route:
     hides_usage   a stream may be asked for its usage with `stream_options`, which the client then does not see
     begun         event types of a stream that come before the engine has done anything: they decide nothing, so they
                   wait for what follows
+    fields        of the body to decode; the rest is sent on without being looked at
     """
 
     method: Literal["GET", "POST"] = "POST"
@@ -96,6 +96,11 @@ class Route:
     state: StateUse = "none"
     errors: ErrorShape = "openai"
     begun: frozenset[bytes] = frozenset()
+    fields: frozenset[str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kept = frozenset({"previous_response_id", "request_id"}) if self.state == "makes" else frozenset()
+        object.__setattr__(self, "fields", _COMMON | _PROMPT_FIELDS[self.prompt] | kept)
 
     @property
     def operation(self) -> str:
@@ -108,17 +113,6 @@ class Route:
     def has_body(self) -> bool:
         """Whether a JSON object must come with it."""
         return self.state != "needs"
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """Fields of the body to decode; the rest is sent on without being looked at."""
-        return _fields(self.prompt, self.state == "makes")
-
-
-@lru_cache(maxsize=64)
-def _fields(prompt: PromptKind, makes_state: bool) -> frozenset[str]:
-    more = frozenset({"previous_response_id", "request_id"}) if makes_state else frozenset()
-    return _COMMON | _PROMPT_FIELDS[prompt] | more
 
 
 _BEGUN = frozenset({b"response.queued", b"response.created", b"response.in_progress"})

@@ -2,15 +2,13 @@
 
 import re
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 
 import msgspec
 
 from router.surface.routes import UsageKind
 
 
-@dataclass(frozen=True, slots=True)
-class EngineUsage:
+class EngineUsage(msgspec.Struct, frozen=True):
     """None is what the engine did not say, which is not 0.
 
     prompt_tokens  of all prompts of the request; `cached_tokens` is of one of them alone (vLLM 0.32 serving.py of
