@@ -58,6 +58,8 @@ bits = st.sampled_from([
     "<|im_start|>", "<|im_end|>", "<|im_end|>x", "<|im_", "end|>", "<tool>", "<to", "\x00", "\x7f",
 ])  # fmt: skip
 texts = ascii_texts | st.lists(bits, max_size=12).map("".join)
+# So much before a text that it is cut at its spaces first.
+BEFORE = "fox " * 64
 
 
 def asked(name, text):
@@ -75,12 +77,34 @@ def test_the_ids_of_a_text_are_the_tokenizers_own(name, text):
     assert found is None or list(found) == own
 
 
+@pytest.mark.parametrize("name", SPLITS)
+@given(texts)
+@settings(max_examples=400)
+def test_the_ids_of_a_long_text_are_the_tokenizers_own(name, text):
+    for long in (BEFORE + text, f"{BEFORE}{text} fox", f"{text} {BEFORE}"):
+        found, own = asked(name, long)
+        assert found is None or list(found) == own
+
+
 @pytest.mark.parametrize("name", ["qwen", "llama 3", "gpt 2"])
 def test_every_three_characters_of_ascii_that_matter_are_split_as_the_tokenizer_splits_them(name):
     for text in map("".join, product("a1 \n\r\t\x0b\x1c\x1f'.s", repeat=3)):
-        found, own = asked(name, text)
-        assert found is not None
-        assert list(found) == own, repr(text)
+        for whole in (text, f"{BEFORE}{text} fox"):
+            found, own = asked(name, whole)
+            assert found is not None
+            assert list(found) == own, repr(whole)
+
+
+def test_what_stands_between_spaces_is_split_once_in_a_long_text():
+    words = Words.of(TOKENIZERS["qwen"].to_str())
+
+    def encode(word):
+        return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
+
+    text = BEFORE + "it's  (done);\n  twice, (done);"
+    assert list(words.ids(text, encode)) == encode(text)
+    # Not what follows white space: with what comes before it may be another word.
+    assert words._spaced.keys() == {"fox", "it's", "(done);"}
 
 
 def test_what_no_word_covers_is_left_to_the_tokenizer():
