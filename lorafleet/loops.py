@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 import structlog
@@ -60,32 +59,31 @@ async def forever(
 
 
 class Later:
-    """Calls to be made after the same delay each, or up to a tenth of a second later: one timer for all of them."""
+    """Calls to be made after the same delay each, or up to a tenth of a second later: two timers for all that come in
+    a tenth of a second.
+    """
 
     def __init__(self, delay_s: float) -> None:
         self._delay_s = delay_s
-        self._calls: deque[tuple[float, Callable[..., object], tuple[object, ...]]] = deque()
-        self._is_timed = False
+        self._calls: list[tuple[Callable[..., object], tuple[object, ...]]] = []
 
     def add(self, call: Callable[..., object], *args: object) -> None:
         """Make this call after the delay; what it raises is logged."""
-        loop = asyncio.get_running_loop()
-        self._calls.append((loop.time() + self._delay_s, call, args))
-        if not self._is_timed:
-            self._is_timed = True
-            loop.call_later(self._delay_s, self._make, loop)
+        if not self._calls:
+            asyncio.get_running_loop().call_later(_GRAIN_S, self._put_off)
+        self._calls.append((call, args))
 
-    def _make(self, loop: asyncio.AbstractEventLoop) -> None:
-        now = loop.time()
-        while self._calls and self._calls[0][0] <= now:
-            _, call, args = self._calls.popleft()
-            try:
-                call(*args)
-            except Exception:
-                log.exception("a call that was put off failed")
-        self._is_timed = bool(self._calls)
-        if self._is_timed:
-            loop.call_later(max(_GRAIN_S, self._calls[0][0] - now), self._make, loop)
+    def _put_off(self) -> None:
+        calls, self._calls = self._calls, []
+        asyncio.get_running_loop().call_later(self._delay_s, _make, calls)
+
+
+def _make(calls: Sequence[tuple[Callable[..., object], tuple[object, ...]]]) -> None:
+    for call, args in calls:
+        try:
+            call(*args)
+        except Exception:
+            log.exception("a call that was put off failed")
 
 
 class Changes:

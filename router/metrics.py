@@ -22,7 +22,9 @@ class Metrics:
         self.first_data = Histogram(
             "first_data_seconds", "Request read to first data from an engine.", ("base_model",), buckets=_SECONDS, **on
         )
-        self.decide = Histogram("decide_seconds", "match and decide, of a request that arrives.", buckets=_SHORT, **on)
+        self.decide = Histogram(
+            "decide_seconds", "match and decide, of a request that arrives.", buckets=_SHORT, **on
+        ).labels()
         self.tokenize = Histogram("tokenize_seconds", "tokenize.", ("by",), buckets=_SHORT, **on)
         self.tokenized = Counter("tokenized_tokens", "Ids of prompts tokenized here, by origin.", ("origin",), **on)
         self.token_cache_bytes = Gauge("token_cache_bytes", "Pieces of prompts and their ids that are kept.", **on)

@@ -38,6 +38,14 @@ class _Worker:
     prompt_tokens: float = 0.0
     at: float = 0.0
 
+    def disagrees(self) -> None:
+        self.doubt = min(_FULL, self.doubt + _POUR)
+        self.is_degraded = self.is_degraded or self.doubt == _FULL
+
+    def agrees(self) -> None:
+        self.doubt -= 1
+        self.is_degraded = self.is_degraded and self.doubt > 0
+
 
 class Trust:
     """The state of every worker that has been opened; of others nothing is kept."""
@@ -72,10 +80,13 @@ class Trust:
         entry.tokens_off = entry.tokens_off * kept + off
         entry.prompt_tokens = entry.prompt_tokens * kept + prompt_tokens
         entry.at = now
-        tolerated = _TOLERANCE * prompt_tokens
-        # Where neither side saw much, agreement proves nothing: a deaf index agrees on every new prompt.
-        if entry.mode == "exact" and max(predicted_tokens, cached_tokens) > tolerated:
-            _pour(entry, disagrees=off > tolerated)
+        if entry.mode == "exact":
+            tolerated = _TOLERANCE * prompt_tokens
+            if off > tolerated:  # one of the two saw that much
+                entry.disagrees()
+            # Where neither side saw much, agreement proves nothing: a deaf index agrees on every new prompt.
+            elif entry.doubt and (predicted_tokens > tolerated or cached_tokens > tolerated):
+                entry.agrees()
 
     def state(self, worker: WorkerId) -> TrustState:
         """What the worker's predictions are; `estimate` where no feed was ever opened."""
@@ -98,14 +109,6 @@ class Trust:
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone."""
         self._workers.pop(worker, None)
-
-
-def _pour(entry: _Worker, *, disagrees: bool) -> None:
-    entry.doubt = min(_FULL, entry.doubt + _POUR) if disagrees else max(0, entry.doubt - 1)
-    if entry.doubt == _FULL:
-        entry.is_degraded = True
-    elif entry.doubt == 0:
-        entry.is_degraded = False
 
 
 def hit_tokens(depth_blocks: int, block_size: int, prompt_tokens: int) -> int:

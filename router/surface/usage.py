@@ -69,7 +69,8 @@ _messages = msgspec.json.Decoder(_WithMessages).decode
 
 def usage_of(kind: UsageKind, body: bytes) -> EngineUsage | None:
     """The usage in a whole answer, or in the data of one event; None where there is none, or in another shape."""
-    if kind == "none" or b'"usage"' not in body:
+    # From the end, which is where engines write it.
+    if kind == "none" or body.rfind(b'"usage"') < 0:
         return None
     try:
         return _READERS[kind](body)
