@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf
 from random import getrandbits
 from typing import Any
@@ -11,7 +12,7 @@ from xxhash import xxh3_128_hexdigest
 
 from lorafleet.auth import Caller
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
-from router.core.decision import Ask, Decision
+from router.core.decision import Ask
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import BadBody, CatalogUnavailable
 from router.core.fleet import Excluded
@@ -221,15 +222,12 @@ async def decided(
 
     raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
     """
-    began_at = parts.clock()
     prompt = asked(parts, target, question, tokens, excluded)
-
-    def begin(decision: Decision) -> Flight:
+    began_at = parts.clock()
+    # One that failed somewhere has waited its turn already; what failed it must not cost it another.
+    decision = parts.mind.decide(prompt, began_at) if excluded else parts.waiting.at_once(prompt, question.deadline_at)
+    if decision is not None:
         return Flight(parts, question.request_id, target, prompt, tokens.source, decision, asked_at=began_at)
-
-    if excluded:
-        # It has waited its turn already; what failed it must not cost it another.
-        return begin(parts.mind.decide(prompt, began_at))
     adapter = target.adapter
     ticket = Ticket(
         prompt=prompt,
@@ -240,7 +238,8 @@ async def decided(
         size_bytes=question.size_bytes,
         deadline_at=question.deadline_at,
     )
-    return parts.waiting.try_now(ticket, begin) or await parts.waiting.admitted(ticket, begin)
+    begin = partial(Flight, parts, question.request_id, target, prompt, tokens.source, asked_at=began_at)
+    return await parts.waiting.admitted(ticket, begin)
 
 
 def _session(named: str) -> str:

@@ -10,7 +10,7 @@ import structlog
 from lorafleet.loops import forever
 from router.core.admission import Bounds, Room
 from router.core.decision import Decision
-from router.core.dispatch import Ticket
+from router.core.dispatch import Prompt, Ticket
 from router.core.errors import DeadlineExceeded, NoReplica, RouterError, Saturated
 from router.core.mind import Mind
 from router.metrics import Metrics
@@ -61,6 +61,12 @@ class _Wait(Generic[S]):
             self.sent.result().end()
 
 
+def _left_s(deadline_at: float, now: float) -> float:
+    if deadline_at <= now:
+        raise DeadlineExceeded("the deadline of this request passed before it could be sent to an engine")
+    return deadline_at - now
+
+
 class WaitingRoom:
     """Holds requests back until the mind lets them go; bounded in number, in bytes and in time."""
 
@@ -89,39 +95,35 @@ class WaitingRoom:
         self._somebody = asyncio.Event()
         mind.waiting.room = Room(Bounds(most_waiting, most_waiting_bytes, tenant_share))
 
-    def try_now(self, ticket: Ticket, begin: Callable[[Decision], S]) -> S | None:
-        """What `begin` made of the decision, if there is room for this request now.
+    def at_once(self, prompt: Prompt, deadline_at: float | None = None) -> Decision | None:
+        """The decision on this request if there is room for it now, which is for most of them; None: see `admitted`.
 
-        None: it is in the line, and `admitted` must be awaited next, with nothing between.
-
-        raises  NoReplica; Saturated when it may not wait, or would have to wait for longer than it may;
-                DeadlineExceeded when it has come too late
+        raises  NoReplica; DeadlineExceeded when it has come too late
         """
         now = self._clock()
-        most_wait_s = self._most_wait_s
-        if ticket.deadline_at is not None:
-            most_wait_s = min(most_wait_s, ticket.deadline_at - now)
-            if most_wait_s <= 0:
-                raise DeadlineExceeded("the deadline of this request passed before it could be sent to an engine")
-        ticket.most_wait_s = most_wait_s
-        try:
-            decision = self._mind.waiting.offer(ticket, now)
-        except Saturated:
-            self._holds.shed(ticket.adapter, now)
-            raise
+        if deadline_at is not None:
+            _left_s(deadline_at, now)
+        decision = self._mind.at_once(prompt, now)
         self._metrics.decide.observe(self._clock() - now)
-        return None if decision is None else begin(decision)
+        return decision
 
     async def admitted(self, ticket: Ticket, begin: Callable[[Decision], S]) -> S:
         """What `begin` made of the decision, as soon as there is room for this request.
 
-        raises  as `try_now` at once; Displaced, Saturated and DeadlineExceeded later
+        raises  NoReplica, DeadlineExceeded, and Saturated when it may not wait, or would have to wait for longer than
+                it may, at once; Displaced, Saturated and DeadlineExceeded later
         """
-        if not ticket.is_waiting:
-            sent = self.try_now(ticket, begin)
-            if sent is not None:
-                return sent
         waiting, began_at = self._mind.waiting, self._clock()
+        ticket.most_wait_s = self._most_wait_s
+        if ticket.deadline_at is not None:
+            ticket.most_wait_s = min(self._most_wait_s, _left_s(ticket.deadline_at, began_at))
+        try:
+            decision = waiting.offer(ticket, began_at)
+        except Saturated:
+            self._holds.shed(ticket.adapter, began_at)
+            raise
+        if decision is not None:
+            return begin(decision)
         wait = _Wait(begin)
         ticket.payload = wait
         self._holds.waits(ticket.adapter, began_at)

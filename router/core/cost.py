@@ -1,13 +1,10 @@
 """What a request costs on a replica, in seconds: work, which delays everyone behind it, and waiting, which does not."""
 
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 from router.core.fleet import Replica, Report
 from router.core.index import WorkerId
-from router.core.load import Own
-from router.core.trust import hit_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,55 +104,6 @@ def zone_s(replica: Replica, costs: Costs) -> float:
 def context(prompt_tokens: int, cached_tokens: int) -> float:
     """How many tokens the average computed token of this prompt attends to."""
     return cached_tokens + (prompt_tokens - cached_tokens) / 2
-
-
-def score(
-    replica: Replica,
-    own: Own,
-    *,
-    engine_name: str,
-    prompt_tokens: int,
-    depth_blocks: int,
-    lower_blocks: tuple[int, int],
-    backlog_s: float,
-    middle: Report,
-    context_tokens: float,
-    least_crowding: float,
-    price: float,
-    costs: Costs,
-    now: float,
-) -> Score:
-    """The cost model term by term: what `POST /v1/route` shows. kv_lora.py has the same in one loop."""
-    host, storage = (blocks * replica.block_size for blocks in lower_blocks)
-    cached = hit_tokens(depth_blocks + sum(lower_blocks), replica.block_size, prompt_tokens)
-    work_tokens = prompt_tokens - cached + host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit)
-    # Relative to the usual context, because the measured rate has that one's attention in it.
-    attention = (costs.attention_tokens + context(prompt_tokens, cached)) / (costs.attention_tokens + context_tokens)
-    prefill_s = work_tokens * attention / prefill_rate(replica, middle, costs)
-    adapter_s = slot_s = 0.0
-    if engine_name:
-        adapter_s = 0.0 if engine_name in own.fresh else move_s(replica, engine_name, middle, costs)
-        slot_s = 0.0 if engine_name in own.engine_names or own.slot_at == -inf else max(0.0, own.slot_at - now)
-    queue_s = own.queue_s(now) + own.full_s + own.room_s(prompt_tokens) + backlog_s
-    harm_s = costs.decode_harm * prefill_s * (own.in_flight + own.others_in_flight)
-    crowd_s = costs.crowding * (prefill_s + adapter_s) * (own.crowding(now) - least_crowding)
-    if engine_name and engine_name not in own.engine_names and replica.max_loras:
-        crowd_s += costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
-    answer_s, far_s = decode_s(replica, middle, costs), zone_s(replica, costs)
-    return Score(
-        replica=replica.id,
-        depth_blocks=depth_blocks,
-        cached_tokens=cached,
-        prefill_s=prefill_s,
-        adapter_s=adapter_s,
-        slot_s=slot_s,
-        queue_s=queue_s,
-        harm_s=harm_s,
-        crowd_s=crowd_s,
-        decode_s=answer_s,
-        zone_s=far_s,
-        cost_s=price * (prefill_s + adapter_s) + slot_s + queue_s + harm_s + crowd_s + answer_s + far_s,
-    )
 
 
 def move_s(replica: Replica, engine_name: str, middle: Report, costs: Costs) -> float:

@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from router.core.cost import Costs, Score, kappa, score
+from router.core.cost import Costs, Score, context, decode_s, kappa, move_s, prefill_rate, zone_s
 from router.core.errors import NoReplica
 from router.core.fleet import Excluded, Replica, Roster, rejection
 from router.core.index import WorkerId
 from router.core.load import Loads
+from router.core.trust import hit_tokens
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
+_NONE = (0, 0)
 
 
 # Tuples, as everything that each request makes anew: a frozen dataclass takes four times as long to make.
@@ -89,22 +91,48 @@ class Scene(NamedTuple):
         return rejected | shut if len(rejected) + len(shut) < len(reasons) else rejected
 
     def score(self, ask: Ask, position: int) -> Score:
-        """What this request costs on one replica, term by term."""
-        replica = self.roster.replicas[position]
-        return score(
-            replica,
-            self.loads[position],
-            engine_name=ask.engine_name,
-            prompt_tokens=ask.prompt_tokens,
-            depth_blocks=self.depths.get(replica.id, 0),
-            lower_blocks=self.lower.get(replica.id, (0, 0)),
-            backlog_s=self.backlog.get(replica.id, 0.0),
-            middle=self.roster.middle,
-            context_tokens=self.context_tokens,
-            least_crowding=self.least_crowding,
-            price=self.kappa,
-            costs=self.costs,
-            now=self.now,
+        """What this request costs on one replica: the cost model term by term, as `POST /v1/route` shows it.
+
+        kv_lora.py has the same for all replicas in one loop; a test holds the two together.
+        """
+        costs, middle, now = self.costs, self.roster.middle, self.now
+        replica, own = self.roster.replicas[position], self.loads[position]
+        id_, block_size, engine_name, prompt_tokens = replica.id, replica.block_size, ask.engine_name, ask.prompt_tokens
+        depth_blocks = self.depths.get(id_, 0)
+        host, storage = self.lower.get(id_, _NONE)
+        cached = hit_tokens(depth_blocks + host + storage, block_size, prompt_tokens)
+        fetched = host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit)
+        work_tokens = prompt_tokens - cached + block_size * fetched
+        # Relative to the usual context, because the measured rate has that one's attention in it.
+        least_tokens = costs.attention_tokens
+        attention = (least_tokens + context(prompt_tokens, cached)) / (least_tokens + self.context_tokens)
+        prefill_s = work_tokens * attention / prefill_rate(replica, middle, costs)
+        adapter_s = slot_s = opening_s = 0.0
+        if engine_name:
+            if engine_name not in own.fresh:
+                adapter_s = move_s(replica, engine_name, middle, costs)
+            if engine_name not in own.engine_names:
+                slot_s = max(0.0, own.slot_at - now)
+                if replica.max_loras:
+                    opening_s = costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
+        queue_s = own.queue_s(now) + own.full_s + own.room_s(prompt_tokens) + self.backlog.get(id_, 0.0)
+        harm_s = costs.decode_harm * prefill_s * (own.in_flight + own.others_in_flight)
+        work_s = prefill_s + adapter_s
+        crowd_s = costs.crowding * work_s * (own.crowding(now) - self.least_crowding) + opening_s
+        answer_s, far_s = decode_s(replica, middle, costs), zone_s(replica, costs)
+        return Score(
+            id_,
+            depth_blocks,
+            cached,
+            prefill_s,
+            adapter_s,
+            slot_s,
+            queue_s,
+            harm_s,
+            crowd_s,
+            answer_s,
+            far_s,
+            self.kappa * work_s + slot_s + queue_s + harm_s + crowd_s + answer_s + far_s,
         )
 
     @property

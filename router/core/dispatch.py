@@ -131,14 +131,19 @@ class Dispatcher:
         """Seconds of work that wait here, by the replica that each would go to as things stand."""
         return self._bound
 
+    def is_free(self, decision: Decision) -> bool:
+        """Whether a request that was decided just now may be sent at once: there is room, and nobody waits for it."""
+        if decision.replica.id in self._bound or not self.has_room(decision):
+            return False
+        return self.is_full is None or not self._is_held(decision)
+
     def offer(self, ticket: Ticket, now: float) -> Decision | None:
         """The decision if this request may be sent at once; else None, and it waits.
 
         raises  NoReplica; Saturated when it may not wait, or would for too long
         """
         decision = self.decide(ticket, self._bound, now)
-        is_free = decision.replica.id not in self._bound and self.has_room(decision)
-        if is_free and (self.is_full is None or not self._is_held(decision)):
+        if self.is_free(decision):
             return decision
         self._check_wait(ticket, decision)
         if not self._waiting:
@@ -327,17 +332,16 @@ class Dispatcher:
         tenant.flows[ticket.adapter].waiting_s -= ticket.bound_s
 
 
-def room_for(decision: Decision, *, late_binding_s: float) -> bool:
+def room_for(decision: Decision, late_binding_s: float) -> bool:
     """Whether a request may be sent now: its replica has at most this much work queued, or nothing at all to do."""
-    score = decision.score
-    own = decision.scene.loads[decision.position]
-    if not own.in_flight and not own.others_in_flight:
+    scene, score = decision.scene, decision.score
+    if not scene.loads.in_flight(decision.position):
         return True
-    waiting_here_s = decision.scene.backlog.get(decision.replica.id, 0.0)
+    waiting_here_s = scene.backlog.get(decision.replica.id, 0.0)
     return score.queue_s - waiting_here_s + score.slot_s <= late_binding_s
 
 
-def queued_s(decision: Decision, *, late_binding_s: float) -> float:
+def queued_s(decision: Decision, late_binding_s: float) -> float:
     """Seconds until there is room by `room_for`, of what is at the replica itself."""
     score = decision.score
     waiting_here_s = decision.scene.backlog.get(decision.replica.id, 0.0)

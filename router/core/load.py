@@ -1,10 +1,10 @@
 """What this router has in flight, and the waits and the utilisation that follow from it."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from router.core.fleet import Replica
 from router.core.index import WorkerId
@@ -112,47 +112,78 @@ _UNCROWDED = log(0.05)
 
 _IDLE = Own()
 
+# An Own as a plain tuple, which CPython 3.11 unpacks in a fifth of the time that one with names takes.
+Felt = tuple[
+    float,
+    float,
+    float,
+    int,
+    int,
+    int,
+    frozenset[str],
+    int,
+    frozenset[str],
+    float,
+    float,
+    float,
+    float,
+    float,
+    float,
+    float,
+]
+_IN_PREFILL: Final = 3
+_IN_DECODE: Final = 4
+_OTHERS: Final = 5
+_ENGINE_NAMES: Final = 6
+_SLOT_AT: Final = 9
+_PLACED: Final = 15
 
-# What the cost of any request is made of: busy_until, behind_s, others_until, all requests in flight, engine_names,
-# slots_used, fresh, slot_at, full_s, kv_free_tokens and placed of an Own. A plain tuple: CPython 3.11 unpacks it in a
-# fifth of the time that one with names takes.
-Felt = tuple[float, float, float, int, frozenset[str], int, frozenset[str], float, float, float, float]
 
+class Loads:
+    """The load of every replica, in the order of their roster, and what every decision needs to know of all of them.
 
-def _felt(own: Own) -> Felt:
-    return (
-        own.busy_until,
-        own.behind_s,
-        own.others_until,
-        own.in_prefill + own.in_decode + own.others_in_flight,
-        own.engine_names,
-        own.slots_used,
-        own.fresh,
-        own.slot_at,
-        own.full_s,
-        own.kv_free_tokens,
-        own.placed,
-    )
+    felt      what each replica's Own is made of, when somebody asks for one
+    has_full  of some replica all adapter slots are in use
+    """
 
+    __slots__ = ("felt", "has_full", "least_placed", "others_in_flight")
 
-class Loads(tuple[Own, ...]):
-    """The load of every replica, in the order of their roster, and what every decision needs to know of all of them."""
-
-    felt: list[Felt]
-    least_placed: float
-    others_in_flight: int
-
-    def __new__(cls, owns: Iterable[Own]) -> "Loads":
-        found = list(owns)
-        columns = [own.placed for own in found], [own.others_in_flight for own in found]
-        return cls.known(found, list(map(_felt, found)), *columns)
+    def __init__(self, felt: Sequence[Felt], least_placed: float, others_in_flight: int, *, has_full: bool) -> None:
+        self.felt = felt
+        self.least_placed = least_placed
+        self.others_in_flight = others_in_flight
+        self.has_full = has_full
 
     @classmethod
-    def known(cls, owns: list[Own], felt: list[Felt], placed: list[float], others: list[int]) -> "Loads":
-        """For who has these columns already; `felt` becomes its own."""
-        loads = tuple.__new__(cls, owns)
-        loads.felt, loads.least_placed, loads.others_in_flight = felt, min(placed, default=-inf), sum(others)
-        return loads
+    def of(cls, owns: Iterable[Own]) -> "Loads":
+        """These, whatever they come from."""
+        found = list(owns)
+        return cls(
+            found,
+            min([own.placed for own in found], default=-inf),
+            sum([own.others_in_flight for own in found]),
+            has_full=any(own.slot_at > -inf for own in found),
+        )
+
+    def __len__(self) -> int:
+        """How many replicas."""
+        return len(self.felt)
+
+    def in_flight(self, position: int) -> int:
+        """Requests at one replica, ours and everybody else's."""
+        felt = self.felt[position]
+        return felt[_IN_PREFILL] + felt[_IN_DECODE] + felt[_OTHERS]
+
+    def has_slot(self, position: int, engine_name: str) -> bool:
+        """Whether an adapter can run at one replica beside those that do."""
+        felt = self.felt[position]
+        return felt[_SLOT_AT] == -inf or engine_name in felt[_ENGINE_NAMES]
+
+    def __getitem__(self, position: int) -> Own:
+        return Own(*self.felt[position])
+
+    def __iter__(self) -> Iterator[Own]:
+        return map(Own._make, self.felt)
 
     def least_crowding(self, now: float) -> float:
         """The least `crowding` of all."""
@@ -161,15 +192,19 @@ class Loads(tuple[Own, ...]):
 
 @dataclass(slots=True)
 class _Line:
-    """The books of one roster's replicas, in its order, and columns of them; `stale`: where a column lags behind."""
+    """The books of one roster's replicas, in its order, and what they came to when they were last looked at.
+
+    stale   positions where that lags behind
+    full    positions where all adapter slots are in use
+    """
 
     replicas: tuple[Replica, ...]
     books: "list[_Book]"
-    owns: list[Own]
     felt: list[Felt]
     placed: list[float]
-    others: list[int]
     stale: set[int]
+    full: set[int] = field(default_factory=set)
+    others_in_flight: int = 0
 
 
 @dataclass(slots=True)
@@ -204,7 +239,6 @@ class _Book:
     reported_at: float = -inf
     others_until: float = -inf
     others_in_flight: int = 0
-    own: Own | None = None
     line: _Line | None = None
     position: int = 0
 
@@ -276,13 +310,11 @@ class _Book:
 
     def changed(self, now: float) -> None:
         self.history.append((now, len(self.in_prefill), len(self.flights)))
-        self.own = None
         if self.line is not None:
             self.line.stale.add(self.position)
 
     def thaw(self) -> None:
-        """What was frozen of it is no longer so."""
-        self.own = None
+        """What was felt of it is no longer so."""
         if self.line is not None:
             self.line.stale.add(self.position)
 
@@ -429,28 +461,30 @@ class LoadBook:
         book.others_in_flight = max(0, report.running + report.waiting - in_flight)
 
     def own(self, worker: WorkerId) -> Own:
-        """What is known of a replica's load; the same object until something changes."""
+        """What is known of a replica's load."""
         book = self._books.get(worker)
-        return _IDLE if book is None else _own(book)
+        return _IDLE if book is None else Own(*_felt(book))
 
     def owns(self, base_model: str, replicas: tuple[Replica, ...]) -> Loads:
         """`own` of each replica of a base model, in order; only what has changed is looked at."""
         line = self._lines.get(base_model)
         if line is None or line.replicas is not replicas:
             line = self._lines[base_model] = self._lined(replicas)
-        if line.stale:
-            for position in line.stale:
-                own = line.owns[position] = _own(line.books[position])
-                line.felt[position] = _felt(own)
-                line.placed[position], line.others[position] = own.placed, own.others_in_flight
-            line.stale.clear()
-        return Loads.known(line.owns, line.felt.copy(), line.placed, line.others)
+        for position in line.stale:
+            felt, before = _felt(line.books[position]), line.felt[position]
+            line.felt[position], line.placed[position] = felt, felt[_PLACED]
+            line.others_in_flight += felt[_OTHERS] - before[_OTHERS]
+            if felt[_SLOT_AT] > -inf:
+                line.full.add(position)
+            else:
+                line.full.discard(position)
+        line.stale.clear()
+        return Loads(line.felt.copy(), min(line.placed, default=-inf), line.others_in_flight, has_full=bool(line.full))
 
     def _lined(self, replicas: tuple[Replica, ...]) -> _Line:
         count = len(replicas)
         books = [self._book_of(replica.id) for replica in replicas]
-        idle = [_IDLE] * count, [_felt(_IDLE)] * count, [-inf] * count, [0] * count
-        line = _Line(replicas, books, *idle, stale=set(range(count)))
+        line = _Line(replicas, books, [_IDLE] * count, [-inf] * count, set(range(count)))
         for position, book in enumerate(books):
             book.line, book.position = line, position
         return line
@@ -471,8 +505,8 @@ class LoadBook:
         if work is None:
             return 0.0
         ours, others = work.in_flight, loads.others_in_flight
-        share = max(_LEAST_SHARE, (ours + 1) / (ours + others + 1))
-        return work.seconds * exp((work.at - now) / _HORIZON_S) / (_HORIZON_S * max(1, len(loads)) * share)
+        share = max(_LEAST_SHARE, (ours + 1) / (ours + others + 1)) if others else 1.0
+        return work.seconds * exp((work.at - now) / _HORIZON_S) / (_HORIZON_S * (len(loads.felt) or 1) * share)
 
     def context_tokens(self, base_model: str) -> float:
         """The usual context of this base model's prefills; see cost.context."""
@@ -491,31 +525,22 @@ class LoadBook:
         return book
 
 
-def _own(book: _Book) -> Own:
-    own = book.own
-    if own is None:
-        own = book.own = _frozen(book)
-    return own
-
-
-def _frozen(book: _Book) -> Own:
-    replica = book.replica
-    in_prefill = len(book.in_prefill)
-    in_decode = len(book.flights) - in_prefill
-    in_flight = len(book.flights) + book.others_in_flight
+def _felt(book: _Book) -> Felt:
+    """The replica's Own, as plain as it can be made."""
+    replica, others, names = book.replica, book.others_in_flight, book.engine_names
+    in_prefill, all_of_ours, request_s = len(book.in_prefill), len(book.flights), book.request_s
     full_s = kv_token_s = 0.0
     kv_tokens = kv_free_tokens = inf
     slot_at = placed = -inf
     total = 0
-    names = book.engine_names
     if names is None:
         names = book.engine_names = frozenset(book.names)
     slots_used = len(names) - ("" in names)
     if replica is not None:
-        beyond = in_flight + 1 - replica.max_num_seqs
-        full_s = book.request_s * beyond / replica.max_num_seqs if beyond > 0 else 0.0
+        beyond = all_of_ours + others + 1 - replica.max_num_seqs
+        full_s = request_s * beyond / replica.max_num_seqs if beyond > 0 else 0.0
         if 0 < replica.max_loras <= slots_used:
-            slot_at = _slot_at(book.flights, replica.max_loras, book.request_s)
+            slot_at = _slot_at(book.flights, replica.max_loras, request_s)
         total = replica.total_kv_blocks * replica.block_size
         if total:
             # What the engine says, less what has ended since, and with what it has not begun; a prefix that several
@@ -523,26 +548,26 @@ def _frozen(book: _Book) -> Own:
             in_use = max(0.0, replica.report.kv_usage * total + book.unreported_tokens - book.freed_tokens)
             kv_tokens, kv_free_tokens = total, total - in_use
             # Running requests give back all of theirs in the time that one takes.
-            kv_token_s = book.request_s / max(in_use, 1.0)
+            kv_token_s = request_s / max(in_use, 1.0)
     if book.placed_tokens > 0:
         placed = log(book.placed_tokens / (total or _KV_TOKENS)) + book.placed_at / PLACED_S
-    return Own(
-        busy_until=book.busy_until,
-        behind_s=max(0.0, book.prefill_s - book.largest_s),
-        others_until=book.others_until,
-        in_prefill=in_prefill,
-        in_decode=in_decode,
-        others_in_flight=book.others_in_flight,
-        engine_names=names,
-        slots_used=slots_used,
-        fresh=book.fresh,
-        slot_at=slot_at,
-        full_s=full_s,
-        request_s=book.request_s,
-        kv_tokens=kv_tokens,
-        kv_free_tokens=kv_free_tokens,
-        kv_token_s=kv_token_s,
-        placed=placed,
+    return (
+        book.busy_until,
+        max(0.0, book.prefill_s - book.largest_s),
+        book.others_until,
+        in_prefill,
+        all_of_ours - in_prefill,
+        others,
+        names,
+        slots_used,
+        book.fresh,
+        slot_at,
+        full_s,
+        request_s,
+        kv_tokens,
+        kv_free_tokens,
+        kv_token_s,
+        placed,
     )
 
 

@@ -8,7 +8,7 @@ from random import Random
 from router.core.breaker import SILENT, Breaker
 from router.core.budget import RetryBudget
 from router.core.cost import Costs
-from router.core.decision import Decision, Policy, Scene, decide
+from router.core.decision import NOTHING, Decision, Policy, Scene, decide
 from router.core.dispatch import Chains, Dispatcher, Match, Prompt, Ticket, queued_s, room_for
 from router.core.errors import NoReplica
 from router.core.fleet import Replica, Roster
@@ -64,14 +64,19 @@ class Mind:
     def __post_init__(self) -> None:
         self.waiting = Dispatcher(
             self._decide_ticket,
-            lambda decision: room_for(decision, late_binding_s=self.late_binding_s),
+            self._has_room_there,
             self._is_full if self.most_in_flight_tokens else None,
-            lambda decision: queued_s(decision, late_binding_s=self.late_binding_s),
+            lambda decision: queued_s(decision, self.late_binding_s),
         )
 
     def decide(self, prompt: Prompt, now: float) -> Decision:
         """Where this request would go now, behind all that waits. Raises NoReplica."""
         return self._decided(prompt, self.match(prompt), self.waiting.backlog, now)
+
+    def at_once(self, prompt: Prompt, now: float) -> Decision | None:
+        """The decision if it may be sent now, else None: `offer` it, so that it waits. Raises NoReplica."""
+        decision = self.decide(prompt, now)
+        return decision if self.waiting.is_free(decision) else None
 
     def offer(self, ticket: Ticket, now: float) -> Decision | None:
         """The decision if it may be sent now, else None: it waits. Raises NoReplica, Saturated."""
@@ -172,27 +177,32 @@ class Mind:
         roster = self.roster(ask.base_model)
         loads = self.load.owns(ask.base_model, roster.replicas)
         self._turn += 1
+        depths, lower, ranks = matched
+        # In order, not by name: that takes a third of the time.
         scene = Scene(
-            roster=roster,
-            loads=loads,
-            depths=matched.depths,
-            lower=matched.lower,
-            ranks=matched.ranks,
+            roster,
+            loads,
+            depths,
+            lower,
+            ranks,
             # A copy: the scene is kept, and what waits goes on changing.
-            backlog=dict(backlog) if backlog else {},
-            shut=self.breaker.shut(now),
-            rho=self.load.utilisation(ask.base_model, loads, now),
-            context_tokens=self.load.context_tokens(ask.base_model),
-            now=now,
-            seed=self.rng.getrandbits(32),
-            turn=self._turn,
-            costs=self.costs,
+            dict(backlog) if backlog else NOTHING,
+            self.breaker.shut(now),
+            self.load.utilisation(ask.base_model, loads, now),
+            self.load.context_tokens(ask.base_model),
+            now,
+            self.rng.getrandbits(32),
+            self._turn,
+            self.costs,
         )
         return decide(self.policy, ask, scene)
 
     def has_room(self, decision: Decision) -> bool:
         """Whether its replica may be given this request now."""
-        return room_for(decision, late_binding_s=self.late_binding_s) and not self._is_full(decision)
+        return self._has_room_there(decision) and not self._is_full(decision)
+
+    def _has_room_there(self, decision: Decision) -> bool:
+        return room_for(decision, self.late_binding_s)
 
 
 def first_blocks(chains: Chains, *, tokens: int = 256) -> int:

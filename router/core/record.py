@@ -50,7 +50,7 @@ def replayed(record: Mapping[str, Any]) -> Decision:
     ask = Ask(**asked | {"excluded": _pairs(asked["excluded"])})
     scene = Scene(
         roster=Roster(tuple(_replica(plain) for plain in given.pop("replicas"))),
-        loads=Loads(Own(**_with_sets(plain)) for plain in given.pop("loads")),
+        loads=Loads.of(Own(**_with_sets(plain)) for plain in given.pop("loads")),
         lower={worker: (host, storage) for worker, (host, storage) in given.pop("lower").items()},
         shut=_pairs(given.pop("shut", ())),
         costs=Costs(**given.pop("costs")),

@@ -255,14 +255,18 @@ class Hall:
         limits = {"most_waiting": 100, "most_wait_s": 60.0} | limits
         self.room = WaitingRoom(self.fleet.mind, Metrics(), clock=time.monotonic, **limits)
 
+    def prompt(self, seconds=0.5):
+        return Prompt(Ask("m", "", int(seconds * RATE)))
+
     def ticket(self, tenant="", seconds=0.5, **more):
-        return Ticket(prompt=Prompt(Ask("m", "", int(seconds * RATE))), tenant=tenant, **more)
+        return Ticket(prompt=self.prompt(seconds), tenant=tenant, **more)
 
     def begin(self, decision):
         return Sent(self.fleet, decision)
 
-    def try_now(self, *args, **more):
-        return self.room.try_now(self.ticket(*args, **more), self.begin)
+    def sent(self, seconds=0.5):
+        decision = self.room.at_once(self.prompt(seconds))
+        return Sent(self.fleet, decision)
 
     async def admitted(self, *args, **more):
         return await self.room.admitted(self.ticket(*args, **more), self.begin)
@@ -270,12 +274,13 @@ class Hall:
 
 async def test_where_there_is_room_nothing_is_awaited():
     hall = Hall()
-    assert isinstance(hall.try_now(), Sent)
+    hall.sent()
+    assert hall.room.at_once(hall.prompt()) is None
+    assert not len(hall.fleet.mind.waiting)
     ticket = hall.ticket()
-    assert hall.room.try_now(ticket, hall.begin) is None
-    assert ticket.is_waiting
     waiting = asyncio.create_task(hall.room.admitted(ticket, hall.begin))
     await asyncio.sleep(0)
+    assert ticket.is_waiting
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert not ticket.is_waiting
@@ -283,9 +288,9 @@ async def test_where_there_is_room_nothing_is_awaited():
 
 async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
     hall = Hall()
-    first = hall.try_now()
+    first = hall.sent()
     ticket = hall.ticket()
-    assert hall.room.try_now(ticket, hall.begin) is None
+    assert hall.room.at_once(ticket.prompt) is None
     running = asyncio.create_task(hall.room.run())
     waiting = asyncio.create_task(hall.room.admitted(ticket, hall.begin))
     await asyncio.sleep(0)
@@ -301,9 +306,11 @@ async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
 async def test_a_request_that_comes_after_its_deadline_is_not_sent_and_one_whose_deadline_passes_is_told():
     hall = Hall()
     with pytest.raises(DeadlineExceeded):
-        hall.try_now(deadline_at=time.monotonic() - 1)
+        hall.room.at_once(hall.prompt(), time.monotonic() - 1)
+    with pytest.raises(DeadlineExceeded):
+        await hall.admitted(deadline_at=time.monotonic() - 1)
     assert not list(hall.fleet.mind.load.in_flight())
-    hall.try_now(seconds=0.2)
+    hall.sent(0.2)
     began_at = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         await hall.admitted(seconds=0.1, deadline_at=began_at + 0.3)
@@ -313,7 +320,7 @@ async def test_a_request_that_comes_after_its_deadline_is_not_sent_and_one_whose
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     hall = Hall()
-    hall.try_now(seconds=5.0)
+    hall.sent(5.0)
     began_at = time.monotonic()
     with pytest.raises(Saturated) as refused:
         await hall.admitted(deadline_at=began_at + 2)
@@ -323,7 +330,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
 
 async def test_one_tenant_cannot_fill_the_room_with_requests_or_with_bytes():
     hall = Hall(most_waiting=8, tenant_share=0.5, most_waiting_bytes=1000)
-    hall.try_now()
+    hall.sent()
     rng = Random(1)
     waiting = [asyncio.create_task(hall.admitted("a", 0.001, size_bytes=rng.randrange(50))) for _ in range(4)]
     await asyncio.sleep(0)

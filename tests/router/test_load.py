@@ -176,32 +176,41 @@ def test_an_adapter_counts_as_fresh_from_its_dispatch_until_the_next_report_spea
     assert book.own("w0").fresh == frozenset()
 
 
-def test_the_load_is_one_object_until_something_changes():
-    book = LoadBook()
-    flight = book.begin("w0", "", 0.1, 0.0)
-    assert book.own("w0") is book.own("w0")
-    before = book.own("w0")
+def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks_again():
+    book, replicas = LoadBook(), tuple(a_replica(f"w{i}", max_loras=1) for i in range(3))
+    for replica in replicas:
+        book.reported(replica)
+    flight = book.begin("w1", SQL, 0.1, 0.0, prompt_tokens=100)
+    before = book.owns("m", replicas)
+    assert (before.has_full, list(before)) == (True, [book.own(r.id) for r in replicas])
     book.first_token(flight, 1.0)
-    assert book.own("w0") is not before
+    book.reported(a_replica("w2", report=Report(at=1.0, running=4)))
+    now = book.owns("m", replicas)
+    assert before[1].in_prefill == now[1].in_decode == 1
+    assert (before.others_in_flight, now.others_in_flight) == (0, 4)
+    assert list(now) == [book.own(r.id) for r in replicas]
+    book.end(flight, 2.0)
+    assert not book.owns("m", replicas).has_full
+    assert now.has_full
 
 
 def test_utilisation_fades_and_is_shared_by_the_fleet():
     book = LoadBook()
     book.begin("w0", "", 25.0, 0.0, base_model="m", adapter_s=5.0)
-    assert book.utilisation("m", Loads([Own()]), now=0.0) == pytest.approx(1.0)
-    assert book.utilisation("m", Loads([Own()] * 4), now=0.0) == pytest.approx(0.25)
-    assert book.utilisation("m", Loads([Own()]), now=300.0) < 0.001
+    assert book.utilisation("m", Loads.of([Own()]), now=0.0) == pytest.approx(1.0)
+    assert book.utilisation("m", Loads.of([Own()] * 4), now=0.0) == pytest.approx(0.25)
+    assert book.utilisation("m", Loads.of([Own()]), now=300.0) < 0.001
 
 
 def test_what_other_routers_admit_counts_by_their_share_of_what_is_in_flight():
     book = LoadBook()
     book.end(book.begin("w0", "", 6.0, 0.0, base_model="m"), 0.0)
     flights = [book.begin("w0", "", 0.1, now=0.0, base_model="m") for _ in range(9)]
-    alone = book.utilisation("m", Loads([Own()]), now=0.0)
-    assert book.utilisation("m", Loads([Own(others_in_flight=30)]), now=0.0) == pytest.approx(4 * alone)
+    alone = book.utilisation("m", Loads.of([Own()]), now=0.0)
+    assert book.utilisation("m", Loads.of([Own(others_in_flight=30)]), now=0.0) == pytest.approx(4 * alone)
     for flight in flights:
         book.end(flight, now=0.0)
-    assert book.utilisation("m", Loads([Own(others_in_flight=3)]), now=0.0) == pytest.approx(4 * alone)
+    assert book.utilisation("m", Loads.of([Own(others_in_flight=3)]), now=0.0) == pytest.approx(4 * alone)
 
 
 def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():

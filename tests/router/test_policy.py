@@ -43,7 +43,7 @@ def a_replica(name, *, residents=(), location="device", **more):
 
 def a_scene(replicas, own=None, **more):
     shares = own or {}
-    return Scene(roster=Roster(tuple(replicas)), loads=Loads(shares.get(r.id, Own()) for r in replicas), **more)
+    return Scene(roster=Roster(tuple(replicas)), loads=Loads.of(shares.get(r.id, Own()) for r in replicas), **more)
 
 
 def choose(ask, replicas, depths=None, own=None, *, policy="kv_lora", **more):
@@ -249,7 +249,7 @@ def moments(draw):
     some = st.dictionaries(st.sampled_from(ids), st.integers(1, 90))
     scene = Scene(
         roster=Roster(tuple(replicas)),
-        loads=Loads(draw(OWNS) for _ in ids),
+        loads=Loads.of(draw(OWNS) for _ in ids),
         depths=draw(some),
         lower=draw(st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20)))),
         backlog=draw(st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))),

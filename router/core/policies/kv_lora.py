@@ -1,7 +1,7 @@
 """The replica where a request ends soonest and delays the others least: prefix, adapter and queue in one cost."""
 
 from collections.abc import Mapping, Sequence
-from math import exp, inf
+from math import exp
 from random import Random
 from typing import ClassVar
 
@@ -19,15 +19,14 @@ class KvLora:
 
     def __init__(self) -> None:
         # What does not change while a roster lives, which is for many decisions.
-        self._known: tuple[Roster, list[_Row], dict[str, Mapping[int, float]]] = (Roster(), [], {})
+        self._known: tuple[Roster, list[_Row], dict[str, Mapping[WorkerId, float]]] = (Roster(), [], {})
 
     def choose(self, ask: Ask, scene: Scene) -> int:
         able = within_slots(ask, scene, scene.able(ask))
-        costs = self.costs_s(ask, scene, able)
-        return pick(able, costs, scene)
+        return able[0] if len(able) == 1 else pick(able, self.costs_s(ask, scene, able), scene)
 
     def costs_s(self, ask: Ask, scene: Scene, able: tuple[int, ...]) -> list[float]:  # noqa: C901, PLR0912  (one loop)
-        """The cost of each able replica: cost.score for all of them in one loop, a tenth of its time.
+        """The cost of each able replica: Scene.score for all of them in one loop, a tenth of its time.
 
         A test holds the two together; read that one to understand, change both.
         """
@@ -43,22 +42,27 @@ class KvLora:
         faded, least = now / PLACED_S, scene.least_crowding
         per_context = 1 / (attention_tokens + scene.context_tokens)
         last = max(0, prompt - 1)
-        # Tokens of work by tokens cached: few numbers for many replicas, most of which have nothing of a prompt.
-        known: dict[int, float] = {}
+        # Tokens of work at so many cached: mostly the same as for the replica before, that has nothing of a prompt too.
+        known, tokens = -1, 0.0
         found = []
-        for (i, id_, block_size, token_s, answer_s, max_loras), own in zip(rows, felt, strict=True):
+        for (id_, block_size, token_s, answer_s, max_loras), own in zip(rows, felt, strict=True):
             # In one go: reading them one by one would take most of this loop's time.
             (
                 busy_until,
                 behind_s,
                 others_until,
-                in_flight,
+                in_prefill,
+                in_decode,
+                others,
                 engine_names,
                 slots_used,
                 fresh,
                 slot_at,
                 full_s,
+                request_s,
+                kv_tokens,
                 kv_free_tokens,
+                kv_token_s,
                 placed,
             ) = own
             cached, extra = depth_of(id_, 0) * block_size, 0.0
@@ -68,19 +72,19 @@ class KvLora:
                 extra = block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
             if cached > last:
                 cached = last - last % block_size  # trust.hit_tokens
-            tokens = known.get(cached)
-            if tokens is None:
-                tokens = known[cached] = (prompt - cached) * (attention_tokens + (prompt + cached) / 2) * per_context
+            if cached != known:
+                known, tokens = cached, (prompt - cached) * (attention_tokens + (prompt + cached) / 2) * per_context
             work_s = tokens * token_s
             if extra:
                 work_s += extra * (attention_tokens + (prompt + cached) / 2) * per_context * token_s
-            ours_s, others_s = busy_until - now, others_until - now
-            wait_s = ours_s if ours_s > behind_s else behind_s  # noqa: FURB136  (a call of max takes longer)
-            if others_s > 0.0:
-                wait_s += others_s
-            wait_s += full_s + harm * work_s * in_flight
-            if prompt > kv_free_tokens:
-                wait_s += scene.loads[i].room_s(prompt)
+            wait_s = busy_until - now
+            if wait_s < behind_s:  # noqa: PLR1730  (a call of max takes longer)
+                wait_s = behind_s
+            if others_until > now:
+                wait_s += others_until - now
+            wait_s += full_s + harm * work_s * (in_prefill + in_decode + others)
+            if kv_free_tokens < prompt <= kv_tokens:
+                wait_s += min(request_s, (prompt - kv_free_tokens) * kv_token_s)
             if backlog:
                 wait_s += backlog.get(id_, 0.0)
             if name and name not in engine_names:
@@ -88,8 +92,8 @@ class KvLora:
                     wait_s += slot_at - now
                 if slots_used and max_loras:
                     wait_s += costs.slot_s * min(1.0, slots_used / max_loras) ** costs.slot_power
-            if moves and i in moves and name not in fresh:
-                work_s += moves[i]
+            if moves and id_ in moves and name not in fresh:
+                work_s += moves[id_]
             crowded = placed - faded
             if crowded > least:
                 wait_s += crowding * work_s * (crowded - least)
@@ -102,41 +106,40 @@ class KvLora:
             roster, middle, costs = scene.roster, scene.roster.middle, scene.costs
             rows = [
                 (
-                    i,
                     replica.id,
                     replica.block_size,
                     1 / prefill_rate(replica, middle, costs),
                     decode_s(replica, middle, costs) + zone_s(replica, costs),
                     replica.max_loras,
                 )
-                for i, replica in enumerate(roster.replicas)
+                for replica in roster.replicas
             ]
             self._known = roster, rows, {}
         return rows
 
-    def _moves(self, name: str, scene: Scene) -> Mapping[int, float]:
-        """Seconds to bring an adapter to the device, by position; without those that report it there."""
+    def _moves(self, name: str, scene: Scene) -> Mapping[WorkerId, float]:
+        """Seconds to bring an adapter to the device, by replica; without those that report it there."""
         roster, _, moves = self._known
         found = moves.get(name)
         if found is None:
             found = moves[name] = {
-                i: move_s(roster.replicas[i], name, roster.middle, scene.costs)
-                for i in roster.able(name)
-                if roster.replicas[i].residents[name].location != "device"
+                replica.id: move_s(replica, name, roster.middle, scene.costs)
+                for replica in [roster.replicas[i] for i in roster.able(name)]
+                if replica.residents[name].location != "device"
             }
         return found
 
 
-# (position, id, block size, seconds per prompt token, seconds per answer, max_loras) of a replica. Plain, as `Felt`.
-_Row = tuple[int, WorkerId, int, float, float, int]
+# (id, block size, seconds per prompt token, seconds per answer, max_loras) of a replica. Plain, as `Felt`.
+_Row = tuple[WorkerId, int, float, float, int]
 
 
 def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ...]:
     """Those where this adapter opens no slot beyond `max_loras`; all of them when there is no such replica."""
     name = ask.engine_name
-    if not name:
+    if not name or not scene.loads.has_full:
         return able
-    fits = [i for i in able if scene.loads[i].slot_at == -inf or name in scene.loads[i].engine_names]
+    fits = [i for i in able if scene.loads.has_slot(i, name)]
     return tuple(fits) or able
 
 

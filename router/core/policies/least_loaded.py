@@ -13,6 +13,6 @@ class LeastLoaded:
 
     def choose(self, ask: Ask, scene: Scene) -> int:
         able = scene.able(ask)
-        counts = [scene.loads[i].in_flight + scene.loads[i].others_in_flight for i in able]
+        counts = [scene.loads.in_flight(i) for i in able]
         fewest = min(counts)
         return Random(scene.seed).choice([i for i, count in zip(able, counts, strict=True) if count == fewest])

@@ -18,7 +18,7 @@ class PrefixHash:
 
     def choose(self, ask: Ask, scene: Scene) -> int:
         able = scene.able(ask)
-        loads = {i: scene.loads[i].in_flight + scene.loads[i].others_in_flight for i in able}
+        loads = {i: scene.loads.in_flight(i) for i in able}
         most = ceil(_BALANCE * (sum(loads.values()) + 1) / len(able))
         claim = claim_on(f"{ask.engine_name}:{ask.first_blocks}")
         within = [i for i in able if loads[i] < most]
