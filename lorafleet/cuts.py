@@ -9,9 +9,8 @@ Source: tokenizers 0.23 src/tokenizer/added_vocabulary.rs extract_and_normalize,
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -85,16 +84,14 @@ class Cuts:
 
         A text and its continuation share every piece but the last of the shorter one.
         """
-        ends = [0, *self._ends(text)]
-        cut = [text[start:end] for start, end in pairwise(ends)]
-        return [*cut, text[ends[-1] :]]
-
-    def _ends(self, text: str) -> Iterator[int]:
-        start = 0
+        pieces, start = [], 0
         for match in self.added.finditer(text):
-            if match.end() - start >= self.min_chars:
-                start = match.end()
-                yield start
+            end = match.end()
+            if end - start >= self.min_chars:
+                pieces.append(text[start:end])
+                start = end
+        pieces.append(text[start:])
+        return pieces
 
 
 def _is_local(pre_tokenizer: Mapping[str, Any] | None) -> bool:

@@ -9,14 +9,14 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import httpx
 import structlog
 from jinja2 import TemplateError
 
 from lorafleet.chat import ChatTokenizer, Untokenizable, read_files
-from lorafleet.tally import Count, Gauge
+from lorafleet.tally import Count
 from lorafleet.words import MAX_CHARS
 from router.metrics import Metrics
 from router.pieces import PieceCache
@@ -119,6 +119,9 @@ class Tokens(NamedTuple):
 NO_TOKENS = Tokens(None, "none")
 
 
+_NO_IDS: "array[int]" = array("I")
+
+
 class _Busy(Exception):
     """Too many prompts wait for a thread."""
 
@@ -148,10 +151,9 @@ class Tokenizers:
         self._mode = mode
         self._paths = dict(paths or {})
         self._remote_timeout_s = remote_timeout_s
-        self._counts: tuple[Count, Count, Gauge] | None = None
+        self._counts: tuple[Count, Count] | None = None
         if metrics is not None:
-            by = metrics.tokenized.labels
-            self._counts = by("cache"), by("tokenizer"), metrics.token_cache_bytes
+            self._counts = metrics.tokenized.labels("cache"), metrics.tokenized.labels("tokenizer")
         self._clock = clock
         self._cache = PieceCache(cache_bytes)
         self._long, self._very_long = _Threads(threads, "tokenize"), _Threads(threads, "tokenize-long")
@@ -164,6 +166,11 @@ class Tokenizers:
         """End the threads; what waits for one is cancelled."""
         self._long.close()
         self._very_long.close()
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the pieces kept take."""
+        return self._cache.size_bytes
 
     def knows(self, base_model: str) -> bool:
         """Whether prompts of this base model are tokenized here, or never will be."""
@@ -211,7 +218,7 @@ class Tokenizers:
         if self._mode == "off":
             return NO_TOKENS
         local = self._local.get(base_model) if self._mode == "auto" else None
-        if kind is not None:
+        if kind is not None and kind != "chat":
             prompt = prompt_body(kind, body, local)
             if prompt is None:
                 return NO_TOKENS
@@ -229,28 +236,39 @@ class Tokenizers:
         """Piece by piece, and only those that were not seen before. Raises Untokenizable and what templates raise."""
         text, special = local.prompt_text(body)
         pieces = local.pieces(text, add_special_tokens=special)
-        # The last piece grows with the next turn, so it would never be found again.
-        ids_of: list[array[int] | None] = [self._cache.get(base_model, piece) for piece in pieces[:-1]]
-        ids_of.append(None)
-        missing = [at for at, ids in enumerate(ids_of) if ids is None]
-        if sum([len(pieces[at]) for at in missing]) <= _QUICK_CHARS:
+        made: list[array[int]] = []
+        missing, chars, last = [], 0, len(pieces) - 1
+        for at, piece in enumerate(pieces):
+            # The last piece grows with the next turn, so it would never be found again.
+            ids = self._cache.get(base_model, piece) if at < last else None
+            if ids is None:
+                missing.append(at)
+                chars += len(piece)
+                ids = _NO_IDS
+            made.append(ids)
+        slow = missing
+        if chars <= _QUICK_CHARS:
+            slow = []
             for at in missing:
-                ids_of[at] = local.quick_ids(pieces[at], add_special_tokens=special)
-        slow = [at for at in missing if ids_of[at] is None]
+                ids = local.quick_ids(pieces[at], add_special_tokens=special)
+                if ids is None:
+                    slow.append(at)
+                else:
+                    made[at] = ids
         if slow:
             encoded = await self._encoded(local, [pieces[at] for at in slow], special=special)
             for at, ids in zip(slow, encoded, strict=True):
-                ids_of[at] = ids
-        made = cast("list[array[int]]", ids_of)
-        for at in missing[:-1]:
-            self._cache.put(base_model, pieces[at], made[at])
-        whole = made[0] if len(made) == 1 else array("I", b"".join(made))
+                made[at] = ids
+        new = 0
+        for at in missing:
+            new += len(made[at])
+            if at < last:
+                self._cache.put(base_model, pieces[at], made[at])
+        whole = made[0] if not last else array("I", b"".join(made))
         if self._counts is not None:
-            by_cache, by_tokenizer, size_bytes = self._counts
-            new = sum([len(made[at]) for at in missing])
+            by_cache, by_tokenizer = self._counts
             by_tokenizer.inc(new)
             by_cache.inc(len(whole) - new)
-            size_bytes.set(self._cache.size_bytes)
         return whole
 
     async def _encoded(self, local: ChatTokenizer, pieces: Sequence[str], *, special: bool) -> "list[array[int]]":
