@@ -13,7 +13,7 @@ For the answers it does not matter: a run is compared in full, so any blocks in 
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import repeat
 
 from lorafleet.kv.blocks import BlockHash
 
@@ -45,7 +45,7 @@ class Holders:
         # so that the garbage collector never has to walk this dict.
         self._at: dict[BlockHash, int] = {}
         self._runs: dict[int, _Run] = {}
-        self._next_run = -2  # -1 is nothing's mask and nobody's number: `walk` begins with it
+        self._next_run = -2  # -1 is nothing's mask and nobody's number: `prefixes` begins with it
 
     def __len__(self) -> int:
         return len(self._at)
@@ -60,40 +60,50 @@ class Holders:
         values = map(self._at.get, hashes, repeat(0))
         return [value if value >= 0 else self._runs[value].mask for value in values]
 
-    def walk(self, hashes: Blocks) -> Iterator[tuple[int, int]]:
-        """Go through the blocks in order: (position, mask) wherever the mask may be another than before."""
-        position, before, get, runs = 0, -1, self._at.get, self._runs
-        while position < len(hashes):
-            value = get(hashes[position], 0)
-            if value < 0:
-                run = runs[value]
-                if run.mask is not before:
-                    before = run.mask
-                    yield position, before
-                after = position + len(run.blocks)
-                if hashes[position:after] == run.blocks:
-                    position = after
-                else:
-                    position = self._leave(run, _place(run, hashes[position]), hashes, position)
-            else:
-                # Plain entries come in stretches too; this loop over them runs in C while the mask stays.
-                start = position
-                for value in map(get, islice(hashes, position, None), repeat(0)):
-                    if value is not before:
-                        if value < 0:
-                            break
-                        if position - start >= _WORTH_A_RUN:
-                            self._join(hashes[start:position], before)
-                        start, before = position, value
-                        yield position, value
-                    position += 1
-                if position - start >= _WORTH_A_RUN:
-                    self._join(hashes[start:position], before)
+    def prefixes(self, hashes: Blocks, alive: int, *, held_counts: bool) -> list[tuple[int, int]]:
+        """How many of these blocks, from the first on, each of these bits is in the masks of: [(depth, bits)].
 
-    def _join(self, blocks: Blocks, mask: int) -> None:
-        """Plain entries with one mask become a run: the next prompt that goes over them does so at once."""
-        if mask and len(set(blocks)) == len(blocks):
+        held_counts  the bit above will do as well
+        returns      by depth; every bit of `alive` once, but for those that are not in the first mask
+        """
+        found: list[tuple[int, int]] = []
+        position, count, before, get, runs = 0, len(hashes), -1, self._at.get, self._runs
+        while position < count:
+            value = get(hashes[position], 0)
+            run = runs[value] if value < 0 else None
+            mask = value if run is None else run.mask
+            if mask is not before:
+                before = mask
+                still = alive & (mask | mask >> 1) if held_counts else alive & mask
+                if still != alive:
+                    if position:
+                        found.append((position, alive ^ still))
+                    if not still:
+                        return found
+                    alive = still
+            if run is None:
+                position = self._stretch(hashes, position, mask)
+            elif hashes[position : position + len(run.blocks)] == run.blocks:
+                position += len(run.blocks)
+            else:
+                position = self._leave(run, _place(run, hashes[position]), hashes, position)
+        if count and alive:
+            found.append((count, alive))
+        return found
+
+    def _stretch(self, hashes: Blocks, start: int, mask: int) -> int:
+        """Where a stretch of plain entries with this mask ends. A long one becomes a run, so that the next prompt that
+        goes over it does so at once.
+        """
+        end = start + 1
+        for value in map(self._at.get, hashes[end : start + _LONGEST], repeat(0)):
+            if value is not mask:
+                break
+            end += 1
+        blocks = hashes[start:end]
+        if mask and len(blocks) >= _WORTH_A_RUN and len(set(blocks)) == len(blocks):
             self._keep(blocks, mask)
+        return end
 
     def set(self, hashes: Blocks, bit: int, *, is_chain: bool = False) -> list[BlockHash]:
         """Set a bit in the masks of these blocks; returns those that had it.
@@ -210,8 +220,12 @@ class Holders:
     def _change(self, number: int, start: int, end: int, mask: int) -> None:
         """Give the blocks [start, end) of a run another mask; 0 means that they go."""
         run = self._runs[number]
-        if start == 0 and end == len(run.blocks) and mask:
-            run.mask = self._interned(mask)
+        if start == 0 and end == len(run.blocks):
+            if mask:
+                run.mask = self._interned(mask)
+            else:
+                del self._runs[number]
+                self._keep(run.blocks, 0)
             return
         parts = [(run.blocks[:start], run.mask), (run.blocks[start:end], mask), (run.blocks[end:], run.mask)]
         # Of a part that goes the length does not count: it is never the longest.

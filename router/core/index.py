@@ -25,11 +25,12 @@ TIERS: tuple[Tier, ...] = ("device", "host", "storage")
 
 # What CPython 3.11 allocates for a mask of up to 64 workers.
 _MASK_BYTES = 48
-# Masks nobody uses any more are looked for once there are so many more of them than blocks.
+# Masks nobody uses any more are looked for once there are so many more of them than blocks; so many have their workers
+# named.
 _SPARE_MASKS = 4096
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Hold:
     """Blocks that count as stored on the device for a while, though no engine has said so; see `release`."""
 
@@ -59,6 +60,8 @@ class KvIndex:
         self._device = self._tiers["device"]
         self._workers: dict[WorkerId, _Worker] = {}
         self._by_bit: dict[int, WorkerId] = {}
+        # Of masks seen lately; until a slot changes hands.
+        self._named: dict[int, tuple[WorkerId, ...]] = {}
         self._live = 0
         # Equal masks are one object: memory, and "did anything change?" is a comparison of pointers.
         self._masks: dict[int, int] = {}
@@ -88,18 +91,9 @@ class KvIndex:
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """Contiguous prefix depth in blocks of every worker that has at least the first block on its device."""
         depths: dict[WorkerId, int] = {}
-        alive = self._live if hashes else 0
-        for depth, mask in self._device.walk(tuple(hashes)):
-            still = alive & (mask | mask >> 1)
-            if still != alive:
-                if depth:
-                    for worker in self._members(alive ^ still):
-                        depths[worker] = depth
-                alive = still
-                if not alive:
-                    return depths
-        for worker in self._members(alive):
-            depths[worker] = len(hashes)
+        for depth, bits in self._device.prefixes(tuple(hashes), self._live, held_counts=True):
+            workers = self._named.get(bits) or self._members(bits)
+            depths.update(dict.fromkeys(workers, depth))
         return depths
 
     def lower_tiers(
@@ -169,7 +163,8 @@ class KvIndex:
         """
         entry = self._entry(worker)
         blocks = tuple(hashes)
-        hold = Hold(worker, tuple(dict.fromkeys(blocks[self._stored(blocks, entry) :])))
+        stored = self._device.prefixes(blocks, entry.added, held_counts=False)
+        hold = Hold(worker, tuple(dict.fromkeys(blocks[stored[0][0] :] if stored else blocks)))
         if hold.hashes:
             entry.holds.add(hold)
             self._hold(entry, hold.hashes)
@@ -233,20 +228,15 @@ class KvIndex:
             bit = 1 << 2 * self._slots
             self._slots += 1
         self._by_bit[bit] = worker
+        self._named.clear()
         self._live |= bit
         return bit
 
     def _retire(self, entry: _Worker) -> None:
         del self._by_bit[entry.added]
+        self._named.clear()
         self._live ^= entry.added
         self._retired.append(entry.added)
-
-    def _stored(self, blocks: tuple[BlockHash, ...], entry: _Worker) -> int:
-        """How many of these, from the first on, its engine has stored on the device."""
-        for position, mask in self._device.walk(blocks):
-            if not mask & entry.added:
-                return position
-        return len(blocks)
 
     def _hold(self, entry: _Worker, blocks: tuple[BlockHash, ...]) -> None:
         for block in self._device.set(blocks, entry.held, is_chain=True):
@@ -255,11 +245,17 @@ class KvIndex:
     def _interned(self, mask: int) -> int:
         return self._masks.setdefault(mask, mask)
 
-    def _members(self, mask: int) -> Iterator[WorkerId]:
-        while mask:
-            bit = mask & -mask
-            yield self._by_bit[bit]
-            mask ^= bit
+    def _members(self, mask: int) -> tuple[WorkerId, ...]:
+        """The workers of these bits, which are live ones'; kept for the next time."""
+        workers, left = [], mask
+        while left:
+            bit = left & -left
+            workers.append(self._by_bit[bit])
+            left ^= bit
+        if len(self._named) >= _SPARE_MASKS:
+            self._named.clear()
+        named = self._named[mask] = tuple(workers)
+        return named
 
 
 def _count_down(counts: dict[BlockHash, int], key: BlockHash) -> bool:
