@@ -20,6 +20,7 @@ from router.core.trust import Trust, TrustState
 from router.discovery import Discovery
 from router.kv_events import Feeds
 from router.metrics import Metrics
+from router.pieces import ChainCache
 from router.relay.upstream import Pool
 from router.tokens import Source, Tokenizers
 from router.tracing import Tracer
@@ -70,6 +71,7 @@ class Parts:
     quotas: Quotas = field(default_factory=Quotas)
     tracer: Tracer | None = None
     credit: Credit = field(default_factory=Credit)
+    chains: ChainCache = field(default_factory=ChainCache)
     clock: Callable[[], float] = time.monotonic
     decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_DECISIONS))
     # What each engine signs its streams with.

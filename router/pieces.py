@@ -1,11 +1,17 @@
-"""Token ids of prompt pieces seen before: a system prompt or a conversation so far is tokenized once."""
+"""What is kept of prompts seen before: a system prompt or a conversation so far is tokenized and hashed once."""
 
 import sys
 from array import array
 from collections import OrderedDict
 
+from xxhash import xxh3_64_intdigest
+
+from lorafleet.kv.blocks import BlockHash, block_hashes
+
 # The dict entry, the key's tuple and the two objects' heads. Measured with sys.getsizeof on CPython 3.11.
 _ENTRY_BYTES = 300
+# A shorter beginning is hashed about as soon as looked up.
+_SHORTEST_BLOCKS = 64
 
 
 class PieceCache:
@@ -44,3 +50,49 @@ class PieceCache:
 
 def _size_bytes(piece: str, ids: "array[int]") -> int:
     return sys.getsizeof(piece) + len(ids) * ids.itemsize + _ENTRY_BYTES
+
+
+class ChainCache:
+    """The block hashes of long prompts' beginnings; the least recently used go first. The event loop is its only user.
+
+    A beginning is known by a hash of its ids, as its blocks are.
+    """
+
+    def __init__(self, max_blocks: int = 65_536) -> None:
+        self.max_blocks = max_blocks
+        self.blocks = 0
+        self._held: OrderedDict[tuple[int, int], tuple[BlockHash, ...]] = OrderedDict()
+
+    def chain(
+        self, ids: "array[int]", *, block_size: int, root: BlockHash, seen: int = 0, kept: int = 0
+    ) -> tuple[BlockHash, ...]:
+        """`block_hashes` of the ids, as a tuple.
+
+        seen  so many of the first ids may have been kept by an earlier call
+        kept  so many of the first ids the next prompt will begin with
+        """
+        known: tuple[BlockHash, ...] | None = None
+        if seen // block_size >= _SHORTEST_BLOCKS:
+            key = _key(ids, seen // block_size, block_size, root)
+            known = self._held.get(key)
+        if known is None:
+            chain = tuple(block_hashes(ids, block_size=block_size, root=root))
+        else:
+            self._held.move_to_end(key)
+            rest = ids[len(known) * block_size :]
+            chain = (*known, *block_hashes(rest, block_size=block_size, root=known[-1]))
+        blocks = kept // block_size
+        if blocks >= _SHORTEST_BLOCKS and (known is None or len(known) < blocks):
+            self._keep(_key(ids, blocks, block_size, root), chain[:blocks])
+        return chain
+
+    def _keep(self, key: tuple[int, int], chain: tuple[BlockHash, ...]) -> None:
+        self.blocks += len(chain) - len(self._held.pop(key, ()))
+        self._held[key] = chain
+        while self.blocks > self.max_blocks:
+            _, dropped = self._held.popitem(last=False)
+            self.blocks -= len(dropped)
+
+
+def _key(ids: "array[int]", blocks: int, block_size: int, root: BlockHash) -> tuple[int, int]:
+    return block_size, xxh3_64_intdigest(memoryview(ids)[: blocks * block_size], root)

@@ -11,7 +11,7 @@ import msgspec
 from xxhash import xxh3_128_hexdigest
 
 from lorafleet.auth import Caller
-from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
+from lorafleet.kv.blocks import BlockHash, root_hash
 from router.core.decision import Ask
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import BadBody, CatalogUnavailable
@@ -190,17 +190,22 @@ async def _until_back(parts: Parts, base_model: str, excluded: Excluded) -> None
 
 def asked(parts: Parts, target: Target, question: Question, tokens: Tokens, excluded: Excluded = frozenset()) -> Prompt:
     """hash: what the choice of a replica depends on, with the prompt's blocks at every block size of its fleet."""
-    engine_name = (target.adapter.engine_name or "") if target.adapter else ""
+    adapter, ids = target.adapter, tokens.ids
+    engine_name = (adapter.engine_name or "") if adapter is not None else ""
     chains: dict[int, Sequence[BlockHash]] = {}
-    if tokens.ids is not None:
+    if ids is None:
+        # Nobody could tokenize it: four bytes a token, near enough to compare replicas by their queues.
+        prompt_tokens = question.size_bytes // 4
+    else:
+        prompt_tokens = len(ids)
         salt = question.decoded.get("cache_salt")
         root = root_hash(target.base_model, engine_name, salt if isinstance(salt, str) else "")
         for block_size in parts.discovery.fleet.roster(target.base_model).block_sizes:
-            chains[block_size] = block_hashes(tokens.ids, block_size=block_size, root=root)
-    prompt_tokens = _prompt_tokens(question, tokens)
-    return Prompt(
-        Ask(target.base_model, engine_name, prompt_tokens, excluded, question.session, first_blocks(chains)), chains
-    )
+            chains[block_size] = parts.chains.chain(
+                ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
+            )
+    ask = Ask(target.base_model, engine_name, prompt_tokens, excluded, question.session, first_blocks(chains))
+    return Prompt(ask, chains)
 
 
 def match(feeds: Feeds, prompt: Prompt) -> Match:
@@ -244,13 +249,6 @@ async def decided(
 
 def _session(named: str) -> str:
     return named if len(named) <= _LONGEST_SESSION else xxh3_128_hexdigest(named.encode())
-
-
-def _prompt_tokens(question: Question, tokens: Tokens) -> int:
-    if tokens.ids is not None:
-        return len(tokens.ids)
-    # Nobody could tokenize it: four bytes a token, near enough to compare replicas by their queues.
-    return question.size_bytes // 4
 
 
 def shown_cached_tokens(parts: Parts, caller: Caller, flight: Flight) -> int:

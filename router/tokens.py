@@ -110,10 +110,16 @@ PROBES: tuple[dict[str, Any], ...] = (
 
 
 class Tokens(NamedTuple):
-    """Token ids of a prompt, unsigned 32-bit, and who made them; `ids` is None when nobody could: then no KV term."""
+    """Token ids of a prompt, unsigned 32-bit, and who made them; `ids` is None when nobody could: then no KV term.
+
+    seen  so many of the first were in an earlier prompt, too
+    kept  so many of the first will be in the next one of this conversation
+    """
 
     ids: "array[int] | None"
     source: Source
+    seen: int = 0
+    kept: int = 0
 
 
 NO_TOKENS = Tokens(None, "none")
@@ -225,14 +231,14 @@ class Tokenizers:
             body = prompt
         try:
             if local is not None:
-                return Tokens(await self._encode(local, body, base_model), "local")
+                return await self._encode(local, body, base_model)
         except _Busy:
             return NO_TOKENS  # the engine would be asked for the longest prompts, just when there are too many
         except (Untokenizable, TemplateError, TypeError, ValueError, RecursionError) as exc:
             log.debug("not tokenized here", base_model=base_model, error=str(exc))
         return await self._remote(body, base_model, engine_url)
 
-    async def _encode(self, local: ChatTokenizer, body: Mapping[str, Any], base_model: str) -> "array[int]":
+    async def _encode(self, local: ChatTokenizer, body: Mapping[str, Any], base_model: str) -> Tokens:
         """Piece by piece, and only those that were not seen before. Raises Untokenizable and what templates raise."""
         text, special = local.prompt_text(body)
         pieces = local.pieces(text, add_special_tokens=special)
@@ -269,7 +275,9 @@ class Tokenizers:
             by_cache, by_tokenizer = self._counts
             by_tokenizer.inc(new)
             by_cache.inc(len(whole) - new)
-        return whole
+        kept = len(whole) - len(made[last])
+        seen = kept if missing[0] == last else sum([len(ids) for ids in made[: missing[0]]])
+        return Tokens(whole, "local", seen, kept)
 
     async def _encoded(self, local: ChatTokenizer, pieces: Sequence[str], *, special: bool) -> "list[array[int]]":
         """By the tokenizer; in a thread when that takes long."""

@@ -15,9 +15,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from lorafleet.chat import ChatTokenizer, read_files
+from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.tiny import make_model
 from router.metrics import Metrics
-from router.pieces import PieceCache
+from router.pieces import ChainCache, PieceCache
 from router.tokens import Tokenizers
 from tests.serving import serving
 
@@ -175,6 +176,42 @@ def test_what_was_asked_for_last_is_kept_longest():
         cache.put(BASE, str(number), array("I", range(20)))
     assert cache.get(BASE, "0") is not None
     assert cache.get(BASE, "1") is None
+
+
+async def test_ids_say_how_many_of_them_were_seen_before_and_how_many_will_be_again(tokens, chat):
+    first = await tokens.ids(conversation(2), base_model=BASE, engine_url="")
+    again = await tokens.ids(conversation(2), base_model=BASE, engine_url="")
+    longer = await tokens.ids(conversation(3), base_model=BASE, engine_url="")
+    assert (first.seen, again.seen, longer.seen) == (0, first.kept, first.kept)
+    assert 0 < first.kept < longer.kept < len(longer.ids)
+
+
+ROOT = root_hash(BASE)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    asked=st.lists(
+        st.tuples(st.sampled_from([1, 2]), st.integers(0, 3), *[st.integers(0, 400)] * 3), min_size=1, max_size=30
+    )
+)
+def test_a_chain_that_was_kept_is_that_of_hashing_from_scratch(asked):
+    chains = ChainCache(500)
+    for block_size, branch, length, *marks in asked:
+        ids = array("I", [*range(min(length, 150)), *range(1000 * branch, 1000 * branch + max(0, length - 150))])
+        seen, kept = sorted(min(mark, length) for mark in marks)
+        chain = chains.chain(ids, block_size=block_size, root=ROOT, seen=seen, kept=kept)
+        assert list(chain) == block_hashes(ids, block_size=block_size, root=ROOT)
+        assert chains.blocks == sum(map(len, chains._held.values())) <= 500
+
+
+def test_the_beginning_of_a_long_conversation_is_hashed_once():
+    chains = ChainCache()
+    first = chains.chain(array("I", range(3000)), block_size=16, root=ROOT, kept=2000)
+    longer = chains.chain(array("I", [*range(2000), *range(5)]), block_size=16, root=ROOT, seen=2000, kept=2000)
+    other = chains.chain(array("I", range(3000)), block_size=16, root=root_hash(BASE, "another"), seen=2000)
+    assert [a is b for a, b in zip(longer, first, strict=False)] == [True] * 125
+    assert not set(other) & set(first)
 
 
 async def test_a_cache_of_no_bytes_keeps_nothing(client, chat):
