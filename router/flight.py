@@ -21,7 +21,7 @@ _NO_BLOCKS: Sequence[BlockHash] = ()
 class Flight:
     """A request at a replica: its load, its speculative blocks and its use, each given back exactly once.
 
-    target, prompt, decision   what it is, and where it was sent; `replica` is the decision's
+    target, prompt, decision   what it is, and where it was sent; `replica` and `rank` are the decision's
     record                     what is kept of it when it is over
     load                       what it counts for at its replica
     """
@@ -37,6 +37,7 @@ class Flight:
         "hashes",
         "load",
         "prompt",
+        "rank",
         "record",
         "replica",
         "target",
@@ -55,7 +56,7 @@ class Flight:
     ) -> None:
         """asked_at  by Parts.clock, when it was ready to be sent: since then it waited."""
         now = parts.clock()
-        replica, score, ask = decision.replica, decision.score, prompt.ask
+        replica, score, ask, rank = decision.replica, decision.score, prompt.ask, decision.rank
         worker, waited_s = replica.id, now - asked_at
         # First: it runs the shadow policies, and one that fails must leave nothing held.
         self.load = parts.mind.begin(decision, now)
@@ -64,11 +65,13 @@ class Flight:
         self.prompt = prompt
         self.decision = decision
         self.replica = replica
+        self.rank = rank
         self.record = Record(request_id, time(), tokens_from, decision, parts.trust.state(worker), waited_s)
         parts.decisions.append(self.record)
         self.hashes = prompt.chains.get(replica.block_size, _NO_BLOCKS)
         self._index = parts.feeds.index(replica.base_model, replica.block_size)
-        self._hold: Hold | None = self._index.hold(parts.feeds.member(worker, decision.rank), self.hashes)
+        member = worker if rank is None else parts.feeds.member(worker, rank)
+        self._hold: Hold | None = self._index.hold(member, self.hashes)
         prompt_tokens = ask.prompt_tokens if prompt.chains else 0
         # What the engine calls the thing to run.
         self._use = parts.usage.dispatched(worker, ask.engine_name or target.base_model, prompt_tokens, now)
@@ -83,13 +86,16 @@ class Flight:
 
     def first_token(self) -> None:
         """Prefill is over; the engine's own events take over from our guess in a moment."""
-        parts, began_at = self._parts, self.load.began_at
+        parts, record, began_at = self._parts, self.record, self.load.began_at
         now = parts.clock()
-        self.record.first_data_s = now - began_at
+        record.first_data_s = now - began_at
         parts.mind.load.first_token(self.load, now)
-        self._guess = parts.feeds.served(self.replica.id, self.hashes, began_at=began_at, now=now)
+        if record.trust == "estimate":
+            self._guess = parts.feeds.served(self.replica.id, self.hashes, began_at=began_at, now=now)
         parts.waiting.poke()
-        self._release_later()
+        if self._hold is not None:
+            parts.speculations.add(self._index.release, self._hold)
+            self._hold = None
 
     def compare(self, usage: EngineUsage | None) -> None:
         """Hold the predicted hit against the engine's own word, where it gave one."""
@@ -132,9 +138,4 @@ class Flight:
         parts.waiting.poke()
         if self._hold is not None:
             self._index.release(self._hold)
-            self._hold = None
-
-    def _release_later(self) -> None:
-        if self._hold is not None:
-            self._parts.speculations.add(self._index.release, self._hold)
             self._hold = None

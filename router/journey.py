@@ -212,7 +212,7 @@ class Journey(msgspec.Struct, eq=False):
         return Call(
             route,
             door.origin,
-            door.request(question, body, flight.decision.rank),
+            door.request(question, body, flight.rank),
             model,
             flight.target.adapter is not None,
             replica.id,

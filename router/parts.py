@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
+
 from lorafleet.auth import Keys
 from lorafleet.loops import Later
 from router.cold import ColdStarts
@@ -32,8 +34,7 @@ _KEPT_DECISIONS = 1000
 _SPECULATE_S = 2.0
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """What is kept of a decision, and what came of it. Without the prompt's hashes: a thousand long ones add up.
 
     at             wall clock

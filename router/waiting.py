@@ -92,6 +92,8 @@ class WaitingRoom:
         self._most_wait_s = most_wait_s
         self._clock = clock
         self._poke = asyncio.Event()
+        # To be called when there may be room.
+        self.poke = self._poke.set
         self._somebody = asyncio.Event()
         mind.waiting.room = Room(Bounds(most_waiting, most_waiting_bytes, tenant_share))
 
@@ -144,10 +146,6 @@ class WaitingRoom:
             self._holds.waited(ticket.adapter, now - began_at, now)
             waiting.withdraw(ticket)
             self._metrics.waiting.set(len(waiting))
-
-    def poke(self) -> None:
-        """There may be room now."""
-        self._poke.set()
 
     async def run(self) -> None:
         """Let requests go as room appears, until cancelled."""
