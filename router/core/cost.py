@@ -1,9 +1,10 @@
 """What a request costs on a replica, in seconds: work, which delays everyone behind it, and waiting, which does not."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from router.core.fleet import Replica, Report
+from router.core.fleet import Replica, Report, Roster
 from router.core.index import WorkerId
 
 
@@ -76,6 +77,55 @@ class Score(NamedTuple):
     decode_s: float
     zone_s: float
     cost_s: float
+
+
+# The same as a plain tuple: a decision makes one for each able replica, and is made a Score of one.
+Terms = tuple[WorkerId, int, int, float, float, float, float, float, float, float, float, float]
+# (id, block size, seconds per prompt token, decode_s, zone_s, max_loras) of a replica. Plain, as `load.Felt`.
+_Row = tuple[WorkerId, int, float, float, float, int]
+
+
+class Prices:
+    """What the replicas of a roster cost whatever is asked of them; made once, and kept with it for many decisions."""
+
+    __slots__ = ("_moves", "_roster", "costs", "rows")
+
+    def __init__(self, roster: Roster, costs: Costs) -> None:
+        middle = roster.middle
+        self._roster = roster
+        self._moves: dict[str, Mapping[WorkerId, float]] = {"": {}}
+        self.costs = costs
+        self.rows: list[_Row] = [
+            (
+                replica.id,
+                replica.block_size,
+                1 / prefill_rate(replica, middle, costs),
+                decode_s(replica, middle, costs),
+                zone_s(replica, costs),
+                replica.max_loras,
+            )
+            for replica in roster.replicas
+        ]
+
+    @classmethod
+    def of(cls, roster: Roster, costs: Costs) -> "Prices":
+        """Those that the roster keeps, if they were made of these numbers."""
+        found = cast("Prices | None", roster.kept.get(cls))
+        if found is None or found.costs is not costs:
+            found = roster.kept[cls] = cls(roster, costs)
+        return found
+
+    def moves(self, engine_name: str) -> Mapping[WorkerId, float]:
+        """Seconds to bring an adapter to the device, by replica; without those that report it there."""
+        found = self._moves.get(engine_name)
+        if found is None:
+            roster = self._roster
+            found = self._moves[engine_name] = {
+                replica.id: move_s(replica, engine_name, roster.middle, self.costs)
+                for replica in [roster.replicas[i] for i in roster.able(engine_name)]
+                if replica.residents[engine_name].location != "device"
+            }
+        return found
 
 
 def kappa(rho: float, costs: Costs) -> float:

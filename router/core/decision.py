@@ -1,18 +1,16 @@
 """What a policy is asked, sees and answers. All of it is frozen: the same ask and scene decide the same again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from router.core.cost import Costs, Score, context, decode_s, kappa, move_s, prefill_rate, zone_s
+from router.core.cost import Costs, Prices, Score, Terms, context, kappa
 from router.core.errors import NoReplica
 from router.core.fleet import Excluded, Replica, Roster, rejection
 from router.core.index import WorkerId
-from router.core.load import Loads
-from router.core.trust import hit_tokens
+from router.core.load import PLACED_S, Felt, Loads
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
-_NONE = (0, 0)
 
 
 # Tuples, as everything that each request makes anew: a frozen dataclass takes four times as long to make.
@@ -91,54 +89,99 @@ class Scene(NamedTuple):
         return rejected | shut if len(rejected) + len(shut) < len(reasons) else rejected
 
     def score(self, ask: Ask, position: int) -> Score:
-        """What this request costs on one replica: the cost model term by term, as `POST /v1/route` shows it.
+        """What this request costs on one replica, term by term."""
+        (terms,) = self.terms(ask, (position,))
+        return Score(*terms)
 
-        kv_lora.py has the same for all replicas in one loop; a test holds the two together.
+    def scored(self, ask: Ask, position: int) -> tuple[int, Score]:
+        """A policy's answer: this replica."""
+        return position, self.score(ask, position)
+
+    def terms(self, ask: Ask, able: Sequence[int]) -> list[Terms]:  # noqa: C901, PLR0912, PLR0915  (one loop)
+        """What this request costs on each of these replicas: the cost model.
+
+        One loop over plain tuples, because every decision does this for all replicas; a test holds it to the same
+        written tidily, which takes ten times as long.
         """
-        costs, middle, now = self.costs, self.roster.middle, self.now
-        replica, own = self.roster.replicas[position], self.loads[position]
-        id_, block_size, engine_name, prompt_tokens = replica.id, replica.block_size, ask.engine_name, ask.prompt_tokens
-        depth_blocks = self.depths.get(id_, 0)
-        host, storage = self.lower.get(id_, _NONE)
-        cached = hit_tokens(depth_blocks + host + storage, block_size, prompt_tokens)
-        fetched = host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit)
-        work_tokens = prompt_tokens - cached + block_size * fetched
+        costs, loads, now, price = self.costs, self.loads, self.now, self.kappa
+        name, prompt, depth_of = ask.engine_name, ask.prompt_tokens, self.depths.get
+        lower, backlog = self.lower, self.backlog
+        prices = Prices.of(self.roster, costs)
+        moves = prices.moves(name)
+        rows: Sequence[Any] = prices.rows
+        felt: Sequence[Felt] = loads.felt
+        if len(able) < len(rows):
+            rows, felt = [rows[i] for i in able], [felt[i] for i in able]
+        attention_tokens, harm, crowding = costs.attention_tokens, costs.decode_harm, costs.crowding
+        faded, least = now / PLACED_S, loads.least_crowding(now)
         # Relative to the usual context, because the measured rate has that one's attention in it.
-        least_tokens = costs.attention_tokens
-        attention = (least_tokens + context(prompt_tokens, cached)) / (least_tokens + self.context_tokens)
-        prefill_s = work_tokens * attention / prefill_rate(replica, middle, costs)
-        adapter_s = slot_s = opening_s = 0.0
-        if engine_name:
-            if engine_name not in own.fresh:
-                adapter_s = move_s(replica, engine_name, middle, costs)
-            if engine_name not in own.engine_names:
-                slot_s = max(0.0, own.slot_at - now)
-                if replica.max_loras:
-                    opening_s = costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
-        queue_s = own.queue_s(now) + own.full_s + own.room_s(prompt_tokens) + self.backlog.get(id_, 0.0)
-        harm_s = costs.decode_harm * prefill_s * (own.in_flight + own.others_in_flight)
-        work_s = prefill_s + adapter_s
-        crowd_s = costs.crowding * work_s * (own.crowding(now) - self.least_crowding) + opening_s
-        answer_s, far_s = decode_s(replica, middle, costs), zone_s(replica, costs)
-        return Score(
-            id_,
-            depth_blocks,
-            cached,
-            prefill_s,
-            adapter_s,
-            slot_s,
-            queue_s,
-            harm_s,
-            crowd_s,
-            answer_s,
-            far_s,
-            self.kappa * work_s + slot_s + queue_s + harm_s + crowd_s + answer_s + far_s,
-        )
-
-    @property
-    def least_crowding(self) -> float:
-        """Of all replicas, able or not: what it is measured from does not change with the adapter."""
-        return self.loads.least_crowding(self.now)
+        per_context = 1 / (attention_tokens + self.context_tokens)
+        last = max(0, prompt - 1)
+        # Tokens of work at so many cached: mostly the same as for the replica before, that has nothing of a prompt too.
+        known, tokens = -1, 0.0
+        found = []
+        for (id_, block_size, token_s, answer_s, far_s, max_loras), own in zip(rows, felt, strict=True):
+            # In one go: reading them one by one would take most of this loop's time.
+            (
+                busy_until,
+                behind_s,
+                others_until,
+                in_prefill,
+                in_decode,
+                others,
+                engine_names,
+                slots_used,
+                fresh,
+                slot_at,
+                full_s,
+                request_s,
+                kv_tokens,
+                kv_free_tokens,
+                kv_token_s,
+                placed,
+            ) = own
+            depth = depth_of(id_, 0)
+            cached, extra = depth * block_size, 0.0
+            if lower and id_ in lower:
+                host, storage = lower[id_]
+                cached += (host + storage) * block_size
+                extra = block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
+            if cached > last:
+                cached = last - last % block_size  # trust.hit_tokens
+            if cached != known:
+                known, tokens = cached, (prompt - cached) * (attention_tokens + context(prompt, cached)) * per_context
+            prefill_s = tokens * token_s
+            if extra:
+                prefill_s += extra * (attention_tokens + context(prompt, cached)) * per_context * token_s
+            # Own.queue_s and Own.room_s
+            queue_s = busy_until - now
+            if queue_s < behind_s:  # noqa: PLR1730  (a call of max takes longer)
+                queue_s = behind_s
+            if others_until > now:
+                queue_s += others_until - now
+            queue_s += full_s
+            if kv_free_tokens < prompt <= kv_tokens:
+                queue_s += min(request_s, (prompt - kv_free_tokens) * kv_token_s)
+            if backlog:
+                queue_s += backlog.get(id_, 0.0)
+            adapter_s = slot_s = crowd_s = 0.0
+            if name and name not in engine_names:
+                if slot_at > now:
+                    slot_s = slot_at - now
+                if slots_used and max_loras:
+                    crowd_s = costs.slot_s * min(1.0, slots_used / max_loras) ** costs.slot_power
+            if moves and id_ in moves and name not in fresh:
+                adapter_s = moves[id_]
+            work_s = prefill_s + adapter_s
+            crowded = placed - faded
+            if crowded > least:
+                crowd_s += crowding * work_s * (crowded - least)
+            harm_s = harm * prefill_s * (in_prefill + in_decode + others)
+            cost_s = price * work_s + slot_s + queue_s + harm_s + crowd_s + answer_s + far_s
+            found.append(
+                (id_, depth, cached, prefill_s, adapter_s, slot_s, queue_s, harm_s, crowd_s, answer_s, far_s, cost_s)
+            )
+        return found
 
     @property
     def kappa(self) -> float:
@@ -164,7 +207,7 @@ class Decision(NamedTuple):
     @property
     def scores(self) -> tuple[Score, ...]:
         """Every able replica's terms."""
-        return tuple(self.scene.score(self.ask, i) for i in self.scene.able(self.ask))
+        return tuple(map(Score._make, self.scene.terms(self.ask, self.scene.able(self.ask))))
 
     @property
     def rejected(self) -> dict[WorkerId, str]:
@@ -177,12 +220,12 @@ class Policy(Protocol):
 
     name: ClassVar[str]
 
-    def choose(self, ask: Ask, scene: Scene) -> int:
-        """The position in the roster; raises NoReplica when every replica failed a filter."""
+    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+        """The position in the roster, and its score; raises NoReplica when every replica failed a filter."""
         ...
 
 
 def decide(policy: Policy, ask: Ask, scene: Scene) -> Decision:
     """filter -> cost -> pick; raises NoReplica."""
-    position = policy.choose(ask, scene)
-    return Decision(policy.name, ask, scene, position, scene.roster.replicas[position], scene.score(ask, position))
+    position, score = policy.choose(ask, scene)
+    return Decision(policy.name, ask, scene, position, scene.roster.replicas[position], score)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from router.core.index import WorkerId
 
@@ -113,9 +113,13 @@ class Alias:
 
 @dataclass(frozen=True)  # without slots, for the cached properties
 class Roster:
-    """The replicas of one base model in one snapshot, with the tables that every decision on them reads."""
+    """The replicas of one base model in one snapshot, with the tables that every decision on them reads.
+
+    kept  for who makes such tables elsewhere, by their class
+    """
 
     replicas: tuple[Replica, ...] = ()
+    kept: dict[type[Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _able: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def able(self, engine_name: str) -> tuple[int, ...]:

@@ -206,6 +206,10 @@ class _Line:
     full: set[int] = field(default_factory=set)
     others_in_flight: int = 0
 
+    def is_of(self, replicas: tuple[Replica, ...]) -> bool:
+        """Whether these are the same workers in the same order, and all of their books report here still."""
+        return [r.id for r in replicas] == [r.id for r in self.replicas] and all(b.line is self for b in self.books)
+
 
 @dataclass(slots=True)
 class _Book:
@@ -468,8 +472,14 @@ class LoadBook:
     def owns(self, base_model: str, replicas: tuple[Replica, ...]) -> Loads:
         """`own` of each replica of a base model, in order; only what has changed is looked at."""
         line = self._lines.get(base_model)
-        if line is None or line.replicas is not replicas:
+        if line is None:
             line = self._lines[base_model] = self._lined(replicas)
+        elif line.replicas is not replicas:
+            # A fleet reports many times a second, mostly of the same replicas.
+            if line.is_of(replicas):
+                line.replicas = replicas
+            else:
+                line = self._lines[base_model] = self._lined(replicas)
         for position in line.stale:
             felt, before = _felt(line.books[position]), line.felt[position]
             line.felt[position], line.placed[position] = felt, felt[_PLACED]

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from math import log
 
 import pytest
@@ -190,7 +191,12 @@ def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks
     assert (before.others_in_flight, now.others_in_flight) == (0, 4)
     assert list(now) == [book.own(r.id) for r in replicas]
     book.end(flight, 2.0)
+    renewed = tuple(reversed(replicas))
     assert not book.owns("m", replicas).has_full
+    assert list(book.owns("m", renewed)) == [book.own(r.id) for r in renewed]
+    book.begin("w0", SQL, 0.1, 3.0)
+    again = tuple(replace(r) for r in renewed)
+    assert list(book.owns("m", again)) == [book.own(r.id) for r in again]
     assert now.has_full
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.placement import rendezvous
 from router.config import RouterSettings
-from router.core.cost import Costs, kappa
+from router.core.cost import Costs, Score, context, decode_s, kappa, move_s, prefill_rate, zone_s
 from router.core.decision import Ask, Scene, decide
 from router.core.errors import NoReplica
 from router.core.fleet import Replica, Report, Resident, Roster
@@ -18,6 +18,7 @@ from router.core.load import Loads, Own
 from router.core.policies import POLICIES
 from router.core.policies.kv_lora import KvLora, within_slots
 from router.core.record import record_of, replayed
+from router.core.trust import hit_tokens
 
 SQL = "sql/v1@aaaaaaaaaaaa"
 OTHERS = ("b/v1@cccccccccccc", "c/v1@dddddddddddd")
@@ -272,11 +273,42 @@ def moments(draw):
     return ask, scene
 
 
+def tidy_score(ask, scene, position):
+    """The cost model written to be read: what the loop of `Scene.terms` must come to."""
+    costs, middle, now = scene.costs, scene.roster.middle, scene.now
+    replica, own = scene.roster.replicas[position], scene.loads[position]
+    depth, (host, storage) = scene.depths.get(replica.id, 0), scene.lower.get(replica.id, (0, 0))
+    cached = hit_tokens(depth + host + storage, replica.block_size, ask.prompt_tokens)
+    fetched = host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit)
+    work_tokens = ask.prompt_tokens - cached + replica.block_size * fetched
+    usual = costs.attention_tokens + scene.context_tokens
+    attention = (costs.attention_tokens + context(ask.prompt_tokens, cached)) / usual
+    prefill_s = work_tokens * attention / prefill_rate(replica, middle, costs)
+    adapter_s = slot_s = opening_s = 0.0
+    if ask.engine_name and ask.engine_name not in own.fresh:
+        adapter_s = move_s(replica, ask.engine_name, middle, costs)
+    if ask.engine_name and ask.engine_name not in own.engine_names:
+        slot_s = max(0.0, own.slot_at - now)
+        opening_s = costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
+    backlog_s = scene.backlog.get(replica.id, 0.0)
+    queue_s = own.queue_s(now) + own.full_s + own.room_s(ask.prompt_tokens) + backlog_s
+    harm_s = costs.decode_harm * prefill_s * (own.in_flight + own.others_in_flight)
+    work_s = prefill_s + adapter_s
+    least = min(share.crowding(now) for share in scene.loads)
+    crowd_s = costs.crowding * work_s * (own.crowding(now) - least) + opening_s
+    waits = [slot_s, queue_s, harm_s, crowd_s, decode_s(replica, middle, costs), zone_s(replica, costs)]
+    cost_s = kappa(scene.rho, costs) * work_s + sum(waits)
+    return Score(replica.id, depth, cached, prefill_s, adapter_s, *waits, cost_s)
+
+
 @given(moments())
-def test_the_loop_that_decides_and_the_terms_that_explain_are_one_formula(moment):
+def test_the_loop_that_decides_comes_to_the_cost_model_term_by_term(moment):
     ask, scene = moment
     able = scene.able(ask)
-    assert KvLora().costs_s(ask, scene, able) == pytest.approx([scene.score(ask, i).cost_s for i in able])
+    tidy = [tidy_score(ask, scene, i) for i in able]
+    assert [terms[0] for terms in scene.terms(ask, able)] == [score.replica for score in tidy]
+    assert [terms[1:] for terms in scene.terms(ask, able)] == [pytest.approx(score[1:]) for score in tidy]
+    assert [scene.score(ask, i) for i in able] == [Score(*terms) for terms in scene.terms(ask, able)]
 
 
 @given(moments())

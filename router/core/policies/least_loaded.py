@@ -3,6 +3,7 @@
 from random import Random
 from typing import ClassVar
 
+from router.core.cost import Score
 from router.core.decision import Ask, Scene
 
 
@@ -11,8 +12,10 @@ class LeastLoaded:
 
     name: ClassVar[str] = "least_loaded"
 
-    def choose(self, ask: Ask, scene: Scene) -> int:
+    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
         able = scene.able(ask)
         counts = [scene.loads.in_flight(i) for i in able]
         fewest = min(counts)
-        return Random(scene.seed).choice([i for i, count in zip(able, counts, strict=True) if count == fewest])
+        return scene.scored(
+            ask, Random(scene.seed).choice([i for i, count in zip(able, counts, strict=True) if count == fewest])
+        )

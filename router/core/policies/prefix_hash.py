@@ -3,6 +3,7 @@
 from math import ceil
 from typing import ClassVar
 
+from router.core.cost import Score
 from router.core.decision import Ask, Scene
 from router.core.homes import claim_on
 
@@ -16,10 +17,10 @@ class PrefixHash:
 
     name: ClassVar[str] = "prefix_hash"
 
-    def choose(self, ask: Ask, scene: Scene) -> int:
+    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
         able = scene.able(ask)
         loads = {i: scene.loads.in_flight(i) for i in able}
         most = ceil(_BALANCE * (sum(loads.values()) + 1) / len(able))
         claim = claim_on(f"{ask.engine_name}:{ask.first_blocks}")
         within = [i for i in able if loads[i] < most]
-        return max(within or able, key=lambda i: claim(scene.roster.replicas[i]))
+        return scene.scored(ask, max(within or able, key=lambda i: claim(scene.roster.replicas[i])))

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from router.core.cost import Score
 from router.core.decision import Ask, Scene
 
 
@@ -10,6 +11,6 @@ class RoundRobin:
 
     name: ClassVar[str] = "round_robin"
 
-    def choose(self, ask: Ask, scene: Scene) -> int:
+    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
         able = scene.able(ask)
-        return able[scene.turn % len(able)]
+        return scene.scored(ask, able[scene.turn % len(able)])

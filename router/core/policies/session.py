@@ -3,6 +3,7 @@
 from random import Random
 from typing import ClassVar
 
+from router.core.cost import Score
 from router.core.decision import Ask, Scene
 from router.core.homes import claim_on
 
@@ -12,9 +13,9 @@ class Session:
 
     name: ClassVar[str] = "session"
 
-    def choose(self, ask: Ask, scene: Scene) -> int:
+    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
         able = scene.able(ask)
         if not ask.session:
-            return Random(scene.seed).choice(able)
+            return scene.scored(ask, Random(scene.seed).choice(able))
         claim = claim_on(ask.session)
-        return max(able, key=lambda i: claim(scene.roster.replicas[i]))
+        return scene.scored(ask, max(able, key=lambda i: claim(scene.roster.replicas[i])))
