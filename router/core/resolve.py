@@ -1,7 +1,6 @@
 """What a request names -> a base model, and perhaps an adapter."""
 
 from collections.abc import Callable
-from functools import partial
 from math import log
 from random import Random
 from typing import NamedTuple
@@ -12,8 +11,6 @@ from router.core.errors import AdapterFailed, BadBody, ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet
 
 Visible = Callable[[Adapter], bool]
-IsBase = Callable[[str], bool]
-Pick = Callable[[str], Adapter | None]
 
 
 class Target(NamedTuple):
@@ -35,17 +32,15 @@ def resolve(
     raises          BadBody for wrong types or two fields that disagree, ModelNotFound, AdapterFailed, and
                     NoReplica when the adapter's base model is served by nobody or not known yet
     """
-    for param, value in (("model", model), ("lora_id", lora_id)):
-        if value is not None and not isinstance(value, str):
-            raise BadBody(f"{param} must be a string, found {type(value).__name__}", param=param)
-    assert model is None or isinstance(model, str)
-    assert lora_id is None or isinstance(lora_id, str)
-    is_base = partial(_is_base, fleet, visible)
-    pick = partial(_pick, fleet, visible, session, rng)
+    if not (model is None or isinstance(model, str)):
+        raise BadBody(f"model must be a string, found {type(model).__name__}", param="model")
+    if not (lora_id is None or isinstance(lora_id, str)):
+        raise BadBody(f"lora_id must be a string, found {type(lora_id).__name__}", param="lora_id")
     if lora_id:
-        target = _adapter_target(fleet, lora_id, pick, asked=model or lora_id, param="lora_id")
-        named_base = model if model and is_base(model) else None
-        if named_base is None and model and not _agrees(is_base, model, lora_id, target):
+        adapter = _pick(fleet, visible, session, rng, lora_id)
+        target = _adapter_target(fleet, adapter, lora_id, model or lora_id, "lora_id")
+        named_base = model if model and _is_base(fleet, visible, model) else None
+        if named_base is None and model and not _agrees(fleet, visible, model, lora_id, target):
             raise ModelNotFound(_unknown(model), param="model")
         if named_base is not None and target.base_model != named_base:
             raise BadBody(
@@ -60,10 +55,10 @@ def resolve(
             (only,) = bases
             return Target(only, None, only)
         raise BadBody(f"model is missing; name one of: {', '.join(sorted(bases)) or 'none served now'}", param="model")
-    if is_base(model):
+    if _is_base(fleet, visible, model):
         return Target(model, None, model)
-    base, name = _split(is_base, model)
-    target = _adapter_target(fleet, name, pick, asked=model, param="model")
+    base, name = _split(fleet, visible, model) if ":" in model else (None, model)
+    target = _adapter_target(fleet, _pick(fleet, visible, session, rng, name), name, model, "model")
     if base is not None and target.base_model != base:
         raise ModelNotFound(_unknown(model), param="model")
     return target
@@ -74,8 +69,7 @@ def visible_adapters(fleet: Fleet, visible: Visible) -> dict[str, Adapter]:
     return {lora_id: adapter for lora_id, adapter in fleet.adapters.items() if visible(adapter)}
 
 
-def _adapter_target(fleet: Fleet, name: str, pick: Pick, *, asked: str, param: str) -> Target:
-    adapter = pick(name)
+def _adapter_target(fleet: Fleet, adapter: Adapter | None, name: str, asked: str, param: str) -> Target:
     if adapter is None:
         raise ModelNotFound(_unknown(name), param=param)
     if adapter.error is not None:
@@ -114,17 +108,17 @@ def _claim(alias: str, session: str, lora_id: str, weight: float) -> float:
     return -weight / log(((drawn >> 12) + 0.5) / 2**52)
 
 
-def _split(is_base: IsBase, model: str) -> tuple[str | None, str]:
+def _split(fleet: Fleet, visible: Visible, model: str) -> tuple[str | None, str]:
     """`base:adapter` -> (base, adapter); base names may hold colons themselves, lora_ids never do."""
     base, colon, name = model.rpartition(":")
-    if colon and is_base(base):
+    if colon and _is_base(fleet, visible, base):
         return base, name
     return None, model
 
 
-def _agrees(is_base: IsBase, model: str, lora_id: str, target: Target) -> bool:
+def _agrees(fleet: Fleet, visible: Visible, model: str, lora_id: str, target: Target) -> bool:
     """Whether a model that is no base model says the same as lora_id, in one of its spellings."""
-    base, name = _split(is_base, model)
+    base, name = _split(fleet, visible, model)
     return name == lora_id and base in (None, target.base_model)
 
 
