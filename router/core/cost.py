@@ -1,6 +1,6 @@
 """What a request costs on a replica, in seconds: work, which delays everyone behind it, and waiting, which does not."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -81,8 +81,9 @@ class Score(NamedTuple):
 
 # The same as a plain tuple: a decision makes one for each able replica, and is made a Score of one.
 Terms = tuple[WorkerId, int, int, float, float, float, float, float, float, float, float, float]
-# (id, block size, seconds per prompt token, decode_s, zone_s, max_loras) of a replica. Plain, as `load.Felt`.
-_Row = tuple[WorkerId, int, float, float, float, int]
+# (id, block size, seconds per prompt token, decode_s, zone_s, opening_s by slots in use) of a replica. Plain, as
+# `load.Felt`.
+_Row = tuple[WorkerId, int, float, float, float, Sequence[float]]
 
 
 class Prices:
@@ -95,6 +96,10 @@ class Prices:
         self._roster = roster
         self._moves: dict[str, Mapping[WorkerId, float]] = {"": {}}
         self.costs = costs
+        opening = {
+            most: [opening_s(used, most, costs) for used in range(most + 1)]
+            for most in {replica.max_loras for replica in roster.replicas}
+        }
         self.rows: list[_Row] = [
             (
                 replica.id,
@@ -102,7 +107,7 @@ class Prices:
                 1 / prefill_rate(replica, middle, costs),
                 decode_s(replica, middle, costs),
                 zone_s(replica, costs),
-                replica.max_loras,
+                opening[replica.max_loras],
             )
             for replica in roster.replicas
         ]
@@ -149,6 +154,11 @@ def decode_s(replica: Replica, middle: Report, costs: Costs) -> float:
 def zone_s(replica: Replica, costs: Costs) -> float:
     """What is added for a replica that is known to be in another zone than the router."""
     return costs.other_zone_s if replica.is_far else 0.0
+
+
+def opening_s(slots_used: int, max_loras: int, costs: Costs) -> float:
+    """What one adapter more on a replica costs whoever needs a slot next."""
+    return costs.slot_s * (slots_used / max_loras) ** costs.slot_power if slots_used and max_loras else 0.0
 
 
 def context(prompt_tokens: int, cached_tokens: int) -> float:

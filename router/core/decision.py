@@ -120,7 +120,7 @@ class Scene(NamedTuple):
         # Tokens of work at so many cached: mostly the same as for the replica before, that has nothing of a prompt too.
         known, tokens = -1, 0.0
         found = []
-        for (id_, block_size, token_s, answer_s, far_s, max_loras), own in zip(rows, felt, strict=True):
+        for (id_, block_size, token_s, answer_s, far_s, opening), own in zip(rows, felt, strict=True):
             # In one go: reading them one by one would take most of this loop's time.
             (
                 busy_until,
@@ -168,8 +168,7 @@ class Scene(NamedTuple):
             if name and name not in engine_names:
                 if slot_at > now:
                     slot_s = slot_at - now
-                if slots_used and max_loras:
-                    crowd_s = costs.slot_s * min(1.0, slots_used / max_loras) ** costs.slot_power
+                crowd_s = opening[slots_used] if slots_used < len(opening) else opening[-1]
             if moves and id_ in moves and name not in fresh:
                 adapter_s = moves[id_]
             work_s = prefill_s + adapter_s
