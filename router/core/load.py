@@ -23,8 +23,10 @@ _SMOOTHING = 0.1
 PLACED_S = 120.0
 # The KV cache of an engine that does not tell its size: a guess that all such engines share.
 _KV_TOKENS = 200_000
-# Changes remembered per worker, so that a report read some seconds ago is held against what we had there then.
+# Moments remembered per worker, so that a report read some seconds ago is held against what we had there then. Changes
+# within one are remembered as one: however many requests come, five seconds of them are.
 _REMEMBERED = 512
+_MOMENT_S = 0.01
 
 
 @dataclass(slots=True, eq=False)
@@ -212,6 +214,15 @@ class _Line:
 
 
 @dataclass(slots=True)
+class _Moment:
+    """What was ours from then on, until the next."""
+
+    at: float
+    in_prefill: int
+    in_flight: int
+
+
+@dataclass(slots=True)
 class _Book:
     """Of one worker. Sums are kept as requests come and go: a decision must not cost more the more are in flight.
 
@@ -219,7 +230,6 @@ class _Book:
     unreported_tokens     uncached tokens of those that the engine's report does not know of, or that are in prefill
     names                 how many requests run each; `engine_names` and `fresh` as in Own, None: to be made anew
     reported_at           when the engine's own counts were read
-    history               (when, in prefill, in flight) after every change
     """
 
     flights: set[InFlight] = field(default_factory=set)
@@ -238,7 +248,7 @@ class _Book:
     mean_request_s: float = 0.0
     heard_at: float = -inf
     dispatched_at: dict[str, float] = field(default_factory=dict)
-    history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    history: deque[_Moment] = field(default_factory=lambda: deque([_Moment(-inf, 0, 0)], _REMEMBERED))
     replica: Replica | None = None
     reported_at: float = -inf
     others_until: float = -inf
@@ -313,7 +323,11 @@ class _Book:
             self.unreported_tokens -= flight.uncached_tokens
 
     def changed(self, now: float) -> None:
-        self.history.append((now, len(self.in_prefill), len(self.flights)))
+        moment = self.history[-1]
+        if now - moment.at >= _MOMENT_S:
+            self.history.append(_Moment(now, len(self.in_prefill), len(self.flights)))
+        else:
+            moment.in_prefill, moment.in_flight = len(self.in_prefill), len(self.flights)
         if self.line is not None:
             self.line.stale.add(self.position)
 
@@ -330,10 +344,8 @@ class _Book:
 
     def had(self, at: float) -> tuple[int, int]:
         """In prefill and in flight at that time; as far back as is remembered."""
-        for when, in_prefill, in_flight in reversed(self.history):
-            if when <= at:
-                return in_prefill, in_flight
-        return self.history[0][1:] if len(self.history) == _REMEMBERED else (0, 0)
+        moment = next((then for then in reversed(self.history) if then.at <= at), self.history[0])
+        return moment.in_prefill, moment.in_flight
 
 
 @dataclass(slots=True)

@@ -162,10 +162,23 @@ def test_a_report_older_than_what_is_remembered_does_not_make_our_own_requests_o
     book = LoadBook()
     for number in range(200):
         book.first_token(book.begin("w0", "", 0.01, number / 100), number / 100)
-    for number in range(300):
-        book.end(book.begin("w0", "", 0.01, 3.0 + number / 100), 3.0 + number / 100)
+    for number in range(600):
+        book.end(book.begin("w0", "", 0.01, 3.0 + number / 50), 3.0 + number / 50)
     book.reported(a_replica("w0", report=Report(running=200, at=2.5)))
     assert book.own("w0").others_in_flight == 0
+
+
+def test_what_was_ours_is_remembered_for_seconds_however_many_requests_come():
+    book = LoadBook()
+    for at in (0.5, 1.5, 1.5, 1.5):
+        book.begin("w0", "", 0.01, at)
+    for number in range(3000):
+        at = 2.0 + number / 1000
+        flight = book.begin("w0", "", 0.01, at)
+        book.first_token(flight, at)
+        book.end(flight, at)
+    book.reported(a_replica("w0", report=Report(running=3, at=1.0)))
+    assert book.own("w0").others_in_flight == 2
 
 
 def test_an_adapter_counts_as_fresh_from_its_dispatch_until_the_next_report_speaks_of_it():
