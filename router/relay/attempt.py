@@ -1,12 +1,13 @@
 """open -> relay: one attempt at one replica, and its bytes to the client."""
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
 
 import msgspec
 
 from router.core.errors import ReplicaUnreachable, StreamBroken
-from router.relay.events import MAX_EVENT_BYTES, Renamed, Tail, event_error, has_first_event
+from router.relay.events import MAX_EVENT_BYTES, Renamed, event_error, has_first_event
 from router.relay.front import Exchange
 from router.relay.refusals import enveloped
 from router.relay.upstream import Connection, EngineLost, Headers, Origin, Pool
@@ -20,6 +21,9 @@ _DEAD = b"EngineCore encountered an issue"
 # SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
 _NOT_LOADED = (b"Got LoRA adapter that has never been loaded", b"Failed to implicitly load LoRA adapter")
 _EVENT_STREAM = b"text/event-stream"
+# The event with an answer's usage is the last but `[DONE]`, and each may come in a chunk of its own; a third for what
+# an engine sends without a closing blank line.
+_TAIL_CHUNKS = 3
 # Sooner than an engine can have looked at a request that would kill it.
 _AT_ONCE_S = 0.05
 _LOST = {
@@ -71,7 +75,7 @@ class Attempt(msgspec.Struct, eq=False):
     _got: list[bytes] = []
     _size: int = 0
     _lost: Exception | None = None
-    _tail: Tail | None = None
+    _tail: deque[bytes] | None = None
     status: int = 0
     content_type: bytes = b"application/json"
     retry_after: bytes | None = None
@@ -97,15 +101,14 @@ class Attempt(msgspec.Struct, eq=False):
         hidden  takes out the event with the usage, where we asked for it and the client did not
         """
         self._echo, self._hidden = echo, hidden
-        self._tail = Tail()
+        self._tail = deque(maxlen=_TAIL_CHUNKS)
         self._exchange = exchange
+        self._ended = self._loop.create_future()
         exchange.on_pause, exchange.on_resume = self._pause, self._resume
         try:
-            self._pass_on(b"".join(self._got))
+            self.data(b"".join(self._got))
             self._got = []
             if self._connection is not None:
-                self._connection.deadline = self._loop.time() + self._limits.idle_s
-                self._ended = self._loop.create_future()
                 await self._ended
             if self._lost is None:
                 self._send(echo.end())
@@ -124,7 +127,7 @@ class Attempt(msgspec.Struct, eq=False):
     def usage(self) -> EngineUsage | None:
         """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""
         kind = self._call.route.usage
-        return usage_of(kind, self.first) if self._tail is None else usage_of_events(kind, self._tail.joined())
+        return usage_of(kind, self.first) if self._tail is None else usage_of_events(kind, b"".join(self._tail))
 
     def close(self) -> None:
         """Free the connection; one whose answer was not read to its end is closed, and the engine aborts."""
@@ -142,12 +145,18 @@ class Attempt(msgspec.Struct, eq=False):
         self.streamed = status == 200 and (self.streamed or self.content_type.startswith(_EVENT_STREAM))
 
     def data(self, data: bytes) -> None:
-        if self._ended is not None:
+        if self._echo is not None:
             connection = self._connection
-            assert connection is not None
-            connection.heard_at = now = self._loop.time()
-            connection.deadline = now + self._limits.idle_s
-            self._pass_on(data)
+            if connection is not None:
+                connection.heard_at = now = self._loop.time()
+                connection.deadline = now + self._limits.idle_s
+            try:
+                ready = self._echo.chunk(data)
+            except StreamBroken as exc:
+                self.close()
+                self._break(exc)
+            else:
+                self._send(ready)
             return
         self._got.append(data)
         self._size += len(data)
@@ -191,20 +200,12 @@ class Attempt(msgspec.Struct, eq=False):
             self.in_band_error, self.streamed = True, False
         self._decided.set_result(None)
 
-    def _pass_on(self, data: bytes) -> None:
-        assert self._echo is not None
-        try:
-            self._send(self._echo.chunk(data))
-        except StreamBroken as exc:
-            self.close()
-            self._break(exc)
-
     def _send(self, ready: bytes) -> None:
         if not ready:
             return
         assert self._tail is not None
         assert self._exchange is not None
-        self._tail.note(ready)
+        self._tail.append(ready)
         if self._hidden is not None:
             ready = self._hidden.events(ready)
         self._exchange.send(ready)

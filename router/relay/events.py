@@ -2,7 +2,6 @@
 
 import functools
 import re
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -15,9 +14,6 @@ from router.surface.routes import ErrorShape
 _END, _CRLF_END = b"\n\n", b"\r\n\r\n"
 # The longest single event held back while its end is awaited.
 MAX_EVENT_BYTES = 8 * 2**20
-# The event with an answer's usage is the last but `[DONE]`, and each may come in a chunk of its own; a third for what
-# an engine sends without a closing blank line.
-_TAIL_CHUNKS = 3
 # A lora_id with the beginning of its digest, see workers/wire.py engine_name.
 _DATED = re.compile(rb'("model": ?"[^"@]+)@[0-9a-f]{12}"')
 
@@ -115,21 +111,6 @@ class Growing(Echo):
 
     def end(self) -> bytes:
         return self._events(super().end())
-
-
-class Tail:
-    """The end of what was relayed, in whole events and unparsed: `usage` is in it."""
-
-    __slots__ = ("_chunks",)
-
-    def __init__(self) -> None:
-        self._chunks: deque[bytes] = deque(maxlen=_TAIL_CHUNKS)
-
-    def note(self, events: bytes) -> None:
-        self._chunks.append(events)
-
-    def joined(self) -> bytes:
-        return b"".join(self._chunks)
 
 
 def error_event(body: Mapping[str, Any], shape: ErrorShape = "openai") -> bytes:
