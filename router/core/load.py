@@ -144,17 +144,17 @@ _PLACED: Final = 15
 class Loads:
     """The load of every replica, in the order of their roster, and what every decision needs to know of all of them.
 
-    felt      what each replica's Own is made of, when somebody asks for one
-    has_full  of some replica all adapter slots are in use
+    felt  what each replica's Own is made of, when somebody asks for one
+    full  how many replicas have all adapter slots in use
     """
 
-    __slots__ = ("felt", "has_full", "least_placed", "others_in_flight")
+    __slots__ = ("felt", "full", "least_placed", "others_in_flight")
 
-    def __init__(self, felt: Sequence[Felt], least_placed: float, others_in_flight: int, *, has_full: bool) -> None:
+    def __init__(self, felt: Sequence[Felt], least_placed: float, others_in_flight: int, full: int) -> None:
         self.felt = felt
         self.least_placed = least_placed
         self.others_in_flight = others_in_flight
-        self.has_full = has_full
+        self.full = full
 
     @classmethod
     def of(cls, owns: Iterable[Own]) -> "Loads":
@@ -164,7 +164,7 @@ class Loads:
             found,
             min([own.placed for own in found], default=-inf),
             sum([own.others_in_flight for own in found]),
-            has_full=any(own.slot_at > -inf for own in found),
+            sum([own.slot_at > -inf for own in found]),
         )
 
     def __len__(self) -> int:
@@ -501,7 +501,8 @@ class LoadBook:
             else:
                 line.full.discard(position)
         line.stale.clear()
-        return Loads(line.felt.copy(), min(line.placed, default=-inf), line.others_in_flight, has_full=bool(line.full))
+        placed = line.placed
+        return Loads(line.felt.copy(), min(placed) if placed else -inf, line.others_in_flight, len(line.full))
 
     def _lined(self, replicas: tuple[Replica, ...]) -> _Line:
         count = len(replicas)

@@ -196,7 +196,7 @@ def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks
         book.reported(replica)
     flight = book.begin("w1", SQL, 0.1, 0.0, prompt_tokens=100)
     before = book.owns("m", replicas)
-    assert (before.has_full, list(before)) == (True, [book.own(r.id) for r in replicas])
+    assert (before.full, list(before)) == (1, [book.own(r.id) for r in replicas])
     book.first_token(flight, 1.0)
     book.reported(a_replica("w2", report=Report(at=1.0, running=4)))
     now = book.owns("m", replicas)
@@ -205,12 +205,12 @@ def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks
     assert list(now) == [book.own(r.id) for r in replicas]
     book.end(flight, 2.0)
     renewed = tuple(reversed(replicas))
-    assert not book.owns("m", replicas).has_full
+    assert not book.owns("m", replicas).full
     assert list(book.owns("m", renewed)) == [book.own(r.id) for r in renewed]
     book.begin("w0", SQL, 0.1, 3.0)
     again = tuple(replace(r) for r in renewed)
     assert list(book.owns("m", again)) == [book.own(r.id) for r in again]
-    assert now.has_full
+    assert now.full == 1
 
 
 def test_utilisation_fades_and_is_shared_by_the_fleet():

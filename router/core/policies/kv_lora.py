@@ -26,7 +26,7 @@ class KvLora:
 def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ...]:
     """Those where this adapter opens no slot beyond `max_loras`; all of them when there is no such replica."""
     name = ask.engine_name
-    if not name or not scene.loads.has_full:
+    if not name or not scene.loads.full:
         return able
     fits = [i for i in able if scene.loads.has_slot(i, name)]
     return tuple(fits) or able
