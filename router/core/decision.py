@@ -153,13 +153,14 @@ class Scene(NamedTuple):
             prefill_s = tokens * token_s
             if extra:
                 prefill_s += extra * (attention_tokens + context(prompt, cached)) * per_context * token_s
-            # Own.queue_s and Own.room_s
-            queue_s = busy_until - now
-            if queue_s < behind_s:  # noqa: PLR1730  (a call of max takes longer)
-                queue_s = behind_s
+            # Own.queue_s and Own.room_s. What is nothing for an idle replica is not added: each sum makes an object.
+            queue_s = behind_s
+            if busy_until > now and busy_until - now > behind_s:
+                queue_s = busy_until - now
             if others_until > now:
                 queue_s += others_until - now
-            queue_s += full_s
+            if full_s:
+                queue_s += full_s
             if kv_free_tokens < prompt <= kv_tokens:
                 queue_s += min(request_s, (prompt - kv_free_tokens) * kv_token_s)
             if backlog:
@@ -169,13 +170,15 @@ class Scene(NamedTuple):
                 if slot_at > now:
                     slot_s = slot_at - now
                 crowd_s = opening[slots_used] if slots_used < len(opening) else opening[-1]
+            work_s = prefill_s
             if moves and id_ in moves and name not in fresh:
                 adapter_s = moves[id_]
-            work_s = prefill_s + adapter_s
+                work_s += adapter_s
             crowded = placed - faded
             if crowded > least:
                 crowd_s += crowding * work_s * (crowded - least)
-            harm_s = harm * prefill_s * (in_prefill + in_decode + others)
+            in_flight = in_prefill + in_decode + others
+            harm_s = harm * prefill_s * in_flight if in_flight else 0.0
             cost_s = price * work_s + slot_s + queue_s + harm_s + crowd_s + answer_s + far_s
             found.append(
                 (id_, depth, cached, prefill_s, adapter_s, slot_s, queue_s, harm_s, crowd_s, answer_s, far_s, cost_s)
