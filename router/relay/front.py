@@ -309,8 +309,6 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # uvloop then sends at once, not when its turn is over: nobody waits for the answers to all others.
-        transport.set_write_buffer_limits(high=0)
         self._read_by = self.loop.time() + self._limits.head_s
         self._front.add(self)
 

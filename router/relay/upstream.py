@@ -200,8 +200,6 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
-        # uvloop then sends at once, not when its turn is over: the engine begins while others are decided.
-        transport.set_write_buffer_limits(high=0)
         if self._closed:
             transport.abort()  # nobody waits for it any more
         else:
