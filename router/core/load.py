@@ -230,8 +230,10 @@ class _Book:
     unreported_tokens     uncached tokens of those that the engine's report does not know of, or that are in prefill
     names                 how many requests run each; `engine_names` and `fresh` as in Own, None: to be made anew
     reported_at           when the engine's own counts were read
+    base_model            what its worker serves
     """
 
+    base_model: str
     flights: set[InFlight] = field(default_factory=set)
     in_prefill: dict[InFlight, None] = field(default_factory=dict)
     prefill_s: float = 0.0
@@ -395,7 +397,7 @@ class LoadBook:
         work.context_tokens += _SMOOTHING * ((prompt_tokens + cached_tokens) / 2 - work.context_tokens)
         work.in_flight += 1
         work.in_flight_tokens += prompt_tokens
-        book = self._books.get(worker) or self._book_of(worker)
+        book = self._books.get(worker) or self._book_of(worker, base_model)
         flight = InFlight(worker, engine_name, prefill_s, prompt_tokens - cached_tokens, prompt_tokens, now, work, book)
         book.add(flight)
         self._prefill_each_s += _SMOOTHING * (prefill_s - self._prefill_each_s)
@@ -462,10 +464,10 @@ class LoadBook:
 
     def reported(self, replica: Replica) -> None:
         """Take an engine's own counts, and off them what was ours when they were read."""
-        book = self._book_of(replica.id)
+        book = self._book_of(replica.id, replica.base_model)
         report = replica.report
         is_new = book.replica is None or book.replica.report.at != report.at
-        book.replica = replica
+        book.replica, book.base_model = replica, replica.base_model
         book.thaw()
         if not is_new:
             return
@@ -506,17 +508,17 @@ class LoadBook:
 
     def _lined(self, replicas: tuple[Replica, ...]) -> _Line:
         count = len(replicas)
-        books = [self._book_of(replica.id) for replica in replicas]
+        books = [self._book_of(replica.id, replica.base_model) for replica in replicas]
         line = _Line(replicas, books, [_IDLE] * count, [-inf] * count, set(range(count)))
         for position, book in enumerate(books):
             book.line, book.position = line, position
         return line
 
     def in_flight(self) -> Iterable[tuple[WorkerId, str, int]]:
-        """(worker, engine name, requests in flight) of everything that is in flight."""
+        """(worker, what its engine calls the thing that runs, requests in flight) of everything that is in flight."""
         for worker, book in self._books.items():
             for engine_name, count in book.names.items():
-                yield worker, engine_name, count
+                yield worker, engine_name or book.base_model, count
 
     def utilisation(self, base_model: str, loads: Loads, now: float) -> float:
         """rho: admitted seconds per replica-second, exponentially weighted over 30 s, fleet-wide.
@@ -541,10 +543,10 @@ class LoadBook:
         work = self._work.get(base_model)
         return 0 if work is None else work.in_flight_tokens
 
-    def _book_of(self, worker: WorkerId) -> _Book:
+    def _book_of(self, worker: WorkerId, base_model: str) -> _Book:
         book = self._books.get(worker)
         if book is None:
-            book = self._books[worker] = _Book()
+            book = self._books[worker] = _Book(base_model)
         return book
 
 

@@ -81,11 +81,12 @@ async def test_what_the_engine_failed_is_an_error_and_what_it_refused_is_none(an
             assert (use.work_s, use.first_tokens) == (0.0, 0)
 
 
-async def test_a_client_that_leaves_is_no_error_of_the_engines():
+@pytest.mark.parametrize("question", [SQL, CHAT], ids=["adapter", "base model"])
+async def test_a_client_that_leaves_is_no_error_of_the_engines(question):
     engine = Engine("w0", streamed)
     engine.go_on.clear()
     async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
-        async with client.stream("POST", "/v1/chat/completions", json=SQL | {"stream": True}) as answer:
+        async with client.stream("POST", "/v1/chat/completions", json=question | {"stream": True}) as answer:
             await anext(answer.aiter_bytes())
             assert the_use(parts).in_flight == 1
         await until(lambda: the_use(parts).in_flight == 0)
