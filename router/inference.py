@@ -205,15 +205,20 @@ class Inference:
         if replica is None:
             raise gone(response_id, worker, param="id")
         target = exchange.path.encode() + (b"?" + exchange.query if exchange.query else b"")
-        question = read(parts, answer.request_id, route, b"", target=target)
+        timeout = _text(exchange.headers, _TIMEOUT)
+        question = read(parts, answer.request_id, route, b"", target=target, timeout=timeout)
         door = door_of(replica, parts.config.engine_key)
         call = Call(route, door.origin, door.request(question, b""), "", False, worker, False)
+        async with self._in_time(question):
+            await self._relay_stored(call, answer)
+
+    async def _relay_stored(self, call: Call, answer: "_Answer") -> None:
         try:
-            attempt = await open_attempt(parts.pool, call, self._limits)
+            attempt = await open_attempt(self._parts.pool, call, self._limits)
         except ReplicaUnreachable as exc:
             raise NoReplica(str(exc)) from exc
         try:
-            about = _content(attempt) + f"x-lorafleet-worker: {worker}\r\n"
+            about = _content(attempt) + f"x-lorafleet-worker: {call.replica}\r\n"
             if attempt.streamed:
                 await self._streamed(attempt, about, Undated(), answer)
             else:

@@ -299,6 +299,9 @@ async def test_a_stored_response_is_asked_of_the_engine_that_keeps_it_and_of_no_
         with_query = await router.client.get(f"/v1/responses/{name}?starting_after=3&include=x", headers=bearer("a"))
         assert with_query.status_code == 200
         assert targets[-1][2].endswith("?starting_after=3&include=x")
+        limit = bearer("a") | {"x-lorafleet-timeout-s": "0.1"}
+        late = await asyncio.wait_for(router.client.get(f"/v1/responses/{name}?hang", headers=limit), 5)
+        assert error_of(late) == (504, "deadline_exceeded")
         follow = {"model": BASE, "input": "more", "previous_response_id": name}
         for _ in range(4):
             answer = await router.client.post("/v1/responses", json=follow, headers=bearer("a"))
