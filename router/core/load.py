@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import exp, inf, log
 from typing import Final, NamedTuple
 
+from router.core.cost import context
 from router.core.fleet import Replica
 from router.core.index import WorkerId
 
@@ -330,8 +331,7 @@ class _Book:
             self.history.append(_Moment(now, len(self.in_prefill), len(self.flights)))
         else:
             moment.in_prefill, moment.in_flight = len(self.in_prefill), len(self.flights)
-        if self.line is not None:
-            self.line.stale.add(self.position)
+        self.thaw()
 
     def thaw(self) -> None:
         """What was felt of it is no longer so."""
@@ -393,8 +393,7 @@ class LoadBook:
             work = self._work[base_model] = _Work(at=now)
         work.seconds = work.seconds * exp((work.at - now) / _HORIZON_S) + prefill_s + adapter_s
         work.at = now
-        # As in cost.context.
-        work.context_tokens += _SMOOTHING * ((prompt_tokens + cached_tokens) / 2 - work.context_tokens)
+        work.context_tokens += _SMOOTHING * (context(prompt_tokens, cached_tokens) - work.context_tokens)
         work.in_flight += 1
         work.in_flight_tokens += prompt_tokens
         book = self._books.get(worker) or self._book_of(worker, base_model)
