@@ -211,7 +211,7 @@ def _read(path: Path) -> dict[str, Caller]:
     form = "expected `keys: [{sha256: <64 hex>, tenant: <name>, scopes: [infer|load|register|admin], limits: {...}}]`"
     try:
         raw = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:  # ValueError: no text, or a date that is none
         raise KeyFileError(f"key file {path}: {exc}") from exc
     entries = raw.get("keys") if isinstance(raw, dict) else None
     if not isinstance(entries, list):

@@ -106,7 +106,7 @@ def _flag(loc: tuple[int | str, ...]) -> str:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as exc:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:  # ValueError: no text, or a date that is none
         raise SettingsError(f"--config {path}: {exc}") from exc
     if not isinstance(values, dict):
         raise SettingsError(f"--config {path}: expected a mapping of settings, found {type(values).__name__}")
