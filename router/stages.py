@@ -23,7 +23,7 @@ from router.flight import Flight
 from router.kv_events import Feeds
 from router.parts import Parts
 from router.surface.routes import Route
-from router.tokens import NO_TOKENS, Tokens
+from router.tokens import NO_TOKENS, Slowly, Tokens
 
 # How long its client will wait for the whole answer, in seconds.
 TIMEOUT_HEADER = "x-lorafleet-timeout-s"
@@ -141,14 +141,28 @@ def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
 
 async def tokenize(parts: Parts, target: Target, question: Question) -> Tokens:
     """The prompt's token ids, or none: a prompt that only its engine can tokenize is routed without a KV term."""
+    found = tokenize_at_once(parts, target, question)
+    return found if isinstance(found, Tokens) else await found()
+
+
+def tokenize_at_once(parts: Parts, target: Target, question: Question) -> Tokens | Slowly:
+    """As `tokenize`; or what makes them, where they must be waited for."""
     kind = question.route.prompt
     replica = parts.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
     if replica is None:
         return NO_TOKENS
     began_at = parts.clock()
-    tokens = await parts.tokenizers.ids(
+    found = parts.tokenizers.at_once(
         question.decoded, base_model=target.base_model, engine_url=replica.engine_url, kind=kind
     )
+    if not isinstance(found, Tokens):
+        return partial(_tokenized, parts, found, began_at)
+    parts.metrics.tokenize.labels(found.source).observe(parts.clock() - began_at)
+    return found
+
+
+async def _tokenized(parts: Parts, slowly: Slowly, began_at: float) -> Tokens:
+    tokens = await slowly()
     parts.metrics.tokenize.labels(tokens.source).observe(parts.clock() - began_at)
     return tokens
 

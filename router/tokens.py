@@ -6,8 +6,9 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -128,6 +129,12 @@ NO_TOKENS = Tokens(None, "none")
 _NO_IDS: "array[int]" = array("I")
 
 
+# Ids that must be waited for: what makes them.
+Slowly = Callable[[], Coroutine[Any, Any, Tokens]]
+# What says that a prompt is not one for our tokenizer.
+_NOT_HERE = (Untokenizable, TemplateError, TypeError, ValueError, RecursionError)
+
+
 class _Busy(Exception):
     """Too many prompts wait for a thread."""
 
@@ -219,6 +226,13 @@ class Tokenizers:
         kind  of body, as its route has it; None: `messages` make it a chat, `prompt` (text or one list of ids) a
               completion
         """
+        found = self.at_once(body, base_model=base_model, engine_url=engine_url, kind=kind)
+        return found if isinstance(found, Tokens) else await found()
+
+    def at_once(
+        self, body: Mapping[str, Any], *, base_model: str, engine_url: str, kind: PromptKind | None = None
+    ) -> "Tokens | Slowly":
+        """As `ids`; or what makes them, where a thread or the engine must be waited for."""
         given = body.get("prompt") if kind in {None, "completion"} else None
         if isinstance(given, list):
             return _given(given)
@@ -230,17 +244,19 @@ class Tokenizers:
             if prompt is None:
                 return NO_TOKENS
             body = prompt
+        remote = partial(self._remote, body, base_model, engine_url)
+        if local is None:
+            return remote
         try:
-            if local is not None:
-                return await self._encode(local, body, base_model)
-        except _Busy:
-            return NO_TOKENS  # the engine would be asked for the longest prompts, just when there are too many
-        except (Untokenizable, TemplateError, TypeError, ValueError, RecursionError) as exc:
+            return self._encode(local, body, base_model, remote)
+        except _NOT_HERE as exc:
             log.debug("not tokenized here", base_model=base_model, error=str(exc))
-        return await self._remote(body, base_model, engine_url)
+            return remote
 
-    async def _encode(self, local: ChatTokenizer, body: Mapping[str, Any], base_model: str) -> Tokens:
-        """Piece by piece, and only those that were not seen before. Raises Untokenizable and what templates raise."""
+    def _encode(
+        self, local: ChatTokenizer, body: Mapping[str, Any], base_model: str, remote: "Slowly"
+    ) -> "Tokens | Slowly":
+        """Piece by piece, and only those that were not seen before. Raises _NOT_HERE."""
         text, special = local.prompt_text(body)
         pieces = local.pieces(text, add_special_tokens=special)
         made: list[array[int]] = []
@@ -263,9 +279,49 @@ class Tokenizers:
                 else:
                     made[at] = ids
         if slow:
-            encoded = await self._encoded(local, [pieces[at] for at in slow], special=special)
-            for at, ids in zip(slow, encoded, strict=True):
-                made[at] = ids
+            rest = [pieces[at] for at in slow]
+            encode = partial(local.encode_pieces, rest, add_special_tokens=special)
+            chars = sum(map(len, rest))
+            if chars > _INLINE_CHARS:
+                threads = self._long if chars <= _LONG_CHARS else self._very_long
+                made_of = partial(self._joined, base_model, pieces, made, missing, slow)
+                return partial(self._in_thread, threads, encode, made_of, base_model, remote)
+            return self._joined(base_model, pieces, made, missing, slow, encode())
+        return self._joined(base_model, pieces, made, missing)
+
+    async def _in_thread(
+        self,
+        threads: "_Threads",
+        encode: "Callable[[], list[array[int]]]",
+        joined: "Callable[[list[array[int]]], Tokens]",
+        base_model: str,
+        remote: "Slowly",
+    ) -> Tokens:
+        try:
+            return joined(await threads.run(encode))
+        except _Busy:
+            return NO_TOKENS  # the engine would be asked for the longest prompts, just when there are too many
+        except _NOT_HERE as exc:
+            log.debug("not tokenized here", base_model=base_model, error=str(exc))
+            return await remote()
+
+    def _joined(
+        self,
+        base_model: str,
+        pieces: Sequence[str],
+        made: "list[array[int]]",
+        missing: Sequence[int],
+        slow: Sequence[int] = (),
+        encoded: "Sequence[array[int]]" = (),
+    ) -> Tokens:
+        """The ids of all pieces.
+
+        made     of each piece; those of the pieces at `slow` are `encoded`
+        missing  which pieces the cache does not have
+        """
+        for at, ids in zip(slow, encoded, strict=True):
+            made[at] = ids
+        last = len(pieces) - 1
         new = 0
         for at in missing:
             new += len(made[at])
@@ -279,14 +335,6 @@ class Tokenizers:
         kept = len(whole) - len(made[last])
         seen = kept if missing[0] == last else sum([len(ids) for ids in made[: missing[0]]])
         return Tokens(whole, "local", seen, kept)
-
-    async def _encoded(self, local: ChatTokenizer, pieces: Sequence[str], *, special: bool) -> "list[array[int]]":
-        """By the tokenizer; in a thread when that takes long."""
-        chars = sum(map(len, pieces))
-        if chars <= _INLINE_CHARS:
-            return local.encode_pieces(pieces, add_special_tokens=special)
-        threads = self._long if chars <= _LONG_CHARS else self._very_long
-        return await threads.run(lambda: local.encode_pieces(pieces, add_special_tokens=special))
 
     async def _files(self, base_model: str, agent_url: str) -> Mapping[str, str]:
         if base_model in self._paths:
