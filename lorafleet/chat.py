@@ -27,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from lorafleet.cuts import Cuts
+from lorafleet.frames import Frames, Part, Speakers, Watched
 from lorafleet.words import Words
 
 TOKENIZER_FILES: Final = (
@@ -119,6 +120,9 @@ class ChatTokenizer:
         self._words = words
         self._has_frame = tokenizer.num_special_tokens_to_add(False) > 0
         self._templates = {name: _Template(source, named_tokens) for name, source in templates.items()}
+        self._frames: Frames | None = None
+        if cuts is not None and cuts.sure is not None and "default" in self._templates:
+            self._frames = self._templates["default"].frames(cuts)
 
     @classmethod
     def from_files(cls, files: Mapping[str, str]) -> "ChatTokenizer":
@@ -163,6 +167,17 @@ class ChatTokenizer:
         if not isinstance(prompt, str):
             raise Untokenizable(f"prompt is {type(prompt).__name__}, not one text")
         return prompt, body.get("add_special_tokens", True) is not False
+
+    def prompt_pieces(self, body: Mapping[str, Any]) -> tuple[list[str], bool]:
+        """What `prompt_text` says, its text cut as `pieces` does. Raises Untokenizable."""
+        if self._frames is not None and _UNUSUAL.isdisjoint(body):
+            said = _plainly_said(body.get("messages"))
+            if said is not None:
+                pieces = self._frames.pieces(*said)
+                if pieces is not None:
+                    return pieces, False
+        text, special = self.prompt_text(body)
+        return self.pieces(text, add_special_tokens=special), special
 
     @functools.cached_property
     def wants_system_first(self) -> bool:
@@ -315,6 +330,9 @@ _TEMPLATE_FIELDS: Final = frozenset(
     {"chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message", "documents"}
 )
 _USUAL_ARGUMENTS: Final[Mapping[str, Any]] = {"add_generation_prompt": True, "continue_final_message": False}
+# Without any of these a conversation's prompt depends on its messages alone.
+_UNUSUAL: Final = _ENGINE_ONLY | _TEMPLATE_FIELDS | {"tools", "add_special_tokens"}
+_SPEAKERS: Final = frozenset(["system", "user", "assistant"])
 
 
 def _template_arguments(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -347,6 +365,23 @@ def _conversation(messages: Any, *, as_parts: bool) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise Untokenizable("messages must be a list with at least one message")
     return [_message(message, as_parts=as_parts) for message in messages]
+
+
+def _plainly_said(messages: Any) -> tuple[Speakers, list[str]] | None:
+    """Who speaks, and what, where every message is a text that reaches the template as it came; else None."""
+    speakers, texts = [], []
+    try:
+        for message in messages:
+            speaker, text = message["role"], message["content"]
+            if type(text) is not str or speaker not in _SPEAKERS or len(message) != 2:
+                return None
+            if speaker == "system" and text.startswith(_BILLING_HEADER):
+                return None
+            speakers.append(speaker)
+            texts.append(text)
+    except (KeyError, TypeError):
+        return None
+    return (tuple(speakers), texts) if speakers else None
 
 
 def _message(message: Any, *, as_parts: bool) -> Message:
@@ -544,12 +579,12 @@ class _Template:
         environment = _environment()
         try:
             parsed = environment.parse(source)
-            self._compiled = environment.from_string(source)
+            self._code = environment.compile(source)
         except jinja2.TemplateError as exc:
             raise Untokenizable(f"the chat template does not compile: {exc}") from exc
+        self._compiled = environment.template_class.from_code(environment, self._code, {})
         # What every rendering begins with: one dict to copy, where jinja2's own way copies three and chains two.
-        self._usual = {**self._compiled.globals, **named_tokens, "documents": None}
-        self._compiled.globals = {}
+        self._usual = {**environment.globals, **named_tokens, "documents": None}
         self._source = source
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.takes_parts = _goes_through_parts(parsed)
@@ -575,6 +610,23 @@ class _Template:
         except Exception as exc:  # a template may fail on a client's input in any way Python can
             raise Untokenizable(f"the chat template refused the request: {exc}") from exc
         return _cut_at_tag(text, messages[-1]["content"]) if continuing else text
+
+    def frames(self, cuts: Cuts) -> Frames:
+        """What it puts around the texts of conversations without tools and wishes."""
+        watched = Watched(_environment(), self._code)
+
+        def rendered(speakers: Speakers, texts: Sequence[Any]) -> str:
+            return self.render(self._said(speakers, texts), None, _USUAL_ARGUMENTS)
+
+        def shown(speakers: Speakers, texts: Sequence[Any]) -> Sequence[Part]:
+            said = self._said(speakers, texts)
+            return watched.shown(self._usual | {"add_generation_prompt": True, "messages": said, "tools": None})
+
+        return Frames(cuts, rendered, shown)
+
+    def _said(self, speakers: Speakers, texts: Sequence[Any]) -> list[Message]:
+        contents = [[{"type": "text", "text": text}] for text in texts] if self.takes_parts else texts
+        return [{"role": speaker, "content": content} for speaker, content in zip(speakers, contents, strict=True)]
 
     def refuses_late_system(self) -> bool:
         """Whether a system message after a user's is an error; rendered as vLLM tries it, without our additions."""

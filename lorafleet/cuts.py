@@ -9,7 +9,7 @@ Source: tokenizers 0.23 src/tokenizer/added_vocabulary.rs extract_and_normalize,
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -59,9 +59,13 @@ class TokenizerFile(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The added tokens of one tokenizer; behind each a text may be cut."""
+    """The added tokens of one tokenizer; behind each a text may be cut.
+
+    sure  those that are found wherever their letters stand, whatever stands around them; None: none are
+    """
 
     added: re.Pattern[str]
+    sure: re.Pattern[str] | None = None
     min_chars: int = 256
     """Shorter pieces cost more to look up than to encode."""
 
@@ -74,24 +78,48 @@ class Cuts:
         # A single-word token asks for the characters around it, one with rstrip swallows the blanks behind it: a cut
         # would hide both. Dropout answers by chance.
         looks_across = any(token.single_word or token.rstrip for token in file.added_tokens)
-        if not raw or looks_across or file.model.dropout or not _is_local(file.pre_tokenizer):
+        added = _any_of(raw)
+        if added is None or looks_across or file.model.dropout or not _is_local(file.pre_tokenizer):
             return None
-        # Longest first makes an alternation leftmost-longest, as the tokenizer's own search is.
-        return cls(re.compile("|".join(map(re.escape, sorted(raw, key=len, reverse=True)))))
+        return cls(added, _any_of([token for token in raw if _is_sure(token, raw)]))
 
-    def pieces(self, text: str) -> list[str]:
+    def pieces(self, text: str, *, sure: bool = False) -> list[str]:
         """`text` in pieces of `min_chars` or more that end behind an added token; the last is what remains.
 
         A text and its continuation share every piece but the last of the shorter one.
+
+        sure  only behind tokens that would be found in any longer text as well
         """
         pieces, start = [], 0
-        for match in self.added.finditer(text):
+        found = self.sure if sure else self.added
+        for match in found.finditer(text) if found is not None else ():
             end = match.end()
             if end - start >= self.min_chars:
                 pieces.append(text[start:end])
                 start = end
         pieces.append(text[start:])
         return pieces
+
+    def first_sure(self, text: str) -> int:
+        """Where the first token ends that would be found in any longer text as well; 0: there is none."""
+        match = self.sure.search(text) if self.sure is not None else None
+        return match.end() if match is not None else 0
+
+
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
+    # Longest first makes an alternation leftmost-longest, as the tokenizer's own search is.
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
+
+
+def _is_sure(token: str, tokens: Sequence[str]) -> bool:
+    """Whether no other match can take letters of this token: none begins before it and reaches into it, and none that
+    begins with it is longer.
+    """
+    begins = [token[:length] for length in range(1, len(token) + 1)]
+    return not any(
+        (token in other and token != other) or any(other.endswith(begin) and begin != other for begin in begins)
+        for other in tokens
+    )
 
 
 def _is_local(pre_tokenizer: Mapping[str, Any] | None) -> bool:

@@ -257,8 +257,7 @@ class Tokenizers:
         self, local: ChatTokenizer, body: Mapping[str, Any], base_model: str, remote: "Slowly"
     ) -> "Tokens | Slowly":
         """Piece by piece, and only those that were not seen before. Raises _NOT_HERE."""
-        text, special = local.prompt_text(body)
-        pieces = local.pieces(text, add_special_tokens=special)
+        pieces, special = local.prompt_pieces(body)
         made: list[array[int]] = []
         missing, chars, last = [], 0, len(pieces) - 1
         for at, piece in enumerate(pieces):

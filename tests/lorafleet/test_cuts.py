@@ -112,6 +112,35 @@ def test_a_continuation_has_every_whole_piece_of_the_text_that_it_continues(text
     assert whole[: len(before) - 1] == before[:-1]
 
 
+@settings(max_examples=300, deadline=None)
+@given(before=TEXTS, after=TEXTS, data=st.data())
+def test_behind_a_sure_marker_there_is_a_cut_whatever_stands_around_it(family, before, after, data):
+    tokenizer, cuts = family
+    markers = [token for token in FRAGMENTS if cuts.sure is not None and cuts.sure.fullmatch(token)]
+    marker = data.draw(st.sampled_from(markers)) if markers else ""
+    whole = before + marker + after
+    if marker:
+        assert ids(tokenizer, before + marker) + ids(tokenizer, after) == ids(tokenizer, whole)
+        assert 0 < cuts.first_sure(whole) <= len(before + marker)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sure"),
+    [
+        (["<a>", "<b>"], {"<a>", "<b>"}),
+        (["<a>", "<a>x"], {"<a>x"}),
+        (["<a>", "x<"], {"x<"}),
+        (["<a>", "x<a>y"], {"x<a>y"}),
+        (["<a>", "<"], {"<a>"}),
+        (["  "], set()),
+    ],
+)
+def test_a_marker_is_sure_when_no_other_can_take_its_letters(tokens, sure):
+    cuts = Cuts.of(bpe(added=raw(*tokens)))
+    found = {token for token in tokens if cuts.sure.fullmatch(token)}
+    assert found == sure
+
+
 LOOKS_ACROSS = {
     "metaspace at the start only": lambda: bpe(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")),
     "a marker that swallows blanks behind it": lambda: bpe(added=raw("<|im_end|>", rstrip=True)),

@@ -323,11 +323,8 @@ class Gate:
         self.go_on = threading.Event()
         self.threads: set[str] = set()
 
-    def prompt_text(self, body):
-        return self.chat.prompt_text(body)
-
-    def pieces(self, text, *, add_special_tokens):
-        return self.chat.pieces(text, add_special_tokens=add_special_tokens)
+    def prompt_pieces(self, body):
+        return self.chat.prompt_pieces(body)
 
     def quick_ids(self, piece, *, add_special_tokens):
         return None
