@@ -33,7 +33,7 @@ _GPT4 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # By these a space behind anything but white space begins a word: only white space matches one that is not its first
-# character. And none looks back, so what is cut there is split as before.
+# character. And none looks back, so what is cut there is split as before. Each matches every character there is.
 _SPACE_BEGINS: Final = frozenset([_GPT2, _GPT4 % "", _GPT4 % "{1,3}"])
 # Oniguruma's classes, for ASCII. Python's own \s has \x1c to \x1f besides.
 _SPACE = r" \t\n\r\x0b\x0c"
@@ -46,8 +46,9 @@ _KEPT_ESCAPES: Final = frozenset([r"\r", r"\n", r"\t", r"\\", r"\'", r"\-", r"\[
 MAX_CHARS: Final = 32_768
 _MAX_WORDS = 50_000
 _LONGEST_WORD = 64
+_MAX_WHOLE, _SHORT = 1000, 16
 # A shorter text is as soon split by the expression.
-_LONG = 256
+_LONG = 96
 # A word that is not known takes the tokenizer some 3 us by itself: of a text with many the rest is learned later.
 _LEARNED_AT_ONCE = 64
 
@@ -56,7 +57,7 @@ _LEARNED_AT_ONCE = 64
 class Words:
     """One tokenizer's words: how to split by, and their ids so far, packed as unsigned 32-bit integers.
 
-    cuts_at_spaces  a space behind anything but white space begins a word
+    cuts_at_spaces  a space behind anything but white space begins a word, and there is nothing that is no word
     """
 
     split: re.Pattern[str]
@@ -64,9 +65,14 @@ class Words:
     added_ids: Mapping[str, bytes]
     cuts_at_spaces: bool = False
     _known: dict[str, bytes] = field(default_factory=dict)
-    # What stands between two spaces, and the ids of that with the first of them.
+    # Added tokens, and what stands between two of them where that is short: the marks of a chat template's turns.
+    _whole: dict[str, bytes] = field(init=False)
+    # What stands between two spaces that begin words, and the ids of that with the first of them.
     _spaced: dict[str, bytes] = field(default_factory=dict)
     _learnable: int = 0
+
+    def __post_init__(self) -> None:
+        self._whole = dict(self.added_ids)
 
     @classmethod
     def of(cls, tokenizer_json: str) -> "Words | None":
@@ -94,24 +100,29 @@ class Words:
         if len(text) > MAX_CHARS or not text.isascii():
             return None
         self._learnable = _LEARNED_AT_ONCE
-        pieces: list[bytes] = []
-        for number, stretch in enumerate([text] if self.added is None else self.added.split(text)):
-            if number % 2:
-                pieces.append(self.added_ids[stretch])
-                continue
-            ids = self._known.get(stretch)
+        stretches = [text] if self.added is None else self.added.split(text)
+        found = list(map(self._whole.get, stretches))
+        for at, ids in enumerate(found):
             if ids is None:
-                is_long = self.cuts_at_spaces and len(stretch) >= _LONG
-                ids = self._between_spaces(stretch, encode) if is_long else self._word_by_word(stretch, encode)
-                if ids is None:
+                found[at] = self._of_stretch(stretches[at], encode)
+                if found[at] is None:
                     return None
-            pieces.append(ids)
-        return array("I", b"".join(pieces))
+        return array("I", b"".join(cast("list[bytes]", found)))
+
+    def _of_stretch(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
+        if self.cuts_at_spaces and len(stretch) >= _LONG:
+            return self._between_spaces(stretch, encode)
+        ids = self._word_by_word(stretch, encode)
+        if ids is not None and len(stretch) <= _SHORT:
+            if len(self._whole) - len(self.added_ids) > _MAX_WHOLE:
+                self._whole = dict(self.added_ids)
+            self._whole[stretch] = ids
+        return ids
 
     def _between_spaces(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
-        texts = stretch.split(" ")
+        spaced, texts = self._spaced, stretch.split(" ")
         count = len(texts)
-        found = list(map(self._spaced.get, texts))
+        found = list(map(spaced.get, texts))
         found[0] = None  # no space stands before it
         found.append(None)
         pieces: list[bytes | None] = []
@@ -123,21 +134,23 @@ class Words:
             while at < count and (not texts[at - 1] or texts[at - 1].endswith(_SPACES)):
                 at += 1
             text = " ".join(texts[unknown:at])
-            ids = self._word_by_word(" " + text if unknown else text, encode)
+            ids = spaced.get(text) if unknown else None
             if ids is None:
-                return None
+                ids = self._word_by_word(" " + text if unknown else text, encode)
+                if ids is None:
+                    return None
+                if unknown and 0 < len(text) < _LONGEST_WORD and not text.endswith(_SPACES):
+                    if len(spaced) > _MAX_WORDS:
+                        spaced.clear()
+                    spaced[text] = ids
             pieces.append(ids)
-            if unknown and at == unknown + 1 and 0 < len(text) < _LONGEST_WORD and not text.endswith(_SPACES):
-                if len(self._spaced) > _MAX_WORDS:
-                    self._spaced.clear()
-                self._spaced[text] = ids
         pieces += found[at:count]
         return b"".join(cast("list[bytes]", pieces))
 
     def _word_by_word(self, text: str, encode: Callable[[str], list[int]]) -> bytes | None:
         words = self.split.findall(text)
-        # What no alternative matches is a word to the tokenizer, and none to `findall`.
-        if len("".join(words)) != len(text):
+        # What no alternative matches is a word to the tokenizer, and none to `findall`. The well-known ones match all.
+        if not self.cuts_at_spaces and len("".join(words)) != len(text):
             return None
         try:
             return b"".join(map(self._known.__getitem__, words))

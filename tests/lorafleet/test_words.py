@@ -103,8 +103,23 @@ def test_what_stands_between_spaces_is_split_once_in_a_long_text():
 
     text = BEFORE + "it's  (done);\n  twice, (done);"
     assert list(words.ids(text, encode)) == encode(text)
-    # Not what follows white space: with what comes before it may be another word.
-    assert words._spaced.keys() == {"fox", "it's", "(done);"}
+    # What follows white space goes with what comes before it: by itself it may be another word.
+    assert words._spaced.keys() == {"fox", "it's", " (done);\n  twice,", "(done);"}
+
+
+def test_short_texts_between_markers_are_split_once(monkeypatch):
+    monkeypatch.setattr(words_module, "_MAX_WHOLE", 10)
+    words = Words.of(TOKENIZERS["qwen"].to_str())
+
+    def encode(word):
+        return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
+
+    for n in range(40):
+        text = f"<|im_start|>user\n{n}<|im_end|>\n<|im_start|>assistant\n" + "long enough to be no mark"
+        assert list(words.ids(text, encode)) == encode(text)
+        assert {"\n", f"user\n{n}", "<|im_end|>"} & words._whole.keys() >= {f"user\n{n}", "<|im_end|>"}
+        assert len(words._whole) <= len(words.added_ids) + 11
+    assert not any(len(stretch) > 16 for stretch in words._whole)
 
 
 def test_what_no_word_covers_is_left_to_the_tokenizer():
