@@ -10,6 +10,10 @@ from lorafleet.kv.blocks import BlockHash, block_hashes
 
 # The dict entry, the key's tuple and the two objects' heads. Measured with sys.getsizeof on CPython 3.11.
 _ENTRY_BYTES = 300
+# A shorter piece is as soon tokenized by its words once more, and of most there is no second time.
+_HELD_AT_ONCE_CHARS = 4_096
+# Pieces that are known to have been seen: a byte each.
+_SEEN = 1 << 18
 # A shorter beginning is hashed about as soon as looked up.
 _SHORTEST_BLOCKS = 64
 
@@ -17,13 +21,16 @@ _SHORTEST_BLOCKS = 64
 class PieceCache:
     """(base model, piece of text) -> its ids; the least recently used go first. The event loop is its only user.
 
-    A piece is held as text, not as a digest: equal text is the only thing that surely has equal ids.
+    A piece is held as text, not as a digest: equal text is the only thing that surely has equal ids. A short one is
+    held from the second time on.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.size_bytes = 0
         self._held: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        # At the place that one half of a piece's hash names, a byte of the other half.
+        self._seen = bytearray(_SEEN)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -38,6 +45,8 @@ class PieceCache:
 
     def put(self, base_model: str, piece: str, ids: "array[int]") -> None:
         """Hold `ids`, in place of older pieces if need be; a piece larger than a quarter of the whole is not held."""
+        if len(piece) < _HELD_AT_ONCE_CHARS and not self._was_seen(piece):
+            return
         size_bytes = _size_bytes(piece, ids)
         if size_bytes > self.max_bytes // 4 or (base_model, piece) in self._held:
             return
@@ -46,6 +55,14 @@ class PieceCache:
         while self.size_bytes > self.max_bytes:
             (_, oldest), dropped = self._held.popitem(last=False)
             self.size_bytes -= _size_bytes(oldest, dropped)
+
+    def _was_seen(self, piece: str) -> bool:
+        """Whether it was asked about before, of late; seldom True for one that was not."""
+        key = hash(piece)
+        place, mark = key % _SEEN, (key >> 32) % 255 + 1
+        was_seen = self._seen[place] == mark
+        self._seen[place] = mark
+        return was_seen
 
 
 def _size_bytes(piece: str, ids: "array[int]") -> int:

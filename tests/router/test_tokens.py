@@ -111,6 +111,7 @@ def conversation(turns: int, words: str = "") -> dict:
 
 async def test_a_conversation_so_far_is_not_tokenized_again(tokens, metrics, chat):
     first = await tokens.ids(conversation(9), base_model=BASE, engine_url="")
+    await tokens.ids(conversation(9), base_model=BASE, engine_url="")
     new = counted(metrics, "tokenizer")
     second = await tokens.ids(conversation(10), base_model=BASE, engine_url="")
     assert counted(metrics, "cache") > 0.95 * len(first.ids)
@@ -120,8 +121,8 @@ async def test_a_conversation_so_far_is_not_tokenized_again(tokens, metrics, cha
 
 
 async def test_another_conversation_shares_the_system_prompt_only(tokens, metrics, chat):
-    await tokens.ids(conversation(2, "one "), base_model=BASE, engine_url="")
-    await tokens.ids(conversation(2, "two "), base_model=BASE, engine_url="")
+    for words in ("one ", "two ", "three "):
+        await tokens.ids(conversation(2, words), base_model=BASE, engine_url="")
     system = len(chat.encode(RULES, add_special_tokens=False))
     assert system <= counted(metrics, "cache") <= system + 10
 
@@ -169,17 +170,29 @@ def test_the_cache_stays_within_its_bytes_and_answers_only_what_was_put(asked):
 
 def test_what_was_asked_for_last_is_kept_longest():
     cache = PieceCache(2_000)
-    for number in range(4):
+    for number in (*range(4), *range(4)):
         cache.put(BASE, str(number), array("I", range(20)))
     assert cache.get(BASE, "0") is not None
-    for number in range(4, 7):
+    for number in (*range(4, 7), *range(4, 7)):
         cache.put(BASE, str(number), array("I", range(20)))
     assert cache.get(BASE, "0") is not None
     assert cache.get(BASE, "1") is None
 
 
+@pytest.mark.parametrize(("chars", "times"), [(100, 2), (10_000, 1)])
+def test_a_short_piece_is_held_from_the_second_time_on_and_a_long_one_at_once(chars, times):
+    cache = PieceCache(1_000_000)
+    for number in range(1, times + 1):
+        assert cache.get(BASE, "a" * chars) is None
+        cache.put(BASE, "a" * chars, array("I", range(20)))
+        cache.put(BASE, f"{number} alone", array("I", range(20)))
+    assert cache.get(BASE, "a" * chars) is not None
+    assert len(cache) == 1
+
+
 async def test_ids_say_how_many_of_them_were_seen_before_and_how_many_will_be_again(tokens, chat):
     first = await tokens.ids(conversation(2), base_model=BASE, engine_url="")
+    await tokens.ids(conversation(2), base_model=BASE, engine_url="")
     again = await tokens.ids(conversation(2), base_model=BASE, engine_url="")
     longer = await tokens.ids(conversation(3), base_model=BASE, engine_url="")
     assert (first.seen, again.seen, longer.seen) == (0, first.kept, first.kept)
