@@ -49,7 +49,7 @@ from router.metrics import Metrics
 from router.multi import Member
 from router.parts import Parts
 from router.relay.fetch import fetch
-from router.relay.front import FrontLimits, front
+from router.relay.front import Front, FrontLimits, front
 from router.relay.upstream import Pool
 from router.siblings import Siblings
 from router.stages import match
@@ -204,7 +204,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     siblings = None
     if me is not None:
         siblings = Siblings(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(parts))
-    app = FastAPI(title="lorafleet router", lifespan=lambda _app: _running(parts, control, agents, siblings))
+    app = FastAPI(title="lorafleet router", lifespan=lambda _app: _running(parts, control, agents, clients, siblings))
     app.include_router(control_routes(parts, siblings))
     app.include_router(health_routes(parts, own_metrics, siblings))
     install_error_handlers(app, RouterError)
@@ -234,7 +234,7 @@ def _mind(
 
 @asynccontextmanager
 async def _running(
-    parts: Parts, control: httpx.AsyncClient, agents: Pool, siblings: Siblings | None
+    parts: Parts, control: httpx.AsyncClient, agents: Pool, clients: Front, siblings: Siblings | None
 ) -> AsyncIterator[None]:
     """Everything that runs beside the requests, from the app's start to its end."""
     discovery, metrics = parts.discovery, parts.metrics
@@ -254,6 +254,7 @@ async def _running(
         try:
             yield
         finally:
+            clients.stop()
             if siblings is not None:
                 await siblings.close()
             for task in running:

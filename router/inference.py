@@ -1,9 +1,10 @@
 """The inference routes: from a client's request to its answer, relayed or an error."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 import structlog
@@ -21,14 +22,15 @@ from router.core.errors import (
 )
 from router.core.index import WorkerId
 from router.dress import FORWARDED_HEADERS
-from router.journey import Begun, Journey, door_of, header_lines
+from router.flight import Flight
+from router.journey import Journey, door_of, header_lines
 from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.events import Echo, Growing, Renamed, Undated, error_event
 from router.relay.front import Exchange, Handler
 from router.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cached_tokens
 from router.surface import generate
-from router.surface.routes import ROUTES, ErrorShape, Route, find, response_id_of
+from router.surface.routes import ROUTES, Route, find, response_id_of
 from router.surface.stored import gone, worker_of
 from router.surface.usage import HiddenUsage
 from router.tracing import Trace
@@ -66,79 +68,44 @@ class Inference:
             return self._handlers[route.method, route.path]
         return self._wrong_method if path in _PATHS else None
 
-    async def _handle(self, route: Route, exchange: Exchange) -> None:
-        """One request, from its first stage to its answer or error."""
-        headers = exchange.headers
-        answer = _Answer(exchange, request_id(_text(headers, b"x-request-id")), route.errors)
-        parts, tracer = self._parts, self._parts.tracer
+    def _handle(self, route: Route, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+        """One request, from its first stage to its answer or error; in a task where something must be waited for."""
+        headers, tracer = exchange.headers, self._parts.tracer
         trace = None
         if tracer is not None:
             trace = tracer.begin(route.path, exchange.received_at, headers.get(b"traceparent"), method=route.method)
+        answer = _Answer(self._parts, exchange, route, request_id(_text(headers, b"x-request-id")), trace)
+        work: Coroutine[Any, Any, None] | None
         try:
             if trace is not None:
                 trace.stage("authenticate")
-            caller = parts.keys.caller(_authorization(headers))
+            caller = self._parts.keys.caller(_authorization(headers))
             if route.state == "needs":
-                await self._serve_stored(route, caller, answer)
+                work = self._serve_stored(caller, answer)
             elif route is _GENERATE:
-                await self._serve_batch(caller, answer)
+                work = self._serve_batch(caller, answer)
             else:
-                await self._serve(route, caller, answer, trace)
-        except (RouterError, HttpError) as exc:
-            if isinstance(exc, RateLimited):
-                parts.metrics.rate_limited.labels(exc.limit).inc()
-            answer.fail(exc)
-        except asyncio.CancelledError:
-            if exchange.status is not None and not exchange.is_over:
-                # Not by the client, who is still there. One whose answer had not begun is told by the front.
-                answer.fail(HttpError(503, "stopping", "the router stopped before this answer was whole; ask again"))
-            raise
-        except Exception as exc:
-            log.exception("unexpected error", path=route.path, request_id=answer.request_id)
-            answer.fail(
-                HttpError(500, "internal_error", f"internal error ({type(exc).__name__}); see the router's log")
-            )
-        finally:
-            status = exchange.status or 499
-            parts.metrics.requests.labels(route.path, status, answer.code).inc()
-            if trace is not None:
-                trace.end(status, answer.code)
+                if trace is not None:
+                    trace.stage("read")
+                journey = Journey(self._parts, self._limits, caller, self._question(answer, exchange.body), trace)
+                work = answer.travel(journey)
+        except Exception as exc:  # noqa: BLE001  (its client's, as an error)
+            answer.refuse(exc)
+            answer.close()
+            return None
+        return None if work is None else answer.in_task(work)
 
-    async def _wrong_method(self, exchange: Exchange) -> None:
+    def _wrong_method(self, exchange: Exchange) -> None:
         methods = " or ".join(sorted(method for method, path in self._handlers if path == exchange.path))
-        answer = _Answer(exchange, request_id(None))
-        answer.more = f"allow: {methods}\r\n"
-        answer.fail(HttpError(405, "method_not_allowed", f"{exchange.path} takes {methods}, found {exchange.method}"))
-        self._parts.metrics.requests.labels(exchange.path, 405, answer.code).inc()
+        route = Route(path=exchange.path, summary="")
+        answer = _Answer(self._parts, exchange, route, request_id(None), more=f"allow: {methods}\r\n")
+        answer.refuse(HttpError(405, "method_not_allowed", f"{route.path} takes {methods}, found {exchange.method}"))
+        answer.close()
 
-    async def _serve(self, route: Route, caller: Caller, answer: "_Answer", trace: Trace | None) -> None:
-        exchange = answer.exchange
-        if trace is not None:
-            trace.stage("read")
-        question = self._question(route, answer, exchange.body, trace)
-        journey = Journey(self._parts, self._limits, caller, question, trace)
-        if question.deadline_at is None:
-            await self._travelled(journey, answer)
-            return
-        async with self._in_time(question):
-            await self._travelled(journey, answer)
-
-    @asynccontextmanager
-    async def _in_time(self, question: Question) -> AsyncIterator[None]:
-        """For as long as its client waits; raises DeadlineExceeded then."""
-        left_s = None if question.deadline_at is None else question.deadline_at - self._parts.clock()
-        try:
-            async with asyncio.timeout(left_s):
-                yield
-        except TimeoutError as exc:
-            raise DeadlineExceeded(f"there was no whole answer within the time that {TIMEOUT_HEADER} allows") from exc
-
-    def _question(
-        self, route: Route, answer: "_Answer", body: bytes, trace: Trace | None = None, name: str = ""
-    ) -> Question:
+    def _question(self, answer: "_Answer", body: bytes, *, route: Route | None = None, name: str = "") -> Question:
         headers = answer.exchange.headers
-        if trace is not None:
-            forwarded = trace.headers(headers.get(b"tracestate"))
+        if answer.trace is not None:
+            forwarded = answer.trace.headers(headers.get(b"tracestate"))
         elif FORWARDED_HEADERS.isdisjoint(headers):
             forwarded = b""
         else:
@@ -147,58 +114,16 @@ class Inference:
         return read(
             self._parts,
             name or answer.request_id,
-            route,
+            route or answer.route,
             body,
             session=_text(headers, self._session_header),
             timeout=_text(headers, _TIMEOUT),
             forwarded=forwarded,
         )
 
-    async def _travelled(self, journey: Journey, answer: "_Answer") -> None:
-        try:
-            begun = await journey.begun()
-            try:
-                await self._relay(begun, journey, answer)
-            finally:
-                begun.close()
-        finally:
-            journey.settle()
-
-    async def _relay(self, begun: Begun, journey: Journey, answer: "_Answer") -> None:
-        """The answer's bytes to the client, and what they teach."""
-        parts, attempt, flight, question = self._parts, begun.attempt, begun.flight, journey.question
-        if journey.trace is not None:
-            journey.trace.stage("relay")
-        if attempt.status < 400:
-            # What the engine refuses was never prefilled, and is not in its cache.
-            flight.first_token()
-        parts.metrics.first_data.labels(flight.target.base_model).observe(parts.clock() - question.read_at)
-        about = _about(begun, shown_cached_tokens(parts, journey.caller, flight)) + journey.limit_headers()
-        echo: Renamed = Echo(begun.model, flight.target.asked if question.route.echoes_model else begun.model)
-        if journey.grows is not None and attempt.streamed:
-            echo = Growing(journey.grows.events)
-        if attempt.streamed:
-            hidden = HiddenUsage(parts.signatures, flight.replica.id) if question.hides_usage else None
-            await self._streamed(attempt, about, echo, answer, hidden)
-        else:
-            answer.whole(attempt.status, about, echo.whole(attempt.first))
-        journey.learn(begun)
-
-    async def _streamed(
-        self, attempt: Attempt, about: str, echo: Renamed, answer: "_Answer", hidden: HiddenUsage | None = None
-    ) -> None:
-        answer.begin(attempt.status, about)
-        try:
-            await attempt.relay(answer.exchange, echo, hidden=hidden)
-        except StreamBroken as exc:
-            log.warning("stream broken", request_id=answer.request_id, error=str(exc), cause=str(exc.__cause__ or ""))
-            answer.fail(exc)
-        else:
-            answer.exchange.finish()
-
-    async def _serve_stored(self, route: Route, caller: Caller, answer: "_Answer") -> None:
+    async def _serve_stored(self, caller: Caller, answer: "_Answer") -> None:
         """Ask the engine that keeps a response for it."""
-        parts, exchange = self._parts, answer.exchange
+        parts, exchange, route = self._parts, answer.exchange, answer.route
         response_id = response_id_of(exchange.path)
         worker = worker_of(response_id, tenant=caller.tenant, param="id")
         replica = parts.discovery.fleet.replicas.get(WorkerId(worker))
@@ -209,7 +134,7 @@ class Inference:
         question = read(parts, answer.request_id, route, b"", target=target, timeout=timeout)
         door = door_of(replica, parts.config.engine_key)
         call = Call(route, door.origin, door.request(question, b""), "", False, worker, False)
-        async with self._in_time(question):
+        async with _in_time(parts, question):
             await self._relay_stored(call, answer)
 
     async def _relay_stored(self, call: Call, answer: "_Answer") -> None:
@@ -220,7 +145,9 @@ class Inference:
         try:
             about = _content(attempt) + f"x-lorafleet-worker: {call.replica}\r\n"
             if attempt.streamed:
-                await self._streamed(attempt, about, Undated(), answer)
+                answer.begin(attempt.status, about)
+                await attempt.relayed(answer.exchange, Undated())
+                answer.finish(attempt)
             else:
                 answer.whole(attempt.status, about, Undated().whole(attempt.first))
         finally:
@@ -230,21 +157,22 @@ class Inference:
         """`/generate`: each of its items is a completion of its own."""
         parts = self._parts
         batch = generate.split(answer.exchange.body)
-        journeys = [
-            Journey(parts, self._limits, caller, self._question(_ITEM, answer, item, name=f"{answer.request_id}-{i}"))
-            for i, item in enumerate(batch.items)
-        ]
-        async with self._in_time(journeys[0].question):
-            if batch.is_streamed:
-                (journey,) = journeys
-                journey.grows = generate.Growing(batch.names[0])
-                await self._travelled(journey, answer)
-            else:
+        journeys = []
+        for i, item in enumerate(batch.items):
+            question = self._question(answer, item, route=_ITEM, name=f"{answer.request_id}-{i}")
+            journeys.append(Journey(parts, self._limits, caller, question))
+        if batch.is_streamed:
+            (journey,) = journeys
+            journey.grows = generate.Growing(batch.names[0])
+            answer.journey = journey
+            await answer.travelled()
+        else:
+            async with _in_time(parts, journeys[0].question):
                 await self._serve_items(batch, journeys, answer)
 
     async def _serve_items(self, batch: generate.Batch, journeys: Sequence[Journey], answer: "_Answer") -> None:
         at_once = asyncio.Semaphore(_ITEMS_AT_ONCE)
-        tasks = [asyncio.create_task(self._item(journey, at_once)) for journey in journeys]
+        tasks = [asyncio.create_task(_item(journey, at_once)) for journey in journeys]
         try:
             bodies = await asyncio.gather(*tasks)
         except _ItemRefused as exc:
@@ -256,21 +184,22 @@ class Inference:
             await asyncio.gather(*tasks, return_exceptions=True)
         answer.whole(200, "content-type: application/json\r\n", generate.join(batch, bodies))
 
-    async def _item(self, journey: Journey, at_once: asyncio.Semaphore) -> bytes:
-        """One item's whole answer; raises _ItemRefused with the engine's own error."""
-        async with at_once:
-            try:
-                begun = await journey.begun()
-                try:
-                    if begun.attempt.status >= 400:
-                        raise _ItemRefused(begun.attempt.status, begun.attempt.first)
-                    begun.flight.first_token()
-                    journey.learn(begun)
-                    return begun.attempt.first
-                finally:
-                    begun.close()
-            finally:
-                journey.settle()
+
+async def _item(journey: Journey, at_once: asyncio.Semaphore) -> bytes:
+    """One item's whole answer; raises _ItemRefused with the engine's own error."""
+    async with at_once:
+        try:
+            await journey.begun()
+            attempt, flight = journey.attempt, journey.flight
+            assert attempt is not None
+            assert flight is not None
+            if attempt.status >= 400:
+                raise _ItemRefused(attempt.status, attempt.first)
+            flight.first_token()
+            journey.learn()
+            return attempt.first
+        finally:
+            journey.end()
 
 
 class _ItemRefused(Exception):
@@ -283,48 +212,213 @@ class _ItemRefused(Exception):
 
 
 class _Answer(msgspec.Struct, eq=False):
-    """The client's side of one request: a head, pieces, an end; or one error.
+    """The client's side of one request: a head, pieces, an end; or one error. Then `close`.
 
+    A journey that need not wait for anything but its engine is answered by plain calls, as what the engine says comes:
+    a task for each costs more than routing does. Any other is `travelled` in a task.
+
+    code   of the error
     more   further header lines
     """
 
+    parts: Parts
     exchange: Exchange
+    route: Route
     request_id: str
-    errors: ErrorShape = "openai"
+    trace: Trace | None = None
     code: str = ""
     more: str = ""
+    journey: Journey | None = None
+
+    def travel(self, journey: Journey) -> Coroutine[Any, Any, None] | None:
+        """Answer by plain calls; or what does it in a task."""
+        self.journey = journey
+        exchange = self.exchange
+        exchange.on_gone = self._gone
+        if journey.question.deadline_at is None and journey.at_once(self._decided):
+            return None
+        return self.travelled()
+
+    async def travelled(self) -> None:
+        """Answer, whatever must be waited for."""
+        journey = self.journey
+        assert journey is not None
+        async with _in_time(self.parts, journey.question):
+            await journey.begun()
+            attempt = journey.attempt
+            assert attempt is not None
+            echo, hidden = self._begun(journey, attempt)
+            if attempt.streamed:
+                await attempt.relayed(self.exchange, echo, hidden=hidden)
+                self._streamed()
+
+    async def in_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work for this answer, and whatever comes of it is answered."""
+        exchange = self.exchange
+        try:
+            await work
+        except asyncio.CancelledError:
+            if exchange.status is not None and not exchange.is_over:
+                # Not by the client, who is still there. One whose answer had not begun is told by the front.
+                self.fail(_stopping())
+            raise
+        except Exception as exc:  # noqa: BLE001  (its client's, as an error)
+            self.refuse(exc)
+        finally:
+            self.close()
+
+    # What is called when its journey is at an engine.
+
+    def _decided(self) -> None:
+        journey = self.journey
+        assert journey is not None
+        try:
+            attempt = journey.attempt
+            assert attempt is not None
+            if attempt.is_stale:
+                journey.again()
+                self.exchange.go_on(self.in_task(self.travelled()))
+                return
+            try:
+                journey.take()
+            except ReplicaUnreachable as exc:
+                journey.failed(exc)
+                self.exchange.go_on(self.in_task(self.travelled()))
+                return
+            echo, hidden = self._begun(journey, attempt)
+            if attempt.streamed:
+                attempt.relay(self.exchange, echo, self._over, hidden=hidden)
+                return
+        except Exception as exc:  # noqa: BLE001  (its client's, as an error)
+            self.refuse(exc)
+        self.close()
+
+    def _over(self) -> None:
+        try:
+            self._streamed()
+        except Exception as exc:  # noqa: BLE001  (its client's, as an error)
+            self.refuse(exc)
+        self.close()
+
+    def _gone(self) -> None:
+        """The client has left, or the router stops."""
+        if not self.exchange.is_over:
+            self.fail(_stopping())
+        self.close()
+
+    def _begun(self, journey: Journey, attempt: Attempt) -> tuple[Renamed, HiddenUsage | None]:
+        """There is an answer: all of it goes out, or the head of a stream, and how the rest of it is to be shown."""
+        parts, flight, question, call = self.parts, journey.flight, journey.question, journey.call
+        assert flight is not None
+        assert call is not None
+        if self.trace is not None:
+            self.trace.stage("relay")
+        if attempt.status < 400:
+            # What the engine refuses was never prefilled, and is not in its cache.
+            flight.first_token()
+        target = flight.target
+        parts.metrics.first_data.labels(target.base_model).observe(parts.clock() - question.read_at)
+        about = _about(attempt, flight, shown_cached_tokens(parts, journey.caller, flight)) + journey.limit_headers()
+        model = call.engine_model
+        echo: Renamed = Echo(model, target.asked if question.route.echoes_model else model)
+        if not attempt.streamed:
+            self.whole(attempt.status, about, echo.whole(attempt.first))
+            journey.learn()
+            return echo, None
+        if journey.grows is not None:
+            echo = Growing(journey.grows.events)
+        self.begin(attempt.status, about)
+        return echo, HiddenUsage(parts.signatures, flight.replica.id) if question.hides_usage else None
+
+    def _streamed(self) -> None:
+        """A stream has ended, well or not."""
+        journey = self.journey
+        assert journey is not None
+        assert journey.attempt is not None
+        self.finish(journey.attempt)
+        journey.learn()
+
+    # What goes to the client.
 
     def whole(self, status: int, about: str, body: bytes) -> None:
         """An answer that is complete."""
         self.exchange.respond(status, self._headers(about), body)
 
     def begin(self, status: int, about: str) -> None:
-        """The head of a stream; the exchange's `send` and `finish` follow."""
+        """The head of a stream; the exchange's `send` and then `finish` follow."""
         self.exchange.begin(status, self._headers(about + "cache-control: no-cache\r\n"))
+
+    def finish(self, attempt: Attempt) -> None:
+        """The end of a stream, or an error in its place."""
+        broken = attempt.failure
+        if isinstance(broken, StreamBroken):
+            log.warning(
+                "stream broken", request_id=self.request_id, error=str(broken), cause=str(broken.__cause__ or "")
+            )
+            self.fail(broken)
+        else:
+            self.exchange.finish()
+
+    def refuse(self, exc: Exception) -> None:
+        """Answer with whatever went wrong."""
+        if isinstance(exc, RouterError | HttpError):
+            if isinstance(exc, RateLimited):
+                self.parts.metrics.rate_limited.labels(exc.limit).inc()
+            self.fail(exc)
+            return
+        log.error("unexpected error", path=self.route.path, request_id=self.request_id, exc_info=exc)
+        self.fail(HttpError(500, "internal_error", f"internal error ({type(exc).__name__}); see the router's log"))
 
     def fail(self, exc: RouterError | HttpError) -> None:
         """One error answer; the last event of a stream that has begun."""
         self.code = exc.code
         body: dict[str, object] = envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param)
-        if self.errors == "anthropic":
+        errors = self.route.errors
+        if errors == "anthropic":
             body["type"] = "error"
         if self.exchange.status is not None:
-            self.exchange.finish(error_event(body, self.errors))
+            self.exchange.finish(error_event(body, errors))
             return
         headers = {"content-type": "application/json"} | error_headers(exc.status, exc.retry_after_s)
         if isinstance(exc, RateLimited):
             headers |= exc.headers
         self.whole(exc.status, header_lines(headers), msgspec.json.encode(body))
 
+    def close(self) -> None:
+        """It is over, however it ended."""
+        exchange, journey = self.exchange, self.journey
+        exchange.on_gone = None
+        if journey is not None:
+            self.journey = None
+            journey.end()
+        status = exchange.status or 499
+        self.parts.metrics.requests.labels(self.route.path, status, self.code).inc()
+        if self.trace is not None:
+            self.trace.end(status, self.code)
+
     def _headers(self, about: str) -> bytes:
         return f"x-request-id: {self.request_id}\r\n{about}{self.more}".encode("latin-1")
 
 
-def _about(begun: Begun, cached_tokens: int) -> str:
-    flight = begun.flight
+def _stopping() -> HttpError:
+    return HttpError(503, "stopping", "the router stopped before this answer was whole; ask again", retry_after_s=1.0)
+
+
+@asynccontextmanager
+async def _in_time(parts: Parts, question: Question) -> AsyncIterator[None]:
+    """For as long as its client waits; raises DeadlineExceeded then."""
+    left_s = None if question.deadline_at is None else question.deadline_at - parts.clock()
+    try:
+        async with asyncio.timeout(left_s):
+            yield
+    except TimeoutError as exc:
+        raise DeadlineExceeded(f"there was no whole answer within the time that {TIMEOUT_HEADER} allows") from exc
+
+
+def _about(attempt: Attempt, flight: Flight, cached_tokens: int) -> str:
     adapter = flight.target.adapter
     return (
-        f"{_content(begun.attempt)}"
+        f"{_content(attempt)}"
         f"x-lorafleet-worker: {flight.replica.id}\r\n"
         f"x-lorafleet-adapter: {(adapter.engine_name or adapter.lora_id) if adapter else 'base'}\r\n"
         f"x-lorafleet-cached-tokens: {cached_tokens}\r\n"

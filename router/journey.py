@@ -1,6 +1,6 @@
 """One request from what it names to an answer that has begun: decide -> open, again elsewhere while that may help."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from secrets import token_hex
@@ -9,6 +9,7 @@ import msgspec
 import structlog
 
 from lorafleet.auth import Caller
+from router.core.dispatch import Prompt
 from router.core.errors import NoReplica, ReplicaUnreachable
 from router.core.fleet import Excluded, Replica
 from router.core.quota import Granted
@@ -18,12 +19,21 @@ from router.flight import Flight
 from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.upstream import Origin
-from router.stages import Question, decided, resolve_target, tokenize, warm
+from router.stages import (
+    Question,
+    asked,
+    decided,
+    decided_at_once,
+    resolve_target,
+    tokenize_at_once,
+    warm,
+    warm_at_once,
+)
 from router.surface import generate
 from router.surface.routes import Route
 from router.surface.stored import gone, tagged_response_id, worker_of
 from router.surface.usage import EngineUsage
-from router.tokens import Tokens
+from router.tokens import Slowly, Tokens
 from router.tracing import AttributeValue, Trace
 from router.waiting import Displaced
 
@@ -38,25 +48,13 @@ _FAULTS = _DEATHS | {"no_answer_in_time", "answer_too_large"}
 _HOPELESS = frozenset({"no_answer_in_time", "answer_too_large"})
 
 
-class Begun(msgspec.Struct, eq=False):
-    """An answer that has begun, nothing of which the client has seen; `close` it, however it ends.
-
-    model  what the engine calls the thing that ran
-    """
-
-    flight: Flight
-    attempt: Attempt
-    model: str
-
-    def close(self) -> None:
-        """Free the connection and what the request counts for; an answer that is not over is aborted."""
-        attempt = self.attempt
-        attempt.close()
-        self.flight.end(is_error=attempt.status >= 500 or attempt.is_broken, is_streamed=attempt.streamed)
-
-
 class Journey(msgspec.Struct, eq=False):
-    """What one request meets on its way."""
+    """What one request meets on its way. `end` it, however that goes.
+
+    target, tokens, prompt  what it asks for, once that is known
+    excluded, deaths        replicas that failed it, and how many of them it may have killed
+    flight, call, attempt   of the try under way, or of the one that was answered
+    """
 
     parts: Parts
     limits: Limits
@@ -64,81 +62,180 @@ class Journey(msgspec.Struct, eq=False):
     question: Question
     trace: Trace | None = None
     grows: generate.Growing | None = None
-    deaths: int = 0
     granted: Granted | None = None
-    is_served: bool = False
+    target: Target | None = None
+    tokens: Tokens | None = None
+    prompt: Prompt | None = None
+    excluded: Excluded = frozenset()
+    tries: int = 0
+    deaths: int = 0
+    flight: Flight | None = None
+    call: Call | None = None
+    attempt: Attempt | None = None
     usage: EngineUsage | None = None
+    _slowly: Slowly | None = None
+    _is_pinned: bool = False
+    _is_refused: bool = False
+    _is_stale: bool = False
 
-    async def begun(self) -> Begun:
-        """The answer of whichever replica gives one; raises RouterError."""
-        target, tokens = await self._prepared()
-        excluded = self._all_but_holder(target)
-        is_pinned = is_refused = bool(excluded)
-        attempts = 0
+    def at_once(self, tell: Callable[[], None]) -> bool:
+        """Send it, where nothing need be waited for but the engine's answer: `tell` is called when that is decided, and
+        `take` is next. False: something must be waited for, and `begun` goes on from there. Raises RouterError.
+        """
+        self._prepare()
+        tokens, target, trace = self.tokens, self.target, self.trace
+        if tokens is None or self._is_pinned:
+            return False
+        assert target is not None
+        if trace is not None:
+            trace.stage("warm")
+        target = warm_at_once(self.parts, target)
+        if target is None:
+            return False
+        self.target = target
+        if trace is not None:
+            trace.stage("decide")
+        self.prompt = prompt = asked(self.parts, target, self.question, tokens)
+        flight = self.flight = decided_at_once(self.parts, target, self.question, prompt, tokens.source)
+        if flight is None:
+            return False
+        self.tries = 1
+        if trace is not None:
+            trace.stage("open", **{"lorafleet.worker": flight.replica.id})
+        try:
+            self.call = call = self._call(flight, tokens)
+        except ReplicaUnreachable as exc:
+            self.failed(exc)
+            return False
+        connection = self.parts.pool.idle(call.origin)
+        if connection is None:
+            return False
+        self.attempt = attempt = Attempt(call, self._limits_of(flight), tell, call.streamed)
+        attempt.begin(connection)
+        return True
+
+    async def begun(self) -> None:
+        """The answer of whichever replica gives one, as `attempt`; nothing of it has gone to the client.
+
+        raises  RouterError
+        """
+        if self.target is None:
+            self._prepare()
+        assert self.target is not None
+        if self.tokens is None:
+            assert self._slowly is not None
+            self._tokenized(await self._slowly())
         while True:
-            attempts += 1
-            if not is_refused:
-                if self.trace is not None:
-                    self.trace.stage("warm")
-                target = await warm(self.parts, self.caller, target, self.question, excluded)
-            flight = await self._decided(target, tokens, excluded)
             try:
-                return await self._opened(flight, tokens)
+                if self.flight is None:
+                    await self._decide()
+                await self._open()
             except ReplicaUnreachable as exc:
-                flight.end(is_error=exc.reason in _FAULTS)
-                replica = flight.replica
-                excluded |= {replica.incarnation}
-                # An engine that is up and says no will not be another one soon; one that died may be.
-                is_refused = exc.reason == "engine_unavailable"
-                self._failed(exc, flight, attempts)
-                if is_pinned:
-                    raise NoReplica(f"only worker {replica.id!r} keeps the earlier response: {exc}") from exc
-            except BaseException:
-                flight.end()
-                raise
+                self.failed(exc)
+            else:
+                return
 
-    def learn(self, begun: Begun) -> None:
+    def take(self) -> None:
+        """The try is decided: its answer is the client's.
+
+        raises  ReplicaUnreachable when another replica may give a better one: see `failed`
+        """
+        attempt, flight, mind = self.attempt, self.flight, self.parts.mind
+        assert attempt is not None
+        assert flight is not None
+        attempt.check()
+        status, sent_at = attempt.status, flight.load.began_at
+        if status < 400:
+            mind.succeeded(flight.replica, self.parts.clock(), sent_at=sent_at)
+        elif status >= 500:
+            # The client's to have, and a word against the engine all the same.
+            mind.failed(flight.replica, "engine_error", self.parts.clock(), sent_at=sent_at)
+
+    def failed(self, exc: ReplicaUnreachable) -> None:
+        """Note that the try failed; `begun` goes on with another.
+
+        raises  NoReplica when another would not help, or may not be made
+        """
+        flight = self.flight
+        if flight is None:
+            raise exc
+        flight.end(is_error=exc.reason in _FAULTS)
+        self.flight = self.call = self.attempt = self.prompt = None
+        self.excluded |= {flight.replica.incarnation}
+        # An engine that is up and says no will not be another one soon; one that died may be.
+        self._is_refused = exc.reason == "engine_unavailable"
+        self._note(exc, flight)
+        if self._is_pinned:
+            raise NoReplica(f"only worker {flight.replica.id!r} keeps the earlier response: {exc}") from exc
+
+    def again(self) -> None:
+        """The connection was closed under the request: `begun` sends it to the same replica on a new one."""
+        self.attempt = None
+        self._is_stale = True
+
+    def learn(self) -> None:
         """Take what a whole answer says of itself."""
-        self.usage = begun.attempt.usage()
-        begun.flight.compare(self.usage)
+        assert self.attempt is not None
+        assert self.flight is not None
+        self.usage = self.attempt.usage()
+        self.flight.compare(self.usage)
         if self.trace is not None:
-            self.trace.attributes |= _told(self.question.route, begun.flight, self.usage)
+            self.trace.attributes |= _told(self.question.route, self.flight, self.usage)
 
     def limit_headers(self) -> str:
         """Header lines: where the caller's key stands; empty for a key without limits."""
         return header_lines(self.parts.quotas.headers(self.granted, self.parts.clock())) if self.granted else ""
 
-    def settle(self) -> None:
-        """It is over, however it ended: the key is charged for what the engine counted."""
+    def end(self) -> None:
+        """It is over, however it ended: what it counts for and its connection are free, an answer that is not whole is
+        aborted, and the key is charged for what the engine counted.
+        """
+        attempt, flight = self.attempt, self.flight
+        if attempt is not None:
+            attempt.close()
+        if flight is not None:
+            if attempt is None:
+                flight.end()
+            else:
+                flight.end(is_error=attempt.status >= 500 or attempt.is_broken, is_streamed=attempt.streamed)
         if self.granted is None:
             return
-        usage = self.usage
+        usage, is_served = self.usage, attempt is not None and 0 < attempt.status < 400
         self.parts.quotas.settle(
             self.granted,
             self.parts.clock(),
             completion_tokens=(usage.completion_tokens or 0) if usage else 0,
-            prompt_tokens=usage.prompt_tokens if usage else (None if self.is_served else 0),
+            prompt_tokens=usage.prompt_tokens if usage else (None if is_served else 0),
         )
 
-    async def _prepared(self) -> tuple[Target, Tokens]:
+    def _prepare(self) -> None:
         """resolve -> authorise -> tokenize, within the limits of the caller's key."""
         trace, parts, limits = self.trace, self.parts, self.caller.limits
         if limits is not None:
             self.granted = parts.quotas.take(self.caller.key_id, limits, parts.clock())
         if trace is not None:
             trace.stage("resolve")
-        target = resolve_target(parts, self.caller, self.question)
+        self.target = target = resolve_target(parts, self.caller, self.question)
+        if self.question.route.state == "makes":
+            self.excluded = self._all_but_holder(target)
+            self._is_pinned = self._is_refused = bool(self.excluded)
         if trace is not None:
             trace.stage("tokenize")
-        tokens = await tokenize(parts, target, self.question)
+        tokens = tokenize_at_once(parts, target, self.question)
+        if isinstance(tokens, Tokens):
+            self._tokenized(tokens)
+        else:
+            self._slowly = tokens
+
+    def _tokenized(self, tokens: Tokens) -> None:
+        self.tokens = tokens
         if self.granted is not None:
             needed = self.question.size_bytes // 4 if tokens.ids is None else len(tokens.ids)
-            parts.quotas.charge(self.granted, needed, parts.clock())
-        return target, tokens
+            self.parts.quotas.charge(self.granted, needed, self.parts.clock())
 
     def _all_but_holder(self, target: Target) -> Excluded:
         """Whom not to ask, where an earlier response is to be continued: everybody but the engine that keeps it."""
-        earlier = self.question.decoded.get("previous_response_id") if self.question.route.state == "makes" else None
+        earlier = self.question.decoded.get("previous_response_id")
         if earlier is None:
             return frozenset()
         worker = worker_of(earlier, tenant=self.caller.tenant, param="previous_response_id")
@@ -147,41 +244,64 @@ class Journey(msgspec.Struct, eq=False):
             raise gone(str(earlier), worker, param="previous_response_id")
         return frozenset(replica.incarnation for replica in replicas if replica.id != worker)
 
-    async def _decided(self, target: Target, tokens: Tokens, excluded: Excluded) -> Flight:
-        """match -> decide; again when what it waited for went and its adapter, or its engine, is back."""
-        if self.trace is not None:
-            self.trace.stage("decide")
-        tries = self.parts.config.max_tries
-        for _ in range(tries):
+    async def _decide(self) -> None:
+        """warm -> match -> decide; again when what it waited for went and its adapter, or its engine, is back."""
+        parts, trace, question = self.parts, self.trace, self.question
+        target, tokens = self.target, self.tokens
+        assert target is not None
+        assert tokens is not None
+        self.tries += 1
+        if not self._is_refused:
+            if trace is not None:
+                trace.stage("warm")
+            target = await self._warm(target)
+        if trace is not None:
+            trace.stage("decide")
+        most = parts.config.max_tries
+        for _ in range(most):
+            prompt = self.prompt
+            if prompt is None:
+                prompt = self.prompt = asked(parts, target, question, tokens, self.excluded)
             try:
-                return await decided(self.parts, self.caller, target, self.question, tokens, excluded)
+                self.flight = await decided(parts, self.caller, target, question, prompt, tokens.source)
             except Displaced as exc:
-                log.info("displaced while waiting", request_id=self.question.request_id, why=str(exc))
-                target = await warm(self.parts, self.caller, target, self.question, excluded, is_displaced=True)
-        raise NoReplica(f"every replica went while this waited, {tries} times", retry_after_s=1.0)
+                log.info("displaced while waiting", request_id=question.request_id, why=str(exc))
+                target = await self._warm(target, is_displaced=True)
+            else:
+                return
+        raise NoReplica(f"every replica went while this waited, {most} times", retry_after_s=1.0)
 
-    async def _opened(self, flight: Flight, tokens: Tokens) -> Begun:
-        if self.trace is not None:
-            self.trace.stage("open", **{"lorafleet.worker": flight.replica.id})
-        call = self._call(flight, tokens)
-        limits = self.limits
-        if self.parts.mind.breaker.is_trial(flight.replica, flight.load):
-            limits = replace(limits, first_data_s=min(limits.first_data_s, self.parts.config.trial_timeout_s))
+    async def _warm(self, target: Target, *, is_displaced: bool = False) -> Target:
+        warmed = await warm(self.parts, self.caller, target, self.question, self.excluded, is_displaced=is_displaced)
+        if warmed is not target:
+            self.target, self.prompt = warmed, None
+        return warmed
+
+    async def _open(self) -> None:
+        flight, tokens, trace = self.flight, self.tokens, self.trace
+        assert flight is not None
+        assert tokens is not None
+        call = self.call
+        if call is None:
+            if trace is not None:
+                trace.stage("open", **{"lorafleet.worker": flight.replica.id})
+            call = self.call = self._call(flight, tokens)
+        limits, pool = self._limits_of(flight), self.parts.pool
+        is_stale, self._is_stale = self._is_stale, False
         if not self.deaths:
-            attempt = await open_attempt(self.parts.pool, call, limits)
+            self.attempt = await open_attempt(pool, call, limits, anew=is_stale)
         else:
             # It may be what the engine died of: of such requests an engine gets one at a time, so that they do not
             # take the next one down together, and the one that did it is known.
             async with self.parts.alone(flight.replica.incarnation):
-                attempt = await open_attempt(self.parts.pool, call, limits)
-        replica, now, sent_at = flight.replica, self.parts.clock(), flight.load.began_at
-        if attempt.status < 400:
-            self.parts.mind.succeeded(replica, now, sent_at=sent_at)
-        elif attempt.status >= 500:
-            # The client's to have, and a word against the engine all the same.
-            self.parts.mind.failed(replica, "engine_error", now, sent_at=sent_at)
-        self.is_served = attempt.status < 400
-        return Begun(flight, attempt, call.engine_model)
+                self.attempt = await open_attempt(pool, call, limits)
+        self.take()
+
+    def _limits_of(self, flight: Flight) -> Limits:
+        limits = self.limits
+        if self.parts.mind.breaker.is_trial(flight.replica, flight.load):
+            return replace(limits, first_data_s=min(limits.first_data_s, self.parts.config.trial_timeout_s))
+        return limits
 
     def _call(self, flight: Flight, tokens: Tokens) -> Call:
         parts, question, ask = self.parts, self.question, flight.prompt.ask
@@ -223,8 +343,7 @@ class Journey(msgspec.Struct, eq=False):
         given = self.question.decoded.get("request_id")
         return tagged_response_id(given, token_hex(16), tenant=self.caller.tenant, worker=replica.id)
 
-    def _failed(self, exc: ReplicaUnreachable, flight: Flight, attempt: int) -> None:
-        """Note a failed attempt; raises NoReplica when another would not help, or may not be made."""
+    def _note(self, exc: ReplicaUnreachable, flight: Flight) -> None:
         parts, now = self.parts, self.parts.clock()
         replica, sent_at = flight.replica, flight.load.began_at
         log.warning(
@@ -234,7 +353,7 @@ class Journey(msgspec.Struct, eq=False):
             reason=exc.reason,
             error=str(exc),
             cause=str(exc.__cause__ or ""),
-            attempt=attempt,
+            attempt=self.tries,
         )
         if self.trace is not None:
             self.trace.stage_failed(exc.reason)
@@ -247,10 +366,10 @@ class Journey(msgspec.Struct, eq=False):
         is_hopeless = (
             self.deaths >= _MAX_DEATHS
             or (exc.reason in _HOPELESS and not is_trial)
-            or attempt >= parts.config.max_tries
+            or self.tries >= parts.config.max_tries
         )
         if is_hopeless or not parts.mind.may_retry(replica, now, sent_at=sent_at):
-            raise NoReplica(f"{attempt} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
+            raise NoReplica(f"{self.tries} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
 
 
 def _told(route: Route, flight: Flight, usage: EngineUsage | None) -> dict[str, AttributeValue]:

@@ -15,7 +15,7 @@ from lorafleet.kv.blocks import BlockHash, root_hash
 from router.core.decision import Ask
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import BadBody, CatalogUnavailable
-from router.core.fleet import Excluded
+from router.core.fleet import Adapter, Excluded
 from router.core.mind import first_blocks
 from router.core.resolve import Target, resolve
 from router.dress import Body, asks_for_usage, refuse_steering
@@ -23,7 +23,7 @@ from router.flight import Flight
 from router.kv_events import Feeds
 from router.parts import Parts
 from router.surface.routes import Route
-from router.tokens import NO_TOKENS, Slowly, Tokens
+from router.tokens import NO_TOKENS, Slowly, Source, Tokens
 
 # How long its client will wait for the whole answer, in seconds.
 TIMEOUT_HEADER = "x-lorafleet-timeout-s"
@@ -167,6 +167,14 @@ async def _tokenized(parts: Parts, slowly: Slowly, began_at: float) -> Tokens:
     return tokens
 
 
+def warm_at_once(parts: Parts, target: Target) -> Target | None:
+    """The target with an adapter that some replica holds; None: see `warm`."""
+    if target.adapter is None:
+        return target
+    adapter = parts.cold.resident(target.adapter.lora_id)
+    return None if adapter is None else _held(target, adapter)
+
+
 async def warm(
     parts: Parts, caller: Caller, target: Target, question: Question, excluded: Excluded, *, is_displaced: bool = False
 ) -> Target:
@@ -178,15 +186,17 @@ async def warm(
         if excluded or is_displaced:
             await _until_back(parts, target.base_model, excluded)
         return target
-    adapter = parts.cold.resident(target.adapter.lora_id, excluded)
-    if adapter is None:
-        adapter = await parts.cold.until_resident(
-            target.adapter.lora_id,
-            excluded,
-            tenant=caller.tenant or "",
-            size_bytes=question.size_bytes,
-            deadline_at=question.deadline_at,
-        )
+    adapter = await parts.cold.until_resident(
+        target.adapter.lora_id,
+        excluded,
+        tenant=caller.tenant or "",
+        size_bytes=question.size_bytes,
+        deadline_at=question.deadline_at,
+    )
+    return _held(target, adapter)
+
+
+def _held(target: Target, adapter: Adapter) -> Target:
     if adapter is target.adapter:
         return target
     return Target(adapter.base_model or target.base_model, adapter, target.asked)
@@ -234,19 +244,32 @@ def match(feeds: Feeds, prompt: Prompt) -> Match:
     return whole
 
 
+def decided_at_once(
+    parts: Parts, target: Target, question: Question, prompt: Prompt, tokens_from: Source
+) -> Flight | None:
+    """match and decide: the request is then on its way. None when there is no room for it now: see `decided`.
+
+    raises  NoReplica
+    """
+    began_at = parts.clock()
+    decision = parts.waiting.at_once(prompt)
+    if decision is None:
+        return None
+    return Flight(parts, question.request_id, target, prompt, tokens_from, decision, asked_at=began_at)
+
+
 async def decided(
-    parts: Parts, caller: Caller, target: Target, question: Question, tokens: Tokens, excluded: Excluded
+    parts: Parts, caller: Caller, target: Target, question: Question, prompt: Prompt, tokens_from: Source
 ) -> Flight:
     """match and decide, when there is room: the request is then on its way.
 
     raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
     """
-    prompt = asked(parts, target, question, tokens, excluded)
     began_at = parts.clock()
-    # One that failed somewhere has waited its turn already; what failed it must not cost it another.
-    decision = parts.mind.decide(prompt, began_at) if excluded else parts.waiting.at_once(prompt, question.deadline_at)
-    if decision is not None:
-        return Flight(parts, question.request_id, target, prompt, tokens.source, decision, asked_at=began_at)
+    begin = partial(Flight, parts, question.request_id, target, prompt, tokens_from, asked_at=began_at)
+    if prompt.ask.excluded:
+        # One that failed somewhere has waited its turn already; what failed it must not cost it another.
+        return begin(parts.mind.decide(prompt, began_at))
     adapter = target.adapter
     ticket = Ticket(
         prompt=prompt,
@@ -257,7 +280,6 @@ async def decided(
         size_bytes=question.size_bytes,
         deadline_at=question.deadline_at,
     )
-    begin = partial(Flight, parts, question.request_id, target, prompt, tokens.source, asked_at=began_at)
     return await parts.waiting.admitted(ticket, begin)
 
 

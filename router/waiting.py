@@ -97,14 +97,12 @@ class WaitingRoom:
         self._somebody = asyncio.Event()
         mind.waiting.room = Room(Bounds(most_waiting, most_waiting_bytes, tenant_share))
 
-    def at_once(self, prompt: Prompt, deadline_at: float | None = None) -> Decision | None:
+    def at_once(self, prompt: Prompt) -> Decision | None:
         """The decision on this request if there is room for it now, which is for most of them; None: see `admitted`.
 
-        raises  NoReplica; DeadlineExceeded when it has come too late
+        raises  NoReplica
         """
         now = self._clock()
-        if deadline_at is not None:
-            _left_s(deadline_at, now)
         decision = self._mind.at_once(prompt, now)
         self._metrics.decide.observe(self._clock() - now)
         return decision
@@ -124,6 +122,7 @@ class WaitingRoom:
         except Saturated:
             self._holds.shed(ticket.adapter, began_at)
             raise
+        self._metrics.decide.observe(self._clock() - began_at)
         if decision is not None:
             return begin(decision)
         wait = _Wait(begin)

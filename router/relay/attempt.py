@@ -2,7 +2,9 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -55,74 +57,89 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, eq=False):
-    """An answer as it comes. Nothing has gone to the client until `relay` or until `first` has been taken.
+    """One request at an engine, and its answer as it comes; nothing has gone to the client until `relay` or `first`.
 
+    tell            called when it is decided, which means that its first `data:` event is there, or the whole body, or
+                    that it has failed
     status, content_type, retry_after, first   of the answer: its first events, or all of it
     streamed        whether more follows `first`: the engine has the last word on that
     in_band_error   a stream whose first event was an error: `status` and `first` are that error's
+    failure         why there is no answer, or no more of it
+    is_stale        it failed because the engine closed an idle connection just as it was used again, which says nothing
+                    about the engine and nothing about the request: it may go out once more, on a new connection
     """
 
-    _loop: asyncio.AbstractEventLoop
-    _connection: Connection | None
     _call: Call
     _limits: Limits
+    tell: Callable[[], None]
     streamed: bool
-    _decided: asyncio.Future[None]
-    _ended: asyncio.Future[None] | None = None
+    _connection: Connection | None = None
+    _sent_at: float = 0.0
+    _is_decided: bool = False
     _exchange: Exchange | None = None
     _echo: Renamed | None = None
     _hidden: HiddenUsage | None = None
     _got: list[bytes] = []
     _size: int = 0
-    _lost: Exception | None = None
     _tail: deque[bytes] | None = None
     status: int = 0
     content_type: bytes = b"application/json"
     retry_after: bytes | None = None
     first: bytes = b""
     in_band_error: bool = False
+    failure: Exception | None = None
+    is_stale: bool = False
 
-    async def decided(self) -> "Attempt":
-        """Sent, and the first `data:` event is there, or the whole body. Raises EngineLost."""
-        connection = self._connection
-        assert connection is not None
-        connection.deadline = self._loop.time() + self._limits.first_data_s
+    def begin(self, connection: Connection) -> None:
+        """Send it, on a connection fresh from the pool."""
+        self._connection = connection
+        self._sent_at = now = connection.loop.time()
+        connection.deadline = now + self._limits.first_data_s
         connection.send(self._call.request, self)
-        try:
-            await self._decided
-        except BaseException:
-            self.close()
-            raise
-        return self
 
-    async def relay(self, exchange: Exchange, echo: Renamed, *, hidden: HiddenUsage | None = None) -> None:
-        """Send a stream's bytes on as they come, until it ends; raises StreamBroken when the engine leaves.
+    def check(self) -> None:
+        """Once it is decided: whether the answer is the client's, error or not.
+
+        raises  ReplicaUnreachable when another replica may do better: no connection, 502, 503, an adapter that the
+                replica had reported but no longer knows, an engine shutting down, an error in place of the first event
+        """
+        failure, call = self.failure, self._call
+        if failure is not None:
+            raise _unreachable(call, failure) if isinstance(failure, EngineLost) else failure
+        if self.status != 200:
+            reason = _retry_reason(self, call)
+            if reason is not None:
+                self.close()
+                raise ReplicaUnreachable(f"replica {call.replica}: {self.status} {self.first[:200]!r}", reason=reason)
+            self.first = enveloped(self.status, self.first)
+
+    def relay(
+        self, exchange: Exchange, echo: Renamed, tell: Callable[[], None], *, hidden: HiddenUsage | None = None
+    ) -> None:
+        """Send a stream's bytes on as they come; then `tell`, perhaps at once: a StreamBroken is its `failure` when
+        the engine left.
 
         hidden  takes out the event with the usage, where we asked for it and the client did not
         """
-        self._echo, self._hidden = echo, hidden
+        self._echo, self._hidden, self.tell = echo, hidden, tell
         self._tail = deque(maxlen=_TAIL_CHUNKS)
         self._exchange = exchange
-        self._ended = self._loop.create_future()
         exchange.on_pause, exchange.on_resume = self._pause, self._resume
-        try:
-            self.data(b"".join(self._got))
-            self._got = []
-            if self._connection is not None:
-                await self._ended
-            if self._lost is None:
-                self._send(echo.end())
-            if hidden is not None:
-                exchange.send(hidden.end())
-            if self._lost is not None:
-                raise self._lost
-        finally:
-            exchange.on_pause = exchange.on_resume = None
+        got, self._got = self._got, []
+        self.data(b"".join(got))
+        if self._connection is None:
+            self._over()
+
+    async def relayed(self, exchange: Exchange, echo: Renamed, *, hidden: HiddenUsage | None = None) -> None:
+        """`relay`, until it is over."""
+        over = asyncio.get_running_loop().create_future()
+        self.relay(exchange, echo, partial(_set, over), hidden=hidden)
+        await over
 
     @property
     def is_broken(self) -> bool:
         """Whether the engine broke off in the middle of what it was streaming."""
-        return self._lost is not None
+        return isinstance(self.failure, StreamBroken)
 
     def usage(self) -> EngineUsage | None:
         """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""
@@ -130,10 +147,14 @@ class Attempt(msgspec.Struct, eq=False):
         return usage_of(kind, self.first) if self._tail is None else usage_of_events(kind, b"".join(self._tail))
 
     def close(self) -> None:
-        """Free the connection; one whose answer was not read to its end is closed, and the engine aborts."""
+        """Free the connection, and tell no more; one whose answer was not read to its end is closed, and the engine
+        aborts.
+        """
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        if self._exchange is not None:
+            self._let_go()
 
     # What the connection calls.
 
@@ -146,21 +167,11 @@ class Attempt(msgspec.Struct, eq=False):
 
     def data(self, data: bytes) -> None:
         if self._echo is not None:
-            connection = self._connection
-            if connection is not None:
-                connection.heard_at = now = self._loop.time()
-                connection.deadline = now + self._limits.idle_s
-            try:
-                ready = self._echo.chunk(data)
-            except StreamBroken as exc:
-                self.close()
-                self._break(exc)
-            else:
-                self._send(ready)
+            self._pass_on(data, self._echo)
             return
         self._got.append(data)
         self._size += len(data)
-        if self._decided.done():
+        if self._is_decided:
             return  # `relay` is about to begin
         if not self.streamed:
             if self._size > self._limits.answer_bytes:
@@ -175,22 +186,35 @@ class Attempt(msgspec.Struct, eq=False):
 
     def end(self) -> None:
         self._connection = None
-        if self._ended is not None:
-            if not self._ended.done():
-                self._ended.set_result(None)
-        elif not self._decided.done():
+        if self._exchange is not None:
+            self._over()
+        elif not self._is_decided:
             if self.streamed:
                 self.lost(EngineLost("no_answer", "the stream ended before its first event"))
                 return
-            self.first = b"".join(self._got)
-            self._decided.set_result(None)
+            got = self._got
+            self.first = got[0] if len(got) == 1 else b"".join(got)
+            self._decide()
 
     def lost(self, exc: EngineLost) -> None:
-        self._connection = None
-        if not self._decided.done():
-            self._decided.set_exception(exc)
+        connection, self._connection = self._connection, None
+        if self._is_decided:
+            self._break(StreamBroken(f"replica {self._call.replica} broke off in the middle of its answer"), exc)
             return
-        self._break(StreamBroken(f"replica {self._call.replica} broke off in the middle of its answer"), exc)
+        self.failure = exc
+        self.is_stale = (
+            exc.reason == "no_answer"
+            and not self.status
+            and connection is not None
+            and connection.answers > 0
+            and connection.said_nothing
+            and connection.loop.time() - self._sent_at <= _AT_ONCE_S
+        )
+        self._decide()
+
+    def _decide(self) -> None:
+        self._is_decided = True
+        self.tell()
 
     def _begin_stream(self, got: bytes) -> None:
         failure = event_error(got)
@@ -198,27 +222,60 @@ class Attempt(msgspec.Struct, eq=False):
             self.status, self.first = failure
             self.content_type = b"application/json"
             self.in_band_error, self.streamed = True, False
-        self._decided.set_result(None)
+        self._decide()
+
+    def _pass_on(self, data: bytes, echo: Renamed) -> None:
+        connection = self._connection
+        if connection is not None:
+            connection.heard_at = now = connection.loop.time()
+            connection.deadline = now + self._limits.idle_s
+        try:
+            ready = echo.chunk(data)
+        except StreamBroken as exc:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            self._break(exc)
+        else:
+            self._send(ready)
 
     def _send(self, ready: bytes) -> None:
-        if not ready:
+        exchange = self._exchange
+        if not ready or exchange is None:
             return
         assert self._tail is not None
-        assert self._exchange is not None
         self._tail.append(ready)
         if self._hidden is not None:
             ready = self._hidden.events(ready)
-        self._exchange.send(ready)
+        exchange.send(ready)
 
     def _fail(self, reason: str, what: str) -> None:
         self.close()
-        self._decided.set_exception(ReplicaUnreachable(f"replica {self._call.replica}: {what}", reason=reason))
+        self.failure = ReplicaUnreachable(f"replica {self._call.replica}: {what}", reason=reason)
+        self._decide()
 
     def _break(self, broken: StreamBroken, cause: Exception | None = None) -> None:
         broken.__cause__ = cause
-        self._lost = broken
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
+        self.failure = broken
+        self._over()
+
+    def _over(self) -> None:
+        """What is relayed has ended, well or not."""
+        exchange = self._exchange
+        if exchange is None:
+            return  # `relay` has not begun, or it is told already
+        assert self._echo is not None
+        if self.failure is None:
+            self._send(self._echo.end())
+        if self._hidden is not None:
+            exchange.send(self._hidden.end())
+        self._let_go()
+        self.tell()
+
+    def _let_go(self) -> None:
+        assert self._exchange is not None
+        self._exchange.on_pause = self._exchange.on_resume = None
+        self._exchange = None
 
     def _pause(self) -> None:
         if self._connection is not None:
@@ -229,55 +286,55 @@ class Attempt(msgspec.Struct, eq=False):
             self._connection.resume()
 
 
-async def open_attempt(pool: Pool, call: Call, limits: Limits) -> Attempt:
-    """Send one request and wait for its first `data:` event, or its whole body.
+async def open_attempt(pool: Pool, call: Call, limits: Limits, *, anew: bool = False) -> Attempt:
+    """Send one request and wait until it is decided.
 
     vLLM sends a streamed 200 head long before its first token, so the head decides nothing.
 
-    raises  ReplicaUnreachable when another replica may do better: no connection, 502, 503, an adapter that the
-            replica had reported but no longer knows, an engine shutting down, an error in place of the first event
+    anew    on a new connection only
+    raises  ReplicaUnreachable, see Attempt.check
     """
+    lost: EngineLost | None = None
+    connection = None if anew else pool.idle(call.origin)
+    if connection is not None:
+        attempt = await _decided(connection, call, limits)
+        if not attempt.is_stale:
+            attempt.check()
+            return attempt
+        assert isinstance(attempt.failure, EngineLost)
+        lost = attempt.failure
     try:
-        attempt = await _decided(pool, call, limits)
+        connection = await pool.connect(call.origin)
     except EngineLost as exc:
-        # Its message names addresses, which are the log's to tell.
-        raise ReplicaUnreachable(f"replica {call.replica}: {_LOST[exc.reason]}", reason=exc.reason) from exc
-    if attempt.status != 200:
-        reason = _retry_reason(attempt, call)
-        if reason is not None:
-            attempt.close()
-            raise ReplicaUnreachable(f"replica {call.replica}: {attempt.status} {attempt.first[:200]!r}", reason=reason)
-        attempt.first = enveloped(attempt.status, attempt.first)
+        # Where an engine that has just broken off does not listen any more, it died.
+        raise _unreachable(call, lost or exc) from (lost or exc)
+    attempt = await _decided(connection, call, limits)
+    attempt.check()
     return attempt
 
 
-async def _decided(pool: Pool, call: Call, limits: Limits) -> Attempt:
-    """The attempt once it is decided. Raises EngineLost.
-
-    An engine may close an idle connection just as it is used again, which says nothing about the engine and nothing
-    about the request: where a connection that was used before breaks off at once, a new one is tried.
-    """
-    connection = pool.idle(call.origin)
-    if connection is None:
-        return await _begun(await pool.connect(call.origin), call, limits).decided()
-    attempt = _begun(connection, call, limits)
-    sent_at = attempt._loop.time()
+async def _decided(connection: Connection, call: Call, limits: Limits) -> Attempt:
+    decided = connection.loop.create_future()
+    attempt = Attempt(call, limits, partial(_set, decided), call.streamed)
+    attempt.begin(connection)
     try:
-        return await attempt.decided()
-    except EngineLost as exc:
-        is_unheard = not attempt.status and connection.said_nothing
-        if exc.reason != "no_answer" or not is_unheard or attempt._loop.time() - sent_at > _AT_ONCE_S:
-            raise
-        try:
-            connection = await pool.connect(call.origin)
-        except EngineLost:
-            raise exc from None  # it died
-    return await _begun(connection, call, limits).decided()
+        await decided
+    except BaseException:
+        attempt.close()
+        raise
+    return attempt
 
 
-def _begun(connection: Connection, call: Call, limits: Limits) -> Attempt:
-    loop = asyncio.get_running_loop()
-    return Attempt(loop, connection, call, limits, call.streamed, loop.create_future())
+def _set(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _unreachable(call: Call, lost: EngineLost) -> ReplicaUnreachable:
+    # The message of the loss names addresses, which are the log's to tell.
+    unreachable = ReplicaUnreachable(f"replica {call.replica}: {_LOST[lost.reason]}", reason=lost.reason)
+    unreachable.__cause__ = lost
+    return unreachable
 
 
 def _retry_reason(attempt: Attempt, call: Call) -> str | None:

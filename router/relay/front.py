@@ -45,7 +45,9 @@ _IDLE, _HEAD, _BODY = range(3)
 
 _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
 
-Handler = Callable[["Exchange"], Coroutine[Any, Any, None]]
+# Answers a request by plain calls, now or as what it asked for comes (`Exchange.on_gone` is then set); or gives back a
+# coroutine that does: it is run in a task, and cancelled when its client leaves.
+Handler = Callable[["Exchange"], Coroutine[Any, Any, None] | None]
 Route = Callable[[str, str], Handler | None]
 
 
@@ -141,6 +143,13 @@ class Front:
         if late:
             loop.call_soon(self._begin_late, loop)
 
+    def stop(self) -> None:
+        """The time to finish is over: whatever is being answered by plain calls ends here, as tasks end that are
+        cancelled.
+        """
+        for connection in list(self.connections):
+            connection.stop()
+
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """One timer looks at all deadlines: none is made per request or chunk."""
         now = loop.time()
@@ -157,7 +166,8 @@ class Exchange(msgspec.Struct, eq=False):
     status   the answer's, once its head is on its way
 
     `on_pause` and `on_resume` are called when the client reads too slowly, and again; set them before the first `send`.
-    After the client has gone everything here does nothing.
+    `on_gone` is called when the client leaves before its answer is whole, and to answer now or never when the router
+    stops. After the client has gone everything here does nothing.
     """
 
     method: str
@@ -173,8 +183,10 @@ class Exchange(msgspec.Struct, eq=False):
     status: int | None = None
     on_pause: Callable[[], None] | None = None
     on_resume: Callable[[], None] | None = None
+    on_gone: Callable[[], None] | None = None
     _head: bytes = b""
     _task: asyncio.Task[None] | None = None
+    _work: Coroutine[Any, Any, None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -239,6 +251,22 @@ class Exchange(msgspec.Struct, eq=False):
         """Start its handler, unless the client has gone meanwhile."""
         if self._connection is not None:
             self._connection.answer(self)
+
+    def go_on(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have it answered in a task from now on."""
+        connection = self._connection
+        if connection is None:
+            work.close()
+        else:
+            connection.work(self, work)
+
+    def leave(self) -> None:
+        """Tell whoever answers by plain calls, or would in a task that has not begun, to end it."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.close()
+        if self.on_gone is not None:
+            self.on_gone()
 
     def abort(self) -> None:
         """Close the client's connection in the middle, so that it cannot take what it has for a whole answer."""
@@ -460,12 +488,24 @@ class _Connection(HttpToolsProtocol):
 
     def answer(self, exchange: Exchange) -> None:
         """Its turn has come."""
-        exchange._task = task = self.loop.create_task(self._answer(exchange))
+        try:
+            work = exchange._handler(exchange)
+        except Exception as exc:  # noqa: BLE001  (whatever it is: its client is told, and the log)
+            _fail_unexpectedly(exchange, exc)
+            return
+        if work is not None:
+            self.work(exchange, work)
+
+    def work(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+        """A task for what must be waited for."""
+        exchange._work = work
+        exchange._task = task = self.loop.create_task(self._answer(exchange, work))
         self.tasks.add(task)
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+        exchange._work = exchange.on_gone = None
         try:
-            await exchange._handler(exchange)
+            await work
             if exchange._connection is not None:
                 log.error("a handler ended without an answer", path=exchange.path, status=exchange.status)
                 _fail(exchange, 500, "internal_error", "internal error: the request was not answered")
@@ -473,10 +513,8 @@ class _Connection(HttpToolsProtocol):
             if exchange._connection is not None:  # not by the client: the time to finish is over
                 _fail(exchange, 503, "stopping", "the router stopped before this request was done; send it again")
             raise
-        except Exception as exc:
-            log.exception("unexpected error", path=exchange.path)
-            message = f"{exchange.path}: internal error ({type(exc).__name__}); the log has the traceback"
-            _fail(exchange, 500, "internal_error", message)
+        except Exception as exc:  # noqa: BLE001  (whatever it is: its client is told, and the log)
+            _fail_unexpectedly(exchange, exc)
         finally:
             assert exchange._task is not None
             self.tasks.discard(exchange._task)
@@ -555,6 +593,7 @@ class _Connection(HttpToolsProtocol):
                 # Cancelled before its first step it never comes to its own `finally`.
                 task.add_done_callback(self.tasks.discard)
                 task.cancel()
+            exchange.leave()
         while self._queue:
             self.let_go(self._queue.popleft())
         if self.cycle is not None and not self.cycle.response_complete:
@@ -712,6 +751,11 @@ class _Connection(HttpToolsProtocol):
         elif self._current is None and not self._queue and not self._phase:
             self._close()
 
+    def stop(self) -> None:
+        """The router goes now."""
+        if self._current is not None:
+            self._current.leave()
+
 
 class _EnoughError(Exception):
     """Stops the parser: nothing more is read of this client, and nothing is wrong with what came before."""
@@ -724,6 +768,12 @@ def _fail(exchange: Exchange, status: int, code: str, message: str) -> None:
         return
     headers = _JSON + b"retry-after: 1\r\n" if status == 503 else _JSON
     exchange.respond(status, headers, msgspec.json.encode(envelope(status, code, message)))
+
+
+def _fail_unexpectedly(exchange: Exchange, exc: Exception) -> None:
+    log.error("unexpected error", path=exchange.path, exc_info=exc)
+    message = f"{exchange.path}: internal error ({type(exc).__name__}); the log has the traceback"
+    _fail(exchange, 500, "internal_error", message)
 
 
 def _full() -> Refused:

@@ -96,6 +96,7 @@ class Connection(asyncio.Protocol):
               paused the engine is not to blame, and it does not run.
     answers   how many answers came on it before: an engine may close a connection just as it is used again
     heard_at  loop.time() at which more of an answer came; whoever takes it in says so, who knows the time anyway
+    loop      whose calls it makes
     """
 
     __slots__ = (
@@ -108,7 +109,6 @@ class Connection(asyncio.Protocol):
         "_headers",
         "_interim",
         "_keep",
-        "_loop",
         "_new_head",
         "_odd",
         "_parser",
@@ -123,6 +123,7 @@ class Connection(asyncio.Protocol):
         "answers",
         "deadline",
         "heard_at",
+        "loop",
         "origin",
     )
 
@@ -132,7 +133,7 @@ class Connection(asyncio.Protocol):
         self.answers = 0
         self.heard_at = -_NEVER
         self._pool = pool
-        self._loop = loop
+        self.loop = loop
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # until connection_made
         self._sink: Sink | None = None
@@ -159,7 +160,7 @@ class Connection(asyncio.Protocol):
         if self._closed or self._transport.is_closing():
             # It was closed between leaving the pool and now; said later, as every other loss.
             self._sink = sink
-            self._loop.call_soon(self._lose, "no_answer", "closed before the request was sent")
+            self.loop.call_soon(self._lose, "no_answer", "closed before the request was sent")
             return
         self._sink = sink
         self._transport.write(request)
@@ -167,13 +168,13 @@ class Connection(asyncio.Protocol):
     def pause(self) -> None:
         """Read no more for now; at most one read's bytes (256 KiB) still come."""
         if self._paused_at is None and not self._closed:
-            self._paused_at = self._loop.time()
+            self._paused_at = self.loop.time()
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read on."""
         if self._paused_at is not None:
-            self.deadline += self._loop.time() - self._paused_at
+            self.deadline += self.loop.time() - self._paused_at
             self._paused_at = None
             if not self._closed:
                 self._transport.resume_reading()

@@ -306,8 +306,6 @@ async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
 async def test_a_request_that_comes_after_its_deadline_is_not_sent_and_one_whose_deadline_passes_is_told():
     hall = Hall()
     with pytest.raises(DeadlineExceeded):
-        hall.room.at_once(hall.prompt(), time.monotonic() - 1)
-    with pytest.raises(DeadlineExceeded):
         await hall.admitted(deadline_at=time.monotonic() - 1)
     assert not list(hall.fleet.mind.load.in_flight())
     hall.sent(0.2)

@@ -12,6 +12,7 @@ from lorafleet.kv.blocks import block_hashes, root_hash
 from orchestrator.wire import Draining
 from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
+from router.relay.front import front
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, echo, error_of, fleet, until, with_sql
 
 SQL = f"sql/v1@{DIGEST[:12]}"
@@ -68,17 +69,25 @@ async def test_a_stream_arrives_in_pieces_under_the_clients_name_even_when_cut_i
     assert answer.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_a_stream_that_a_stopping_router_cuts_off_ends_with_a_word_of_it():
+@pytest.mark.parametrize("is_in_task", [True, False])
+async def test_a_stream_that_a_stopping_router_cuts_off_ends_with_a_word_of_it(monkeypatch, is_in_task):
+    made = []
+    monkeypatch.setattr("router.app.front", lambda *args: made.append(front(*args)) or made[0])
     engine = Engine("w0")
-    engine.go_on.clear()
-    async with fleet(engine) as (client, _, parts):
+    async with fleet(engine, tokenizer="off") as (client, _, parts):
+        if not is_in_task:
+            # With a connection to the engine there is nothing to wait for.
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        engine.go_on.clear()
         async with client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as answer:
             pieces = answer.aiter_bytes()
             await anext(pieces)
-            # As uvicorn does when the time to finish is over.
-            for task in asyncio.all_tasks():
-                if task.get_coro().__qualname__ == "_Connection._answer":
-                    task.cancel()
+            # As uvicorn and then the app do when the time to finish is over.
+            tasks = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "_Connection._answer"]
+            assert bool(tasks) == is_in_task
+            for task in tasks:
+                task.cancel()
+            made[0].stop()
             rest = b"".join([piece async for piece in pieces])
         assert json.loads(rest.split(b"\n\n")[0].removeprefix(b"data: "))["error"]["code"] == "stopping"
         assert not list(parts.mind.load.in_flight())

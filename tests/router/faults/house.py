@@ -17,6 +17,7 @@ from router.app import build
 from router.config import RouterSettings
 from router.parts import Parts
 from router.relay.front import Front
+from router.relay.upstream import Origin
 from tests.router.doubles import BASE, Control, chunk
 from tests.router.relay.wires import Client, Engine, until
 from tests.serving import serving
@@ -133,6 +134,16 @@ class House:
         headers = more.pop("headers", None)
         body = {"model": BASE, "prompt": prompt, "stream": stream, **more}
         return await self.client.post(COMPLETIONS, json=body, headers=headers)
+
+    async def connect(self) -> None:
+        """Have an idle connection to each engine: the next request need not wait for anything but an answer on it."""
+        pool = self.parts.pool
+        for engine in self.engines:
+            origin = Origin.parse(engine.url)
+            if not pool._idle.get(origin):
+                connection = await pool.connect(origin)
+                connection.answers, connection._version = 1, "1.1"  # as after one
+                pool._release(connection)
 
     async def raw(self) -> Client:
         """A client that sends bytes."""

@@ -49,9 +49,14 @@ async def test_an_engine_that_refuses_is_passed_over_and_a_fleet_that_does_is_a_
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-async def test_a_stream_that_breaks_off_at_any_byte_is_whole_from_another_engine_or_ends_with_an_error(how):
+@pytest.mark.parametrize("is_connected", [True, False])
+async def test_a_stream_that_breaks_off_at_any_byte_is_whole_from_another_engine_or_ends_with_an_error(
+    how, is_connected
+):
     async with house(2) as router:
         for at in places(STREAM, len(STREAM_HEAD), FIRST_EVENT_AT, FIRST_EVENT_AT + 60, len(STREAM) - 5):
+            if is_connected:
+                await router.connect()
             answer = await router.ask(f"at {at}", saying(STREAM[:at], how), stream=True)
             assert answer.status_code == 200, at
             if at < FIRST_EVENT_AT:
@@ -70,22 +75,30 @@ async def test_a_stream_that_breaks_off_at_any_byte_is_whole_from_another_engine
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-async def test_a_whole_answer_that_breaks_off_at_any_byte_comes_whole_from_another_engine(how):
+@pytest.mark.parametrize("is_connected", [True, False])
+async def test_a_whole_answer_that_breaks_off_at_any_byte_comes_whole_from_another_engine(how, is_connected):
     raw = answering(WHOLE)
     async with house(2) as router:
         for at in places(raw, raw.index(b"\r\n\r\n") + 4, len(raw) - 1):
+            if is_connected:
+                await router.connect()
             answer = await router.ask(f"at {at}", saying(raw[:at], how))
             assert (answer.status_code, answer.content) == (200, WHOLE), at
             assert router.play.asked[f"at {at}"] == 2, at
 
 
-async def test_an_engine_that_hangs_is_given_up_in_time_wherever_it_hangs():
+@pytest.mark.parametrize("is_connected", [True, False])
+async def test_an_engine_that_hangs_is_given_up_in_time_wherever_it_hangs(is_connected):
     before = {"nothing": b"", "half a head": STREAM_HEAD[:40], "no event": STREAM_HEAD, "half an event": STREAM[:150]}
     async with house(2, first_data_timeout_s=0.2, idle_timeout_s=0.2) as router:
         asked = {name: router.ask(name, saying(raw, "hang"), stream=True) for name, raw in before.items()}
         asked["a whole answer"] = router.ask("a whole answer", saying(answering(WHOLE)[:80], "hang"))
         asked["the middle"] = router.ask("the middle", saying(STREAM_HEAD + pieces(*EVENTS[:2]), "hang"), stream=True)
-        answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        answers = {}
+        for name, asking in asked.items():
+            if is_connected:
+                await router.connect()
+            answers[name] = await asking
         *good, error, done = events_of(answers.pop("the middle").content)
         assert (tuple(good), done) == (EVENTS[:2], DONE)
         assert b'"stream_broken"' in error

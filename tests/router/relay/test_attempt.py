@@ -73,7 +73,7 @@ async def usage_of(answer, *, streamed):
         pool = Pool(connect_s=2)
         attempt = await open_attempt(pool, call, LIMITS)
         if streamed:
-            await attempt.relay(exchange, Echo("m", "m"))
+            await attempt.relayed(exchange, Echo("m", "m"))
         else:
             exchange.send(attempt.first)
         attempt.close()

@@ -300,6 +300,88 @@ async def test_a_client_that_leaves_before_its_turn_is_not_worked_for(monkeypatc
         assert not work.begun
 
 
+class Calls:
+    """A handler that answers by plain calls, and notes who left."""
+
+    def __init__(self):
+        self.exchanges = []
+        self.gone = 0
+
+    def __call__(self, exchange):
+        self.exchanges.append(exchange)
+        exchange.on_gone = self.leave
+
+    def leave(self):
+        self.gone += 1
+        for exchange in self.exchanges:
+            exchange.respond(503, b"", b"stopping")
+
+
+async def test_a_handler_without_a_task_answers_when_it_likes_and_goes_on_in_one_if_it_must():
+    calls, work = Calls(), Work()
+    async with fronted(calls) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") * 2)
+        await until(lambda: calls.exchanges)
+        calls.exchanges[0].respond(200, b"", b"one")
+        assert (await client.answer())[2] == b"one"
+        await until(lambda: len(calls.exchanges) == 2)
+        calls.exchanges[1].go_on(work(calls.exchanges[1]))
+        work.go_on.set()
+        assert (await client.answer())[2] == b"3"
+    assert not calls.gone
+
+
+@pytest.mark.parametrize("leave", ["close", "reset", "half_close"])
+async def test_a_handler_without_a_task_is_told_once_that_its_client_left(leave):
+    calls = Calls()
+    async with fronted(calls) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc"))
+            await until(lambda: calls.exchanges)
+            if leave == "half_close":
+                client.writer.write_eof()
+            else:
+                client.writer.close() if leave == "close" else reset(client)
+            await until(lambda: calls.gone)
+        await until(lambda: not served.front.connections)
+    assert calls.gone == 1
+    assert calls.exchanges[0].is_over
+
+
+async def test_a_client_that_leaves_before_its_task_begins_is_told_of_all_the_same(recwarn):
+    calls, work = Calls(), Work()
+    async with fronted(calls) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc"))
+            await until(lambda: calls.exchanges)
+            (exchange,) = calls.exchanges
+            exchange.go_on(work(exchange))
+            exchange._connection.hang_up()
+        await until(lambda: not served.front.connections)
+    assert (calls.gone, work.begun) == (1, 0)
+    assert not [each for each in recwarn if "never awaited" in str(each.message)]
+
+
+async def test_what_is_answered_without_a_task_ends_when_the_router_stops():
+    calls = Calls()
+    async with fronted(calls) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await until(lambda: calls.exchanges)
+        served.front.stop()
+        assert (await client.answer())[0::2] == (503, b"stopping")
+    assert calls.gone == 1
+
+
+async def test_a_handler_that_raises_is_answered_for(caplog):
+    def broken(_exchange):
+        raise RuntimeError("a defect")
+
+    async with fronted(broken) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        status, _, body = await client.answer()
+        assert (status, b"RuntimeError" in body, b"a defect" in body) == (500, True, False)
+
+
 @pytest.mark.parametrize("leave", ["close", "reset", "half_close"])
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_client_that_leaves_ends_the_work_for_it_at_once(leave, begun):

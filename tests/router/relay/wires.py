@@ -135,9 +135,9 @@ async def fronted(handler=length, **limits):
     """A server with `handler` on HOT for POST and GET, and an app on every other path."""
     seen: list[tuple[str, bytes]] = []
 
-    async def noted(exchange: Exchange) -> None:
+    def noted(exchange: Exchange):
         seen.append((exchange.path, exchange.body))
-        await handler(exchange)
+        return handler(exchange)
 
     made = front(
         lambda method, path: noted if path == HOT and method in ("POST", "GET") else None, FrontLimits(**limits)
