@@ -82,7 +82,8 @@ class Replica:
 class Adapter:
     """An adapter that the catalog knows. `digest` is None until one agent has inspected it.
 
-    is_listed  no catalog knows it: an engine without an agent lists it by this name, and nobody has read its bytes
+    is_listed    no catalog knows it: an engine without an agent lists it by this name, and nobody has read its bytes
+    engine_name  what engines call it; the name carries the digest, so other bytes are another name
     """
 
     lora_id: str
@@ -94,13 +95,14 @@ class Adapter:
     priority: int = 0
     secret: str | None = None
     is_listed: bool = False
+    # Made once: each request is looked up by it in half a dozen tables, and a text that was just made has no hash yet.
+    engine_name: str | None = field(init=False, repr=False, compare=False)
 
-    @property
-    def engine_name(self) -> str | None:
-        """What engines call it; the name carries the digest, so other bytes are another name."""
-        if self.digest is None:
-            return self.lora_id if self.is_listed else None
-        return f"{self.lora_id}@{self.digest[:12]}"
+    def __post_init__(self) -> None:
+        name = self.lora_id if self.is_listed else None
+        if self.digest is not None:
+            name = f"{self.lora_id}@{self.digest[:12]}"
+        object.__setattr__(self, "engine_name", name)
 
 
 @dataclass(frozen=True, slots=True)
