@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from router.core.fleet import Replica, Report, Roster
 from router.core.index import WorkerId
@@ -115,7 +115,7 @@ class Prices:
     @classmethod
     def of(cls, roster: Roster, costs: Costs) -> "Prices":
         """Those that the roster keeps, if they were made of these numbers."""
-        found = cast("Prices | None", roster.kept.get(cls))
+        found: Prices | None = roster.kept.get(cls)
         if found is None or found.costs is not costs:
             found = roster.kept[cls] = cls(roster, costs)
         return found

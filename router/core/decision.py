@@ -8,7 +8,7 @@ from router.core.cost import Costs, Prices, Score, Terms, context, kappa
 from router.core.errors import NoReplica
 from router.core.fleet import Excluded, Replica, Roster, rejection
 from router.core.index import WorkerId
-from router.core.load import PLACED_S, Felt, Loads
+from router.core.load import FRESH, PLACED_S, Felt, Loads
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
@@ -103,43 +103,26 @@ class Scene(NamedTuple):
         One loop over plain tuples, because every decision does this for all replicas; a test holds it to the same
         written tidily, which takes ten times as long.
         """
-        costs, loads, now, price = self.costs, self.loads, self.now, self.kappa
+        costs, loads, now, price = self.costs, self.loads, self.now, kappa(self.rho, self.costs)
         name, prompt, depth_of = ask.engine_name, ask.prompt_tokens, self.depths.get
         lower, backlog = self.lower, self.backlog
         prices = Prices.of(self.roster, costs)
         moves = prices.moves(name)
         rows: Sequence[Any] = prices.rows
         felt: Sequence[Felt] = loads.felt
+        resting = loads.resting
         if len(able) < len(rows):
-            rows, felt = [rows[i] for i in able], [felt[i] for i in able]
-        attention_tokens, harm, crowding = costs.attention_tokens, costs.decode_harm, costs.crowding
+            rows, felt, resting = [rows[i] for i in able], [felt[i] for i in able], [resting[i] for i in able]
+        harm, crowding = costs.decode_harm, costs.crowding
         faded, least = now / PLACED_S, loads.least_crowding(now)
+        attention_tokens = costs.attention_tokens
         # Relative to the usual context, because the measured rate has that one's attention in it.
         per_context = 1 / (attention_tokens + self.context_tokens)
-        last = max(0, prompt - 1)
+        last = prompt - 1 if prompt else 0
         # Tokens of work at so many cached: mostly the same as for the replica before, that has nothing of a prompt too.
         known, tokens = -1, 0.0
         found = []
-        for (id_, block_size, token_s, answer_s, far_s, opening), own in zip(rows, felt, strict=True):
-            # In one go: reading them one by one would take most of this loop's time.
-            (
-                busy_until,
-                behind_s,
-                others_until,
-                in_prefill,
-                in_decode,
-                others,
-                engine_names,
-                slots_used,
-                fresh,
-                slot_at,
-                full_s,
-                request_s,
-                kv_tokens,
-                kv_free_tokens,
-                kv_token_s,
-                placed,
-            ) = own
+        for (id_, block_size, token_s, answer_s, far_s, opening), own, rests in zip(rows, felt, resting, strict=True):
             depth = depth_of(id_, 0)
             cached, extra = depth * block_size, 0.0
             if lower and id_ in lower:
@@ -153,33 +136,54 @@ class Scene(NamedTuple):
             prefill_s = tokens * token_s
             if extra:
                 prefill_s += extra * (attention_tokens + context(prompt, cached)) * per_context * token_s
-            # Own.queue_s and Own.room_s. What is nothing for an idle replica is not added: each sum makes an object.
-            queue_s = behind_s
-            if busy_until > now and busy_until - now > behind_s:
-                queue_s = busy_until - now
-            if others_until > now:
-                queue_s += others_until - now
-            if full_s:
-                queue_s += full_s
-            if kv_free_tokens < prompt <= kv_tokens:
-                queue_s += min(request_s, (prompt - kv_free_tokens) * kv_token_s)
-            if backlog:
-                queue_s += backlog.get(id_, 0.0)
-            adapter_s = slot_s = crowd_s = 0.0
-            if name and name not in engine_names:
-                if slot_at > now:
-                    slot_s = slot_at - now
-                crowd_s = opening[slots_used] if slots_used < len(opening) else opening[-1]
             work_s = prefill_s
-            if moves and id_ in moves and name not in fresh:
+            adapter_s = slot_s = queue_s = harm_s = delay_s = crowd_s = 0.0
+            if moves and id_ in moves and name not in own[FRESH]:
                 adapter_s = moves[id_]
                 work_s += adapter_s
+            # Of one that rests nothing else is looked at: that, and reading the others' in one go, halves the time.
+            if rests is not None:
+                placed = rests
+            else:
+                (
+                    busy_until,
+                    queue_s,
+                    others_until,
+                    in_prefill,
+                    in_decode,
+                    others,
+                    engine_names,
+                    slots_used,
+                    _,
+                    slot_at,
+                    full_s,
+                    request_s,
+                    kv_tokens,
+                    kv_free_tokens,
+                    kv_token_s,
+                    placed,
+                ) = own
+                # Own.queue_s and Own.room_s. What is nothing is not added: each sum makes an object.
+                if busy_until > now and busy_until - now > queue_s:
+                    queue_s = busy_until - now
+                if others_until > now:
+                    queue_s += others_until - now
+                if full_s:
+                    queue_s += full_s
+                if kv_free_tokens < prompt <= kv_tokens:
+                    queue_s += min(request_s, (prompt - kv_free_tokens) * kv_token_s)
+                if name and name not in engine_names:
+                    if slot_at > now:
+                        slot_s = slot_at - now
+                    crowd_s = opening[slots_used] if slots_used < len(opening) else opening[-1]
+                harm_s = harm * prefill_s * (in_prefill + in_decode + others)
+                delay_s = slot_s + harm_s
+            if backlog:
+                queue_s += backlog.get(id_, 0.0)
             crowded = placed - faded
             if crowded > least:
                 crowd_s += crowding * work_s * (crowded - least)
-            in_flight = in_prefill + in_decode + others
-            harm_s = harm * prefill_s * in_flight if in_flight else 0.0
-            cost_s = price * work_s + slot_s + queue_s + harm_s + crowd_s + answer_s + far_s
+            cost_s = price * work_s + delay_s + queue_s + crowd_s + (answer_s + far_s)
             found.append(
                 (id_, depth, cached, prefill_s, adapter_s, slot_s, queue_s, harm_s, crowd_s, answer_s, far_s, cost_s)
             )

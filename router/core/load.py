@@ -25,14 +25,14 @@ PLACED_S = 120.0
 # The KV cache of an engine that does not tell its size: a guess that all such engines share.
 _KV_TOKENS = 200_000
 # Moments remembered per worker, so that a report read some seconds ago is held against what we had there then. Changes
-# within one are remembered as one: however many requests come, five seconds of them are.
+# within one count as one: however many requests come, five seconds of them are remembered.
 _REMEMBERED = 512
 _MOMENT_S = 0.01
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """One request at one replica, from dispatch to end. `book`: what it counts in, until its worker is forgotten."""
+    """One request at one replica, from dispatch to end. `book`: what it counts in, its worker forgotten or not."""
 
     worker: WorkerId
     engine_name: str
@@ -41,7 +41,7 @@ class InFlight:
     prompt_tokens: int
     began_at: float
     work: "_Work"
-    book: "_Book | None"
+    book: "_Book"
     in_prefill: bool = True
     is_unreported: bool = True
     ended: bool = False
@@ -138,21 +138,35 @@ _IN_PREFILL: Final = 3
 _IN_DECODE: Final = 4
 _OTHERS: Final = 5
 _ENGINE_NAMES: Final = 6
+FRESH: Final = 8
 _SLOT_AT: Final = 9
+_FULL_S: Final = 10
+_KV_TOKENS_ALL: Final = 12
+_KV_TOKENS_FREE: Final = 13
 _PLACED: Final = 15
+_AT_REST = _IDLE[:FRESH]
 
 
 class Loads:
     """The load of every replica, in the order of their roster, and what every decision needs to know of all of them.
 
-    felt  what each replica's Own is made of, when somebody asks for one
-    full  how many replicas have all adapter slots in use
+    felt     what each replica's Own is made of, when somebody asks for one
+    resting  `placed` of each replica where whatever comes waits for nothing and nobody; None of the others
+    full     how many replicas have all adapter slots in use
     """
 
-    __slots__ = ("felt", "full", "least_placed", "others_in_flight")
+    __slots__ = ("felt", "full", "least_placed", "others_in_flight", "resting")
 
-    def __init__(self, felt: Sequence[Felt], least_placed: float, others_in_flight: int, full: int) -> None:
+    def __init__(
+        self,
+        felt: Sequence[Felt],
+        resting: Sequence[float | None],
+        least_placed: float,
+        others_in_flight: int,
+        full: int,
+    ) -> None:
         self.felt = felt
+        self.resting = resting
         self.least_placed = least_placed
         self.others_in_flight = others_in_flight
         self.full = full
@@ -163,6 +177,7 @@ class Loads:
         found = list(owns)
         return cls(
             found,
+            [_resting(own) for own in found],
             min([own.placed for own in found], default=-inf),
             sum([own.others_in_flight for own in found]),
             sum([own.slot_at > -inf for own in found]),
@@ -204,6 +219,7 @@ class _Line:
     replicas: tuple[Replica, ...]
     books: "list[_Book]"
     felt: list[Felt]
+    resting: list[float | None]
     placed: list[float]
     stale: set[int]
     full: set[int] = field(default_factory=set)
@@ -211,16 +227,8 @@ class _Line:
 
     def is_of(self, replicas: tuple[Replica, ...]) -> bool:
         """Whether these are the same workers in the same order, and all of their books report here still."""
-        return [r.id for r in replicas] == [r.id for r in self.replicas] and all(b.line is self for b in self.books)
-
-
-@dataclass(slots=True)
-class _Moment:
-    """What was ours from then on, until the next."""
-
-    at: float
-    in_prefill: int
-    in_flight: int
+        is_same = [replica.id for replica in replicas] == [replica.id for replica in self.replicas]
+        return is_same and all(book.stale is self.stale for book in self.books)
 
 
 @dataclass(slots=True)
@@ -232,6 +240,9 @@ class _Book:
     names                 how many requests run each; `engine_names` and `fresh` as in Own, None: to be made anew
     reported_at           when the engine's own counts were read
     base_model            what its worker serves
+    history               (until when, in prefill, in flight): what was ours, since the one before; `noted_at`: the last
+    stale, position       where to say that what was felt of it is no longer so
+    max_loras, max_seqs, kv_tokens, kv_tokens_used, reported_request_s   what it and its engine say of themselves
     """
 
     base_model: str
@@ -251,17 +262,30 @@ class _Book:
     mean_request_s: float = 0.0
     heard_at: float = -inf
     dispatched_at: dict[str, float] = field(default_factory=dict)
-    history: deque[_Moment] = field(default_factory=lambda: deque([_Moment(-inf, 0, 0)], _REMEMBERED))
-    replica: Replica | None = None
+    history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    noted_at: float = -inf
+    max_loras: int = 0
+    max_seqs: float = inf
+    kv_tokens: int = 0
+    kv_tokens_used: float = 0.0
+    reported_request_s: float = _FIRST_REQUEST_S
     reported_at: float = -inf
     others_until: float = -inf
     others_in_flight: int = 0
-    line: _Line | None = None
+    stale: set[int] = field(default_factory=set)
     position: int = 0
+
+    def changes(self, now: float) -> None:
+        """What is ours there will be otherwise from now on."""
+        self.stale.add(self.position)
+        if now - self.noted_at >= _MOMENT_S:
+            self.noted_at = now
+            self.history.append((now, len(self.in_prefill), len(self.flights)))
 
     def add(self, flight: InFlight) -> None:
         """One more, in prefill."""
         now, prefill_s, name = flight.began_at, flight.prefill_s, flight.engine_name
+        self.changes(now)
         self.flights.add(flight)
         self.in_prefill[flight] = None
         self.busy_until = max(self.busy_until, now) + prefill_s
@@ -278,7 +302,6 @@ class _Book:
             self.fresh |= {name}
         self.placed_tokens = self.placed_tokens * exp((self.placed_at - now) / PLACED_S) + flight.uncached_tokens
         self.placed_at = now
-        self.changed(now)
 
     def leave_prefill(self, flight: InFlight, now: float) -> None:
         """Its prefill is over, or it is."""
@@ -287,13 +310,14 @@ class _Book:
         del left[flight]
         if not left:
             self.prefill_s = self.largest_s = 0.0
+            self.busy_until = -inf
         else:
             # Summed anew when it may have been rounded.
             self.prefill_s = self.prefill_s - flight.prefill_s if len(left) > 1 else sum([f.prefill_s for f in left])
             if flight.prefill_s >= self.largest_s:
                 self.largest_s = max([f.prefill_s for f in left])
-        # What is left begins now: however wrong the predictions were, the error does not outlive them.
-        self.busy_until = now + self.prefill_s
+            # What is left begins now: however wrong the predictions were, the error does not outlive them.
+            self.busy_until = now + self.prefill_s
         if flight.began_at <= self.reported_at:
             self._is_known(flight)
 
@@ -325,29 +349,19 @@ class _Book:
             flight.is_unreported = False
             self.unreported_tokens -= flight.uncached_tokens
 
-    def changed(self, now: float) -> None:
-        moment = self.history[-1]
-        if now - moment.at >= _MOMENT_S:
-            self.history.append(_Moment(now, len(self.in_prefill), len(self.flights)))
-        else:
-            moment.in_prefill, moment.in_flight = len(self.in_prefill), len(self.flights)
-        self.thaw()
-
-    def thaw(self) -> None:
-        """What was felt of it is no longer so."""
-        if self.line is not None:
-            self.line.stale.add(self.position)
-
     @property
     def request_s(self) -> float:
         """How long a request takes here: by ours that ended, else as the engine says, else a guess."""
-        reported_s = self.replica.report.request_s if self.replica is not None else 0.0
-        return self.mean_request_s or reported_s or _FIRST_REQUEST_S
+        return self.mean_request_s or self.reported_request_s
 
     def had(self, at: float) -> tuple[int, int]:
         """In prefill and in flight at that time; as far back as is remembered."""
-        moment = next((then for then in reversed(self.history) if then.at <= at), self.history[0])
-        return moment.in_prefill, moment.in_flight
+        had = len(self.in_prefill), len(self.flights)
+        for until, in_prefill, in_flight in reversed(self.history):
+            if until <= at:
+                break
+            had = in_prefill, in_flight
+        return had
 
 
 @dataclass(slots=True)
@@ -404,11 +418,11 @@ class LoadBook:
 
     def first_token(self, flight: InFlight, now: float) -> None:
         """Its prefill is over; repeats change nothing."""
-        book = flight.book
-        if flight.in_prefill and book is not None:
+        if flight.in_prefill:
+            book = flight.book
+            book.changes(now)
             book.heard_at = now
             book.leave_prefill(flight, now)
-            book.changed(now)
 
     def heard(self, worker: WorkerId, at: float) -> None:
         """More of some answer came from there: its engine is alive."""
@@ -439,8 +453,7 @@ class LoadBook:
         flight.work.in_flight -= 1
         flight.work.in_flight_tokens -= flight.prompt_tokens
         book = flight.book
-        if book is None:
-            return
+        book.changes(now)
         if flight.in_prefill:
             book.leave_prefill(flight, now)
         else:
@@ -451,30 +464,29 @@ class LoadBook:
             share = max(_SMOOTHING, 1 / book.ended)
             book.mean_request_s += share * (now - flight.began_at - book.mean_request_s)
         book.remove(flight)
-        book.changed(now)
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop a worker that is gone; its requests may still `end`, which then changes nothing."""
-        book = self._books.pop(worker, None)
-        if book is not None:
-            for flight in book.flights:
-                flight.book = None
+        """Drop a worker that is gone; its requests may still `end`, which then nobody sees."""
+        if self._books.pop(worker, None) is not None:
             self._lines.clear()
 
     def reported(self, replica: Replica) -> None:
         """Take an engine's own counts, and off them what was ours when they were read."""
         book = self._book_of(replica.id, replica.base_model)
         report = replica.report
-        is_new = book.replica is None or book.replica.report.at != report.at
-        book.replica, book.base_model = replica, replica.base_model
-        book.thaw()
-        if not is_new:
+        book.base_model = replica.base_model
+        book.max_loras, book.max_seqs = replica.max_loras, replica.max_num_seqs
+        book.kv_tokens = replica.total_kv_blocks * replica.block_size
+        book.kv_tokens_used = report.kv_usage * book.kv_tokens
+        book.reported_request_s = report.request_s or _FIRST_REQUEST_S
+        book.stale.add(book.position)
+        if report.at == book.reported_at:
             return
         book.reported(report.at)
         in_prefill, in_flight = book.had(report.at)
         # Of ours in prefill the engine counts one as running already: it works on the first while the others wait.
         others_waiting = max(0, report.waiting - max(0, in_prefill - 1))
-        book.others_until = report.at + others_waiting * self._prefill_each_s
+        book.others_until = report.at + others_waiting * self._prefill_each_s if others_waiting else -inf
         book.others_in_flight = max(0, report.running + report.waiting - in_flight)
 
     def own(self, worker: WorkerId) -> Own:
@@ -495,7 +507,7 @@ class LoadBook:
                 line = self._lines[base_model] = self._lined(replicas)
         for position in line.stale:
             felt, before = _felt(line.books[position]), line.felt[position]
-            line.felt[position], line.placed[position] = felt, felt[_PLACED]
+            line.felt[position], line.placed[position], line.resting[position] = felt, felt[_PLACED], _resting(felt)
             line.others_in_flight += felt[_OTHERS] - before[_OTHERS]
             if felt[_SLOT_AT] > -inf:
                 line.full.add(position)
@@ -503,14 +515,15 @@ class LoadBook:
                 line.full.discard(position)
         line.stale.clear()
         placed = line.placed
-        return Loads(line.felt.copy(), min(placed) if placed else -inf, line.others_in_flight, len(line.full))
+        least_placed = min(placed) if placed else -inf
+        return Loads(line.felt.copy(), line.resting.copy(), least_placed, line.others_in_flight, len(line.full))
 
     def _lined(self, replicas: tuple[Replica, ...]) -> _Line:
         count = len(replicas)
         books = [self._book_of(replica.id, replica.base_model) for replica in replicas]
-        line = _Line(replicas, books, [_IDLE] * count, [-inf] * count, set(range(count)))
+        line = _Line(replicas, books, [_IDLE] * count, [-inf] * count, [-inf] * count, set(range(count)))
         for position, book in enumerate(books):
-            book.line, book.position = line, position
+            book.stale, book.position = line.stale, position
         return line
 
     def in_flight(self) -> Iterable[tuple[WorkerId, str, int]]:
@@ -551,28 +564,26 @@ class LoadBook:
 
 def _felt(book: _Book) -> Felt:
     """The replica's Own, as plain as it can be made."""
-    replica, others, names = book.replica, book.others_in_flight, book.engine_names
+    others, names, total = book.others_in_flight, book.engine_names, book.kv_tokens
     in_prefill, all_of_ours, request_s = len(book.in_prefill), len(book.flights), book.request_s
     full_s = kv_token_s = 0.0
     kv_tokens = kv_free_tokens = inf
     slot_at = placed = -inf
-    total = 0
     if names is None:
         names = book.engine_names = frozenset(book.names)
     slots_used = len(names) - ("" in names)
-    if replica is not None:
-        beyond = all_of_ours + others + 1 - replica.max_num_seqs
-        full_s = request_s * beyond / replica.max_num_seqs if beyond > 0 else 0.0
-        if 0 < replica.max_loras <= slots_used:
-            slot_at = _slot_at(book.flights, replica.max_loras, request_s)
-        total = replica.total_kv_blocks * replica.block_size
-        if total:
-            # What the engine says, less what has ended since, and with what it has not begun; a prefix that several
-            # requests share is in use once.
-            in_use = max(0.0, replica.report.kv_usage * total + book.unreported_tokens - book.freed_tokens)
-            kv_tokens, kv_free_tokens = total, total - in_use
-            # Running requests give back all of theirs in the time that one takes.
-            kv_token_s = request_s / max(in_use, 1.0)
+    beyond = all_of_ours + others + 1 - book.max_seqs
+    if beyond > 0:
+        full_s = request_s * beyond / book.max_seqs
+    if 0 < book.max_loras <= slots_used:
+        slot_at = _slot_at(book.flights, book.max_loras, request_s)
+    if total:
+        # What the engine says, less what has ended since, and with what it has not begun; a prefix that several
+        # requests share is in use once.
+        in_use = max(0.0, book.kv_tokens_used + book.unreported_tokens - book.freed_tokens)
+        kv_tokens, kv_free_tokens = total, total - in_use
+        # Running requests give back all of theirs in the time that one takes.
+        kv_token_s = request_s / max(in_use, 1.0)
     if book.placed_tokens > 0:
         placed = log(book.placed_tokens / (total or _KV_TOKENS)) + book.placed_at / PLACED_S
     return (
@@ -593,6 +604,12 @@ def _felt(book: _Book) -> Felt:
         kv_token_s,
         placed,
     )
+
+
+def _resting(felt: Felt) -> float | None:
+    """As Loads.resting has it."""
+    waits = felt[:FRESH] != _AT_REST or felt[_SLOT_AT] > -inf or felt[_FULL_S]
+    return None if waits or felt[_KV_TOKENS_FREE] < felt[_KV_TOKENS_ALL] else felt[_PLACED]
 
 
 def _slot_at(flights: Iterable[InFlight], max_loras: int, request_s: float) -> float:

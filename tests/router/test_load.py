@@ -213,6 +213,28 @@ def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks
     assert now.full == 1
 
 
+@pytest.mark.parametrize(
+    "why",
+    [
+        {"busy_until": 9.0},
+        {"behind_s": 0.1},
+        {"others_until": 9.0},
+        {"in_prefill": 1},
+        {"in_decode": 1},
+        {"others_in_flight": 1},
+        {"engine_names": frozenset({SQL})},
+        {"slots_used": 1},
+        {"slot_at": 9.0},
+        {"full_s": 0.1},
+        {"kv_tokens": 2000, "kv_free_tokens": 1999},
+    ],
+    ids=lambda why: next(iter(why)),
+)
+def test_a_replica_rests_only_where_nothing_is_waited_for_and_nobody_runs(why):
+    resting, busy = Own(placed=1.5, request_s=7.0, fresh=frozenset({SQL})), Own(placed=1.5, **why)
+    assert Loads.of([resting, busy]).resting == [1.5, None]
+
+
 def test_utilisation_fades_and_is_shared_by_the_fleet():
     book = LoadBook()
     book.begin("w0", "", 25.0, 0.0, base_model="m", adapter_s=5.0)

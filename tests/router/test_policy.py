@@ -230,6 +230,7 @@ OWNS = st.builds(
     slots_used=st.integers(0, 4),
     placed=st.just(-inf) | st.floats(-5, 3),
 )
+RESTING = OWNS.map(lambda own: Own(placed=own.placed, fresh=own.fresh, request_s=own.request_s))
 REPORTS = st.builds(
     Report,
     prefill_tokens_per_s=st.just(0.0) | st.floats(100, 50_000),
@@ -250,7 +251,7 @@ def moments(draw):
     some = st.dictionaries(st.sampled_from(ids), st.integers(1, 90))
     scene = Scene(
         roster=Roster(tuple(replicas)),
-        loads=Loads.of(draw(OWNS) for _ in ids),
+        loads=Loads.of(draw(OWNS | RESTING) for _ in ids),
         depths=draw(some),
         lower=draw(st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20)))),
         backlog=draw(st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))),
