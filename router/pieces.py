@@ -88,18 +88,21 @@ class ChainCache:
         seen  so many of the first ids may have been kept by an earlier call
         kept  so many of the first ids the next prompt will begin with
         """
-        known: tuple[BlockHash, ...] | None = None
-        if seen // block_size >= _SHORTEST_BLOCKS:
-            key = _key(ids, seen // block_size, block_size, root)
+        beginning, known = seen // block_size, None
+        if beginning >= _SHORTEST_BLOCKS:
+            key = _key(ids, beginning, block_size, root)
             known = self._held.get(key)
         if known is None:
             chain = tuple(block_hashes(ids, block_size=block_size, root=root))
+            if beginning >= _SHORTEST_BLOCKS:
+                # Of several prompts: a system prompt, or a conversation that is asked about more than once.
+                self._keep(key, chain[:beginning])
         else:
             self._held.move_to_end(key)
             rest = ids[len(known) * block_size :]
             chain = (*known, *block_hashes(rest, block_size=block_size, root=known[-1]))
         blocks = kept // block_size
-        if blocks >= _SHORTEST_BLOCKS and (known is None or len(known) < blocks):
+        if blocks >= _SHORTEST_BLOCKS and blocks > beginning:
             self._keep(_key(ids, blocks, block_size, root), chain[:blocks])
         return chain
 

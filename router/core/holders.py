@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from operator import eq
 
 from lorafleet.kv.blocks import BlockHash
 
@@ -45,7 +46,7 @@ class Holders:
         # so that the garbage collector never has to walk this dict.
         self._at: dict[BlockHash, int] = {}
         self._runs: dict[int, _Run] = {}
-        self._next_run = -2  # -1 is nothing's mask and nobody's number: `prefixes` begins with it
+        self._next_run = -1
 
     def __len__(self) -> int:
         return len(self._at)
@@ -60,35 +61,22 @@ class Holders:
         values = map(self._at.get, hashes, repeat(0))
         return [value if value >= 0 else self._runs[value].mask for value in values]
 
-    def prefixes(self, hashes: Blocks, alive: int, *, held_counts: bool) -> list[tuple[int, int]]:
-        """How many of these blocks, from the first on, each of these bits is in the masks of: [(depth, bits)].
-
-        held_counts  the bit above will do as well
-        returns      by depth; every bit of `alive` once, but for those that are not in the first mask
-        """
+    def walk(self, hashes: Blocks) -> list[tuple[int, int]]:
+        """Stretches of one mask each, from the first of these blocks to the first that nobody holds: [(end, mask)]."""
         found: list[tuple[int, int]] = []
-        position, count, before, get, runs = 0, len(hashes), -1, self._at.get, self._runs
+        position, count, get, runs = 0, len(hashes), self._at.get, self._runs
         while position < count:
             value = get(hashes[position], 0)
-            run = runs[value] if value < 0 else None
-            mask = value if run is None else run.mask
-            if mask is not before:
-                before = mask
-                still = alive & (mask | mask >> 1) if held_counts else alive & mask
-                if still != alive:
-                    if position:
-                        found.append((position, alive ^ still))
-                    if not still:
-                        return found
-                    alive = still
-            if run is None:
-                position = self._stretch(hashes, position, mask)
-            elif hashes[position : position + len(run.blocks)] == run.blocks:
-                position += len(run.blocks)
-            else:
+            if value < 0:
+                run = runs[value]
+                mask = run.mask
                 position = self._leave(run, _place(run, hashes[position]), hashes, position)
-        if count and alive:
-            found.append((count, alive))
+            elif value:
+                mask = value
+                position = self._stretch(hashes, position, mask)
+            else:
+                break
+            found.append((position, mask))
         return found
 
     def _stretch(self, hashes: Blocks, start: int, mask: int) -> int:
@@ -101,7 +89,7 @@ class Holders:
                 break
             end += 1
         blocks = hashes[start:end]
-        if mask and len(blocks) >= _WORTH_A_RUN and len(set(blocks)) == len(blocks):
+        if len(blocks) >= _WORTH_A_RUN and len(set(blocks)) == len(blocks):
             self._keep(blocks, mask)
         return end
 
@@ -204,18 +192,23 @@ class Holders:
     @staticmethod
     def _leave(run: _Run, start: int, hashes: Blocks, position: int) -> int:
         """The position at which a walk that meets a run at its block `start` is no longer in it."""
-        length = min(len(run.blocks) - start, len(hashes) - position)
-        ours, theirs = hashes[position : position + length], run.blocks[start : start + length]
-        if ours == theirs:
+        blocks = run.blocks
+        length = min(len(blocks) - start, len(hashes) - position)
+        if hashes[position + length - 1] != blocks[start + length - 1]:
+            # Where two chains have parted, they never meet again: so their parting is found without a look at each.
+            same = 1
+            while length - same > 1:
+                middle = (same + length) // 2
+                if hashes[position + middle - 1] == blocks[start + middle - 1]:
+                    same = middle
+                else:
+                    length = middle
+            length = same
+        if hashes[position : position + length] == blocks[start : start + length]:
             return position + length
-        same, other = 1, length
-        while other - same > 1:
-            middle = (same + other) // 2
-            if ours[same:middle] == theirs[same:middle]:
-                same = middle
-            else:
-                other = middle
-        return position + same
+        # At least one of the two is no chain.
+        ours, theirs = hashes[position : position + length], blocks[start : start + length]
+        return position + list(map(eq, ours, theirs)).index(False)
 
     def _change(self, number: int, start: int, end: int, mask: int) -> None:
         """Give the blocks [start, end) of a run another mask; 0 means that they go."""

@@ -28,6 +28,7 @@ _MASK_BYTES = 48
 # Masks nobody uses any more are looked for once there are so many more of them than blocks; so many have their workers
 # named.
 _SPARE_MASKS = 4096
+_NOTHING: tuple[tuple[BlockHash, ...], list[tuple[int, int]]] = ((), [])
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +64,8 @@ class KvIndex:
         # Of masks seen lately; until a slot changes hands.
         self._named: dict[int, tuple[WorkerId, ...]] = {}
         self._live = 0
+        # The prompt walked last, and what was found; until something changes.
+        self._walked: tuple[tuple[BlockHash, ...], list[tuple[int, int]]] = _NOTHING
         # Equal masks are one object: memory, and "did anything change?" is a comparison of pointers.
         self._masks: dict[int, int] = {}
         self._slots = 0
@@ -91,9 +94,19 @@ class KvIndex:
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """Contiguous prefix depth in blocks of every worker that has at least the first block on its device."""
         depths: dict[WorkerId, int] = {}
-        for depth, bits in self._device.prefixes(tuple(hashes), self._live, held_counts=True):
-            workers = self._named.get(bits) or self._members(bits)
-            depths.update(dict.fromkeys(workers, depth))
+        walked, alive, depth = self._walk(tuple(hashes)), self._live, 0
+        for end, mask in walked:
+            still = alive & (mask | mask >> 1)
+            if still != alive:
+                if depth:
+                    lost = alive ^ still
+                    depths.update(dict.fromkeys(self._named.get(lost) or self._members(lost), depth))
+                alive = still
+            if not alive:
+                return depths
+            depth = end
+        if depth:
+            depths.update(dict.fromkeys(self._named.get(alive) or self._members(alive), depth))
         return depths
 
     def lower_tiers(
@@ -129,6 +142,7 @@ class KvIndex:
         is_chain  they follow one another in a prompt, as those of one store do; makes matches faster, no more
         """
         entry = self._entry(worker)
+        self._walked = _NOTHING
         blocks = tuple(dict.fromkeys(hashes))
         changed = len(blocks) - len(self._tiers[tier].set(blocks, entry.added, is_chain=is_chain))
         entry.blocks[tier] += changed
@@ -136,6 +150,7 @@ class KvIndex:
 
     def drop(self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device") -> int:
         """Note that a worker no longer has these blocks at a tier; returns how many it was not known to have."""
+        self._walked = _NOTHING
         blocks = tuple(dict.fromkeys(hashes))
         entry = self._workers.get(worker)
         if entry is None:
@@ -162,9 +177,12 @@ class KvIndex:
         Those that the worker has, from the first on, are left out: they are stored as it is.
         """
         entry = self._entry(worker)
-        blocks = tuple(hashes)
-        stored = self._device.prefixes(blocks, entry.added, held_counts=False)
-        hold = Hold(worker, tuple(dict.fromkeys(blocks[stored[0][0] :] if stored else blocks)))
+        blocks, stored = tuple(hashes), 0
+        for end, mask in self._walk(blocks):
+            if not mask & entry.added:
+                break
+            stored = end
+        hold = Hold(worker, tuple(dict.fromkeys(blocks[stored:])))
         if hold.hashes:
             entry.holds.add(hold)
             self._hold(entry, hold.hashes)
@@ -175,6 +193,7 @@ class KvIndex:
         entry = self._workers.get(hold.worker)
         if entry is None or hold not in entry.holds:
             return
+        self._walked = _NOTHING
         entry.holds.remove(hold)
         last = hold.hashes
         if entry.more_holds:
@@ -228,6 +247,7 @@ class KvIndex:
             bit = 1 << 2 * self._slots
             self._slots += 1
         self._by_bit[bit] = worker
+        self._walked = _NOTHING
         self._named.clear()
         self._live |= bit
         return bit
@@ -239,11 +259,18 @@ class KvIndex:
         self._retired.append(entry.added)
 
     def _hold(self, entry: _Worker, blocks: tuple[BlockHash, ...]) -> None:
+        self._walked = _NOTHING
         for block in self._device.set(blocks, entry.held, is_chain=True):
             entry.more_holds[block] = entry.more_holds.get(block, 0) + 1
 
     def _interned(self, mask: int) -> int:
         return self._masks.setdefault(mask, mask)
+
+    def _walk(self, blocks: tuple[BlockHash, ...]) -> list[tuple[int, int]]:
+        """`Holders.walk` on the device; a prompt is matched and then held, mostly with nothing between."""
+        if self._walked[0] is not blocks:
+            self._walked = blocks, self._device.walk(blocks)
+        return self._walked[1]
 
     def _members(self, mask: int) -> tuple[WorkerId, ...]:
         """The workers of these bits, which are live ones'; kept for the next time."""

@@ -94,6 +94,22 @@ class IndexMachine(RuleBasedStateMachine):
         model.held.update(missing)
         return self.index.hold(worker, part), model, missing
 
+    @rule(
+        target=held, worker=workers, prompt=prompts, part=parts, between=st.sampled_from(["", "add", "drop", "forget"])
+    )
+    def hold_what_was_matched(self, worker, prompt, part, between):
+        asked = tuple(prompt)
+        depths = {w: run(asked, m.device()) for w, m in self.model.items()}
+        assert self.index.match(asked) == {w: d for w, d in depths.items() if d}
+        if between == "forget":
+            self.forget(worker)
+        elif between:
+            getattr(self, between)(worker, part, "device", **({"is_chain": True} if between == "add" else {}))
+        taken = self.hold(worker, asked)
+        depths = {w: run(asked, m.device()) for w, m in self.model.items()}
+        assert self.index.match(asked) == {w: d for w, d in depths.items() if d}
+        return taken
+
     @rule(hold=consumes(held), twice=st.booleans())
     def release(self, hold, twice):
         taken, model, part = hold
@@ -159,6 +175,22 @@ def test_a_hold_from_before_a_forget_takes_nothing_from_what_came_after():
     index.hold("w0", FOREST[0])
     index.release(old)
     assert index.match(FOREST[0]) == {"w0": 12}
+
+
+def test_a_prompt_that_is_matched_again_is_matched_as_things_are_now():
+    index, prompt = KvIndex(1), tuple(FOREST[0])
+    hold = index.hold("w0", prompt)
+    assert index.match(prompt) == {"w0": 12}
+    index.release(hold)
+    assert index.match(prompt) == {}
+    index.add("w1", prompt)
+    assert index.match(prompt) == {"w1": 12}
+    index.forget("w1")
+    while index.sweep(100):
+        pass
+    # It has the other's slot.
+    index.replace("w2", {})
+    assert index.match(prompt) == {}
 
 
 def test_a_prompt_of_many_runs_matches_to_the_block_wherever_it_is_cut():

@@ -227,6 +227,17 @@ def test_the_beginning_of_a_long_conversation_is_hashed_once():
     assert not set(other) & set(first)
 
 
+def test_what_conversations_begin_with_that_then_part_is_hashed_twice_and_no_more():
+    chains = ChainCache()
+    first, second, third = (
+        chains.chain(array("I", [*range(2000), *[n] * 500]), block_size=16, root=ROOT, seen=min(n, 1) * 2000, kept=2500)
+        for n in range(3)
+    )
+    assert first[:125] == second[:125] == third[:125]
+    assert [a is b for a, b in zip(second[:125], third[:125], strict=True)] == [True] * 125
+    assert len({*first, *second, *third}) == 125 + 3 * 31
+
+
 async def test_a_cache_of_no_bytes_keeps_nothing(client, chat):
     tokenizers = Tokenizers(client, cache_bytes=0)
     tokenizers._local[BASE] = chat
