@@ -48,7 +48,7 @@ from router.kv_events import Feeds
 from router.metrics import Metrics
 from router.multi import Member
 from router.parts import Parts
-from router.relay.fetch import fetch
+from router.relay.fetch import fetch, stream
 from router.relay.front import Front, FrontLimits, front
 from router.relay.upstream import Pool
 from router.siblings import Siblings
@@ -63,6 +63,8 @@ log = structlog.get_logger()
 
 _USAGE_EVERY_S = 1.0
 _WATCH_EVERY_S = 1.0
+# Agents and orchestrators send a sign of life more often.
+_LISTEN_IDLE_S = 60.0
 # Within this a thread that tokenizes gives Python's lock to the event loop; the default is 5 ms.
 _SWITCH_EVERY_S = 0.001
 # Objects made and not freed since the last look for cycles: of requests in flight and kept decisions, mostly.
@@ -294,6 +296,7 @@ def _discovery(
         control,
         partial(fetch, agents, token=config.token, timeout_s=config.control_timeout_s),
         ask_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
+        listen=partial(stream, agents, token=config.token, idle_s=_LISTEN_IDLE_S),
         engine_key=config.engine_key,
         orchestrator_url=config.orchestrator_url.rstrip("/"),
         engines=engines_by_id(config.engines),

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,12 +23,15 @@ from router.core.index import WorkerId
 from router.follow import Follow, placed, replica_from, state_of
 from router.listed import listed_adapters
 from router.named import Named, named_workers
-from router.relay.fetch import Refused
+from router.relay.fetch import Refused, Stream
 from router.relay.upstream import EngineLost
 from workers.wire import Metadata
 
 log = structlog.get_logger()
 
+# Figures alone go into the snapshot together with all others' of this time: a large fleet reports many times a second,
+# and with each snapshot decisions make their tables anew. Who keeps loads is told at once.
+_FIGURES_WAIT_S = 0.25
 # A router that starts while the API server is away knows its workers by the catalog, and waits no longer than this.
 _SLICES_WITHIN_S = 10.0
 
@@ -48,6 +53,7 @@ class Discovery:
         ask: Callable[[str, str], Awaitable[bytes]],
         *,
         ask_engine: Callable[..., Awaitable[bytes]],
+        listen: Callable[[str, str], AbstractAsyncContextManager[Stream]],
         engine_key: str = "",
         orchestrator_url: str,
         engines: Mapping[str, str] = MappingProxyType({}),
@@ -66,6 +72,7 @@ class Discovery:
         Each worker is asked every second, and an HTTP client takes a millisecond of the router's core for that.
 
         ask_engine        the same of an engine, without our own key: it is somebody else's. `token`: the key it wants
+        listen            the stream that a GET of a path below a URL answers, of an agent or the orchestrator
         engine_key        of engines without an agent
         orchestrator_url  empty: there is none, and only `engines` are followed
         engines           worker id -> URL of engines that have no agent
@@ -82,6 +89,7 @@ class Discovery:
         self._client = client
         self._ask = ask
         self._ask_engine = ask_engine
+        self._listen_to = listen
         self._engine_key = engine_key
         self._url = orchestrator_url.rstrip("/")
         self._engines = engines
@@ -107,6 +115,7 @@ class Discovery:
         self._etag: str | None = None
         self._catalog_poke = asyncio.Event()
         self._follows: dict[str, Follow] = {}
+        self._rebuild_later: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Follow until cancelled. The last catalog on disk is in force until the orchestrator answers."""
@@ -123,6 +132,7 @@ class Discovery:
                     tasks.create_task(self._forever(follow_slices, "slices", self._catalog_poll_s))
                 tasks.create_task(asyncio.Event().wait())  # with neither, too, until cancelled
         finally:
+            self._call_rebuild_off()
             for follow in self._follows.values():
                 for task in follow.tasks:
                     task.cancel()
@@ -174,18 +184,18 @@ class Discovery:
         self.confirmed_at = self._clock()
 
     async def _listen_orchestrator(self) -> None:
-        await self._listen(f"{self._url}/v1/events", {"since": str(self._catalog.revision)}, self._catalog_poke)
+        await self._listen(self._url, f"/v1/events?since={self._catalog.revision}", self._catalog_poke)
 
-    async def _listen(self, url: str, params: dict[str, str], poke: asyncio.Event) -> None:
+    async def _listen(self, url: str, path: str, poke: asyncio.Event) -> None:
         """Poke at every message of an SSE stream; the stream is only a hint, polling finds whatever it misses."""
-        timeout = httpx.Timeout(5.0, read=60.0)
-        async with self._client.stream("GET", url, params=params, timeout=timeout) as stream:
-            if stream.status_code == 410:
+        async with self._listen_to(url, path) as told:
+            if told.status == 410:
                 poke.set()
                 return
-            stream.raise_for_status()
-            async for line in stream.aiter_lines():
-                if line.startswith("data:"):
+            if told.status != 200:
+                raise Refused(f"GET {url}{path}: {told.status}")
+            async for data in told:
+                if b"data:" in data:  # and no sign of life
                     poke.set()
 
     def _adopt(self, catalog: Catalog) -> None:
@@ -262,7 +272,7 @@ class Discovery:
             await self._hear(follow)
 
         async def listen() -> None:
-            await self._listen(f"{follow.url}/v1/events", {}, follow.poke)
+            await self._listen(follow.url, "/v1/events", follow.poke)
 
         loops = [self._forever(look, "metadata", self._metadata_poll_s, follow.poke)]
         if follow.plain is None:
@@ -291,8 +301,13 @@ class Discovery:
         follow.heard_at, follow.is_answering, follow.engine_answers = self._clock(), True, True
         if follow.plain is not None and (before is None or before.lora != metadata.lora):
             self._list_anew()
-        self._rebuild()
-        self._listener.heard(self.fleet.replicas[WorkerId(follow.named.id)], follow.metadata)
+        replica = self._replica(follow, follow.metadata)
+        known = self.fleet.replicas.get(replica.id)
+        if known is not None and replace(known, report=replica.report) == replica:
+            self._rebuild_soon()
+        else:
+            self._rebuild()
+        self._listener.heard(replica, follow.metadata)
 
     async def _is_silent(self, follow: Follow) -> None:
         """No report: it restarts, is gone, or is somewhere else by now."""
@@ -345,7 +360,18 @@ class Discovery:
             return False
         return True
 
+    def _rebuild_soon(self) -> None:
+        if self._rebuild_later is None:
+            self._rebuild_later = asyncio.get_running_loop().call_later(_FIGURES_WAIT_S, self._rebuild)
+
+    def _call_rebuild_off(self) -> None:
+        """Nothing is to go into a later snapshot: this one has it all, or there is none."""
+        if self._rebuild_later is not None:
+            self._rebuild_later.cancel()
+            self._rebuild_later = None
+
     def _rebuild(self) -> None:
+        self._call_rebuild_off()
         replicas = {
             WorkerId(id_): self._replica(follow, follow.metadata)
             for id_, follow in self._follows.items()

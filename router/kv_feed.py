@@ -232,8 +232,8 @@ class Feed:
             self.metrics.kv_changed_blocks.labels(worker, "dropped").inc(into.dropped)
             into.added = into.dropped = 0
         self.metrics.kv_lag.labels(worker).set(max(0.0, self.lag_s))
-        known = self._index.workers()
-        self.metrics.kv_blocks.labels(worker).set(sum(known.get(name, 0) for name in self.members))
+        blocks = sum([self._index.blocks(name, tier) for name in self.members for tier in TIERS])
+        self.metrics.kv_blocks.labels(worker).set(blocks)
         is_degraded = self._feeds.trust.state(worker) == "degraded"
         self.metrics.kv_degraded.labels(worker).set(is_degraded)
         if is_degraded:

@@ -17,7 +17,7 @@ from orchestrator.wire import Catalog, CatalogAdapter, CatalogWorker
 from router.app import build
 from router.config import RouterSettings
 from tests.serving import serving
-from workers.wire import LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport, engine_name
+from workers.wire import Load, LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport, engine_name
 
 DIGEST = "ab" * 32
 BASE = "tiny-qwen"
@@ -112,6 +112,7 @@ class Control:
     draining: tuple = ()
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
+    figures: Load = field(default_factory=Load)  # of every engine
     max_loras: int = 2
     block_sizes: dict[str, int] = field(default_factory=dict)
     revision: int = 1
@@ -155,6 +156,7 @@ class Control:
             model=ModelCard(name=BASE, base_model=BASE, runtime_config=shape),
             transport=Transport(engine_url=self.workers[worker]),
             lora=LoraInfo(enabled=True, max_loras=self.max_loras, max_cpu_loras=4, loaded_loras=held),
+            load=self.figures,
             agent_boot_id="a",
             engine_boot_id=self.boot_id,
         )

@@ -14,6 +14,7 @@ from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from router.relay.front import front
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, echo, error_of, fleet, until, with_sql
+from workers.wire import Load
 
 SQL = f"sql/v1@{DIGEST[:12]}"
 
@@ -188,6 +189,21 @@ async def test_a_request_whose_only_replica_died_waits_for_it_to_start_again():
 async def ready_on_w0(control, lora_id):
     answer = {"lora_id": lora_id, "digest": DIGEST, "state": "ready", "ready": ["w0"], "loading": []}
     return JSONResponse(answer | {"expected_s": 0.0})
+
+
+async def test_loads_are_told_at_once_and_all_agents_figures_make_one_snapshot():
+    engines = [Engine(f"w{number}") for number in range(4)]
+    async with fleet(*engines, metadata_poll_s=3600, catalog_poll_s=3600) as (_, control, parts):
+        discovery, load = parts.discovery, parts.mind.load
+        await until(discovery.is_synced)
+        before = discovery.fleet
+        control.figures = Load(running=7)
+        for follow in discovery._follows.values():
+            follow.poke.set()
+        await until(lambda: {load.own(worker).others_in_flight for worker in before.replicas} == {7})
+        assert discovery.fleet is before
+        assert await discovery.changes.wait(5)
+        assert {replica.report.running for replica in discovery.fleet.replicas.values()} == {7}
 
 
 async def test_a_catalog_that_names_no_worker_takes_none_away_that_answers():
