@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from lorafleet.http import envelope, error_headers
 from router.relay.framing import Refused, checked_head, checked_target
+from router.relay.outbox import Outbox
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -89,6 +90,7 @@ class Front:
     refused      how many requests got which code before any handler saw them
     is_draining  every answer says that its connection ends with it: clients and proxies that keep some open have moved
                  to another router when this one hangs up, instead of sending into that moment
+    outbox       what is to be sent to clients at the end of the loop's turn
     """
 
     def __init__(self, route: Route, limits: FrontLimits) -> None:
@@ -98,6 +100,7 @@ class Front:
         self.held_bytes = 0
         self.refused: Counter[str] = Counter()
         self.is_draining = False
+        self.outbox = Outbox()
         shortest = min(limits.head_s, limits.body_s, limits.send_stall_s, limits.idle_s)
         self._sweep_every_s = min(1.0, max(0.02, shortest / 4))
         self._timer: asyncio.TimerHandle | None = None
@@ -140,6 +143,7 @@ class Front:
         late = self._late
         for _ in range(min(_BEGUN_AT_ONCE, len(late))):
             late.popleft().begin_answer()
+        self.outbox.flush()
         if late:
             loop.call_soon(self._begin_late, loop)
 
@@ -204,10 +208,10 @@ class Exchange(msgspec.Struct, eq=False):
         if self.method == "HEAD":
             body = b""
         if self._keep and connection.stays_open():
-            connection.transport.write(b"%b%b%b\r\n%b" % (line, headers, length, body))
+            connection.write(b"%b%b%b\r\n%b" % (line, headers, length, body))
         else:
             self._keep = False
-            connection.transport.write(b"%b%b%b%b\r\n%b" % (line, headers, length, _CLOSE, body))
+            connection.write(b"%b%b%b%b\r\n%b" % (line, headers, length, _CLOSE, body))
         connection.answered(self)
 
     def begin(self, status: int, headers: bytes) -> None:
@@ -234,7 +238,7 @@ class Exchange(msgspec.Struct, eq=False):
         elif self._head:
             data = self._head + data
         self._head = b""
-        connection.transport.write(data)
+        connection.write(data)
 
     def finish(self, last: bytes = b"") -> None:
         """The end of an answer that came in pieces, in one write with its last piece."""
@@ -243,7 +247,7 @@ class Exchange(msgspec.Struct, eq=False):
             return
         if self._chunked:
             last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n"
-        connection.transport.write(self._head + last)
+        connection.write(self._head + last)
         self._head = b""
         connection.answered(self)
 
@@ -482,6 +486,10 @@ class _Connection(HttpToolsProtocol):
 
     # Answers
 
+    def write(self, data: bytes) -> None:
+        """Send it, at the end of the loop's turn."""
+        self._front.outbox.write(self.transport, data, self.loop)
+
     def _start(self, exchange: Exchange) -> None:
         self._current = exchange
         self._front.begin(exchange, self.loop)
@@ -557,6 +565,7 @@ class _Connection(HttpToolsProtocol):
     def _close(self) -> None:
         if self.transport.is_closing():
             return
+        self._front.outbox.flush()
         self._deaf = True
         self._read_by = _NEVER
         self._watch_sending()
@@ -566,6 +575,7 @@ class _Connection(HttpToolsProtocol):
         """Say them and no more, but read on for a moment: closed with bytes unread, they would be lost to a reset."""
         if self.transport.is_closing():
             return
+        self._front.outbox.flush()
         self._deaf = True
         self._last_words = b""
         if words:
@@ -580,6 +590,7 @@ class _Connection(HttpToolsProtocol):
     def hang_up(self) -> None:
         """Close without sending what is left; whoever works for this client is told."""
         self._leave()
+        self._front.outbox.flush()
         self.transport.abort()
 
     def _leave(self) -> None:
@@ -712,7 +723,7 @@ class _Connection(HttpToolsProtocol):
         """Ask for the body, once the answers before it are out."""
         if self._current is None and not self._queue and not self._body_bytes:
             self._expects = False
-            self.transport.write(_CONTINUE)
+            self.write(_CONTINUE)
 
     def _watch_sending(self) -> None:
         self._unsent_bytes = self.transport.get_write_buffer_size()

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import httptools
 
+from router.relay.outbox import Outbox
+
 _MOST_HEAD_BYTES = 64 * 2**10
 # How often deadlines are looked at: no timer is made per request or chunk.
 _SWEEP_EVERY_S = 0.25
@@ -116,6 +118,7 @@ class Connection(asyncio.Protocol):
         "_pieces",
         "_pool",
         "_read_bytes",
+        "_sent_after",
         "_sink",
         "_status",
         "_transport",
@@ -143,6 +146,7 @@ class Connection(asyncio.Protocol):
         self._fields: Headers = {}
         self._pieces: list[bytes] = []
         self._odd = False
+        self._sent_after = -1
         self._version = ""  # of its first answer
         self._reset()
 
@@ -163,7 +167,9 @@ class Connection(asyncio.Protocol):
             self.loop.call_soon(self._lose, "no_answer", "closed before the request was sent")
             return
         self._sink = sink
-        self._transport.write(request)
+        outbox = self._pool._outbox
+        self._sent_after = outbox.flushed
+        outbox.write(self._transport, request, self.loop)
 
     def pause(self) -> None:
         """Read no more for now; at most one read's bytes (256 KiB) still come."""
@@ -313,6 +319,8 @@ class Connection(asyncio.Protocol):
             self._version = parser.get_http_version()
             if self._version not in ("1.1", "1.0"):
                 raise httptools.HttpParserError(f"HTTP/{self._version}")
+        if self._sent_after == self._pool._outbox.flushed:
+            self._odd = True  # an answer to a request that has not gone out yet
         self._fields = fields = dict(headers)
         coding = fields.get(b"transfer-encoding")
         if coding is not None and (coding.lower() != b"chunked" or self._version != "1.1"):
@@ -367,6 +375,7 @@ class Pool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._outbox = Outbox()
 
     @property
     def connections(self) -> int:

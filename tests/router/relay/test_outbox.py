@@ -1,0 +1,76 @@
+"""Writes of one turn: in order, together, and none lost but those to what has been closed."""
+
+import asyncio
+
+from router.relay import outbox
+from router.relay.outbox import Outbox
+from tests.router.relay.wires import HOT, fronted, post
+
+
+class Loop:
+    def __init__(self):
+        self.soon = []
+
+    def call_soon(self, callback):
+        self.soon.append(callback)
+
+    def turn(self):
+        soon, self.soon = self.soon, []
+        for callback in soon:
+            callback()
+
+
+class Transport:
+    def __init__(self, *, raises=False):
+        self.written = []
+        self.raises = raises
+        self.closed = False
+
+    def is_closing(self):
+        return self.closed
+
+    def write(self, data):
+        if self.raises:
+            raise RuntimeError("closed")
+        self.written.append(data)
+
+
+def test_what_a_turn_writes_goes_out_at_its_end_in_order():
+    loop, box, one, other = Loop(), Outbox(), Transport(), Transport()
+    box.write(one, b"1", loop)
+    box.write(other, b"a", loop)
+    box.write(one, b"2", loop)
+    assert not one.written
+    assert len(loop.soon) == 1
+    loop.turn()
+    assert (one.written, other.written) == ([b"1", b"2"], [b"a"])
+    loop.turn()
+    assert one.written == [b"1", b"2"]
+
+
+def test_a_long_turn_does_not_hold_back_what_came_first():
+    loop, box, transport = Loop(), Outbox(), Transport()
+    for _ in range(outbox._MOST):
+        box.write(transport, b"x", loop)
+    assert len(transport.written) == outbox._MOST
+    box.write(transport, b"y", loop)
+    loop.turn()
+    assert transport.written[-1:] == [b"y"]
+
+
+def test_one_that_cannot_be_written_takes_no_other_with_it():
+    loop, box, transport = Loop(), Outbox(), Transport()
+    closed = Transport()
+    box.write(Transport(raises=True), b"lost", loop)
+    box.write(closed, b"lost", loop)
+    box.write(transport, b"x", loop)
+    closed.closed = True
+    loop.turn()
+    assert (closed.written, transport.written) == ([], [b"x"])
+
+
+async def test_what_was_answered_in_the_turn_in_which_the_connection_ends_is_sent_before():
+    async with fronted() as served, await served.client() as client:
+        client.send(post(HOT, b"abc") + post(HOT, b"abcd", b"Connection: close"))
+        assert [(await client.answer())[2] for _ in range(2)] == [b"3", b"4"]
+        assert await asyncio.wait_for(client.rest(), 5) == b""
