@@ -59,6 +59,8 @@ class KvIndex:
         self.block_size = block_size
         self._tiers = {tier: Holders(self._interned) for tier in TIERS}
         self._device = self._tiers["device"]
+        # Whether any block was ever stored below the device: most engines have nothing there.
+        self._has_lower = False
         self._workers: dict[WorkerId, _Worker] = {}
         self._by_bit: dict[int, WorkerId] = {}
         # Of masks seen lately; until a slot changes hands.
@@ -117,9 +119,9 @@ class KvIndex:
         depths   what `match(hashes)` answered
         returns  only workers with such blocks; a block that is in both counts as the host's
         """
-        host, storage = self._tiers["host"], self._tiers["storage"]
-        if not host and not storage:
+        if not self._has_lower:
             return {}
+        host, storage = self._tiers["host"], self._tiers["storage"]
         blocks = tuple(hashes)
         in_host, in_storage = host.masks(blocks), storage.masks(blocks)
         found = {}
@@ -146,6 +148,7 @@ class KvIndex:
         blocks = tuple(dict.fromkeys(hashes))
         changed = len(blocks) - len(self._tiers[tier].set(blocks, entry.added, is_chain=is_chain))
         entry.blocks[tier] += changed
+        self._has_lower |= changed > 0 and tier != "device"
         return changed
 
     def drop(self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device") -> int:
