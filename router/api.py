@@ -148,6 +148,7 @@ def exposed(parts: Parts, clients: Front) -> bytes:
     for worker, share in parts.trust.error_shares():
         if worker in parts.discovery.fleet.replicas:
             metrics.kv_error.labels(worker).set(share)
+    metrics.in_flight.set(parts.mind.load.all_in_flight)
     metrics.token_cache_bytes.set(parts.tokenizers.cache_bytes)
     metrics.waiting_bytes.set(room.size_bytes)
     metrics.held_bytes.set(parts.cold.held_bytes)

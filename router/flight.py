@@ -37,7 +37,6 @@ class Flight:
         "hashes",
         "load",
         "prompt",
-        "rank",
         "record",
         "replica",
         "target",
@@ -55,8 +54,8 @@ class Flight:
         asked_at: float,
     ) -> None:
         """asked_at  by Parts.clock, when it was ready to be sent: since then it waited."""
-        now = parts.clock()
-        replica, score, ask, rank = decision.replica, decision.score, prompt.ask, decision.rank
+        now = decision.scene.now
+        replica, score, ask = decision.replica, decision.score, prompt.ask
         worker, waited_s = replica.id, now - asked_at
         # First: it runs the shadow policies, and one that fails must leave nothing held.
         self.load = parts.mind.begin(decision, now)
@@ -65,12 +64,12 @@ class Flight:
         self.prompt = prompt
         self.decision = decision
         self.replica = replica
-        self.rank = rank
         self.record = Record(request_id, time(), tokens_from, decision, parts.trust.state(worker), waited_s)
         parts.decisions.append(self.record)
         self.hashes = prompt.chains.get(replica.block_size, _NO_BLOCKS)
         self._index = parts.feeds.index(replica.base_model, replica.block_size)
-        member = worker if rank is None else parts.feeds.member(worker, rank)
+        ranks = decision.scene.ranks
+        member = parts.feeds.member(worker, ranks.get(worker)) if ranks else worker
         self._hold: Hold | None = self._index.hold(member, self.hashes)
         prompt_tokens = ask.prompt_tokens if prompt.chains else 0
         # What the engine calls the thing to run.
@@ -79,10 +78,14 @@ class Flight:
         self._output_tokens = 0
         metrics = parts.metrics
         metrics.waited.observe(waited_s)
-        metrics.in_flight.value += 1
         metrics.live_cost.value += score.cost_s
         metrics.predicted_tokens.value += score.cached_tokens
         metrics.prompt_tokens.value += prompt_tokens
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank to ask for."""
+        return self.decision.rank
 
     def first_token(self) -> None:
         """Prefill is over; the engine's own events take over from our guess in a moment."""
@@ -134,7 +137,6 @@ class Flight:
                 work_s += self._output_tokens / report.decode_tokens_per_s / max(1, report.running)
             self._use.ended(work_s, self._output_tokens, first_data_s if is_streamed else None, is_error=is_error)
         parts.mind.load.end(self.load, parts.clock())
-        parts.metrics.in_flight.value -= 1
         parts.waiting.poke()
         if self._hold is not None:
             self._index.release(self._hold)

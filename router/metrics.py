@@ -31,7 +31,7 @@ class Metrics:
         self.retries = Counter("retries", "Attempts that failed unseen by the client, by reason.", ("reason",), **on)
         self.cold_starts = Counter("cold_starts", "Loads asked for, by outcome.", ("outcome",), **on)
         self.held = Gauge("held_requests", "Requests waiting for an adapter.", **on)
-        self.in_flight = Gauge("in_flight_requests", "Requests at engines.", **on).labels()
+        self.in_flight = Gauge("in_flight_requests", "Requests at engines.", **on)
         self.waiting = Gauge("waiting_requests", "Requests waiting here for room at an engine.", **on)
         self.waited = Histogram("waited_seconds", "Wait for room at an engine.", buckets=_SECONDS, **on).labels()
         self.shadow_decisions = Counter(

@@ -81,9 +81,9 @@ class Score(NamedTuple):
 
 # The same as a plain tuple: a decision makes one for each able replica, and is made a Score of one.
 Terms = tuple[WorkerId, int, int, float, float, float, float, float, float, float, float, float]
-# (id, block size, seconds per prompt token, decode_s, zone_s, opening_s by slots in use) of a replica. Plain, as
-# `load.Felt`.
-_Row = tuple[WorkerId, int, float, float, float, Sequence[float]]
+# (id, block size, seconds per prompt token, decode_s, zone_s, opening_s by slots in use, decode_s + zone_s)
+# of a replica. Plain, as `load.Felt`.
+_Row = tuple[WorkerId, int, float, float, float, Sequence[float], float]
 
 
 class Prices:
@@ -108,6 +108,7 @@ class Prices:
                 decode_s(replica, middle, costs),
                 zone_s(replica, costs),
                 opening[replica.max_loras],
+                decode_s(replica, middle, costs) + zone_s(replica, costs),
             )
             for replica in roster.replicas
         ]
@@ -135,7 +136,10 @@ class Prices:
 
 def kappa(rho: float, costs: Costs) -> float:
     """How much dearer work is than waiting: work delays everyone behind it, more so the busier the fleet."""
-    return costs.kappa_max if rho >= 1 - 1 / costs.kappa_max else max(costs.kappa_min, 1 / (1 - rho))
+    spare = 1 - rho
+    if spare * costs.kappa_min >= 1:
+        return costs.kappa_min
+    return 1 / spare if spare * costs.kappa_max > 1 else costs.kappa_max
 
 
 def prefill_rate(replica: Replica, middle: Report, costs: Costs) -> float:

@@ -8,7 +8,7 @@ from router.core.cost import Costs, Prices, Score, Terms, context, kappa
 from router.core.errors import NoReplica
 from router.core.fleet import Excluded, Replica, Roster, rejection
 from router.core.index import WorkerId
-from router.core.load import FRESH, PLACED_S, Felt, Loads
+from router.core.load import FRESH, Felt, Loads
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
@@ -113,8 +113,7 @@ class Scene(NamedTuple):
         resting = loads.resting
         if len(able) < len(rows):
             rows, felt, resting = [rows[i] for i in able], [felt[i] for i in able], [resting[i] for i in able]
-        harm, crowding = costs.decode_harm, costs.crowding
-        faded, least = now / PLACED_S, loads.least_crowding(now)
+        harm, crowding, uncrowded = costs.decode_harm, costs.crowding, loads.uncrowded(now)
         attention_tokens = costs.attention_tokens
         # Relative to the usual context, because the measured rate has that one's attention in it.
         per_context = 1 / (attention_tokens + self.context_tokens)
@@ -122,7 +121,8 @@ class Scene(NamedTuple):
         # Tokens of work at so many cached: mostly the same as for the replica before, that has nothing of a prompt too.
         known, tokens = -1, 0.0
         found = []
-        for (id_, block_size, token_s, answer_s, far_s, opening), own, rests in zip(rows, felt, resting, strict=True):
+        for row, own, rests in zip(rows, felt, resting, strict=True):
+            id_, block_size, token_s, answer_s, far_s, opening, always_s = row
             depth = depth_of(id_, 0)
             cached, extra = depth * block_size, 0.0
             if lower and id_ in lower:
@@ -136,11 +136,12 @@ class Scene(NamedTuple):
             prefill_s = tokens * token_s
             if extra:
                 prefill_s += extra * (attention_tokens + context(prompt, cached)) * per_context * token_s
-            work_s = prefill_s
-            adapter_s = slot_s = queue_s = harm_s = delay_s = crowd_s = 0.0
+            work_s, adapter_s = prefill_s, 0.0
             if moves and id_ in moves and name not in own[FRESH]:
                 adapter_s = moves[id_]
                 work_s += adapter_s
+            cost_s = price * work_s + always_s
+            slot_s = queue_s = harm_s = crowd_s = 0.0
             # Of one that rests nothing else is looked at: that, and reading the others' in one go, halves the time.
             if rests is not None:
                 placed = rests
@@ -177,13 +178,14 @@ class Scene(NamedTuple):
                         slot_s = slot_at - now
                     crowd_s = opening[slots_used] if slots_used < len(opening) else opening[-1]
                 harm_s = harm * prefill_s * (in_prefill + in_decode + others)
-                delay_s = slot_s + harm_s
-            if backlog:
-                queue_s += backlog.get(id_, 0.0)
-            crowded = placed - faded
-            if crowded > least:
-                crowd_s += crowding * work_s * (crowded - least)
-            cost_s = price * work_s + delay_s + queue_s + crowd_s + (answer_s + far_s)
+                cost_s += slot_s + queue_s + harm_s + crowd_s
+            if backlog and id_ in backlog:
+                queue_s += backlog[id_]
+                cost_s += backlog[id_]
+            if placed > uncrowded:
+                crowded_s = crowding * work_s * (placed - uncrowded)
+                crowd_s += crowded_s
+                cost_s += crowded_s
             found.append(
                 (id_, depth, cached, prefill_s, adapter_s, slot_s, queue_s, harm_s, crowd_s, answer_s, far_s, cost_s)
             )

@@ -335,10 +335,11 @@ class Dispatcher:
 def room_for(decision: Decision, late_binding_s: float) -> bool:
     """Whether a request may be sent now: its replica has at most this much work queued, or nothing at all to do."""
     scene, score = decision.scene, decision.score
-    if not scene.loads.in_flight(decision.position):
-        return True
-    waiting_here_s = scene.backlog.get(decision.replica.id, 0.0)
-    return score.queue_s - waiting_here_s + score.slot_s <= late_binding_s
+    queued_s = score.queue_s + score.slot_s
+    # Without what waits here, which is ahead of it and no work of the engine's.
+    if scene.backlog:
+        queued_s -= scene.backlog.get(decision.replica.id, 0.0)
+    return queued_s <= late_binding_s or not scene.loads.in_flight(decision.position)
 
 
 def queued_s(decision: Decision, late_binding_s: float) -> float:

@@ -203,9 +203,9 @@ class Loads:
     def __iter__(self) -> Iterator[Own]:
         return map(Own._make, self.felt)
 
-    def least_crowding(self, now: float) -> float:
-        """The least `crowding` of all."""
-        return max(_UNCROWDED, self.least_placed - now / PLACED_S)
+    def uncrowded(self, now: float) -> float:
+        """`placed` of one that is no more crowded than the least crowded of all; what is more is `crowding` more."""
+        return max(self.least_placed, _UNCROWDED + now / PLACED_S)
 
 
 @dataclass(slots=True)
@@ -549,6 +549,11 @@ class LoadBook:
         """The usual context of this base model's prefills; see cost.context."""
         work = self._work.get(base_model)
         return _FIRST_CONTEXT_TOKENS if work is None else work.context_tokens
+
+    @property
+    def all_in_flight(self) -> int:
+        """Requests that have begun and not ended, those at forgotten workers too."""
+        return sum(work.in_flight for work in self._work.values())
 
     def in_flight_tokens(self, base_model: str) -> int:
         """Prompt tokens of what this router has at the engines of a base model."""

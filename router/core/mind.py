@@ -75,8 +75,9 @@ class Mind:
 
     def at_once(self, prompt: Prompt, now: float) -> Decision | None:
         """The decision if it may be sent now, else None: `offer` it, so that it waits. Raises NoReplica."""
-        decision = self.decide(prompt, now)
-        return decision if self.waiting.is_free(decision) else None
+        waiting = self.waiting
+        decision = self._decided(prompt, self.match(prompt), waiting.backlog, now)
+        return decision if waiting.is_free(decision) else None
 
     def offer(self, ticket: Ticket, now: float) -> Decision | None:
         """The decision if it may be sent now, else None: it waits. Raises NoReplica, Saturated."""
@@ -173,9 +174,9 @@ class Mind:
         return self._decided(ticket.prompt, ticket.matched[0], backlog, now)
 
     def _decided(self, prompt: Prompt, matched: Match, backlog: Mapping[WorkerId, float], now: float) -> Decision:
-        ask = prompt.ask
+        ask, load = prompt.ask, self.load
         roster = self.roster(ask.base_model)
-        loads = self.load.owns(ask.base_model, roster.replicas)
+        loads = load.owns(ask.base_model, roster.replicas)
         self._turn += 1
         depths, lower, ranks = matched
         # In order, not by name: that takes a third of the time.
@@ -188,8 +189,8 @@ class Mind:
             # A copy: the scene is kept, and what waits goes on changing.
             dict(backlog) if backlog else NOTHING,
             self.breaker.shut(now),
-            self.load.utilisation(ask.base_model, loads, now),
-            self.load.context_tokens(ask.base_model),
+            load.utilisation(ask.base_model, loads, now),
+            load.context_tokens(ask.base_model),
             now,
             self.rng.getrandbits(32),
             self._turn,

@@ -145,7 +145,7 @@ async def test_what_goes_wrong_is_the_exception_that_openai_has_for_it(tmp_path)
         assert (await client.models.retrieve(MODEL)).id == MODEL
         hanging = asyncio.create_task(client.chat.completions.create(**request("chat") | {"user": "hang"}))
         async with asyncio.timeout(5):
-            while not router.parts.metrics.in_flight.value:
+            while not router.parts.mind.load.all_in_flight:
                 await asyncio.sleep(0.005)
         with pytest.raises(openai.RateLimitError) as limited:
             await client.chat.completions.create(**request("chat"))

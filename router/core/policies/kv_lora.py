@@ -17,7 +17,9 @@ class KvLora:
     name: ClassVar[str] = "kv_lora"
 
     def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
-        able = within_slots(ask, scene, scene.able(ask))
+        able = scene.able(ask)
+        if scene.loads.full:
+            able = within_slots(ask, scene, able)
         found = scene.terms(ask, able)
         i = pick([terms[_COST_S] for terms in found], scene) if len(found) > 1 else 0
         return able[i], Score(*found[i])
@@ -26,7 +28,7 @@ class KvLora:
 def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ...]:
     """Those where this adapter opens no slot beyond `max_loras`; all of them when there is no such replica."""
     name = ask.engine_name
-    if not name or not scene.loads.full:
+    if not name:
         return able
     fits = [i for i in able if scene.loads.has_slot(i, name)]
     return tuple(fits) or able
@@ -34,12 +36,11 @@ def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ..
 
 def pick(costs_s: Sequence[float], scene: Scene) -> int:
     """Which of these is taken: one of the cheapest at random; with a temperature any, the cheaper the likelier."""
-    best = min(costs_s)
-    temperature_s = scene.costs.temperature_s
-    if temperature_s > 0:
-        weights = [exp((best - cost) / temperature_s) for cost in costs_s]
+    best, costs = min(costs_s), scene.costs
+    if costs.temperature_s > 0:
+        weights = [exp((best - cost) / costs.temperature_s) for cost in costs_s]
         return Random(scene.seed).choices(range(len(costs_s)), weights)[0]
-    limit = best * (1 + scene.costs.tie_share) + scene.costs.tie_s
+    limit = best * (1 + costs.tie_share) + costs.tie_s
     close = [i for i, cost in enumerate(costs_s) if cost <= limit]
     # The seed itself is the chance: making a generator of it would take longer than all the rest.
     return close[scene.seed % len(close)]

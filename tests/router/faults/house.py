@@ -158,7 +158,7 @@ class House:
             "bytes of bodies": self.front.held_bytes,
             "busy connections to engines": parts.pool.connections - sum(map(len, parts.pool._idle.values())),
             "requests in flight": len(list(parts.mind.load.in_flight())),
-            "in flight, by the metric": metrics.in_flight.value,
+            "in flight, by the metric": parts.mind.load.all_in_flight,
             "requests waiting for room": (len(parts.mind.waiting), room.requests, room.size_bytes, room._tenants),
             "waiting, by the metric": metrics.waiting.labels().value,
             "requests held for adapters": (parts.cold._held.requests, parts.cold.held_bytes, parts.cold._held._tenants),
