@@ -156,5 +156,6 @@ async def send_usage(
     client: httpx.AsyncClient, url: str, usage: Usage, revision: Callable[[], int], now: Callable[[], float]
 ) -> None:
     """One report to the orchestrator; raises httpx.HTTPError when it does not arrive."""
-    answer = await client.post(f"{url}/v1/usage", json=usage.report(revision(), now()).model_dump())
+    body = usage.report(revision(), now()).model_dump_json()
+    answer = await client.post(f"{url}/v1/usage", content=body, headers={"content-type": "application/json"})
     answer.raise_for_status()
