@@ -102,17 +102,15 @@ class Dispatcher:
 
     decide    the decision for a ticket now, with the seconds of work that are ahead of it per replica; may raise
               NoReplica
-    has_room  whether the chosen replica may be given this request now
+    late_binding_s  how much work is queued at an engine at most; infinite: everything is sent at once
     is_full   whether its base model may not, wherever it would go; then nobody of that base model overtakes it;
               None: never
-    queued_s  seconds until the chosen replica has room, of what is queued there and not here
     room      how much may wait
     """
 
     decide: Callable[[Ticket, Mapping[WorkerId, float], float], Decision]
-    has_room: Callable[[Decision], bool]
+    late_binding_s: float = inf
     is_full: Callable[[Decision], bool] | None = None
-    queued_s: Callable[[Decision], float] = lambda _: 0.0
     room: Room = field(default_factory=Room)
     drain: Drain = field(default_factory=Drain)
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
@@ -130,6 +128,10 @@ class Dispatcher:
     def backlog(self) -> Mapping[WorkerId, float]:
         """Seconds of work that wait here, by the replica that each would go to as things stand."""
         return self._bound
+
+    def has_room(self, decision: Decision) -> bool:
+        """Whether the chosen replica may be given this request now: little is queued there, or it has nothing to do."""
+        return _queued_s(decision) <= self.late_binding_s or not decision.scene.loads.in_flight(decision.position)
 
     def is_free(self, decision: Decision) -> bool:
         """Whether a request that was decided just now may be sent at once: there is room, and nobody waits for it."""
@@ -193,7 +195,8 @@ class Dispatcher:
     def _wait_behind_s(self, ahead_s: float, decision: Decision) -> float:
         able = decision.scene.able(decision.ask)
         workers = [decision.scene.roster.replicas[i].id for i in able]
-        return self.queued_s(decision) + wait_s(ahead_s, self._bound, workers, self.drain)
+        until_room_s = max(0.0, _queued_s(decision) - self.late_binding_s)
+        return until_room_s + wait_s(ahead_s, self._bound, workers, self.drain)
 
     def _check_wait(self, ticket: Ticket, decision: Decision) -> None:
         refusal = self.room.refusal(ticket.tenant, ticket.size_bytes)
@@ -332,21 +335,11 @@ class Dispatcher:
         tenant.flows[ticket.adapter].waiting_s -= ticket.bound_s
 
 
-def room_for(decision: Decision, late_binding_s: float) -> bool:
-    """Whether a request may be sent now: its replica has at most this much work queued, or nothing at all to do."""
+def _queued_s(decision: Decision) -> float:
+    """Seconds until the chosen replica would begin, of what is there and not here."""
     scene, score = decision.scene, decision.score
     queued_s = score.queue_s + score.slot_s
-    # Without what waits here, which is ahead of it and no work of the engine's.
-    if scene.backlog:
-        queued_s -= scene.backlog.get(decision.replica.id, 0.0)
-    return queued_s <= late_binding_s or not scene.loads.in_flight(decision.position)
-
-
-def queued_s(decision: Decision, late_binding_s: float) -> float:
-    """Seconds until there is room by `room_for`, of what is at the replica itself."""
-    score = decision.score
-    waiting_here_s = decision.scene.backlog.get(decision.replica.id, 0.0)
-    return max(0.0, score.queue_s - waiting_here_s + score.slot_s - late_binding_s)
+    return queued_s - scene.backlog.get(decision.replica.id, 0.0) if scene.backlog else queued_s
 
 
 def _undecided(exc: Exception) -> NoReplica:

@@ -349,11 +349,6 @@ class _Book:
             flight.is_unreported = False
             self.unreported_tokens -= flight.uncached_tokens
 
-    @property
-    def request_s(self) -> float:
-        """How long a request takes here: by ours that ended, else as the engine says, else a guess."""
-        return self.mean_request_s or self.reported_request_s
-
     def had(self, at: float) -> tuple[int, int]:
         """In prefill and in flight at that time; as far back as is remembered."""
         had = len(self.in_prefill), len(self.flights)
@@ -570,7 +565,9 @@ class LoadBook:
 def _felt(book: _Book) -> Felt:
     """The replica's Own, as plain as it can be made."""
     others, names, total = book.others_in_flight, book.engine_names, book.kv_tokens
-    in_prefill, all_of_ours, request_s = len(book.in_prefill), len(book.flights), book.request_s
+    in_prefill, all_of_ours = len(book.in_prefill), len(book.flights)
+    # By ours that ended, else as the engine says, else a guess.
+    request_s = book.mean_request_s or book.reported_request_s
     full_s = kv_token_s = 0.0
     kv_tokens = kv_free_tokens = inf
     slot_at = placed = -inf

@@ -9,7 +9,7 @@ from router.core.breaker import SILENT, Breaker
 from router.core.budget import RetryBudget
 from router.core.cost import Costs
 from router.core.decision import NOTHING, Decision, Policy, Scene, decide
-from router.core.dispatch import Chains, Dispatcher, Match, Prompt, Ticket, queued_s, room_for
+from router.core.dispatch import Chains, Dispatcher, Match, Prompt, Ticket
 from router.core.errors import NoReplica
 from router.core.fleet import Replica, Roster
 from router.core.index import WorkerId
@@ -64,9 +64,8 @@ class Mind:
     def __post_init__(self) -> None:
         self.waiting = Dispatcher(
             self._decide_ticket,
-            self._has_room_there,
+            self.late_binding_s,
             self._is_full if self.most_in_flight_tokens else None,
-            lambda decision: queued_s(decision, self.late_binding_s),
         )
 
     def decide(self, prompt: Prompt, now: float) -> Decision:
@@ -200,10 +199,7 @@ class Mind:
 
     def has_room(self, decision: Decision) -> bool:
         """Whether its replica may be given this request now."""
-        return self._has_room_there(decision) and not self._is_full(decision)
-
-    def _has_room_there(self, decision: Decision) -> bool:
-        return room_for(decision, self.late_binding_s)
+        return self.waiting.has_room(decision) and not self._is_full(decision)
 
 
 def first_blocks(chains: Chains, *, tokens: int = 256) -> int:
