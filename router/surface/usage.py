@@ -117,10 +117,13 @@ class HiddenUsage:
 
     def events(self, events: bytes) -> bytes:
         """Whole events of the engine's -> those for the client; some wait for the next."""
-        if not self._held and _FINISHED not in events and _NO_CHOICES not in events:
+        at = _first_of_note(events)
+        if at == len(events) and not self._held:
             return events
         shown: list[bytes] = []
-        for event in _EVENT.findall(events):
+        if at:
+            shown += self.end(), events[:at]
+        for event in _EVENT.findall(events, at):
             if _NO_CHOICES in event and _USAGE in event:
                 found = _SIGNATURE.search(event)
                 if found:
@@ -147,6 +150,19 @@ class HiddenUsage:
         if signature is None or cut < 0:
             return event
         return event[:cut] + b"," + signature + event[cut:]
+
+
+def _first_of_note(events: bytes) -> int:
+    """Where the first event begins that ends a choice or has no choices; the end of all where there is none.
+
+    A read may bring hundreds of events, and taking each apart would cost more than all else that is done with them.
+    """
+    finished, bare = events.find(_FINISHED), events.find(_NO_CHOICES)
+    at = min(finished, bare) if finished >= 0 and bare >= 0 else max(finished, bare)
+    if at < 0:
+        return len(events)
+    lf, crlf = events.rfind(b"\n\n", 0, at), events.rfind(b"\n\r\n", 0, at)
+    return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)
 
 
 def _read_openai(body: bytes) -> EngineUsage | None:

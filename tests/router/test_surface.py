@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import msgspec
@@ -139,6 +140,24 @@ def test_a_stream_whose_usage_is_hidden_is_signed_where_it_would_have_been():
     assert shown(known, first, last, USAGE_EVENT, DONE) == [first, signed, b"", DONE, b""], "nothing waits any more"
     whole = first + last + USAGE_EVENT + DONE
     assert shown({}, whole) == shown(known, whole) == [first + signed + DONE, b""]
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_shown_of_a_stream_does_not_depend_on_how_many_events_come_at_once(line_end, is_known):
+    ends = [text_event("x", index=i, ends=True) for i in (0, 1)]
+    texts = [text_event(f"{i} \\n\\n", index=i % 2) for i in range(9)]
+    events = [*texts[:5], ends[0], *texts[5:], ends[1], USAGE_EVENT, DONE]
+    events = [event.replace(b"\n", line_end) for event in events]
+    known = {"w0": b'"system_fingerprint":"vllm"'} if is_known else {}
+    one_by_one = b"".join(shown(dict(known), *events))
+    for size in range(2, len(events) + 1):
+        for first in range(1, size + 1):
+            cuts = [0, *range(first, len(events), size), len(events)]
+            pieces = [b"".join(events[a:b]) for a, b in itertools.pairwise(cuts)]
+            found = shown(dict(known), *pieces)
+            assert b"".join(found) == one_by_one, (size, first)
+            assert all(not each or each.endswith(line_end * 2) for each in found), (size, first)
 
 
 def test_every_choice_of_a_hidden_stream_is_signed_once_the_engine_is_known():
