@@ -11,6 +11,7 @@ template does to a stand-in raises, however deep inside a filter, and such conve
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from sys import intern
 from types import CodeType
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
@@ -197,7 +198,8 @@ class Frame(NamedTuple):
             end = cuts.first_sure(behind)
             if not end:
                 return None
-            around.append((before, behind[:end]))
+            # A few texts, each in every frame many times.
+            around.append((intern(before), intern(behind[:end])))
             before = behind[end:]
         stripped = tuple([number < 0 for number in numbers])
         return cls(tuple(dict.fromkeys(asked)), tuple(lead), tuple(around), stripped if any(stripped) else (), before)
