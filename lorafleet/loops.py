@@ -31,7 +31,7 @@ async def forever(
     `most_backoff_s`. The 1st, 10th and every 100th failure in a row is logged: in one line when the other side is
     away, with a traceback when the fault is ours.
     """
-    chance = rng or random.Random()
+    uniform = random.uniform if rng is None else rng.uniform
     failures = 0
     while True:
         if poke is not None:
@@ -48,7 +48,7 @@ async def forever(
             if failures in (1, 10) or failures % 100 == 0:
                 ours = not isinstance(exc, _AWAY)
                 log.warning("loop step failed", loop=name, failures=failures, error=repr(exc), exc_info=ours)
-            pause_s = min(most_backoff_s, 0.1 * 2.0 ** min(failures, 10)) * chance.uniform(0.5, 1.0)
+            pause_s = min(most_backoff_s, 0.1 * 2.0 ** min(failures, 10)) * uniform(0.5, 1.0)
         if poke is None or failures:
             await asyncio.sleep(pause_s)
         else:
