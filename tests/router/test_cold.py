@@ -169,10 +169,10 @@ async def test_a_load_is_measured_once_however_many_waited_for_it():
         assert {adapter.lora_id for adapter in adapters} == {"sql/v1"}
         assert len(parts.cold._loads_s) == 1
         assert 0 < parts.cold._loads_s[0] < 5
-        assert parts.cold.resident("sql/v1") is adapters[0]
+        assert parts.cold.resident("sql/v1") == adapters[0]
         (replica,) = parts.discovery.fleet.replicas.values()
         assert parts.cold.resident("sql/v1", frozenset({replica.incarnation})) is None
-        assert parts.cold.resident("sql/v1", frozenset({("w0", "another boot")})) is adapters[0]
+        assert parts.cold.resident("sql/v1", frozenset({("w0", "another boot")})) == adapters[0]
         assert parts.cold.resident("no/v1") is None
 
 
