@@ -107,6 +107,8 @@ class Discovery:
         self._on_failure = on_failure
         self._catalog = Catalog(revision=0)
         self._catalog_ids: frozenset[str] = frozenset()
+        # Names of adapters and aliases that an engine's own list cannot give away once more.
+        self._taken: frozenset[str] = frozenset()
         # Made once a catalog, not at every report of every agent: there are thousands.
         self._adapters: Mapping[str, Adapter] = MappingProxyType({})
         self._known: Mapping[str, Adapter] = self._adapters
@@ -199,9 +201,11 @@ class Discovery:
                     poke.set()
 
     def _adopt(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+        # Without what is read of it here and now: with 10,000 adapters that would be 10 MB.
+        self._catalog = catalog.model_copy(update={"adapters": (), "aliases": (), "draining": ()})
         self._catalog_ids = frozenset(worker.id for worker in catalog.workers)
         self._adapters, self._aliases = named_by(catalog)
+        self._taken = frozenset([adapter.lora_id for adapter in catalog.adapters]) | self._aliases.keys()
         self._list_anew()
         before, self._draining = self._draining, draining_by_worker(catalog)
         self.has_catalog = True
@@ -347,8 +351,8 @@ class Discovery:
     def _list_anew(self) -> None:
         """Join the catalog's adapters with what engines without an agent list, and listed when they were last heard."""
         plain = [f.metadata for f in self._follows.values() if f.plain is not None and f.metadata is not None]
-        taken = {a.lora_id for a in self._catalog.adapters} | self._aliases.keys()
-        self._known = MappingProxyType({**self._adapters, **listed_adapters(plain, taken)}) if plain else self._adapters
+        listed = listed_adapters(plain, self._taken) if plain else {}
+        self._known = MappingProxyType({**self._adapters, **listed}) if listed else self._adapters
 
     async def _engine_answers(self, follow: Follow) -> bool:
         """An agent's restart or upgrade moves nothing: while its engine answers, the last report stays valid."""
