@@ -43,10 +43,9 @@ def block_hashes(
     source   vLLM 0.32 v1/core/kv_cache_utils.py hash_block_tokens: only full blocks are cached
     """
     ids = tokens if isinstance(tokens, array) and tokens.typecode == _UINT32 else array(_UINT32, tokens)
-    step = block_size * ids.itemsize
-    packed = memoryview(ids).cast("B")
+    whole = memoryview(ids)[: len(ids) - len(ids) % block_size]
     # Unpacked in one go, in C: a slice per block would cost as much as the hashing.
-    blocks = _block_of(step).iter_unpack(packed[: len(packed) - len(packed) % step])
+    blocks = _block_of(block_size * ids.itemsize).iter_unpack(whole)
     parent: int = root
     if not extra:
         return _typed([parent := xxh3_64_intdigest(block, parent) for (block,) in blocks])
