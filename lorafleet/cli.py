@@ -352,14 +352,9 @@ def policy_set(
 
       lorafleet policy set loading=eager --if-match 3c1f9c6d2ab04e11
     """
-    import yaml
+    from lorafleet import intent
 
-    body = {}
-    for change in changes:
-        name, equals, value = change.partition("=")
-        if not equals:
-            raise Failure(f"{change}: write name=value; `lorafleet policy show` has the names", status=2)
-        body[name.strip().replace("-", "_")] = yaml.safe_load(value)
+    body = dict(map(intent.setting, changes))
     with context.obj.orchestrator() as api:
         from lorafleet import tables
 

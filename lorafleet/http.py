@@ -10,6 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from lorafleet.settings import what_is_wrong
+
 log = structlog.get_logger()
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -37,7 +39,7 @@ def envelope(status: int, code: str, message: str, param: str | None = None) -> 
 
 def said_wrong(errors: Sequence[Any]) -> str:
     """Pydantic's findings as one line: where, what is allowed there, and what was found."""
-    return "; ".join(f"{_where(error['loc'])}: {error['msg']}{_found(error)}" for error in errors)
+    return "; ".join(f"{_where(error['loc'])}: {what_is_wrong(error)}{_found(error)}" for error in errors)
 
 
 def _where(loc: Sequence[object]) -> str:

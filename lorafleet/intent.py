@@ -52,7 +52,7 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
         "demand": dict(map(_demand, demand or ())),
         "workers_gone": without_worker or [],
         "workers_more": [_more(text) for text in more_workers or ()],
-        "policy": dict(map(_setting, policy or ())),
+        "policy": dict(map(setting, policy or ())),
         "adapter_policies": _adapter_policies(adapter_policy or ()),
     }
     is_supposed = any(body.values())
@@ -172,22 +172,27 @@ def _more(text: str) -> dict[str, Any]:
     return {"count": int(count), "like": like or None}
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def setting(text: str) -> tuple[str, Any]:
+    """`name=value` as a field's name and what the value is in YAML. Raises Failure."""
     import yaml  # noqa: PLC0415
 
     name, equals, value = text.partition("=")
     if not equals:
         raise Failure(f"{text}: write NAME=VALUE; `lorafleet policy show` has the names", status=2)
-    return name.strip().replace("-", "_"), yaml.safe_load(value)
+    try:
+        return name.strip().replace("-", "_"), yaml.safe_load(value)
+    except (ValueError, RecursionError, yaml.YAMLError) as exc:  # ValueError: a date that is none
+        problem = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
+        raise Failure(f"{text[:200]}: the value is not YAML ({problem}); put text in quotes", status=2) from exc
 
 
 def _adapter_policies(texts: list[str] | tuple[()]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
-        lora_id, colon, setting = text.partition(":")
+        lora_id, colon, change = text.partition(":")
         if not colon:
             raise Failure(f"{text}: write LORA_ID:NAME=VALUE", status=2)
-        name, value = _setting(setting)
+        name, value = setting(change)
         found.setdefault(lora_id, {})[name] = value
     return found
 

@@ -80,7 +80,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     try:
         found = Sourced()
     except ValidationError as exc:
-        problems = "; ".join(": ".join(filter(None, (_flag(e["loc"]), _said(e)))) for e in exc.errors())
+        problems = "; ".join(": ".join(filter(None, (_flag(e["loc"]), what_is_wrong(e)))) for e in exc.errors())
         raise SettingsError(f"{problems} (see `{prog} --help`)") from exc
     return cast("S", found)
 
@@ -94,9 +94,9 @@ def load_or_exit(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
         raise SystemExit(2) from exc
 
 
-def _said(error: Mapping[str, Any]) -> str:
-    """What a setting's check said itself, without the words that pydantic puts before it."""
-    return str(error.get("ctx", {}).get("error", error["msg"]))
+def what_is_wrong(error: Mapping[str, Any]) -> str:
+    """The message of one of pydantic's findings; of a check of ours, without the words that pydantic puts before it."""
+    return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
 
 
 def _flag(loc: tuple[int | str, ...]) -> str:

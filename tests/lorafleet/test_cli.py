@@ -177,6 +177,9 @@ def test_the_address_comes_from_the_environment(run: Run, orchestrator: str, mon
     [
         ["aliases", "set", "a", "b=heavy"],
         ["policy", "set", "loading"],
+        ["policy", "set", "loading=2026-13-45"],
+        ["policy", "set", "loading=[1"],
+        ["policy", "set", "loading=" + "[" * 3000],
         ["up", "--engine", "tgi"],
         ["explain"],
         ["explain", "hello", "--policy", "kv_lora"],

@@ -202,3 +202,4 @@ async def test_a_secret_that_no_worker_could_have_is_refused(house, source, ref,
     answer = await house.http.post("/v1/adapters", json={"lora_id": "sql/v1", "source": source, "secretRef": ref})
     assert answer.status_code == 400
     assert why in answer.json()["error"]["message"]
+    assert "Value error" not in answer.text
