@@ -273,18 +273,11 @@ class _Answer(msgspec.Struct, eq=False):
         journey = self.journey
         assert journey is not None
         try:
+            if not journey.is_taken():
+                self.exchange.go_on(self.in_task(self.travelled()))
+                return
             attempt = journey.attempt
             assert attempt is not None
-            if attempt.is_stale:
-                journey.again()
-                self.exchange.go_on(self.in_task(self.travelled()))
-                return
-            try:
-                journey.take()
-            except ReplicaUnreachable as exc:
-                journey.failed(exc)
-                self.exchange.go_on(self.in_task(self.travelled()))
-                return
             echo, hidden = self._begun(journey, attempt)
             if attempt.streamed:
                 attempt.relay(self.exchange, echo, self._over, hidden=hidden)

@@ -80,7 +80,7 @@ class Journey(msgspec.Struct, eq=False):
 
     def at_once(self, tell: Callable[[], None]) -> bool:
         """Send it, where nothing need be waited for but the engine's answer: `tell` is called when that is decided, and
-        `take` is next. False: something must be waited for, and `begun` goes on from there. Raises RouterError.
+        `is_taken` is next. False: something must be waited for, and `begun` goes on from there. Raises RouterError.
         """
         self._prepare()
         tokens, target, trace = self.tokens, self.target, self.trace
@@ -105,7 +105,7 @@ class Journey(msgspec.Struct, eq=False):
         try:
             self.call = call = self._call(flight, tokens)
         except ReplicaUnreachable as exc:
-            self.failed(exc)
+            self._failed(exc)
             return False
         connection = self.parts.pool.idle(call.origin)
         if connection is None:
@@ -131,47 +131,26 @@ class Journey(msgspec.Struct, eq=False):
                     await self._decide()
                 await self._open()
             except ReplicaUnreachable as exc:
-                self.failed(exc)
+                self._failed(exc)
             else:
                 return
 
-    def take(self) -> None:
-        """The try is decided: its answer is the client's.
+    def is_taken(self) -> bool:
+        """The try that was sent at once is decided: whether its answer is the client's; else `begun` goes on.
 
-        raises  ReplicaUnreachable when another replica may give a better one: see `failed`
+        raises  NoReplica when another try would not help, or may not be made
         """
-        attempt, flight, mind = self.attempt, self.flight, self.parts.mind
-        assert attempt is not None
-        assert flight is not None
-        attempt.check()
-        status, sent_at = attempt.status, flight.load.began_at
-        if status < 400:
-            mind.succeeded(flight.replica, self.parts.clock(), sent_at=sent_at)
-        elif status >= 500:
-            # The client's to have, and a word against the engine all the same.
-            mind.failed(flight.replica, "engine_error", self.parts.clock(), sent_at=sent_at)
-
-    def failed(self, exc: ReplicaUnreachable) -> None:
-        """Note that the try failed; `begun` goes on with another.
-
-        raises  NoReplica when another would not help, or may not be made
-        """
-        flight = self.flight
-        if flight is None:
-            raise exc
-        flight.end(is_error=exc.reason in _FAULTS)
-        self.flight = self.call = self.attempt = self.prompt = None
-        self.excluded |= {flight.replica.incarnation}
-        # An engine that is up and says no will not be another one soon; one that died may be.
-        self._is_refused = exc.reason == "engine_unavailable"
-        self._note(exc, flight)
-        if self._is_pinned:
-            raise NoReplica(f"only worker {flight.replica.id!r} keeps the earlier response: {exc}") from exc
-
-    def again(self) -> None:
-        """The connection was closed under the request: `begun` sends it to the same replica on a new one."""
-        self.attempt = None
-        self._is_stale = True
+        assert self.attempt is not None
+        if self.attempt.is_stale:
+            # Its connection was closed under it: to the same replica, on a new one.
+            self.attempt, self._is_stale = None, True
+            return False
+        try:
+            self._take()
+        except ReplicaUnreachable as exc:
+            self._failed(exc)
+            return False
+        return True
 
     def learn(self) -> None:
         """Take what a whole answer says of itself."""
@@ -207,6 +186,39 @@ class Journey(msgspec.Struct, eq=False):
             completion_tokens=(usage.completion_tokens or 0) if usage else 0,
             prompt_tokens=usage.prompt_tokens if usage else (None if is_served else 0),
         )
+
+    def _take(self) -> None:
+        """The try is decided: its answer is the client's.
+
+        raises  ReplicaUnreachable when another replica may give a better one: see `_failed`
+        """
+        attempt, flight, mind = self.attempt, self.flight, self.parts.mind
+        assert attempt is not None
+        assert flight is not None
+        attempt.check()
+        status, sent_at = attempt.status, flight.load.began_at
+        if status < 400:
+            mind.succeeded(flight.replica, self.parts.clock(), sent_at=sent_at)
+        elif status >= 500:
+            # The client's to have, and a word against the engine all the same.
+            mind.failed(flight.replica, "engine_error", self.parts.clock(), sent_at=sent_at)
+
+    def _failed(self, exc: ReplicaUnreachable) -> None:
+        """Note that the try failed; `begun` goes on with another.
+
+        raises  NoReplica when another would not help, or may not be made
+        """
+        flight = self.flight
+        if flight is None:
+            raise exc
+        flight.end(is_error=exc.reason in _FAULTS)
+        self.flight = self.call = self.attempt = self.prompt = None
+        self.excluded |= {flight.replica.incarnation}
+        # An engine that is up and says no will not be another one soon; one that died may be.
+        self._is_refused = exc.reason == "engine_unavailable"
+        self._note(exc, flight)
+        if self._is_pinned:
+            raise NoReplica(f"only worker {flight.replica.id!r} keeps the earlier response: {exc}") from exc
 
     def _prepare(self) -> None:
         """resolve -> authorise -> tokenize, within the limits of the caller's key."""
@@ -295,7 +307,7 @@ class Journey(msgspec.Struct, eq=False):
             # take the next one down together, and the one that did it is known.
             async with self.parts.alone(flight.replica.incarnation):
                 self.attempt = await open_attempt(pool, call, limits)
-        self.take()
+        self._take()
 
     def _limits_of(self, flight: Flight) -> Limits:
         limits = self.limits
