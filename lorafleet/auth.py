@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import yaml
 from fastapi import Request
 
+from lorafleet import yamls
 from lorafleet.http import HttpError
 
 log = structlog.get_logger()
@@ -210,8 +210,8 @@ def _read_all(files: Sequence[Path]) -> dict[str, Caller]:
 def _read(path: Path) -> dict[str, Caller]:
     form = "expected `keys: [{sha256: <64 hex>, tenant: <name>, scopes: [infer|load|register|admin], limits: {...}}]`"
     try:
-        raw = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:  # ValueError: no text, or a date that is none
+        raw = yamls.parsed(path.read_text())
+    except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
         raise KeyFileError(f"key file {path}: {exc}") from exc
     entries = raw.get("keys") if isinstance(raw, dict) else None
     if not isinstance(entries, list):

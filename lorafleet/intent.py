@@ -174,16 +174,17 @@ def _more(text: str) -> dict[str, Any]:
 
 def setting(text: str) -> tuple[str, Any]:
     """`name=value` as a field's name and what the value is in YAML. Raises Failure."""
-    import yaml  # noqa: PLC0415
+    from lorafleet import yamls  # noqa: PLC0415
 
     name, equals, value = text.partition("=")
     if not equals:
         raise Failure(f"{text}: write NAME=VALUE; `lorafleet policy show` has the names", status=2)
     try:
-        return name.strip().replace("-", "_"), yaml.safe_load(value)
-    except (ValueError, RecursionError, yaml.YAMLError) as exc:  # ValueError: a date that is none
-        problem = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-        raise Failure(f"{text[:200]}: the value is not YAML ({problem}); put text in quotes", status=2) from exc
+        return name.strip().replace("-", "_"), yamls.parsed(value)
+    except yamls.BadYaml as exc:
+        raise Failure(
+            f"{text[:200]}: the value is not YAML ({str(exc).splitlines()[0]}); put text in quotes", status=2
+        ) from exc
 
 
 def _adapter_policies(texts: list[str] | tuple[()]) -> dict[str, dict[str, Any]]:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import yaml
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from lorafleet import yamls
 
 S = TypeVar("S", bound="HouseSettings")
 
@@ -105,8 +106,8 @@ def _flag(loc: tuple[int | str, ...]) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:  # ValueError: no text, or a date that is none
+        values = yamls.parsed(path.read_text()) or {}
+    except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
         raise SettingsError(f"--config {path}: {exc}") from exc
     if not isinstance(values, dict):
         raise SettingsError(f"--config {path}: expected a mapping of settings, found {type(values).__name__}")
