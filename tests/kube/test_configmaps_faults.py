@@ -100,6 +100,7 @@ async def test_an_object_that_may_not_be_written_is_not_tried_without_end(seats,
     seat = await seats.lead()
     await until(lambda: server.count("update", "/my-sql"))
     for number in range(5):
+        await seat.backend.writer.done()  # or it would be told of what is refused to another
         seat.store.put_adapter(replace(SQL, lora_id=f"a{number}/v1"))
         await seat.store.saved()
         seat.backend.mirror.doubt(f"nobody-{number}")
