@@ -65,12 +65,14 @@ class Flight:
         self.decision = decision
         self.replica = replica
         self.record = Record(request_id, time(), tokens_from, decision, parts.trust.state(worker), waited_s)
-        parts.decisions.append(self.record)
+        parts.decisions.note(self.record, now)
         self.hashes = prompt.chains.get(replica.block_size, _NO_BLOCKS)
-        self._index = parts.feeds.index(replica.base_model, replica.block_size)
-        ranks = decision.scene.ranks
-        member = parts.feeds.member(worker, ranks.get(worker)) if ranks else worker
-        self._hold: Hold | None = self._index.hold(member, self.hashes)
+        self._hold: Hold | None = None
+        if self.hashes:
+            self._index = parts.feeds.index(replica.base_model, replica.block_size)
+            ranks = decision.scene.ranks
+            member = parts.feeds.member(worker, ranks.get(worker)) if ranks else worker
+            self._hold = self._index.hold(member, self.hashes)
         prompt_tokens = ask.prompt_tokens if prompt.chains else 0
         # What the engine calls the thing to run.
         self._use = parts.usage.dispatched(worker, ask.engine_name or target.base_model, prompt_tokens, now)

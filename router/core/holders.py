@@ -61,6 +61,11 @@ class Holders:
         values = map(self._at.get, hashes, repeat(0))
         return [value if value >= 0 else self._runs[value].mask for value in values]
 
+    def mask(self, block: BlockHash) -> int:
+        """Who holds it."""
+        value = self._at.get(block, 0)
+        return value if value >= 0 else self._runs[value].mask
+
     def walk(self, hashes: Blocks) -> list[tuple[int, int]]:
         """Stretches of one mask each, from the first of these blocks to the first that nobody holds: [(end, mask)]."""
         found: list[tuple[int, int]] = []
@@ -93,8 +98,8 @@ class Holders:
             self._keep(blocks, mask)
         return end
 
-    def set(self, hashes: Blocks, bit: int, *, is_chain: bool = False) -> list[BlockHash]:
-        """Set a bit in the masks of these blocks; returns those that had it.
+    def set(self, hashes: Blocks, bit: int, *, is_chain: bool = False) -> int:
+        """Set a bit in the masks of these blocks; returns how many had it.
 
         is_chain  they follow one another in a prompt: those that are no run yet become one
         """
@@ -106,18 +111,17 @@ class Holders:
                 self._keep(hashes, bit)
             else:
                 at.update(dict.fromkeys(hashes, self._interned(bit)))
-            return []
+            return 0
         if not is_chain:
             values = list(map(at.get, hashes, repeat(0)))
             if min(values) >= 0:
                 becomes = {value: self._interned(value | bit) for value in set(values)}
                 at.update(zip(hashes, map(becomes.__getitem__, values), strict=True))
-                return [block for block, value in zip(hashes, values, strict=True) if value & bit]
+                return sum([1 for value in values if value & bit])
         return self._set_by_stretches(hashes, bit, is_chain=is_chain)
 
-    def _set_by_stretches(self, hashes: Blocks, bit: int, *, is_chain: bool) -> list[BlockHash]:
-        had: list[BlockHash] = []
-        position = 0
+    def _set_by_stretches(self, hashes: Blocks, bit: int, *, is_chain: bool) -> int:
+        had = position = 0
         while position < len(hashes):
             block = hashes[position]
             value = self._at.get(block, 0)
@@ -126,22 +130,21 @@ class Holders:
                 start = _place(run, block)
                 after = self._leave(run, start, hashes, position)
                 if run.mask & bit:
-                    had += hashes[position:after]
+                    had += after - position
                 else:
                     self._change(value, start, start + after - position, run.mask | bit)
             else:
                 after = self._alike(hashes, position, value) if is_chain else position + 1
                 if value & bit:
-                    had += hashes[position:after]
+                    had += after - position
                 if is_chain or not value & bit:
                     self._keep(hashes[position:after], value | bit)
             position = after
         return had
 
-    def clear(self, hashes: Blocks, bit: int) -> list[BlockHash]:
-        """Clear a bit in the masks of these blocks; returns those that had it not."""
-        had_not: list[BlockHash] = []
-        position = 0
+    def clear(self, hashes: Blocks, bit: int) -> int:
+        """Clear a bit in the masks of these blocks; returns how many had it not."""
+        had_not = position = 0
         while position < len(hashes):
             block = hashes[position]
             value = self._at.get(block, 0)
@@ -152,11 +155,11 @@ class Holders:
                 if run.mask & bit:
                     self._change(value, start, start + after - position, run.mask ^ bit)
                 else:
-                    had_not += hashes[position:after]
+                    had_not += after - position
                 position = after
             else:
                 if not value & bit:
-                    had_not.append(block)
+                    had_not += 1
                 elif value == bit:
                     del self._at[block]
                 else:

@@ -5,15 +5,17 @@ hash to a bit mask of holders is the tree, and walking a prompt's hashes while a
 every worker's contiguous prefix depth in one pass. `holders.py` has how the masks are kept, and
 `benchmarks/contenders.py` the designs that lost.
 
-Each worker has a slot of two bits: one says that its engine stored the block, the other that a prompt just
-sent will store it. A worker that goes only has its slot retired: no match sees it from then on, and `sweep`
-takes its bits out of the masks a few blocks at a time, after which the slot may serve another worker.
+Each worker has a bit in the masks. What a prompt just sent will store is kept apart, with the same bits: it is
+little, comes and goes with every request, and matters only where what a worker has stored ends. A worker that goes
+only has its bit retired: no match sees it from then on, and `sweep` takes it out of the masks a few blocks at a time,
+after which it may serve another worker.
 """
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import repeat
 from typing import Literal, NewType
 
 from lorafleet.kv.blocks import BlockHash
@@ -41,15 +43,11 @@ class Hold:
 
 @dataclass(slots=True)
 class _Worker:
-    added: int
+    bit: int
     blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     holds: set[Hold] = field(default_factory=set)
     # Holds of a block beyond its first.
     more_holds: dict[BlockHash, int] = field(default_factory=dict)
-
-    @property
-    def held(self) -> int:
-        return self.added << 1
 
 
 class KvIndex:
@@ -59,6 +57,8 @@ class KvIndex:
         self.block_size = block_size
         self._tiers = {tier: Holders(self._interned) for tier in TIERS}
         self._device = self._tiers["device"]
+        # Masks of whom a block is held for.
+        self._held: dict[BlockHash, int] = {}
         # Whether any block was ever stored below the device: most engines have nothing there.
         self._has_lower = False
         self._workers: dict[WorkerId, _Worker] = {}
@@ -76,12 +76,12 @@ class KvIndex:
         self._sweep: Iterator[None] | None = None
 
     def __len__(self) -> int:
-        """How many distinct blocks are kept, over all tiers; blocks of retired workers count until swept."""
-        return sum(map(len, self._tiers.values()))
+        """How many blocks are kept at each tier and how many are held; those of retired workers count until swept."""
+        return sum(map(len, self._tiers.values())) + len(self._held)
 
     def size_bytes(self) -> int:
         """About how much memory the index takes: tables, hashes and masks."""
-        masks = sys.getsizeof(self._masks) + len(self._masks) * _MASK_BYTES
+        masks = sys.getsizeof(self._masks) + len(self._masks) * _MASK_BYTES + sys.getsizeof(self._held)
         return masks + sum(holders.size_bytes() for holders in self._tiers.values())
 
     def workers(self) -> Mapping[WorkerId, int]:
@@ -96,20 +96,45 @@ class KvIndex:
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """Contiguous prefix depth in blocks of every worker that has at least the first block on its device."""
         depths: dict[WorkerId, int] = {}
-        walked, alive, depth = self._walk(tuple(hashes)), self._live, 0
-        for end, mask in walked:
-            still = alive & (mask | mask >> 1)
+        blocks, alive, depth = tuple(hashes), self._live, 0
+        for end, mask in self._walk(blocks):
+            still = alive & mask
             if still != alive:
-                if depth:
-                    lost = alive ^ still
-                    depths.update(dict.fromkeys(self._named.get(lost) or self._members(lost), depth))
+                self._stop(alive ^ still, blocks, depth, depths)
                 alive = still
             if not alive:
                 return depths
             depth = end
-        if depth:
-            depths.update(dict.fromkeys(self._named.get(alive) or self._members(alive), depth))
+        self._stop(alive, blocks, depth, depths)
         return depths
+
+    def _stop(self, workers: int, blocks: tuple[BlockHash, ...], depth: int, depths: dict[WorkerId, int]) -> None:
+        """Note the depth of these workers, whose stored blocks end there; of some what they hold goes on."""
+        if self._held and depth < len(blocks):
+            held = self._held.get(blocks[depth], 0) & workers
+            if held:
+                workers ^= held
+                self._go_on(held, blocks, depth, depths)
+        if depth and workers:
+            depths.update(dict.fromkeys(self._named.get(workers) or self._members(workers), depth))
+
+    def _go_on(self, workers: int, blocks: tuple[BlockHash, ...], depth: int, depths: dict[WorkerId, int]) -> None:
+        """Note how far these workers' blocks go from there on, stored or held."""
+        same = -1
+        for mask in map(self._held.get, blocks[depth:], repeat(0)):
+            if mask is not same:
+                same = mask
+                lost = workers & ~mask
+                if lost:
+                    same = -1  # what is stored may be otherwise at the next block
+                    lost &= ~self._device.mask(blocks[depth])
+                    if lost:
+                        depths.update(dict.fromkeys(self._members(lost), depth))
+                        workers ^= lost
+                        if not workers:
+                            return
+            depth += 1
+        depths.update(dict.fromkeys(self._members(workers), depth))
 
     def lower_tiers(
         self, hashes: Sequence[BlockHash], depths: Mapping[WorkerId, int]
@@ -127,7 +152,7 @@ class KvIndex:
         found = {}
         for worker, entry in self._workers.items():
             if entry.blocks["host"] or entry.blocks["storage"]:
-                bit, start, from_host = entry.added, depths.get(worker, 0), 0
+                bit, start, from_host = entry.bit, depths.get(worker, 0), 0
                 end = start
                 while end < len(hashes) and (in_host[end] | in_storage[end]) & bit:
                     from_host += in_host[end] & bit == bit
@@ -146,7 +171,7 @@ class KvIndex:
         entry = self._entry(worker)
         self._walked = _NOTHING
         blocks = tuple(dict.fromkeys(hashes))
-        changed = len(blocks) - len(self._tiers[tier].set(blocks, entry.added, is_chain=is_chain))
+        changed = len(blocks) - self._tiers[tier].set(blocks, entry.bit, is_chain=is_chain)
         entry.blocks[tier] += changed
         self._has_lower |= changed > 0 and tier != "device"
         return changed
@@ -158,7 +183,7 @@ class KvIndex:
         entry = self._workers.get(worker)
         if entry is None:
             return len(blocks)
-        unknown = len(self._tiers[tier].clear(blocks, entry.added))
+        unknown = self._tiers[tier].clear(blocks, entry.bit)
         entry.blocks[tier] -= len(blocks) - unknown
         return unknown
 
@@ -166,11 +191,11 @@ class KvIndex:
         """Put what a worker says it has in the place of what was known; `{}` empties it. Holds stay."""
         entry = self._entry(worker)
         self._retire(entry)
-        entry.added = self._slot(worker)
+        entry.bit = self._slot(worker)
         entry.blocks = dict.fromkeys(TIERS, 0)
         entry.more_holds.clear()
         for hold in entry.holds:
-            self._hold(entry, hold.hashes)
+            self._hold(entry, dict.fromkeys(hold.hashes, entry.bit))
         for tier, hashes in tiers.items():
             self.add(worker, hashes, tier)
 
@@ -182,13 +207,14 @@ class KvIndex:
         entry = self._entry(worker)
         blocks, stored = tuple(hashes), 0
         for end, mask in self._walk(blocks):
-            if not mask & entry.added:
+            if not mask & entry.bit:
                 break
             stored = end
-        hold = Hold(worker, tuple(dict.fromkeys(blocks[stored:])))
-        if hold.hashes:
+        held = dict.fromkeys(blocks[stored:], entry.bit)
+        hold = Hold(worker, tuple(held))
+        if held:
             entry.holds.add(hold)
-            self._hold(entry, hold.hashes)
+            self._hold(entry, held)
         return hold
 
     def release(self, hold: Hold) -> None:
@@ -196,12 +222,16 @@ class KvIndex:
         entry = self._workers.get(hold.worker)
         if entry is None or hold not in entry.holds:
             return
-        self._walked = _NOTHING
         entry.holds.remove(hold)
-        last = hold.hashes
-        if entry.more_holds:
-            last = tuple(block for block in last if not _count_down(entry.more_holds, block))
-        self._device.clear(last, entry.held)
+        held, bit, more = self._held, entry.bit, entry.more_holds
+        for block in hold.hashes:
+            if more and _count_down(more, block):
+                continue
+            mask = held[block]
+            if mask == bit:
+                del held[block]
+            else:
+                held[block] = self._interned(mask ^ bit)
 
     def forget(self, worker: WorkerId) -> None:
         """Drop everything that a worker has and holds: it is gone. Costs the same however much that is."""
@@ -230,9 +260,16 @@ class KvIndex:
         retired, self._retired = self._retired, []
         # Whatever is still in use finds its way into the new table, here or by being stored.
         self._masks = {}
-        kept = ~sum(bit | bit << 1 for bit in retired)
+        kept = ~sum(retired)
         for holders in self._tiers.values():
             yield from holders.sweep(kept)
+        for block in list(self._held):
+            mask = self._held.get(block, 0)
+            if mask & kept:
+                self._held[block] = self._interned(mask & kept)
+            elif mask:
+                del self._held[block]
+            yield
         for bit in retired:
             heappush(self._free, bit)
 
@@ -243,11 +280,11 @@ class KvIndex:
         return entry
 
     def _slot(self, worker: WorkerId) -> int:
-        """A slot that no mask mentions, given to a worker: its lower bit."""
+        """A bit that no mask mentions, given to a worker."""
         if self._free:
             bit = heappop(self._free)
         else:
-            bit = 1 << 2 * self._slots
+            bit = 1 << self._slots
             self._slots += 1
         self._by_bit[bit] = worker
         self._walked = _NOTHING
@@ -256,21 +293,29 @@ class KvIndex:
         return bit
 
     def _retire(self, entry: _Worker) -> None:
-        del self._by_bit[entry.added]
+        del self._by_bit[entry.bit]
         self._named.clear()
-        self._live ^= entry.added
-        self._retired.append(entry.added)
+        self._live ^= entry.bit
+        self._retired.append(entry.bit)
 
-    def _hold(self, entry: _Worker, blocks: tuple[BlockHash, ...]) -> None:
-        self._walked = _NOTHING
-        for block in self._device.set(blocks, entry.held, is_chain=True):
-            entry.more_holds[block] = entry.more_holds.get(block, 0) + 1
+    def _hold(self, entry: _Worker, blocks: dict[BlockHash, int]) -> None:
+        """blocks  each with the worker's bit"""
+        held = self._held
+        if held.keys().isdisjoint(blocks):
+            held.update(blocks)
+            return
+        for block, bit in blocks.items():
+            mask = held.get(block, 0)
+            if mask & bit:
+                entry.more_holds[block] = entry.more_holds.get(block, 0) + 1
+            else:
+                held[block] = self._interned(mask | bit)
 
     def _interned(self, mask: int) -> int:
         return self._masks.setdefault(mask, mask)
 
     def _walk(self, blocks: tuple[BlockHash, ...]) -> list[tuple[int, int]]:
-        """`Holders.walk` on the device; a prompt is matched and then held, mostly with nothing between."""
+        """`Holders.walk` on the device; a prompt is matched and then held, mostly with no event between."""
         if self._walked[0] is not blocks:
             self._walked = blocks, self._device.walk(blocks)
         return self._walked[1]

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from lorafleet.auth import hash_key
 from router.core.dispatch import Prompt
 from router.flight import Flight
+from router.parts import Decisions
 from router.tokens import Tokenizers
 from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, until, with_sql
 
@@ -44,6 +46,18 @@ async def test_decisions_kept_for_explaining_hold_no_prompts():
         assert len(answer.content) < 3000
         (told,) = answer.json()["data"]
         assert (told["prompt_tokens"], told["tokens_from"]) == (1000, "given")
+
+
+def test_of_more_decisions_than_are_kept_a_sample_is_and_after_a_rest_all_are():
+    kept = Decisions()
+    for i in range(20_000):  # in four seconds
+        kept.note(i, 100 + i / 5000)
+    assert len(kept) == 1000
+    assert kept[0] < 1000 < kept[-300]
+    assert all(49 <= b - a <= 51 for a, b in pairwise(list(kept)[-300:])), "evenly"
+    for i in range(500):
+        kept.note(-i, 110 + i / 5000)
+    assert list(kept)[-500:] == [-i for i in range(500)]
 
 
 async def test_a_sessions_name_takes_little_memory_however_long_it_is_and_is_still_its_own():
@@ -225,7 +239,7 @@ async def test_a_request_that_outlasts_the_time_for_an_answer_is_not_computed_ag
 async def test_a_worker_that_left_leaves_nothing_in_any_index():
     async with fleet(Engine("w0")) as (client, _, parts):
         await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(64))})
-        assert len(parts.feeds.index(BASE, 16)) == 4
+        assert parts.feeds.index(BASE, 16).workers() == {"w0": 4}
         parts.feeds.forget("w0")
         await until(lambda: len(parts.feeds.index(BASE, 16)) == 0)
         assert parts.feeds.index(BASE, 16).workers() == {}

@@ -125,9 +125,10 @@ class IndexMachine(RuleBasedStateMachine):
     def sweep_all(self):
         while self.index.sweep(3):
             pass
-        kept = [set().union(*(m.device() if t == "device" else m.has[t] for m in self.model.values())) for t in TIERS]
-        assert len(self.index) == sum(map(len, kept))
-        widest = 2 * (len(CROWD) + len(WORKERS) + 40)  # each of 40 steps may have retired a slot
+        kept = [set().union(*(m.has[t] for m in self.model.values())) for t in TIERS]
+        held = set().union(*(+m.held for m in self.model.values()))
+        assert len(self.index) == sum(map(len, kept)) + len(held)
+        widest = len(CROWD) + len(WORKERS) + 40  # each of 40 steps may have retired a slot
         assert all(mask < 1 << widest for mask in self.index._masks)
 
     @rule(asked=spoiled)
