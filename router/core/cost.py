@@ -1,6 +1,6 @@
 """What a request costs on a replica, in seconds: work, which delays everyone behind it, and waiting, which does not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +61,10 @@ class Costs:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be between 0 and 1, found {getattr(self, name):g}")
 
+    def close_to(self, best_s: float) -> float:
+        """The most that is about as good as the best."""
+        return best_s * (1 + self.tie_share) + self.tie_s
+
 
 class Score(NamedTuple):
     """One replica's terms, in seconds but for `depth_blocks` and `cached_tokens`."""
@@ -79,17 +83,20 @@ class Score(NamedTuple):
     cost_s: float
 
 
-# The same as a plain tuple: a decision makes one for each able replica, and is made a Score of one.
-Terms = tuple[WorkerId, int, int, float, float, float, float, float, float, float, float, float]
-# (id, block size, seconds per prompt token, decode_s, zone_s, opening_s by slots in use, decode_s + zone_s)
-# of a replica. Plain, as `load.Felt`.
-_Row = tuple[WorkerId, int, float, float, float, Sequence[float], float]
+# The same as a plain tuple, without whose it is: a decision makes some of them, and a Score of one.
+Terms = tuple[int, int, float, float, float, float, float, float, float, float, float]
+# (block size, seconds per prompt token, decode_s, zone_s, opening_s by slots in use, decode_s + zone_s) of a replica.
+# Plain, as `load.Felt`.
+_Row = tuple[int, float, float, float, tuple[float, ...], float]
 
 
 class Prices:
-    """What the replicas of a roster cost whatever is asked of them; made once, and kept with it for many decisions."""
+    """What the replicas of a roster cost whatever is asked of them; made once, and kept with it for many decisions.
 
-    __slots__ = ("_moves", "_roster", "costs", "rows")
+    ids, rows  of each replica, in the roster's order; rows that are equal are one object
+    """
+
+    __slots__ = ("_moves", "_roster", "costs", "ids", "rows")
 
     def __init__(self, roster: Roster, costs: Costs) -> None:
         middle = roster.middle
@@ -97,12 +104,12 @@ class Prices:
         self._moves: dict[str, Mapping[WorkerId, float]] = {"": {}}
         self.costs = costs
         opening = {
-            most: [opening_s(used, most, costs) for used in range(most + 1)]
+            most: tuple([opening_s(used, most, costs) for used in range(most + 1)])
             for most in {replica.max_loras for replica in roster.replicas}
         }
-        self.rows: list[_Row] = [
+        self.ids = [replica.id for replica in roster.replicas]
+        rows: list[_Row] = [
             (
-                replica.id,
                 replica.block_size,
                 1 / prefill_rate(replica, middle, costs),
                 decode_s(replica, middle, costs),
@@ -112,6 +119,8 @@ class Prices:
             )
             for replica in roster.replicas
         ]
+        same: dict[_Row, _Row] = {}
+        self.rows = [same.setdefault(row, row) for row in rows]
 
     @classmethod
     def of(cls, roster: Roster, costs: Costs) -> "Prices":

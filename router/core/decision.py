@@ -1,6 +1,8 @@
 """What a policy is asked, sees and answers. All of it is frozen: the same ask and scene decide the same again."""
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from math import inf
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -90,29 +92,41 @@ class Scene(NamedTuple):
 
     def score(self, ask: Ask, position: int) -> Score:
         """What this request costs on one replica, term by term."""
-        (terms,) = self.terms(ask, (position,))
-        return Score(*terms)
+        _, (terms,) = self.terms(ask, (position,))
+        return self.named(position, terms)
+
+    def named(self, position: int, terms: Terms) -> Score:
+        """A replica's terms, by their names."""
+        return Score(self.roster.replicas[position].id, *terms)
 
     def scored(self, ask: Ask, position: int) -> tuple[int, Score]:
         """A policy's answer: this replica."""
         return position, self.score(ask, position)
 
-    def terms(self, ask: Ask, able: Sequence[int]) -> list[Terms]:  # noqa: C901, PLR0912, PLR0915  (one loop)
+    def terms(  # noqa: C901, PLR0912, PLR0915  (one loop)
+        self, ask: Ask, able: Sequence[int], *, only_close: bool = False
+    ) -> tuple[list[int], list[Terms]]:
         """What this request costs on each of these replicas: the cost model.
 
         One loop over plain tuples, because every decision does this for all replicas; a test holds it to the same
-        written tidily, which takes ten times as long.
+        written tidily, which takes ten times as long. What it makes and keeps counts twice: it drives everything else
+        out of the processor's first cache.
+
+        only_close  leave out what is not about as good as the best of them: see Costs.close_to
+        returns     their positions, and their terms
         """
         costs, loads, now, price = self.costs, self.loads, self.now, kappa(self.rho, self.costs)
         name, prompt, depth_of = ask.engine_name, ask.prompt_tokens, self.depths.get
         lower, backlog = self.lower, self.backlog
         prices = Prices.of(self.roster, costs)
         moves = prices.moves(name)
+        id_of = ids = prices.ids
         rows: Sequence[Any] = prices.rows
         felt: Sequence[Felt] = loads.felt
         resting = loads.resting
         if len(able) < len(rows):
-            rows, felt, resting = [rows[i] for i in able], [felt[i] for i in able], [resting[i] for i in able]
+            ids, rows = [ids[i] for i in able], [rows[i] for i in able]
+            felt, resting = [felt[i] for i in able], [resting[i] for i in able]
         harm, crowding, uncrowded = costs.decode_harm, costs.crowding, loads.uncrowded(now)
         attention_tokens = costs.attention_tokens
         # Relative to the usual context, because the measured rate has that one's attention in it.
@@ -120,13 +134,25 @@ class Scene(NamedTuple):
         last = prompt - 1 if prompt else 0
         # Tokens of work at so many cached: mostly the same as for the replica before, that has nothing of a prompt too.
         known, tokens = -1, 0.0
-        found = []
-        for row, own, rests in zip(rows, felt, resting, strict=True):
-            id_, block_size, token_s, answer_s, far_s, opening, always_s = row
-            depth = depth_of(id_, 0)
+        best = limit = inf
+        settled = 0
+        at: list[int] = []
+        found: list[Terms] = []
+        # Of those at rest the last: what has as much of the prompt, and the same price, has the same terms.
+        like: Any = None
+        like_depth, like_terms = -1, like
+        is_plain = not (lower or backlog or moves)
+        depths = map(depth_of, ids, repeat(0))
+        for i, row, own, rests, depth in zip(able, rows, felt, resting, depths, strict=True):
+            if row is like and depth == like_depth and rests is not None and rests <= uncrowded:
+                if like_terms[-1] <= limit:
+                    at.append(i)
+                    found.append(like_terms)
+                continue
+            block_size, token_s, answer_s, far_s, opening, always_s = row
             cached, extra = depth * block_size, 0.0
-            if lower and id_ in lower:
-                host, storage = lower[id_]
+            if lower and id_of[i] in lower:
+                host, storage = lower[id_of[i]]
                 cached += (host + storage) * block_size
                 extra = block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
             if cached > last:
@@ -137,8 +163,8 @@ class Scene(NamedTuple):
             if extra:
                 prefill_s += extra * (attention_tokens + context(prompt, cached)) * per_context * token_s
             work_s, adapter_s = prefill_s, 0.0
-            if moves and id_ in moves and name not in own[FRESH]:
-                adapter_s = moves[id_]
+            if moves and id_of[i] in moves and name not in own[FRESH]:
+                adapter_s = moves[id_of[i]]
                 work_s += adapter_s
             cost_s = price * work_s + always_s
             slot_s = queue_s = harm_s = crowd_s = 0.0
@@ -179,17 +205,27 @@ class Scene(NamedTuple):
                     crowd_s = opening[slots_used] if slots_used < len(opening) else opening[-1]
                 harm_s = harm * prefill_s * (in_prefill + in_decode + others)
                 cost_s += slot_s + queue_s + harm_s + crowd_s
-            if backlog and id_ in backlog:
-                queue_s += backlog[id_]
-                cost_s += backlog[id_]
+            if backlog and id_of[i] in backlog:
+                queue_s += backlog[id_of[i]]
+                cost_s += backlog[id_of[i]]
             if placed > uncrowded:
                 crowded_s = crowding * work_s * (placed - uncrowded)
                 crowd_s += crowded_s
                 cost_s += crowded_s
-            found.append(
-                (id_, depth, cached, prefill_s, adapter_s, slot_s, queue_s, harm_s, crowd_s, answer_s, far_s, cost_s)
-            )
-        return found
+            if cost_s > limit:
+                continue
+            if only_close and cost_s < best:
+                best, limit, settled = cost_s, costs.close_to(cost_s), len(found)
+            terms = (depth, cached, prefill_s, adapter_s, slot_s, queue_s, harm_s, crowd_s, answer_s, far_s, cost_s)
+            if is_plain and rests is not None and placed <= uncrowded:
+                like, like_depth, like_terms = row, depth, terms
+            at.append(i)
+            found.append(terms)
+        if settled:
+            # What came before the best was held against less.
+            early = [k for k in range(settled) if found[k][-1] <= limit]
+            at[:settled], found[:settled] = [at[k] for k in early], [found[k] for k in early]
+        return at, found
 
     @property
     def kappa(self) -> float:
@@ -215,7 +251,7 @@ class Decision(NamedTuple):
     @property
     def scores(self) -> tuple[Score, ...]:
         """Every able replica's terms."""
-        return tuple(map(Score._make, self.scene.terms(self.ask, self.scene.able(self.ask))))
+        return tuple(map(self.scene.named, *self.scene.terms(self.ask, self.scene.able(self.ask))))
 
     @property
     def rejected(self) -> dict[WorkerId, str]:

@@ -4,7 +4,7 @@ from math import inf
 from types import MappingProxyType
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.placement import rendezvous
@@ -302,14 +302,44 @@ def tidy_score(ask, scene, position):
     return Score(replica.id, depth, cached, prefill_s, adapter_s, *waits, cost_s)
 
 
-@given(moments())
+@st.composite
+def fleets_at_rest(draw):
+    """An ask and a scene of replicas of which nearly all are alike."""
+    ids = [f"w{i}" for i in range(8)]
+    report = Report(prefill_tokens_per_s=1000.0)
+    owns = st.sampled_from([Own(), Own(), Own(in_decode=1), Own(placed=3.0)])
+    replicas = [a_replica(i, residents=[SQL], report=report, engine_boot_id="b") for i in ids]
+    scene = Scene(
+        roster=Roster(tuple(replicas)),
+        loads=Loads.of(draw(owns) for _ in ids),
+        depths={i: draw(st.sampled_from([1, 9])) for i in ids},
+        lower=draw(st.sampled_from([{}, {}, {"w1": (2, 0)}])),
+        backlog=draw(st.sampled_from([{}, {}, {"w1": 0.5}])),
+        seed=draw(st.integers(0, 9)),
+    )
+    return Ask("m", SQL, 200), scene
+
+
+@given(moments() | fleets_at_rest())
 def test_the_loop_that_decides_comes_to_the_cost_model_term_by_term(moment):
     ask, scene = moment
     able = scene.able(ask)
     tidy = [tidy_score(ask, scene, i) for i in able]
-    assert [terms[0] for terms in scene.terms(ask, able)] == [score.replica for score in tidy]
-    assert [terms[1:] for terms in scene.terms(ask, able)] == [pytest.approx(score[1:]) for score in tidy]
-    assert [scene.score(ask, i) for i in able] == [Score(*terms) for terms in scene.terms(ask, able)]
+    at, found = scene.terms(ask, able)
+    assert at == list(able)
+    assert found == [pytest.approx(score[1:]) for score in tidy]
+    assert [scene.score(ask, i) for i in able] == list(map(scene.named, at, found))
+
+
+@settings(max_examples=400)
+@given(moments() | fleets_at_rest())
+def test_the_close_ones_are_those_that_are_about_as_good_as_the_best(moment):
+    ask, scene = moment
+    able = scene.able(ask)
+    at, found = scene.terms(ask, able)
+    limit = scene.costs.close_to(min(terms[-1] for terms in found))
+    close = [(i, terms) for i, terms in zip(at, found, strict=True) if terms[-1] <= limit]
+    assert list(zip(*scene.terms(ask, able, only_close=True), strict=True)) == close
 
 
 @given(moments())

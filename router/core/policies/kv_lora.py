@@ -20,9 +20,14 @@ class KvLora:
         able = scene.able(ask)
         if scene.loads.full:
             able = within_slots(ask, scene, able)
-        found = scene.terms(ask, able)
-        i = pick([terms[_COST_S] for terms in found], scene) if len(found) > 1 else 0
-        return able[i], Score(*found[i])
+        if scene.costs.temperature_s > 0:
+            at, found = scene.terms(ask, able)
+            i = likely([terms[_COST_S] for terms in found], scene)
+        else:
+            at, found = scene.terms(ask, able, only_close=True)
+            # The seed itself is the chance: making a generator of it would take longer than all the rest.
+            i = scene.seed % len(found)
+        return at[i], scene.named(at[i], found[i])
 
 
 def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ...]:
@@ -34,13 +39,8 @@ def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ..
     return tuple(fits) or able
 
 
-def pick(costs_s: Sequence[float], scene: Scene) -> int:
-    """Which of these is taken: one of the cheapest at random; with a temperature any, the cheaper the likelier."""
-    best, costs = min(costs_s), scene.costs
-    if costs.temperature_s > 0:
-        weights = [exp((best - cost) / costs.temperature_s) for cost in costs_s]
-        return Random(scene.seed).choices(range(len(costs_s)), weights)[0]
-    limit = best * (1 + costs.tie_share) + costs.tie_s
-    close = [i for i, cost in enumerate(costs_s) if cost <= limit]
-    # The seed itself is the chance: making a generator of it would take longer than all the rest.
-    return close[scene.seed % len(close)]
+def likely(costs_s: Sequence[float], scene: Scene) -> int:
+    """Any of these, the cheaper the likelier."""
+    best = min(costs_s)
+    weights = [exp((best - cost) / scene.costs.temperature_s) for cost in costs_s]
+    return Random(scene.seed).choices(range(len(costs_s)), weights)[0]
