@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator
 
 import httpx
 import structlog
@@ -13,6 +14,8 @@ log = structlog.get_logger()
 # Somebody else is not there, or says no: nothing that a traceback of ours would explain.
 _AWAY = (OSError, TimeoutError, httpx.HTTPError)
 _GRAIN_S = 0.1
+# Of calls that were put off, as many are made in one go as begin within this.
+_AT_ONCE_S = 0.0005
 
 
 async def forever(
@@ -75,15 +78,20 @@ class Later:
 
     def _put_off(self) -> None:
         calls, self._calls = self._calls, []
-        asyncio.get_running_loop().call_later(self._delay_s, _make, calls)
+        asyncio.get_running_loop().call_later(self._delay_s, _make, iter(calls))
 
 
-def _make(calls: Sequence[tuple[Callable[..., object], tuple[object, ...]]]) -> None:
+def _make(calls: Iterator[tuple[Callable[..., object], tuple[object, ...]]]) -> None:
+    until = time.perf_counter() + _AT_ONCE_S
     for call, args in calls:
         try:
             call(*args)
         except Exception:
             log.exception("a call that was put off failed")
+        if time.perf_counter() > until:
+            # Whatever came meanwhile has its turn; then those that are left.
+            asyncio.get_running_loop().call_soon(_make, calls)
+            return
 
 
 class Changes:

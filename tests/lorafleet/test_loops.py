@@ -1,5 +1,6 @@
 import asyncio
 import random
+import time
 
 import pytest
 
@@ -104,6 +105,25 @@ async def test_calls_that_are_put_off_are_made_in_order_each_no_sooner_than_its_
     put_off(5)
     await asyncio.wait_for(all_made.wait(), 5)
     assert made == [(1, True), (2, True), (3, True), (5, True)]
+
+
+async def test_calls_that_were_put_off_let_others_have_their_turn():
+    loop, later, made, over = asyncio.get_running_loop(), Later(0.0), [], asyncio.Event()
+
+    def call(number):
+        began = time.perf_counter()
+        while time.perf_counter() - began < 0.001:
+            pass
+        if number == 0:
+            loop.call_soon(made.append, "another")
+        made.append(number)
+        if number == 2:
+            over.set()
+
+    for number in range(3):
+        later.add(call, number)
+    await asyncio.wait_for(over.wait(), 5)
+    assert made == [0, "another", 1, 2]
 
 
 async def later_is_idle(made, count):
