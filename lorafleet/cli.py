@@ -449,7 +449,10 @@ def decisions(
     elif request is None:
         tables.show(tables.decisions(answer["data"]))
     elif not answer["data"]:
-        raise Failure(f"{request}: not among the last 1,000 decisions of this router; another one may have made it")
+        raise Failure(
+            f"{request}: not among what this router keeps, its last 1,000 decisions and of more than 100 a second a"
+            " sample; or another router made it"
+        )
     else:
         # The newest first: one that was tried again elsewhere has several.
         for item in answer["data"]:
