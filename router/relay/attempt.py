@@ -64,6 +64,7 @@ class Attempt(msgspec.Struct, eq=False):
     status, content_type, retry_after, first   of the answer: its first events, or all of it
     streamed        whether more follows `first`: the engine has the last word on that
     in_band_error   a stream whose first event was an error: `status` and `first` are that error's
+    events          of a stream, that were sent on: about one a token
     failure         why there is no answer, or no more of it
     is_stale        it failed because the engine closed an idle connection just as it was used again, which says nothing
                     about the engine and nothing about the request: it may go out once more, on a new connection
@@ -87,6 +88,7 @@ class Attempt(msgspec.Struct, eq=False):
     retry_after: bytes | None = None
     first: bytes = b""
     in_band_error: bool = False
+    events: int = 0
     failure: Exception | None = None
     is_stale: bool = False
 
@@ -125,6 +127,8 @@ class Attempt(msgspec.Struct, eq=False):
         self._tail = deque(maxlen=_TAIL_CHUNKS)
         self._exchange = exchange
         exchange.on_pause, exchange.on_resume = self._pause, self._resume
+        if exchange.is_paused:
+            self._pause()  # by an answer that was written in the turn in which this request came
         got, self._got = self._got, []
         self.data(b"".join(got))
         if self._connection is None:
@@ -245,6 +249,7 @@ class Attempt(msgspec.Struct, eq=False):
             return
         assert self._tail is not None
         self._tail.append(ready)
+        self.events += ready.count(b"\n\n")
         if self._hidden is not None:
             ready = self._hidden.events(ready)
         exchange.send(ready)
@@ -266,7 +271,10 @@ class Attempt(msgspec.Struct, eq=False):
             return  # `relay` has not begun, or it is told already
         assert self._echo is not None
         if self.failure is None:
-            self._send(self._echo.end())
+            try:
+                self._send(self._echo.end())
+            except StreamBroken as exc:
+                self.failure = exc
         if self._hidden is not None:
             exchange.send(self._hidden.end())
         self._let_go()

@@ -132,7 +132,7 @@ def event_error(event: bytes) -> tuple[int, bytes] | None:
         return None
     try:
         error = msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return 500, line
     inner = error.get("error")
     code = (inner if isinstance(inner, dict) else error).get("code")

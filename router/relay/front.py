@@ -197,6 +197,11 @@ class Exchange(msgspec.Struct, eq=False):
         """Whether nothing written here arrives any more: it is answered, or the client has gone."""
         return self._connection is None
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client reads too slowly already: `on_pause` will not say so again."""
+        return self._connection is not None and self._connection.is_write_paused
+
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """The whole answer. `headers` is a block of `name: value\\r\\n` lines, without what frames the message."""
         connection = self._connection
@@ -220,7 +225,9 @@ class Exchange(msgspec.Struct, eq=False):
         if connection is None:
             return
         self.status = status
-        self._keep = self._keep and connection.stays_open()
+        if self._keep and not connection.stays_open():
+            self._keep = False
+            connection.hear_no_more()
         self._head = b"%b%b%b%b\r\n" % (
             STATUS_LINE[status],
             headers,
@@ -365,13 +372,16 @@ class _Connection(HttpToolsProtocol):
                 self.hang_up()
             return
         self._read_bytes = self._unread_bytes = len(data)
+        rest = b""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
-            self._read_on(data[exc.args[0] :])
+            rest = data[exc.args[0] :]  # read outside of this handler, which would be the context of what it raises
         except httptools.HttpParserError as exc:
             self._stop_reading(exc)
             return
+        if rest:
+            self._read_on(rest)
         if self._phase:
             self._count_unfinished()
 
@@ -396,7 +406,7 @@ class _Connection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         self.is_write_paused = False
-        if not self._deaf:
+        if not self.transport.is_closing():
             self._write_by = _NEVER
         super().resume_writing()
         if self._current is not None:
@@ -411,6 +421,8 @@ class _Connection(HttpToolsProtocol):
         if self._deaf or self._is_cold_busy() or (self._queue and len(self._queue) >= self._limits.pipelined):
             raise _EnoughError
         self._phase = _HEAD
+        if not self.is_write_paused:
+            self._write_by = _NEVER  # it was idle, and read too slowly; that is over
         self.url = b""
         if self.headers is None or self.headers:
             self.headers = []
@@ -471,12 +483,17 @@ class _Connection(HttpToolsProtocol):
         if exchange is None:
             self._read_by = self.loop.time() + self._limits.idle_s if self.cycle.response_complete else _NEVER
             super().on_message_complete()
+            if not self.parser.should_keep_alive():
+                self.cycle.keep_alive = False
+            if self.cycle.response_complete and (self._stopping or not self.cycle.keep_alive):
+                self._close()
             return
         self._read_by = _NEVER
         self._expects = False
         body, self._body = self._body, b""
         exchange.body = body if isinstance(body, bytes) else bytes(body)
         exchange.received_at = self.loop.time()
+        exchange._keep = exchange._keep and self.parser.should_keep_alive()  # a trailer may say close
         if not exchange._keep:
             self._deaf = True
         if self._current is None and not self.is_write_paused:
@@ -543,6 +560,7 @@ class _Connection(HttpToolsProtocol):
         self.let_go(exchange)
         self.server_state.total_requests += 1
         if self._queue:
+            self._front.outbox.flush()  # so that it is known whether this answer fits
             if not self.is_write_paused:
                 self._start(self._queue.popleft())
         elif self._deaf or self._stopping or not exchange._keep:
@@ -552,6 +570,11 @@ class _Connection(HttpToolsProtocol):
                 self._say_continue()
         else:
             self._read_by = self.loop.time() + self._limits.idle_s
+
+    def hear_no_more(self) -> None:
+        """Nothing that comes after an answer that ends its connection is worked for."""
+        self._deaf = True
+        self._forget_message()
 
     def _end(self) -> None:
         """All is answered: say the last words, if any, and close."""
@@ -764,8 +787,14 @@ class _Connection(HttpToolsProtocol):
 
     def stop(self) -> None:
         """The router goes now."""
-        if self._current is not None:
-            self._current.leave()
+        exchange = self._current
+        if exchange is None:
+            return
+        task = exchange._task if exchange._work is not None else None  # one that has not begun
+        exchange.leave()
+        if task is not None:
+            task.add_done_callback(self.tasks.discard)
+            task.cancel()
 
 
 class _EnoughError(Exception):

@@ -15,7 +15,7 @@ def enveloped(status: int, body: bytes) -> bytes:
     """
     try:
         told = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return body
     message = told.get("message", told.get("detail"))
     if "error" in told or message is None:

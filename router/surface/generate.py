@@ -58,7 +58,7 @@ _SHARED_FIELDS = frozenset({"model", "stream", "cache_salt", "priority", "user"}
 # What each stands for is not offered; a client may still say that it does not want it.
 _OFF: Sequence[Any] = (None, False, [], {})
 # What reading an answer of another shape than a completion's raises.
-_NO_COMPLETION = (msgspec.DecodeError, ValueError, TypeError, LookupError, AttributeError)
+_NO_COMPLETION = (msgspec.DecodeError, RecursionError, ValueError, TypeError, LookupError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def usage_of(kind: UsageKind, body: bytes) -> EngineUsage | None:
         return None
     try:
         return _READERS[kind](body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # an engine with other shapes tells nothing
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from router.core.errors import BadBody
+from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
 from router.surface.generate import Growing, join, split
 
 SQL = "sql-expert/v1"
@@ -186,3 +186,11 @@ def test_an_error_in_a_stream_goes_on_as_it_is():
     growing = Growing("")
     assert growing.events(error) == error
     assert growing.events(last_chunk()) == b""
+
+
+@pytest.mark.parametrize("data", [b"nonsense", b"[]", b'{"choices":' + b"[" * 100_000], ids=["none", "list", "nested"])
+def test_what_is_no_completion_breaks_a_stream_and_is_no_whole_answer(data):
+    with pytest.raises(StreamBroken, match="no completion's event"):
+        Growing("").events(b"data: " + data + b"\n\n")
+    with pytest.raises(ReplicaUnreachable, match="no completion"):
+        join(split(b'{"text":"a"}'), [data])

@@ -151,6 +151,7 @@ NONSENSE = [
     b'{"id":"\xff\xfe"}',
     b"[]",
     b"null",
+    pytest.param(b'{"choices":' + b"[" * 20_000, id="nested"),
 ]
 
 
@@ -180,6 +181,40 @@ async def test_a_generate_whose_engine_talks_nonsense_is_a_502_or_ends_with_an_e
             answer = await router.client.post("/generate", json={"text": name, "stream": True})
             assert events_of(answer.content)[-1] == DONE, (name, answer.content)
             assert b'"stream_broken"' in answer.content, (name, answer.content)
+
+
+HALF = b'data: {"id": "1", "cho'
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("how", ["last chunk", "close"])
+async def test_a_generate_whose_engine_ends_in_half_an_event_ends_with_an_error(how, at_once):
+    good = {"index": 0, "text": "hi", "finish_reason": None, "token_ids": [1]}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    first = b"data: " + json.dumps({"id": "1", "choices": [good], "usage": usage}).encode() + b"\n\n"
+    if how == "close":
+        head, then = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n", "close"
+        begun, rest = head + first, HALF
+    else:
+        begun, rest, then = STREAM_HEAD + pieces(first), pieces(HALF) + b"0\r\n\r\n", "stay"
+    async with house(1) as router:
+        each = len(begun + rest) if at_once else len(begun)
+        router.play.usual = saying(begun + rest, then, each=each, pause_s=0.01)
+        answer = await router.client.post("/generate", json={"text": "a", "stream": True}, timeout=5)
+        good_event, error, done = events_of(answer.content)
+        assert json.loads(good_event.removeprefix(b"data: "))["text"] == "hi"
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "stream_broken"
+        assert done == DONE
+
+
+@pytest.mark.parametrize("field", [b"message", b"error"])
+async def test_an_error_that_is_nested_too_deeply_reaches_the_client_as_it_is(field):
+    body = b'{"%b":' % field + b"[" * 100_000
+    async with house(1) as router:
+        answer = await router.ask("whole", saying(answering(body, status=b"400 Bad Request")))
+        assert (answer.status_code, answer.content) == (400, body)
+        first = saying(STREAM_HEAD + pieces(b'data: {"error":' + b"[" * 100_000 + b"\n\n") + b"0\r\n\r\n")
+        assert error_of(await router.ask("streamed", first, stream=True)) == (503, "no_replica")
 
 
 async def test_what_a_dying_engine_had_in_flight_is_retried_once_each_and_one_at_a_time():

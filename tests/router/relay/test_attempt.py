@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
@@ -45,7 +47,8 @@ class Client:
 
     on_pause = on_resume = None
 
-    def __init__(self):
+    def __init__(self, *, is_paused=False):
+        self.is_paused = is_paused
         self.sent = []
 
     def send(self, data):
@@ -162,3 +165,31 @@ async def test_a_new_connection_that_breaks_off_is_not_tried_again():
             assert len(engine.requests) == 1
     finally:
         await pool.close()
+
+
+async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowly_already():
+    go_on, over = asyncio.Event(), asyncio.Event()
+
+    async def complete(_request):
+        async def pieces():
+            yield TOKEN
+            await go_on.wait()
+            yield DONE
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    exchange = Client(is_paused=True)
+    async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
+        origin = Origin.parse(url)
+        request = b"POST /v1/x HTTP/1.1\r\nhost: %b\r\ncontent-length: 2\r\n\r\n{}" % origin.host_header
+        call = Call(CHAT, origin, request, engine_model="m", has_adapter=False, replica="w0", streamed=True)
+        pool = Pool(connect_s=2)
+        attempt = await open_attempt(pool, call, LIMITS)
+        attempt.relay(exchange, Echo("m", "m"), over.set)
+        (connection,) = pool._all
+        assert connection._paused_at is not None
+        go_on.set()
+        exchange.on_resume()
+        await asyncio.wait_for(over.wait(), 5)
+        await pool.close()
+    assert b"".join(exchange.sent) == TOKEN + DONE

@@ -224,6 +224,37 @@ async def test_an_upgrade_that_is_not_taken_up_hides_nothing_that_follows_it():
         assert error_of(await client.rest()) == (400, "invalid_http")
 
 
+@pytest.mark.parametrize(
+    ("behind", "last"),
+    [
+        (b"POST /hot HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", (400, "invalid_http")),
+        (post(HOT, b"x" * 1001), (413, "body_too_large")),
+        (post(COLD, b"abc"), None),
+    ],
+    ids=["no host", "too large", "the app's"],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_behind_an_upgrade_that_is_not_taken_up_each_message_is_taken_for_what_it_is(behind, last, at_once):
+    def quick(exchange):
+        exchange.respond(200, b"", b"0")
+
+    async def slow(exchange):
+        await asyncio.sleep(0.01)
+        quick(exchange)
+
+    upgrade = b"POST /hot HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    async with fronted(quick if at_once else slow, body_bytes=1000) as served, await served.client() as client:
+        client.send(upgrade + behind)
+        assert (await client.answer())[::2] == (200, b"0")
+        if last:
+            assert error_of(await client.rest()) == last
+        elif at_once:
+            assert (await client.answer())[::2] == (200, b"3")
+        else:
+            assert await client.rest() == b""
+        assert served.front.refused == ({last[1]: 1} if last else {})
+
+
 @pytest.mark.parametrize("target", ["http://a/hot", "http://a:80/hot?x=1", "/hot?x=1", "/hot?", "/hot#x"])
 async def test_a_target_may_be_absolute_and_its_query_is_no_part_of_the_path(target):
     async with fronted() as served, await served.client() as client:
@@ -249,6 +280,26 @@ async def test_what_follows_a_message_that_said_close_is_not_served(path):
         assert (status, headers[b"connection"]) == (200, b"close")
         assert said.endswith(b"\r\n\r\n3")
         assert served.seen == [(path, b"abc")]
+
+
+@pytest.mark.parametrize("path", [HOT, COLD])
+async def test_a_trailer_that_says_close_is_heard_and_what_follows_it_is_not_served(path):
+    whole = b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n" % (path.encode(), TE)
+    async with fronted() as served:
+        said = await served.said(whole + b"3\r\nabc\r\n0\r\nConnection: close\r\n\r\n" + SMUGGLED)
+        status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])
+        assert (status, headers.get(b"connection")) == (200, b"close")
+        assert said.endswith(b"\r\n\r\n3")
+        assert served.seen == [(path, b"abc")]
+
+
+async def test_a_trailer_that_says_close_ends_a_connection_whose_answer_is_there_already():
+    async with fronted() as served, await served.client() as client:
+        served.app.read_body = False
+        client.send(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n3\r\nabc\r\n" % (COLD.encode(), TE))
+        await client.answer()
+        client.send(b"0\r\nConnection: close\r\n\r\n")
+        assert await client.rest() == b""
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])

@@ -6,10 +6,14 @@ import socket
 import struct
 
 import pytest
+from structlog.testing import capture_logs
 
 from lorafleet import serve
 from router.relay.front import FrontLimits, front
 from tests.router.relay.wires import COLD, HOT, App, Client, error_of, fronted, length, parsed_head, post, until
+
+# More than the sockets between a client that does not read and the front hold.
+LARGE = 20_000_000
 
 
 class Work:
@@ -31,6 +35,10 @@ class Work:
             self.cancelled += 1
             raise
         await self.answer(exchange)
+
+
+async def say_last(exchange) -> None:
+    exchange.finish(b"last")
 
 
 def reset(client: Client) -> None:
@@ -213,6 +221,19 @@ async def test_a_bad_request_behind_good_ones_is_refused_after_their_answers():
         assert error_of(await client.rest()) == (400, "invalid_http")
 
 
+async def test_what_is_queued_behind_a_large_answer_is_begun_when_most_of_that_is_read():
+    calls = Calls()
+    async with fronted(calls) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") * 2)
+        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
+        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+        assert len(calls.exchanges) == 1
+        assert len((await client.answer())[2]) == LARGE
+        await until(lambda: len(calls.exchanges) == 2)
+        calls.exchanges[1].respond(200, b"", b"next")
+        assert (await client.answer())[2] == b"next"
+
+
 async def test_a_body_is_asked_for_when_a_client_waits_to_be_asked():
     async with fronted() as served, await served.client() as client:
         for path in (HOT, COLD, HOT):
@@ -370,6 +391,28 @@ async def test_what_is_answered_without_a_task_ends_when_the_router_stops():
         served.front.stop()
         assert (await client.answer())[0::2] == (503, b"stopping")
     assert calls.gone == 1
+
+
+async def test_a_task_that_has_not_begun_when_the_router_stops_never_does():
+    begun = []
+
+    async def work(exchange):
+        begun.append(exchange)
+
+    def handler(exchange):
+        exchange.on_gone = lambda: exchange.respond(503, b"", b"stopping")
+        return work(exchange)
+
+    with capture_logs() as logs:
+        async with fronted(handler) as served, await served.client() as client:
+            await until(lambda: served.front.connections)
+            (connection,) = served.front.connections
+            connection.data_received(post(HOT, b"abc"))
+            served.front.stop()
+            assert (await client.answer())[0::2] == (503, b"stopping")
+            assert not connection.tasks
+    assert not begun
+    assert not logs
 
 
 async def test_a_handler_that_raises_is_answered_for(caplog):
@@ -679,6 +722,71 @@ async def test_a_client_that_stops_reading_is_closed_and_one_that_reads_slowly_i
             assert got > 20_000_000
 
 
+async def test_what_comes_as_a_large_answer_is_written_is_told_that_its_client_reads_slowly():
+    calls = Calls()
+    async with fronted(calls) as served, await served.client() as client:
+        client.send(post(HOT, b"large"))
+        await until(lambda: calls.exchanges)
+        (connection,) = served.front.connections
+        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+        connection.data_received(post(HOT, b"next"))
+        await until(lambda: len(calls.exchanges) == 2 and calls.exchanges[1].is_paused)
+
+
+def look_later(connection) -> None:
+    """The watch over clients that read nothing, long from now: one look to note what is unsent, and one to compare."""
+    for _ in range(2):
+        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_a_client_that_reads_again_is_no_longer_watched_though_its_answer_is_its_last(version):
+    work, paused, resumed = Work(say_last), asyncio.Event(), asyncio.Event()
+
+    async def stream(exchange):
+        exchange.on_pause, exchange.on_resume = paused.set, resumed.set
+        exchange.begin(200, b"")
+        exchange.send(b"x" * LARGE)
+        await resumed.wait()
+        await work(exchange)
+
+    async with fronted(stream) as served, await served.client() as client:
+        client.send(post(HOT, b"abc", b"Connection: close").replace(b"1.1", version))
+        await asyncio.wait_for(paused.wait(), 5)
+        reading = asyncio.create_task(client.reader.read())
+        await until(lambda: work.begun)
+        look_later(work.exchanges[0]._connection)
+        work.go_on.set()
+        assert b"last" in (await reading)[-20:]
+
+
+async def test_a_client_that_was_watched_while_idle_is_not_at_its_next_request():
+    work = Work(say_last)
+
+    async def large_then_slow(exchange):
+        if work.exchanges:
+            exchange.begin(200, b"")
+            exchange.send(b"first")
+            await work(exchange)
+            return
+        work.exchanges.append(exchange)
+        exchange._connection.transport.set_write_buffer_limits(2 * LARGE)  # never paused
+        exchange.respond(200, b"", b"x" * LARGE)
+
+    async with fronted(large_then_slow) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await until(lambda: work.exchanges)
+        (connection,) = served.front.connections
+        await until(connection.transport.get_write_buffer_size)
+        connection.check(connection.loop.time() + FrontLimits().idle_s + 1)
+        await client.answer()
+        client.send(post(HOT, b"abc"))
+        await until(lambda: work.begun)
+        look_later(connection)
+        work.go_on.set()
+        assert (await client.answer())[2] == b"firstlast"
+
+
 # The end
 
 
@@ -780,6 +888,42 @@ async def test_while_it_drains_every_answer_ends_its_connection_and_new_ones_are
                         assert (status, headers[b"connection"], body) == (200, b"close", b"3")
                         assert await client.rest() == b""
             served.front.is_draining = False
+
+
+@pytest.mark.parametrize("came_before", [0, -1])
+async def test_after_the_head_of_a_stream_that_ends_its_connection_nothing_more_is_worked_for(came_before):
+    work = Work(say_last)
+
+    async def stream(exchange):
+        exchange.begin(200, b"")
+        exchange.send(b"first")
+        await work(exchange)
+
+    async with fronted(stream) as served, await served.client() as client:
+        served.front.is_draining = True
+        following = post(HOT, b"next")
+        client.send(post(HOT, b"one") + following[:came_before])
+        await until(lambda: work.begun)
+        assert served.front.held_bytes == 3
+        client.send(following[came_before:])
+        await asyncio.sleep(0.02)
+        work.go_on.set()
+        status, headers, body = await client.answer()
+        assert (status, headers[b"connection"], body) == (200, b"close", b"firstlast")
+        assert await client.rest() == b""
+        assert work.begun == 1
+
+
+async def test_a_message_of_the_apps_that_is_answered_before_it_is_whole_does_not_hold_up_the_end():
+    async with ending(length) as (client, end, _, app), await client() as early:
+        app.read_body = False
+        early.send(post(COLD, b"abc")[:-1])
+        await early.answer()
+        task = end()
+        await asyncio.sleep(0)
+        early.send(b"c")
+        assert await early.rest() == b""
+        await asyncio.wait_for(task, 3)
 
 
 async def test_what_is_not_done_when_the_time_to_end_is_over_is_told_so():
