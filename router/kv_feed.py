@@ -256,6 +256,8 @@ class Feed:
         try:
             for rank, (events, replay) in enumerate(zip(source.events, replays, strict=True)):
                 listener = _EngineRank(self, rank)
+                # Beside an agent's ledger that fell silent something may be missing, and is asked for.
+                listener.ledger.expect_repeats(bool(self._repeats_until) or self._task is not None)
                 self._followers.append(hub.follow(Endpoint(events, replay, source.topic), listener))
                 self._engine.append(listener)
         except zmq.ZMQError as exc:
@@ -285,7 +287,10 @@ class Feed:
         async def step() -> None:
             try:
                 await self._follow_once()
-            except Exception:
+            except Exception as exc:
+                if not isinstance(exc, OSError):
+                    # A frame that cannot be read, or could be in part: it will be no better the next time.
+                    self._retake()
                 self._fall_back_if_silent()
                 raise
 

@@ -234,7 +234,14 @@ class _Parent:
         failures = 0
         while not self._stopping.is_set():
             began_at = time.monotonic()
-            process, line = await self._start(slot)
+            try:
+                process, line = await self._start(slot)
+            except OSError as exc:  # the machine is out of memory or processes; the others serve on
+                failures += 1
+                pause_s = self._pause_s(failures)
+                log.warning("process cannot be started", slot=slot, error=repr(exc), again_in_s=round(pause_s, 3))
+                await _either(self._stopping, pause_s)
+                continue
             try:
                 status = await self._until_ended(process, line)
             finally:
@@ -250,7 +257,7 @@ class _Parent:
                     log.error("no process can start", status=status)
                     self._stopping.set()
                     return
-            pause_s = min(_MOST_PAUSE_S, 0.1 * 2.0 ** min(failures, 10)) * self._chance.uniform(0.5, 1.0)
+            pause_s = self._pause_s(failures)
             log.warning(
                 "process ended; another takes its place",
                 slot=slot,
@@ -260,6 +267,9 @@ class _Parent:
                 pause_s=round(pause_s, 3),
             )
             await _either(self._stopping, pause_s)
+
+    def _pause_s(self, failures: int) -> float:
+        return min(_MOST_PAUSE_S, 0.1 * 2.0 ** min(failures, 10)) * self._chance.uniform(0.5, 1.0)
 
     async def _start(self, slot: int) -> tuple[asyncio.subprocess.Process, socket.socket]:
         ours, theirs = socket.socketpair()
@@ -274,13 +284,17 @@ class _Parent:
             takes_over=self._has_served,
             stop_s=self._stop_s,
         )
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                env={**os.environ, ENVIRONMENT: msgspec.json.encode(told).decode()},
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    env={**os.environ, ENVIRONMENT: msgspec.json.encode(told).decode()},
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,
+                )
+        except BaseException:
+            ours.close()
+            raise
         self._running[slot] = process
         if self._stopping.is_set():  # told between its start and its entry in our book
             _signal(process, signal.SIGTERM)

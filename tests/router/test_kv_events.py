@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from lorafleet.kv.blocks import block_hashes, root_hash
 from router.core.dispatch import Match
@@ -18,7 +21,21 @@ from router.relay.upstream import Pool
 from tests.engines import free_port
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
 from tests.router.doubles import until
-from workers.wire import LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
+from tests.serving import serving
+from workers.wire import (
+    KV_HASHING,
+    KvChange,
+    KvFrame,
+    KvRank,
+    KvSnapshot,
+    LoadedLora,
+    LoraInfo,
+    Metadata,
+    ModelCard,
+    RuntimeConfig,
+    Transport,
+    pack_hashes,
+)
 
 
 def depth(feeds, tokens, *, worker="w0"):
@@ -325,6 +342,67 @@ async def test_a_whole_ledger_that_answers_contradict_is_taken_again():
         feeds.keep()
         await until(lambda: trust.state("w0") == "exact")
         assert depth(feeds, range(4)) == 2
+
+
+async def test_repetitions_that_may_still_come_are_no_copies_when_the_engine_is_followed_once_more():
+    engine = KvEngine()
+    async with beside(engine) as (feeds, trust, agent):
+        feeds.fall_back_after_s = 0.2
+        feed = feeds._running["w0"]
+        await filled(engine, agent, *chain(2))
+        await agent.stop.aclose()
+        await until(lambda: feed.kind == "engine")
+        feeds.keep()
+        async with agent.running(port=agent.port):
+            await until(lambda: trust.state("w0") == "exact")
+        feeds.keep()
+        await until(lambda: feed.kind == "engine")
+        feeds.keep()
+        await engine.publish(*chain(1), *chain(1), removed(1), stored([9], [50, 51]), lost=True)
+
+        def is_told():
+            feed._followers[0].heard_at = -1e9
+            feed._followers[0].poll_tail(0.0)  # asks nothing while it looks back
+            return depth(feeds, [50, 51]) == 1
+
+        await until(is_told)
+        assert depth(feeds, range(2)) == 0
+        await feeds.close()
+
+
+BLOCKS = ours(range(6))
+CUT_OFF = KvFrame(2, 0.0, changes=(KvChange(0, "device", b"123", b""),))
+OF_A_LATER_AGENT = {"seq": 2, "at": 0.0, "changes": [[0, "remote", pack_hashes(BLOCKS[1:2]), b""]]}
+
+
+@pytest.mark.parametrize("bad", [CUT_OFF, OF_A_LATER_AGENT], ids=["cut off", "of a later agent"])
+async def test_after_a_frame_that_cannot_be_read_all_is_taken_again(bad):
+    frames = [KvFrame(1, 0.0, changes=(KvChange(0, "device", pack_hashes(BLOCKS[1:2]), b""),)), bad]
+    since = []
+
+    async def snapshot(_request):
+        seq = 2 if since else 0
+        blocks = pack_hashes(BLOCKS if since else BLOCKS[:1])
+        return Response(msgspec.msgpack.encode(KvSnapshot("e.1", seq, "m", 2, (KvRank(0, blocks),))))
+
+    async def stream(request):
+        since.append(int(request.query_params["since"]))
+
+        async def told():
+            for frame in map(msgspec.msgpack.encode, frames[since[-1] :]):
+                yield len(frame).to_bytes(4, "big") + frame
+            await asyncio.Event().wait()
+
+        return StreamingResponse(told())
+
+    app = Starlette(routes=[Route("/v1/kv/snapshot", snapshot), Route("/v1/kv/stream", stream)])
+    async with serving(app) as url, following(follow=False) as (feeds, trust):
+        feeds.follow(source(agent_url=url, ledger=KV_HASHING))
+        await until(lambda: since == [0, 2])
+        assert depth(feeds, range(6)) == 3
+        assert value(feeds.metrics.kv_snapshots, "w0") == 2
+        assert trust.state("w0") == "exact"
+        await feeds.close()
 
 
 async def test_a_ledger_of_another_base_model_or_hashing_is_not_believed():

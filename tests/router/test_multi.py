@@ -246,6 +246,54 @@ async def test_processes_that_cannot_start_end_the_parent_with_their_status(tmp_
         assert list(tmp_path.iterdir()) == []
 
 
+PARENT = "import sys; from router import multi; sys.exit(multi.run(sys.argv[1:], 2, **{}))".format(
+    {"host": "127.0.0.1", "port": 0, "port_file": None, "stop_s": 1.0}
+)
+# Serves nothing, and ends with its parent.
+PROCESS = """
+import json, os, pathlib, socket
+line = socket.socket(fileno=json.loads(os.environ["LORAFLEET_PROCESS"])["lifeline"])
+pathlib.Path(__file__).with_name(f"{os.getpid()}.pid").touch()
+line.send(b"s")
+line.recv(1)
+"""
+
+
+async def test_a_process_that_cannot_be_started_is_started_later_and_the_others_serve_on(tmp_path):
+    def pids():
+        return {int(path.stem) for path in tmp_path.glob("*.pid")}
+
+    program, away = tmp_path / "program", tmp_path / "away"
+    program.write_text(f"#!{sys.executable} -IS{PROCESS}")
+    program.chmod(0o700)
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PARENT, str(program)),
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        await until(lambda: len(pids()) == 2, within_s=20)
+        victim, survivor = pids()
+        program.rename(away)
+        os.kill(victim, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while b"cannot be started" not in (line := await parent.stdout.readline()):
+                assert line
+        away.rename(program)
+        await until(lambda: len(pids()) == 3, within_s=20)
+        assert not is_gone(survivor)
+        parent.terminate()
+        async with asyncio.timeout(20):
+            await parent.communicate()
+        assert parent.returncode == 0
+    finally:
+        if parent.returncode is None:
+            parent.kill()
+            await parent.communicate()
+    await until(lambda: all(map(is_gone, pids())))
+
+
 async def test_a_port_that_is_taken_is_refused_also_by_a_second_parent(tmp_path):
     (tmp_path / "second").mkdir()
     async with several(tmp_path) as fleet:
