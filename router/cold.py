@@ -39,6 +39,8 @@ _ENSURE_WAIT_S = 10.0
 # Until a load has been seen: real ones take 4.4 s at the median, 8.2 s at the 99th percentile.
 _DEFAULT_RETRY_S = 5.0
 _MEASURED_LOADS = 50
+# The orchestrator goes on for so long with an adapter that nobody waits for any more; its `wanted_for_s`.
+_WANTED_FOR_S = 60.0
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class ColdStarts:
     _flights: dict[str, _Flight] = field(default_factory=dict)
     _held: Room = field(init=False)
     _wanted: dict[str, Counter[str]] = field(default_factory=dict)
+    _left: dict[str, dict[str, float]] = field(default_factory=dict)
     _loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED_LOADS))
 
     def __post_init__(self) -> None:
@@ -135,6 +138,7 @@ class ColdStarts:
             flight = self._flights[lora_id] = _Flight(task, self.clock(), is_measured=is_there)
             # Everybody may be served, or have left, before it fails: nobody reads its error then.
             flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            flight.task.add_done_callback(lambda _: self.discovery.changes.notify())
         wanted = self._wanted.setdefault(tenant, Counter())
         wanted[lora_id] += 1
         self._held.enter(tenant, size_bytes)
@@ -153,6 +157,8 @@ class ColdStarts:
             wanted[lora_id] -= 1
             if not wanted[lora_id]:
                 del wanted[lora_id]
+                if not flight.task.done() and self.tenant_adapters < inf:
+                    self._left.setdefault(tenant, {})[lora_id] = self.clock() + _WANTED_FOR_S
             if not wanted and self._wanted.get(tenant) is wanted:
                 del self._wanted[tenant]
             flight.waiting -= 1
@@ -163,7 +169,7 @@ class ColdStarts:
 
     def _check_hold(self, lora_id: str, tenant: str, size_bytes: int) -> None:
         refusal = self._held.refusal(tenant, size_bytes)
-        wanted = self._wanted.get(tenant, Counter())
+        wanted = self._brought_for(tenant)
         if refusal is None and lora_id not in wanted and len(wanted) >= self.tenant_adapters:
             refusal = f"{len(wanted)} adapters are being loaded for you already, as many as may be for one tenant"
         if refusal is not None:
@@ -173,6 +179,18 @@ class ColdStarts:
                 retry_after_s=self._usual_load_s(),
             )
 
+    def _brought_for(self, tenant: str) -> set[str]:
+        """Adapters that are on their way for a tenant, those that it did not wait for among them."""
+        now = self.clock()
+        left = {
+            lora_id: until
+            for lora_id, until in self._left.pop(tenant, {}).items()
+            if until > now and self.resident(lora_id) is None
+        }
+        if left:
+            self._left[tenant] = left
+        return {*self._wanted.get(tenant, ()), *left}
+
     def _usual_load_s(self) -> float:
         return median(self._loads_s) if self._loads_s else _DEFAULT_RETRY_S
 
@@ -180,14 +198,13 @@ class ColdStarts:
         def settled() -> bool:
             return flight.task.done() or self.resident(lora_id, excluded) is not None
 
-        flight.task.add_done_callback(lambda _: self.discovery.changes.notify())
         left_s = inf if deadline_at is None else max(0.0, deadline_at - self.clock())
         await self.discovery.changes.until(settled, timeout_s=min(self.timeout_s, left_s))
         adapter = self.resident(lora_id, excluded)
         if adapter is not None:
             if not flight.is_measured:
                 flight.is_measured = True
-                self._loads_s.append(self.clock() - flight.began_at)
+                self._loads_s.append(min(self.timeout_s, self.clock() - flight.began_at))
             return adapter
         if flight.task.done() and not flight.task.cancelled() and (failure := flight.task.exception()) is not None:
             raise failure
@@ -208,8 +225,7 @@ class ColdStarts:
         while True:
             adapter = self.discovery.fleet.adapters.get(lora_id)
             if adapter is not None and adapter.is_listed:
-                # Nobody brings it: its engine has to come back with it.
-                self.discovery.look_now()
+                # Nobody brings it: its engine has to come back with it, and is asked in its turn.
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
             try:
@@ -221,7 +237,8 @@ class ColdStarts:
                 log.warning("orchestrator away, asking the adapter's home itself", lora_id=lora_id, error=repr(exc))
                 placed = await self._load_at_home(lora_id)
             self.metrics.cold_starts.labels("asked" if placed is None else "placed").inc()
-            self.discovery.look_now(placed)
+            if placed is not None:
+                self.discovery.look_now(placed)
             await asyncio.sleep(_ASK_AGAIN_S if placed is None else _ASK_AGAIN_S / 4)
 
     async def _ensure(self, lora_id: str) -> str | None:
@@ -240,6 +257,8 @@ class ColdStarts:
         if flight is not None:
             flight.expected_s = told.expected_s
             flight.stuck = None if told.ready or told.loading else told.error
+            # What waited for room says nothing of how long loads take.
+            flight.is_measured = flight.is_measured or flight.stuck is not None
         return told.ready[0] if told.ready else None
 
     async def _load_at_home(self, lora_id: str) -> str | None:

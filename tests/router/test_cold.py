@@ -92,7 +92,10 @@ async def test_one_tenant_that_asks_for_a_thousand_adapters_leaves_room_for_othe
         await until(lambda: len(cold._held) == 9)
         await stop(greedy)
         assert list(cold._wanted) == ["modest"]
-        again = asyncio.create_task(cold.until_resident("cold-8/v1", tenant="greedy"))
+        # What it has left is on its way still.
+        with pytest.raises(Saturated, match="5 adapters are being loaded for you"):
+            await cold.until_resident("cold-8/v1", tenant="greedy")
+        again = asyncio.create_task(cold.until_resident("cold-4/v1", tenant="greedy"))
         await until(lambda: len(cold._held) == 2)
         await stop([modest, again])
         assert cold._wanted == cold._held._tenants == {}
@@ -200,3 +203,109 @@ async def test_what_is_passed_on_names_no_address_of_ours(answer, error):
     assert "<address>" in str(refused.value)
     assert "//" not in str(refused.value)
     assert not any(char.isdigit() for char in str(refused.value).replace("sql/v1", ""))
+
+
+class Later:
+    """A clock that can be put forward."""
+
+    def __init__(self):
+        self.by_s = 0.0
+
+    def __call__(self):
+        return time.monotonic() + self.by_s
+
+
+async def test_adapters_that_a_tenant_no_longer_waits_for_count_until_they_are_there_or_a_minute_has_passed():
+    async def refuse(control, lora_id):
+        return JSONResponse({"error": {"message": "no"}}, 409)
+
+    control = many_adapters(5)
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        cold = parts.cold
+        cold.tenant_adapters, cold.clock = 2, Later()
+
+        async def comes_and_goes(*numbers):
+            asking = [asyncio.create_task(cold.until_resident(f"cold-{n}/v1", tenant="greedy")) for n in numbers]
+            await until(lambda: len(cold._held) == len(asking))
+            await stop(asking)
+
+        control.ensure = refuse
+        with pytest.raises(AdapterFailed):
+            await cold.until_resident("cold-4/v1", tenant="greedy")
+        control.ensure = never
+        await comes_and_goes(0, 1)
+        with pytest.raises(Saturated, match="2 adapters are being loaded for you"):
+            await cold.until_resident("cold-2/v1", tenant="greedy")
+        await comes_and_goes(0)
+        control.residents["w0"].append("cold-0/v1")
+        control.tell()
+        await until(lambda: cold.resident("cold-0/v1"))
+        await comes_and_goes(2)
+        with pytest.raises(Saturated):
+            await cold.until_resident("cold-3/v1", tenant="greedy")
+        cold.clock.by_s = 61.0
+        await comes_and_goes(3)
+
+
+async def test_waiting_for_adapters_that_are_placed_nowhere_asks_no_agent_anything():
+    class Counting(Control):
+        asked = 0
+
+        def metadata(self, worker):
+            self.asked += 1
+            return super().metadata(worker)
+
+    async def later(control, lora_id):
+        return loading(lora_id)
+
+    control = Counting(ensure=later)
+    for number in range(5):
+        control.add_adapter(f"cold-{number}/v1")
+    async with fleet(Engine("w0"), control=control, metadata_poll_s=60.0) as (_, _, parts):
+        await until(parts.discovery.is_synced)
+        before = control.asked
+        waiting = [asyncio.create_task(parts.cold.until_resident(f"cold-{n}/v1")) for n in range(5)]
+        await until(lambda: len(control.ensured) == 10)  # each of them twice: what came of the first is over
+        assert control.asked == before
+        await stop(waiting)
+
+
+async def test_how_long_loads_take_is_not_learned_from_one_that_found_no_room_and_is_never_more_than_is_waited():
+    async def full(control, lora_id):
+        return loading(lora_id, state="registered", loading=[], error="no slot")
+
+    control = many_adapters(2)
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        cold = parts.cold
+        cold.clock = Later()
+
+        async def arrives(lora_id, *, after_s, stuck=None):
+            waiting = asyncio.create_task(cold.until_resident(lora_id))
+            await until(lambda: lora_id in control.ensured and cold._flights[lora_id].stuck == stuck)
+            cold.clock.by_s += after_s
+            control.residents["w0"].append(lora_id)
+            control.tell()
+            await waiting
+
+        control.ensure = full
+        await arrives("cold-0/v1", after_s=100.0, stuck="no slot")
+        assert not cold._loads_s
+        control.ensure = never
+        await arrives("cold-1/v1", after_s=7200.0)
+        assert list(cold._loads_s) == [cold.timeout_s]
+
+
+async def test_who_came_and_left_leaves_nothing_at_a_load_that_goes_on():
+    control = many_adapters(1)
+    control.ensure = never
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        cold = parts.cold
+        staying = asyncio.create_task(cold.until_resident("cold-0/v1"))
+        await until(lambda: len(cold._held) == 1)
+        flight = cold._flights["cold-0/v1"]
+        before = len(flight.task._callbacks)
+        passing = [asyncio.create_task(cold.until_resident("cold-0/v1")) for _ in range(20)]
+        await until(lambda: len(cold._held) == 21)
+        await stop(passing)
+        assert (len(flight.task._callbacks), flight.waiting) == (before, 1)
+        await stop([staying])
