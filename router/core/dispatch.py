@@ -29,6 +29,9 @@ Chains = Mapping[int, Sequence[BlockHash]]
 _LOOKED_AT = 32
 _LOOKED_OVER = 1000
 _LEAST_WORK_S = 0.001
+# Tenants, and adapters of one tenant, that are remembered while they do not wait, as long as anybody does. One that is
+# forgotten joins where the others are: at most it is spared what it had of the last request.
+_REMEMBERED_IDLE = 256
 
 
 class Prompt(NamedTuple):
@@ -183,6 +186,10 @@ class Dispatcher:
             del tenant.flows[ticket.adapter]
         if not tenant.waiting and tenant.had_s <= self._level_s:
             del self._tenants[ticket.tenant]
+        if len(tenant.flows) > 2 * (tenant.waiting + _REMEMBERED_IDLE):
+            _forget({name: flow.had_s for name, flow in tenant.flows.items() if not flow.tickets}, tenant.flows)
+        if len(self._tenants) > 2 * (self._waiting + _REMEMBERED_IDLE):
+            _forget({name: it.had_s for name, it in self._tenants.items() if not it.waiting}, self._tenants)
         if not self._waiting:
             self._tenants.clear()
             self._full.clear()
@@ -333,6 +340,12 @@ class Dispatcher:
         tenant = self._tenants[ticket.tenant]
         tenant.waiting_s -= ticket.bound_s
         tenant.flows[ticket.adapter].waiting_s -= ticket.bound_s
+
+
+def _forget(idle: dict[str, float], known: dict[str, Any]) -> None:
+    """Of the idle ones all but those that had most."""
+    for name in sorted(idle, key=idle.__getitem__)[: max(0, len(idle) - _REMEMBERED_IDLE)]:
+        del known[name]
 
 
 def _queued_s(decision: Decision) -> float:

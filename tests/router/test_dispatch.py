@@ -141,6 +141,44 @@ def test_shares_are_counted_in_seconds_of_work_not_in_requests():
     assert work["short"] == pytest.approx(work["long"], abs=1.0)
 
 
+class Crowd(Fleet):
+    """A line that never empties: `steady` always has one request in it and `greedy` ten, and others come once."""
+
+    def __init__(self):
+        super().__init__(late_binding_s=0.0)
+        for tenant, times in (("steady", 2), ("greedy", 10)):
+            for _ in range(times):
+                self.come(tenant, "x")
+
+    def come(self, tenant, adapter):
+        ticket = Ticket(prompt=Prompt(Ask("m", "", RATE // 10)), tenant=tenant, adapter=adapter)
+        decision = self.mind.offer(ticket, self.now)
+        if decision is not None:
+            self.send(ticket, decision)
+
+    def finish(self):
+        before = len(self.sent)
+        super().finish()
+        for ticket in self.sent[before:]:
+            if ticket.adapter == "x":
+                self.come(ticket.tenant, "x")
+
+
+@pytest.mark.parametrize("others", ["tenants", "adapters"])
+def test_of_those_who_came_once_few_are_remembered_while_the_line_never_empties_and_shares_stay_even(others):
+    fleet, most = Crowd(), 0
+    line = fleet.mind.waiting
+    for number in range(2000):
+        fleet.come(f"t{number}", "") if others == "tenants" else fleet.come("steady", f"a{number}")
+        fleet.finish()
+        fleet.finish()
+        most = max(most, len(line._tenants) + sum(len(tenant.flows) for tenant in line._tenants.values()))
+        assert len(line)
+    assert most < 1400
+    counts = Counter(ticket.tenant for ticket in fleet.sent)
+    assert counts["steady"] == pytest.approx(counts["greedy"], abs=20)
+
+
 def test_priority_orders_the_requests_of_one_tenant_and_adapter_only():
     fleet = Fleet()
     for _ in range(3):
