@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -160,13 +160,13 @@ class ChatTokenizer:
     def prompt_text(self, body: Mapping[str, Any]) -> tuple[str, bool]:
         """The text of a chat or completion request, and whether special tokens go around it. Raises Untokenizable."""
         if "messages" in body:
-            return self.render(body), bool(body.get("add_special_tokens", False))
+            return self.render(body), _flag(body, "add_special_tokens", usual=False)
         if body.get("truncate_prompt_tokens") is not None:
             raise Untokenizable("truncate_prompt_tokens is for the engine to apply")
         prompt = body.get("prompt")
         if not isinstance(prompt, str):
             raise Untokenizable(f"prompt is {type(prompt).__name__}, not one text")
-        return prompt, body.get("add_special_tokens", True) is not False
+        return prompt, _flag(body, "add_special_tokens", usual=True)
 
     def prompt_pieces(self, body: Mapping[str, Any]) -> tuple[list[str], bool]:
         """What `prompt_text` says, its text cut as `pieces` does. Raises Untokenizable."""
@@ -226,7 +226,7 @@ class ChatTokenizer:
 
     def chat_ids(self, body: Mapping[str, Any]) -> list[int]:
         """Token ids of a chat request's prompt. Raises Untokenizable."""
-        return self.encode(self.render(body), add_special_tokens=bool(body.get("add_special_tokens", False)))
+        return self.encode(self.render(body), add_special_tokens=_flag(body, "add_special_tokens", usual=False))
 
     def completion_ids(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a completion request's text prompt."""
@@ -315,15 +315,26 @@ def _tool(tool: Any) -> Message:
         "parameters": function.get("parameters"),
     }
     if function.get("strict") is not None:
-        dumped["strict"] = function["strict"]
-    deferred = tool.get("defer_loading")
-    inner = function.get("defer_loading")
+        dumped["strict"] = _flag(function, "strict", usual=None)
+    deferred = _flag(tool, "defer_loading", usual=None)
+    inner = _flag(function, "defer_loading", usual=None)
     if inner is not None or deferred is not None:
         dumped["defer_loading"] = inner if inner is not None else deferred
     outer: Message = {"type": tool.get("type", "function"), "function": dumped}
     if deferred is not None:
         outer["defer_loading"] = deferred
     return outer
+
+
+T = TypeVar("T", bool, None)
+
+
+def _flag(body: Mapping[str, Any], name: str, *, usual: T) -> bool | T:
+    """A field that is true or false. vLLM takes 0, "no" and a dozen more for false, and is left to read them itself."""
+    value = body.get(name, usual)
+    if value is usual or isinstance(value, bool):
+        return value
+    raise Untokenizable(f"{name} is {value!r}, not true or false")
 
 
 _TEMPLATE_FIELDS: Final = frozenset(
@@ -346,8 +357,8 @@ def _template_arguments(body: Mapping[str, Any]) -> Mapping[str, Any]:
         raise Untokenizable(f"chat_template_kwargs may not set {sorted(steering)}")
     effort = body.get("reasoning_effort")
     ours: Message = {
-        "add_generation_prompt": body.get("add_generation_prompt", True),
-        "continue_final_message": body.get("continue_final_message", False),
+        "add_generation_prompt": _flag(body, "add_generation_prompt", usual=True),
+        "continue_final_message": _flag(body, "continue_final_message", usual=False),
         "documents": body.get("documents"),
         "reasoning_effort": effort,
     }

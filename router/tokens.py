@@ -235,7 +235,11 @@ class Tokenizers:
         """As `ids`; or what makes them, where a thread or the engine must be waited for."""
         given = body.get("prompt") if kind in {None, "completion"} else None
         if isinstance(given, list):
-            return _given(given)
+            if len(given) == 1 and isinstance(given[0], str | list):
+                (given,) = given  # a batch of one, as some clients write every prompt
+            if isinstance(given, list):
+                return _given(given)
+            body = {**body, "prompt": given}
         if self._mode == "off":
             return NO_TOKENS
         local = self._local.get(base_model) if self._mode == "auto" else None

@@ -85,6 +85,8 @@ def _responses_chat(body: Body) -> Body:
         "messages": messages,
         "add_generation_prompt": not goes_on,
         "continue_final_message": goes_on,
+        # Unlike a chat's: vLLM 0.32 entrypoints/openai/responses/protocol.py build_tok_params leaves it at its default.
+        "add_special_tokens": True,
     }
     if tools := [_responses_tool(tool) for tool in body.get("tools") or ()]:
         chat["tools"] = tools

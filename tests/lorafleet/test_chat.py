@@ -116,6 +116,27 @@ def test_what_cannot_be_tokenized_here_says_why(chat, body, why):
         chat.chat_ids(body)
 
 
+FUNCTION = {"name": "f"}
+
+
+@pytest.mark.parametrize("odd", [0, 1, "no"])
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("add_special_tokens", lambda odd: {"messages": HI, "add_special_tokens": odd}),
+        ("add_special_tokens", lambda odd: {"prompt": "Hi", "add_special_tokens": odd}),
+        ("add_generation_prompt", lambda odd: {"messages": HI, "add_generation_prompt": odd}),
+        ("continue_final_message", lambda odd: {"messages": HI, "continue_final_message": odd}),
+        ("strict", lambda odd: {"messages": HI, "tools": [{"function": FUNCTION | {"strict": odd}}]}),
+        ("defer_loading", lambda odd: {"messages": HI, "tools": [{"function": FUNCTION | {"defer_loading": odd}}]}),
+        ("defer_loading", lambda odd: {"messages": HI, "tools": [{"function": FUNCTION, "defer_loading": odd}]}),
+    ],
+)
+def test_what_is_neither_true_nor_false_is_for_the_engine_to_read(chat, name, body, odd):
+    with pytest.raises(Untokenizable, match=f"{name} is .*, not true or false"):
+        chat.prompt_text(body(odd))
+
+
 def test_a_template_that_refuses_gives_its_own_reason(model):
     strict = with_template(model, "{{ raise_exception('only one turn, please') }}")
     with pytest.raises(Untokenizable, match="only one turn, please"):

@@ -314,6 +314,30 @@ def test_a_completion_that_the_engine_cuts_is_not_tokenized_here(model):
         tokenizer.prompt_text({"prompt": "one two three", "truncate_prompt_tokens": 1})
 
 
+def test_special_tokens_go_around_a_response_and_a_completion_and_not_around_a_chat_or_a_message(model):
+    begin = "<|endoftext|>"
+    (begin_id,) = ChatTokenizer.from_dir(model).encode(begin, add_special_tokens=False)
+    files = read_files(model)
+    frame = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {begin: {"id": begin, "ids": [begin_id], "tokens": [begin]}},
+    }
+    files["tokenizer.json"] = json.dumps(json.loads(files["tokenizer.json"]) | {"post_processor": frame})
+    tokenizer = ChatTokenizer.from_files(files)
+    begins = {}
+    for kind, body in (
+        ("responses", {"input": "Hi"}),
+        ("completion", {"prompt": "Hi"}),
+        ("chat", {"messages": [USER]}),
+        ("messages", {"messages": [USER]}),
+    ):
+        pieces, special = tokenizer.prompt_pieces(prompt_body(kind, body, tokenizer))
+        begins[kind] = tokenizer.encode_pieces(pieces, add_special_tokens=special)[0][0] == begin_id
+    assert begins == {"responses": True, "completion": True, "chat": False, "messages": False}
+
+
 # --- the API's own description
 
 

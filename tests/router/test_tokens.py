@@ -328,12 +328,28 @@ async def test_an_engine_that_does_not_answer_costs_one_request_a_moment_and_the
         ([1, 2**32], None),
         ([[1, 2], [3]], None),
         (["a", "b"], None),
+        ([[1, 2, 3]], array("I", [1, 2, 3])),
+        ([[[1, 2, 3]]], None),
+        ([[["a"]]], None),
+        ([[]], None),
+        ([[1, True]], None),
     ],
 )
 async def test_ids_in_the_request_are_taken_as_they_are_or_not_at_all(client, prompt, ids):
     tokenizers = Tokenizers(client)
     assert (await tokenizers.ids({"prompt": prompt}, base_model=BASE, engine_url="")).ids == ids
     tokenizers.close()
+
+
+async def test_a_batch_of_one_is_tokenized_as_the_one_prompt_that_it_is(client, tokens, worker, chat):
+    expected = array("I", chat.completion_ids(RULES))
+    assert (await tokens.ids({"prompt": [RULES]}, base_model=BASE, engine_url="")).ids == expected
+    cut = {"prompt": [RULES], "truncate_prompt_tokens": 5}
+    assert (await tokens.ids(cut, base_model=BASE, engine_url="")).ids is None
+    remote = Tokenizers(client, mode="remote", remote_timeout_s=5.0)
+    async with serving(worker.app) as url:
+        assert await remote.ids({"prompt": [RULES]}, base_model=BASE, engine_url=url) == (expected, "remote", 0, 0)
+    remote.close()
 
 
 # --- what a long prompt costs the others ---------------------------------------------------------------------------
