@@ -97,6 +97,9 @@ class _Joined:
             self.learning.add(task)
             task.add_done_callback(self.learning.discard)
 
+    def unheard(self, worker: WorkerId) -> None:
+        self.load.unreported(worker)
+
     def gone(self, worker: WorkerId) -> None:
         self.feeds.forget(worker)
         self.load.forget(worker)
@@ -337,6 +340,7 @@ def _breaker_rules(config: RouterSettings) -> BreakerRules:
         open_s=config.breaker_open_s,
         most_open_s=max(config.breaker_open_s, config.breaker_max_open_s),
         silent_s=config.breaker_silent_s,
+        trial_s=config.trial_timeout_s,
     )
 
 

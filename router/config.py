@@ -58,7 +58,7 @@ class RouterSettings(HouseSettings):
         default=300.0, gt=0, description="from sending a request to its first token or whole answer"
     )
     trial_timeout_s: float = Field(
-        default=30.0, gt=0, description="the same, for the one request that finds out whether a failing replica is well"
+        default=30.0, gt=0, description="the same, for the one stream that finds out whether a failing replica is well"
     )
     idle_timeout_s: float = Field(default=120.0, gt=0, description="between two pieces of a streamed answer")
     cold_start_timeout_s: float = Field(

@@ -41,6 +41,9 @@ class Listener(Protocol):
 
     def heard(self, replica: Replica, metadata: Metadata) -> None: ...
 
+    def unheard(self, worker: WorkerId) -> None:
+        """Its agent has been away for a while, and its engine answers."""
+
     def gone(self, worker: WorkerId) -> None: ...
 
 
@@ -329,6 +332,8 @@ class Discovery:
             self._follow(follow.named)
         elif follow.plain is None and len(addresses) > 1:
             follow.url = addresses[(addresses.index(follow.url) + 1) % len(addresses)]
+        if is_late and follow.engine_answers:
+            self._listener.unheard(WorkerId(id_))
         self._rebuild()
 
     async def _report(self, follow: Follow) -> Metadata:

@@ -30,7 +30,6 @@ class Flight:
         "_guess",
         "_hold",
         "_index",
-        "_output_tokens",
         "_parts",
         "_use",
         "decision",
@@ -52,6 +51,7 @@ class Flight:
         decision: Decision,
         *,
         asked_at: float,
+        is_streamed: bool = False,
     ) -> None:
         """asked_at  by Parts.clock, when it was ready to be sent: since then it waited."""
         now = decision.scene.now
@@ -59,6 +59,7 @@ class Flight:
         worker, waited_s = replica.id, now - asked_at
         # First: it runs the shadow policies, and one that fails must leave nothing held.
         self.load = parts.mind.begin(decision, now)
+        self.load.is_streamed = is_streamed
         self._parts = parts
         self.target = target
         self.prompt = prompt
@@ -77,7 +78,6 @@ class Flight:
         # What the engine calls the thing to run.
         self._use = parts.usage.dispatched(worker, ask.engine_name or target.base_model, prompt_tokens, now)
         self._guess: Guess | None = None
-        self._output_tokens = 0
         metrics = parts.metrics
         metrics.waited.observe(waited_s)
         metrics.live_cost.value += score.cost_s
@@ -102,15 +102,20 @@ class Flight:
             parts.speculations.add(self._index.release, self._hold)
             self._hold = None
 
-    def compare(self, usage: EngineUsage | None) -> None:
-        """Hold the predicted hit against the engine's own word, where it gave one."""
+    def compare(self, usage: EngineUsage | None, *, is_one_of_many: bool = False) -> None:
+        """Hold the predicted hit against the engine's own word, where it gave one.
+
+        is_one_of_many  it prefilled the prompt several times, and tells of one of them: not of the first
+        """
         if usage is None:
             return
-        self._output_tokens = usage.completion_tokens or 0
         cached = usage.cached_tokens
         if cached is None or not self.prompt.chains:
             return
         parts, score = self._parts, self.decision.score
+        parts.metrics.cached_tokens.value += cached
+        if is_one_of_many:
+            return
         self.record.cached_tokens = cached
         predicted = score.cached_tokens
         # Behind a queue a full cache has lost the prefix before its turn comes: that says nothing about the index.
@@ -118,27 +123,28 @@ class Flight:
             parts.trust.compared(self.replica.id, predicted, cached, usage.prompt_tokens, parts.clock())
         if self._guess is not None:
             parts.feeds.answered(self._guess, cached // self.replica.block_size)
-        parts.metrics.cached_tokens.value += cached
 
-    def end(self, *, is_error: bool = False, is_streamed: bool = False) -> None:
+    def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> None:
         """Over, however it ended; repeats change nothing.
 
-        is_error     the engine failed it
-        is_streamed  so that what came first of the answer was its first token
+        is_error       the engine failed it
+        is_streamed    so that what came first of the answer was its first token
+        output_tokens  that the engine made of it, as far as is known
         """
         if self.load.ended:
             return
         parts, first_data_s = self._parts, self.record.first_data_s
+        now = parts.clock()
         if first_data_s is None:
-            self._use.ended(0.0, 0, None, is_error=is_error)
+            self._use.ended(0.0, 0, None, now, is_error=is_error)
         else:
             report = self.replica.report
             work_s = self.decision.score.prefill_s
             if report.decode_tokens_per_s:
                 # A step decodes for all that run, so each is charged its share of it.
-                work_s += self._output_tokens / report.decode_tokens_per_s / max(1, report.running)
-            self._use.ended(work_s, self._output_tokens, first_data_s if is_streamed else None, is_error=is_error)
-        parts.mind.load.end(self.load, parts.clock())
+                work_s += output_tokens / report.decode_tokens_per_s / max(1, report.running)
+            self._use.ended(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error=is_error)
+        parts.mind.load.end(self.load, now)
         parts.waiting.poke()
         if self._hold is not None:
             self._index.release(self._hold)

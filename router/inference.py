@@ -1,7 +1,7 @@
 """The inference routes: from a client's request to its answer, relayed or an error."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import structlog
 from lorafleet.auth import Caller
 from lorafleet.http import HttpError, envelope, error_headers
 from router.core.errors import (
+    BadBody,
     DeadlineExceeded,
     NoReplica,
     RateLimited,
@@ -36,6 +37,8 @@ from router.surface.usage import HiddenUsage
 from router.tracing import Trace
 
 log = structlog.get_logger()
+
+Work = Callable[[], Coroutine[Any, Any, None]]
 
 _TIMEOUT = TIMEOUT_HEADER.encode()
 _GENERATE = Route(path=generate.PATH, summary="Texts continued, in SGLang's native form", generates=True)
@@ -75,15 +78,17 @@ class Inference:
         if tracer is not None:
             trace = tracer.begin(route.path, exchange.received_at, headers.get(b"traceparent"), method=route.method)
         answer = _Answer(self._parts, exchange, route, request_id(_text(headers, b"x-request-id")), trace)
-        work: Coroutine[Any, Any, None] | None
+        work: Work | None
         try:
             if trace is not None:
                 trace.stage("authenticate")
             caller = self._parts.keys.caller(_authorization(headers))
             if route.state == "needs":
-                work = self._serve_stored(caller, answer)
+                work = partial(self._serve_stored, caller, answer)
+                exchange.on_gone = answer.gone
             elif route is _GENERATE:
-                work = self._serve_batch(caller, answer)
+                work = partial(self._serve_batch, caller, answer)
+                exchange.on_gone = answer.gone
             else:
                 if trace is not None:
                     trace.stage("read")
@@ -104,6 +109,8 @@ class Inference:
 
     def _question(self, answer: "_Answer", body: bytes, *, route: Route | None = None, name: str = "") -> Question:
         headers = answer.exchange.headers
+        if headers.get(b"content-type") != b"application/json":
+            _check_media_type(headers)
         if answer.trace is not None:
             forwarded = answer.trace.headers(headers.get(b"tracestate"))
         elif FORWARDED_HEADERS.isdisjoint(headers):
@@ -111,7 +118,7 @@ class Inference:
         else:
             found = sorted(FORWARDED_HEADERS.intersection(headers))
             forwarded = b"".join([header + b": " + headers[header] + b"\r\n" for header in found])
-        return read(
+        question = read(
             self._parts,
             name or answer.request_id,
             route or answer.route,
@@ -120,6 +127,13 @@ class Inference:
             timeout=_text(headers, _TIMEOUT),
             forwarded=forwarded,
         )
+        own = question.decoded.get("request_id")
+        if own is None or name or question.route.state != "none" or b"x-request-id" in headers:
+            return question
+        # vLLM names its answer by the header first, and ours is always there.
+        if isinstance(own, str) and request_id(own) == own:
+            answer.request_id = own
+        return msgspec.structs.replace(question, request_id=answer.request_id)
 
     async def _serve_stored(self, caller: Caller, answer: "_Answer") -> None:
         """Ask the engine that keeps a response for it."""
@@ -230,14 +244,14 @@ class _Answer(msgspec.Struct, eq=False):
     more: str = ""
     journey: Journey | None = None
 
-    def travel(self, journey: Journey) -> Coroutine[Any, Any, None] | None:
+    def travel(self, journey: Journey) -> Work | None:
         """Answer by plain calls; or what does it in a task."""
         self.journey = journey
         exchange = self.exchange
-        exchange.on_gone = self._gone
+        exchange.on_gone = self.gone
         if journey.question.deadline_at is None and journey.at_once(self._decided):
             return None
-        return self.travelled()
+        return self.travelled
 
     async def travelled(self) -> None:
         """Answer, whatever must be waited for."""
@@ -252,11 +266,11 @@ class _Answer(msgspec.Struct, eq=False):
                 await attempt.relayed(self.exchange, echo, hidden=hidden)
                 self._streamed()
 
-    async def in_task(self, work: Coroutine[Any, Any, None]) -> None:
+    async def in_task(self, work: Work) -> None:
         """Work for this answer, and whatever comes of it is answered."""
         exchange = self.exchange
         try:
-            await work
+            await work()
         except asyncio.CancelledError:
             if exchange.status is not None and not exchange.is_over:
                 # Not by the client, who is still there. One whose answer had not begun is told by the front.
@@ -274,7 +288,7 @@ class _Answer(msgspec.Struct, eq=False):
         assert journey is not None
         try:
             if not journey.is_taken():
-                self.exchange.go_on(self.in_task(self.travelled()))
+                self.exchange.go_on(self.in_task(self.travelled))
                 return
             attempt = journey.attempt
             assert attempt is not None
@@ -293,7 +307,7 @@ class _Answer(msgspec.Struct, eq=False):
             self.refuse(exc)
         self.close()
 
-    def _gone(self) -> None:
+    def gone(self) -> None:
         """The client has left, or the router stops."""
         if not self.exchange.is_over:
             self.fail(_stopping())
@@ -421,6 +435,14 @@ def _about(attempt: Attempt, flight: Flight, cached_tokens: int) -> str:
 def _content(attempt: Attempt) -> str:
     lines = f"content-type: {attempt.content_type.decode('latin-1')}\r\n"
     return lines if attempt.retry_after is None else f"{lines}retry-after: {attempt.retry_after.decode('latin-1')}\r\n"
+
+
+def _check_media_type(headers: Mapping[bytes, bytes]) -> None:
+    """As vLLM: what a page of another origin may send without asking first (forms, plain text) is never computed."""
+    given = _text(headers, b"content-type") or ""
+    if given.partition(";")[0].strip().lower() != "application/json":
+        said = f"content-type is {given!r}" if given else "no content-type is given"
+        raise BadBody(f"{said}; a body is taken as application/json only")
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:

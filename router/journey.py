@@ -25,6 +25,7 @@ from router.stages import (
     decided,
     decided_at_once,
     resolve_target,
+    sized,
     tokenize_at_once,
     warm,
     warm_at_once,
@@ -42,6 +43,8 @@ log = structlog.get_logger()
 # Reasons that may mean that the engine died with the request in it.
 _DEATHS = frozenset({"no_answer", "engine_dead", "first_event_error"})
 _MAX_DEATHS = 2
+# What `n` says where one answer is wanted.
+_ONE = (1, None)
 # What may be the doing of what ran; that nobody was there, or had no room or no such adapter, is the fleet's.
 _FAULTS = _DEATHS | {"no_answer_in_time", "answer_too_large"}
 # Another replica would do no better.
@@ -77,6 +80,7 @@ class Journey(msgspec.Struct, eq=False):
     _is_pinned: bool = False
     _is_refused: bool = False
     _is_stale: bool = False
+    _is_trial: bool = False
 
     def at_once(self, tell: Callable[[], None]) -> bool:
         """Send it, where nothing need be waited for but the engine's answer: `tell` is called when that is decided, and
@@ -157,7 +161,10 @@ class Journey(msgspec.Struct, eq=False):
         assert self.attempt is not None
         assert self.flight is not None
         self.usage = self.attempt.usage()
-        self.flight.compare(self.usage)
+        decoded = self.question.decoded
+        self.flight.compare(
+            self.usage, is_one_of_many=decoded.get("n", 1) not in _ONE or bool(decoded.get("use_beam_search"))
+        )
         if self.trace is not None:
             self.trace.attributes |= _told(self.question.route, self.flight, self.usage)
 
@@ -167,25 +174,31 @@ class Journey(msgspec.Struct, eq=False):
 
     def end(self) -> None:
         """It is over, however it ended: what it counts for and its connection are free, an answer that is not whole is
-        aborted, and the key is charged for what the engine counted.
+        aborted, and the key is charged for what the engine counted; where it did not say, for the prompt and for each
+        event that was sent on.
         """
-        attempt, flight = self.attempt, self.flight
+        attempt, flight, usage = self.attempt, self.flight, self.usage
+        # One whose client left before its answer began was worked on all the same.
+        is_served, output_tokens = flight is not None, 0
         if attempt is not None:
+            is_served = attempt.status < 400 and (attempt.status > 0 or attempt.failure is None)
+            output_tokens = attempt.events
             attempt.close()
+        if usage is not None:
+            output_tokens = usage.completion_tokens or 0
         if flight is not None:
             if attempt is None:
                 flight.end()
             else:
-                flight.end(is_error=attempt.status >= 500 or attempt.is_broken, is_streamed=attempt.streamed)
-        if self.granted is None:
-            return
-        usage, is_served = self.usage, attempt is not None and 0 < attempt.status < 400
-        self.parts.quotas.settle(
-            self.granted,
-            self.parts.clock(),
-            completion_tokens=(usage.completion_tokens or 0) if usage else 0,
-            prompt_tokens=usage.prompt_tokens if usage else (None if is_served else 0),
-        )
+                is_error = attempt.status >= 500 or attempt.is_broken
+                flight.end(is_error=is_error, is_streamed=attempt.streamed, output_tokens=output_tokens)
+        if self.granted is not None:
+            self.parts.quotas.settle(
+                self.granted,
+                self.parts.clock(),
+                completion_tokens=output_tokens,
+                prompt_tokens=usage.prompt_tokens if usage else (None if is_served else 0),
+            )
 
     def _take(self) -> None:
         """The try is decided: its answer is the client's.
@@ -242,14 +255,15 @@ class Journey(msgspec.Struct, eq=False):
     def _tokenized(self, tokens: Tokens) -> None:
         self.tokens = tokens
         if self.granted is not None:
-            needed = self.question.size_bytes // 4 if tokens.ids is None else len(tokens.ids)
+            assert self.target is not None
+            needed = sized(self.parts, self.target, self.question, tokens)
             self.parts.quotas.charge(self.granted, needed, self.parts.clock())
 
     def _all_but_holder(self, target: Target) -> Excluded:
         """Whom not to ask, where an earlier response is to be continued: everybody but the engine that keeps it."""
         earlier = self.question.decoded.get("previous_response_id")
-        if earlier is None:
-            return frozenset()
+        if not isinstance(earlier, str):
+            return frozenset()  # none, or one that its engine refuses
         worker = worker_of(earlier, tenant=self.caller.tenant, param="previous_response_id")
         replicas = self.parts.discovery.fleet.roster(target.base_model).replicas
         if not any(replica.id == worker for replica in replicas):
@@ -311,7 +325,9 @@ class Journey(msgspec.Struct, eq=False):
 
     def _limits_of(self, flight: Flight) -> Limits:
         limits = self.limits
-        if self.parts.mind.breaker.is_trial(flight.replica, flight.load):
+        self._is_trial = self.parts.mind.breaker.is_trial(flight.replica, flight.load)
+        # Of one that is not streamed nothing is heard until all of it is there, which may take long where all is well.
+        if self._is_trial and self.question.streamed:
             return replace(limits, first_data_s=min(limits.first_data_s, self.parts.config.trial_timeout_s))
         return limits
 
@@ -353,6 +369,8 @@ class Journey(msgspec.Struct, eq=False):
 
     def _response_id(self, replica: Replica) -> str:
         given = self.question.decoded.get("request_id")
+        if given is not None and not isinstance(given, str):
+            return ""  # for the engine to refuse
         return tagged_response_id(given, token_hex(16), tenant=self.caller.tenant, worker=replica.id)
 
     def _note(self, exc: ReplicaUnreachable, flight: Flight) -> None:
@@ -370,14 +388,13 @@ class Journey(msgspec.Struct, eq=False):
         if self.trace is not None:
             self.trace.stage_failed(exc.reason)
         parts.metrics.retries.labels(exc.reason).inc()
-        is_trial = parts.mind.breaker.is_trial(replica, flight.load)
         parts.mind.failed(replica, exc.reason, now, sent_at=sent_at)
         parts.discovery.look_now(replica.id)
         self.deaths += exc.reason in _DEATHS
         # A second engine that dies of it, or one too slow for it, says more about the request than about the engine.
         is_hopeless = (
             self.deaths >= _MAX_DEATHS
-            or (exc.reason in _HOPELESS and not is_trial)
+            or (exc.reason in _HOPELESS and not self._is_trial)
             or self.tries >= parts.config.max_tries
         )
         if is_hopeless or not parts.mind.may_retry(replica, now, sent_at=sent_at):

@@ -34,6 +34,7 @@ _LONGEST_SESSION = 200
 # Each step of an adapter's priority doubles its share of its tenant's time, up to so many.
 _MOST_PRIORITY = 3
 
+_BOM = b"\xef\xbb\xbf"
 _decode_body = msgspec.json.Decoder(Body).decode
 _decode_any = msgspec.json.Decoder().decode
 
@@ -86,7 +87,7 @@ def read(
     decoded: dict[str, Any] = {}
     if route.has_body:
         try:
-            fields = _decode_body(raw)
+            fields = _decode_body(raw.removeprefix(_BOM))
             decoded = {name: _decode_any(fields[name]) for name in route.fields.intersection(fields)}
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise BadBody(f"the body is not a JSON object: {exc}") from exc
@@ -217,19 +218,46 @@ def asked(parts: Parts, target: Target, question: Question, tokens: Tokens, excl
     adapter, ids = target.adapter, tokens.ids
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
     chains: dict[int, Sequence[BlockHash]] = {}
-    if ids is None:
-        # Nobody could tokenize it: four bytes a token, near enough to compare replicas by their queues.
-        prompt_tokens = question.size_bytes // 4
-    else:
-        prompt_tokens = len(ids)
+    if ids is not None and reads_cache(question):
         salt = question.decoded.get("cache_salt")
         root = root_hash(target.base_model, engine_name, salt if isinstance(salt, str) else "")
         for block_size in parts.discovery.fleet.roster(target.base_model).block_sizes:
             chains[block_size] = parts.chains.chain(
                 ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
             )
+    prompt_tokens = sized(parts, target, question, tokens)
     ask = Ask(target.base_model, engine_name, prompt_tokens, excluded, question.session, first_blocks(chains))
     return Prompt(ask, chains)
+
+
+def reads_cache(question: Question) -> bool:
+    """Whether an engine looks for what it has cached: for the log probabilities of the prompt itself vLLM 0.32
+    computes all of it (sampling_params.py skip_reading_prefix_cache).
+    """
+    decoded = question.decoded
+    if decoded.get("prompt_logprobs") is not None:
+        return False
+    if not decoded.get("echo"):
+        return True
+    # Then it takes those of the answer for the prompt's, too: 0 of them, where a chat does not say, or says null.
+    return question.route.prompt == "completion" and decoded.get("logprobs") is None
+
+
+def sized(parts: Parts, target: Target, question: Question, tokens: Tokens) -> int:
+    """How many tokens an engine would prefill at most. What is longer than it takes it refuses at once.
+
+    Where nobody could tokenize the prompt: four bytes a token, near enough to compare replicas by their queues; but a
+    picture of 8 MiB is no 2 million tokens, and behind so many everybody else would be refused.
+    """
+    found = question.size_bytes // 4 if tokens.ids is None else len(tokens.ids)
+    most = parts.discovery.fleet.roster(target.base_model).max_model_len
+    if tokens.ids is None:
+        # A batch is several prompts, each as long as one may be.
+        if question.route.prompt == "none":
+            return found
+        batch = question.decoded.get("prompt")
+        most *= max(1, len(batch)) if isinstance(batch, list) else 1
+    return min(found, most) if most else found
 
 
 def match(feeds: Feeds, prompt: Prompt) -> Match:
@@ -255,7 +283,16 @@ def decided_at_once(
     decision = parts.waiting.at_once(prompt)
     if decision is None:
         return None
-    return Flight(parts, question.request_id, target, prompt, tokens_from, decision, asked_at=began_at)
+    return Flight(
+        parts,
+        question.request_id,
+        target,
+        prompt,
+        tokens_from,
+        decision,
+        asked_at=began_at,
+        is_streamed=question.streamed,
+    )
 
 
 async def decided(
@@ -266,7 +303,16 @@ async def decided(
     raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
     """
     began_at = parts.clock()
-    begin = partial(Flight, parts, question.request_id, target, prompt, tokens_from, asked_at=began_at)
+    begin = partial(
+        Flight,
+        parts,
+        question.request_id,
+        target,
+        prompt,
+        tokens_from,
+        asked_at=began_at,
+        is_streamed=question.streamed,
+    )
     if prompt.ask.excluded:
         # One that failed somewhere has waited its turn already; what failed it must not cost it another.
         return begin(parts.mind.decide(prompt, began_at))

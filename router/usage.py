@@ -17,7 +17,10 @@ _FORGET_AFTER_S = 900.0
 
 @dataclass(slots=True)
 class Use:
-    """What one engine name on one worker was given, and what came of it. Fields as in wire.AdapterUse."""
+    """What one engine name on one worker was given, and what came of it. Fields as in wire.AdapterUse.
+
+    last_at   when it was last given something; `ended_at`: when a request of it last ended
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -27,9 +30,13 @@ class Use:
     first_tokens: int = 0
     first_token_s: float = 0.0
     last_at: float = 0.0
+    ended_at: float = 0.0
 
-    def ended(self, work_s: float, output_tokens: int, first_token_s: float | None, *, is_error: bool) -> None:
+    def ended(
+        self, work_s: float, output_tokens: int, first_token_s: float | None, now: float, *, is_error: bool
+    ) -> None:
         """One of its requests is over; `first_token_s` is None where no first token was seen."""
+        self.ended_at = now
         self.work_s += work_s
         self.output_tokens += output_tokens
         self.errors += is_error
@@ -123,8 +130,9 @@ class Usage:
         """Everything so far; the receiver takes differences, so a lost report costs nothing."""
         in_flight = {(worker, name): count for worker, name, count in self.load.in_flight()}
         # One that was forgotten and comes back starts at zero, as one that was never there does.
-        for key in [k for k, use in self._uses.items() if k not in in_flight and now - use.last_at > _FORGET_AFTER_S]:
-            del self._uses[key]
+        for key, use in list(self._uses.items()):
+            if key not in in_flight and now - max(use.last_at, use.ended_at) > _FORGET_AFTER_S:
+                del self._uses[key]
         uses = tuple(
             AdapterUse(
                 worker_id=worker,

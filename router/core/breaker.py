@@ -56,6 +56,7 @@ class BreakerRules:
     open_s          doubles with each opening that follows another one, up to `most_open_s`
     jitter          share of that time that chance may add, so that routers do not try again in step
     silent_s        see `SILENT`; beyond the time that what was sent there should take
+    trial_s         one that has not ended by then is not waited for: another request may try
     """
 
     failures: int = 5
@@ -67,6 +68,7 @@ class BreakerRules:
     most_open_s: float = 60.0
     jitter: float = 0.5
     silent_s: float = 20.0
+    trial_s: float = 30.0
 
     def __post_init__(self) -> None:
         if self.failures < 1 or self.least_requests < 1:
@@ -92,6 +94,7 @@ class _Circuit:
     is_shut: bool = False
     was_silent: bool = False
     trial: Trial | None = None
+    tried_at: float = -inf
 
     def counted(self, now: float, window_s: float) -> int:
         """Requests in the window; older ones are forgotten by halves, so that none is needed a request."""
@@ -124,7 +127,7 @@ class Breaker:
         """Whom no request should be sent to now: open, or half-open with its trial under way."""
         if not self._shut:
             return _NOBODY
-        return frozenset([who for who, circuit in self._shut.items() if not _may_try(circuit, now)])
+        return frozenset([who for who, circuit in self._shut.items() if not self._may_try(circuit, now)])
 
     def state(self, replica: Replica, now: float) -> State:
         """Open until its time is over, then half-open until a success or a failure."""
@@ -138,8 +141,8 @@ class Breaker:
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         if circuit is None:
             return
-        if _may_try(circuit, now):
-            circuit.trial = trial
+        if self._may_try(circuit, now):
+            circuit.trial, circuit.tried_at = trial, now
         else:
             self.panics += 1
 
@@ -201,13 +204,15 @@ class Breaker:
         """These are all there are: circuits of other incarnations are forgotten, and those without failures of late."""
         if not self._circuits:
             return
-        left = {replica.incarnation for replica in replicas}
+        left = {replica.incarnation: replica for replica in replicas}
+        restarted = {replica.id: replica for replica in left.values() if replica.incarnation not in self._shut}
         quiet_s = max(2 * self.rules.window_s, self.rules.most_open_s)
         for who, circuit in list(self._circuits.items()):
             is_quiet = not circuit.is_shut and now - max(circuit.changed_at, circuit.failed_at) > quiet_s
             if who not in left or is_quiet:
                 del self._circuits[who]
-                self._shut.pop(who, None)
+                if self._shut.pop(who, None) is not None and who[0] in restarted:
+                    self.changed(restarted[who[0]], "closed", "restarted")
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone."""
@@ -255,6 +260,7 @@ class Breaker:
         del self._shut[replica.incarnation]
         self.changed(replica, "closed", "answered")
 
-
-def _may_try(circuit: _Circuit, now: float) -> bool:
-    return now >= circuit.open_until and (circuit.trial is None or circuit.trial.ended)
+    def _may_try(self, circuit: _Circuit, now: float) -> bool:
+        if now < circuit.open_until:
+            return False
+        return circuit.trial is None or circuit.trial.ended or now - circuit.tried_at > self.rules.trial_s

@@ -138,6 +138,11 @@ class Roster:
         return frozenset(replica.block_size for replica in self.replicas) - {0}
 
     @cached_property
+    def max_model_len(self) -> int:
+        """The longest prompt, and its answer, that any replica takes, in tokens; 0 where none has said."""
+        return max([replica.max_model_len for replica in self.replicas], default=0)
+
+    @cached_property
     def middle(self) -> Report:
         """The median over the replicas of each learned figure, those that have none left out; 0.0 without any."""
 

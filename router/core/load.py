@@ -32,7 +32,10 @@ _MOMENT_S = 0.01
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """One request at one replica, from dispatch to end. `book`: what it counts in, its worker forgotten or not."""
+    """One request at one replica, from dispatch to end. `book`: what it counts in, its worker forgotten or not.
+
+    is_streamed  so that it shows its first token; any other is silent until its whole answer is there, however long
+    """
 
     worker: WorkerId
     engine_name: str
@@ -44,6 +47,7 @@ class InFlight:
     book: "_Book"
     in_prefill: bool = True
     is_unreported: bool = True
+    is_streamed: bool = True
     ended: bool = False
 
 
@@ -240,12 +244,14 @@ class _Book:
     names                 how many requests run each; `engine_names` and `fresh` as in Own, None: to be made anew
     reported_at           when the engine's own counts were read
     base_model            what its worker serves
+    boot_id               of its engine: another one has nothing of what was sent to the one before
     history               (until when, in prefill, in flight): what was ours, since the one before; `noted_at`: the last
     stale, position       where to say that what was felt of it is no longer so
     max_loras, max_seqs, kv_tokens, kv_tokens_used, reported_request_s   what it and its engine say of themselves
     """
 
     base_model: str
+    boot_id: str = ""
     flights: set[InFlight] = field(default_factory=set)
     in_prefill: dict[InFlight, None] = field(default_factory=dict)
     prefill_s: float = 0.0
@@ -431,8 +437,10 @@ class LoadBook:
         since  requests from before that do not count; 0.0 where nobody waits for a first token
         """
         book = self._books.get(worker)
-        waiting = [flight for flight in book.in_prefill if flight.began_at >= since] if book is not None else []
-        if book is None or not waiting:
+        if book is None:
+            return 0.0
+        waiting = [flight for flight in book.in_prefill if flight.is_streamed and flight.began_at >= since]
+        if not waiting:
             return 0.0
         own = self.own(worker)
         # Behind running requests the first token is as far away as their last one.
@@ -468,6 +476,12 @@ class LoadBook:
     def reported(self, replica: Replica) -> None:
         """Take an engine's own counts, and off them what was ours when they were read."""
         book = self._book_of(replica.id, replica.base_model)
+        if book.boot_id != replica.engine_boot_id:
+            if book.boot_id:
+                # What still waits for the engine that was there before ends in its own book, unseen.
+                self.forget(replica.id)
+                book = self._book_of(replica.id, replica.base_model)
+            book.boot_id = replica.engine_boot_id
         report = replica.report
         book.base_model = replica.base_model
         book.max_loras, book.max_seqs = replica.max_loras, replica.max_num_seqs
@@ -483,6 +497,14 @@ class LoadBook:
         others_waiting = max(0, report.waiting - max(0, in_prefill - 1))
         book.others_until = report.at + others_waiting * self._prefill_each_s if others_waiting else -inf
         book.others_in_flight = max(0, report.running + report.waiting - in_flight)
+
+    def unreported(self, worker: WorkerId) -> None:
+        """Nobody tells of its engine any more: what it had to do for others then is over, or as good as unknown."""
+        book = self._books.get(worker)
+        if book is not None and (book.others_in_flight or book.kv_tokens_used or book.others_until > -inf):
+            book.others_in_flight, book.others_until = 0, -inf
+            book.kv_tokens_used, book.freed_tokens = 0.0, 0
+            book.stale.add(book.position)
 
     def own(self, worker: WorkerId) -> Own:
         """What is known of a replica's load."""

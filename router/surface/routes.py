@@ -30,7 +30,9 @@ StateUse = Literal["none", "makes", "needs"]
 
 ErrorShape = Literal["openai", "anthropic"]
 
-_COMMON = frozenset({"model", "lora_id", "stream", "cache_salt", "vllm_xargs", "stream_options", "user", "priority"})
+_COMMON = frozenset(
+    {"model", "lora_id", "stream", "cache_salt", "vllm_xargs", "stream_options", "user", "priority", "request_id"}
+)
 _CHAT_PROMPT = frozenset(
     {
         "messages",
@@ -49,9 +51,11 @@ _CHAT_PROMPT = frozenset(
         "return_prompt_text",
     }
 )
+# With these an engine's answer says less, or other things, of what it had cached.
+_SAMPLING = frozenset({"n", "use_beam_search", "prompt_logprobs", "logprobs"})
 _PROMPT_FIELDS: Mapping[PromptKind, frozenset[str]] = {
-    "chat": _CHAT_PROMPT,
-    "completion": frozenset({"prompt", "add_special_tokens", "truncate_prompt_tokens", "suffix", "echo"}),
+    "chat": _CHAT_PROMPT | _SAMPLING,
+    "completion": frozenset({"prompt", "add_special_tokens", "truncate_prompt_tokens", "suffix", "echo"}) | _SAMPLING,
     "responses": frozenset(
         {
             "input",
@@ -99,7 +103,7 @@ class Route:
     fields: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        kept = frozenset({"previous_response_id", "request_id"}) if self.state == "makes" else frozenset()
+        kept = frozenset({"previous_response_id"}) if self.state == "makes" else frozenset()
         object.__setattr__(self, "fields", _COMMON | _PROMPT_FIELDS[self.prompt] | kept)
 
     @property

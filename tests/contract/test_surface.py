@@ -7,6 +7,7 @@ import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,9 +310,17 @@ ASKED: list[tuple[str, str, dict[str, Any]]] = [
     ),
     (COMPLETIONS, "several", {"prompt": ["one", "two"], **LIMITS}),
     (COMPLETIONS, "ids", {"prompt": [300, 301], **LIMITS}),
+    *(
+        (COMPLETIONS, f"one in a batch {more}", {"prompt": ["e\u0301 one two " * 99], **LIMITS, **more})
+        for more in ({}, {"echo": True}, {"suffix": "x"}, {"truncate_prompt_tokens": 2}, {"n": 2, "seed": 1})
+    ),
+    (COMPLETIONS, "ids in a batch", {"prompt": [[300, 301]], **LIMITS}),
+    (COMPLETIONS, "a batch in a batch", {"prompt": [[[300, 301]]], **LIMITS}),
     (COMPLETIONS, "nothing", {"prompt": "", **LIMITS}),
     (COMPLETIONS, "too long", {"prompt": "one " * 3000, **LIMITS}),
     *((RESPONSES, name, {"max_output_tokens": 8, "temperature": 0, **body}) for name, body in RESPONSES_BODIES),
+    (RESPONSES, "an earlier response that is no text", {"input": "x", "previous_response_id": 3}),
+    (RESPONSES, "an id that is no text", {"input": "x", "request_id": 3}),
     *((MESSAGES, name, {**LIMITS, **body}) for name, body in MESSAGES_BODIES),
     (MESSAGES, "no limit", {"messages": [USER]}),
 ]
@@ -367,6 +376,71 @@ async def test_what_the_router_expects_to_be_cached_is_what_the_engine_found(dir
             assert usage is not None
             assert int(answer.headers["x-lorafleet-cached-tokens"]) == usage.cached_tokens, path
             assert usage.cached_tokens
+
+
+async def test_a_hit_is_expected_where_the_engine_looks_for_one_and_only_there(direct: Direct, model_dir: Path) -> None:
+    text = "Count the orders of every supplier in June. " * 12
+    chat = {"messages": [{"role": "user", "content": text}]}
+    asked: list[tuple[str, dict[str, Any], bool]] = [
+        (COMPLETIONS, {"prompt": [text]}, True),
+        (COMPLETIONS, {"prompt": text, "echo": True}, True),
+        (COMPLETIONS, {"prompt": text, "echo": True, "logprobs": 0}, False),
+        (COMPLETIONS, {"prompt": text, "prompt_logprobs": 0}, False),
+        (CHAT, chat | {"echo": True}, False),
+        (CHAT, chat | {"prompt_logprobs": 1}, False),
+        (CHAT, chat | {"add_generation_prompt": "no", "add_special_tokens": 0}, True),
+    ]
+    async with routed(direct, model_dir) as (client, _parts):
+        for path, body, is_looked_for in asked:
+            for _ in range(2):
+                answer = await client.post(path, json={"model": "sql/v1", "max_tokens": 1, **body})
+                assert answer.status_code == 200, answer.text
+            usage = usage_of(ROUTES["POST", path].usage, answer.content)
+            assert usage is not None
+            assert int(answer.headers["x-lorafleet-cached-tokens"]) == usage.cached_tokens, body
+            assert bool(usage.cached_tokens) == is_looked_for, body
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_special_tokens_go_around_the_prompts_that_vllm_puts_them_around(tokenizer: ChatTokenizer) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    for kind, model, body in (
+        ("chat", ChatCompletionRequest, {"messages": [USER]}),
+        ("chat", ChatCompletionRequest, {"messages": [USER], "add_special_tokens": True}),
+        ("completion", CompletionRequest, {"prompt": "x"}),
+        ("completion", CompletionRequest, {"prompt": "x", "add_special_tokens": False}),
+        ("responses", ResponsesRequest, {"input": "x"}),
+    ):
+        theirs = model.model_validate(body).build_tok_params(SimpleNamespace(max_model_len=2048))
+        chat = prompt_body(kind, body, tokenizer)
+        assert chat is not None
+        assert tokenizer.prompt_text(chat)[1] == theirs.add_special_tokens, body
+
+
+@pytest.mark.parametrize(
+    ("given", "before"),
+    [
+        ("application/json", b""),
+        ("application/json", b"\xef\xbb\xbf"),
+        ("Application/JSON; charset=utf-8", b""),
+        ("text/plain", b""),
+        ("application/x-www-form-urlencoded", b""),
+        (None, b""),
+    ],
+)
+async def test_a_body_is_taken_or_refused_for_what_it_is_said_to_be_as_without_a_router(
+    direct: Direct, model_dir: Path, given: str | None, before: bytes
+) -> None:
+    headers = {} if given is None else {"content-type": given}
+    async with routed(direct, model_dir) as (client, _parts):
+        for route in ROWS:
+            raw = before + json.dumps(example(route.path) | {"model": BASE}).encode()
+            alone = direct.client.post(route.path, content=raw, headers=headers)
+            behind = await client.post(route.path, content=raw, headers=headers)
+            assert behind.status_code == alone.status_code, (route.path, behind.text, alone.text)
 
 
 # Of what an engine may have done before it is asked about.

@@ -172,6 +172,35 @@ def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_o
     assert not book.breaker._circuits
 
 
+def test_a_circuit_that_goes_with_its_engine_is_told_as_closed_where_another_took_its_place_and_not_where_none_did():
+    book = Book()
+    book.fail(0, times=5)
+    book.fail(1, times=5)
+    book.fleet[0] = a_replica("w0", engine_boot_id="b")
+    book.breaker.known([book.fleet[0], *book.fleet[2:]], book.now)
+    assert book.told[2:] == [("w0", "closed", "restarted")]
+    book.breaker.known(book.fleet, book.now)
+    assert len(book.told) == 3
+
+
+def test_a_trial_that_does_not_end_is_not_waited_for_and_another_request_tries():
+    book = Book(open_s=2.0)
+    book.fail(times=5)
+    book.now += 2.1
+    hanging = book.send()
+    book.now += 30.0
+    assert book.shut() == {"w0"}
+    book.now += 0.1
+    assert book.shut() == set()
+    trial = book.send()
+    assert book.shut() == {"w0"}
+    assert [book.breaker.is_trial(book.fleet[0], request) for request in (hanging, trial)] == [False, True]
+    hanging.ended = True
+    assert book.shut() == {"w0"}
+    trial.ended = True
+    assert book.shut() == set()
+
+
 def test_a_replica_that_fails_far_more_often_than_the_others_is_ejected():
     book = Book()
     for _ in range(20):

@@ -3,10 +3,10 @@
 import asyncio
 from random import Random
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
 from router.core.breaker import BreakerRules
-from tests.router.doubles import BASE, Engine, error_of, fleet, until
+from tests.router.doubles import BASE, Engine, chunk, error_of, fleet, until
 
 FAST = {"open_s": 0.3, "most_open_s": 1.0, "jitter": 0.0}
 CHANCE = Random(3)
@@ -40,6 +40,10 @@ class Hanging(Engine):
 
     async def hang(self, engine, body):
         await self.awake.wait()
+        if body.get("stream"):
+            return StreamingResponse(
+                iter([chunk(body["model"], "one"), b"data: [DONE]\n\n"]), media_type="text/event-stream"
+            )
         return await Engine(self.name).answer(engine, body)
 
 
@@ -93,7 +97,7 @@ async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_w
     hanging, sound = Hanging("w0"), Engine("w1")
     async with fleet(hanging, sound) as (client, _, parts):
         parts.mind.breaker.rules = BreakerRules(silent_s=0.3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
-        asking = [asyncio.create_task(ask(client)) for _ in range(30)]
+        asking = [asyncio.create_task(ask(client, stream=True)) for _ in range(30)]
         await until(lambda: hanging.bodies)
 
         def is_shut():
@@ -108,3 +112,39 @@ async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_w
         hanging.awake.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
         assert not parts.mind.breaker.shut(parts.clock())
+
+
+async def test_an_answer_that_is_not_streamed_may_take_long_and_a_stream_that_does_not_begin_may_not():
+    slow = Hanging("w0")
+    async with fleet(slow) as (client, _, parts):
+        breaker = parts.mind.breaker
+
+        def shut_in_an_hour():
+            now = parts.clock() + 3600.0
+            parts.mind.watch(list(parts.discovery.fleet.replicas.values()), now)
+            return breaker.shut(now)
+
+        whole = asyncio.create_task(ask(client))
+        await until(lambda: len(slow.bodies) == 1)
+        assert not shut_in_an_hour()
+        stream = asyncio.create_task(ask(client, stream=True))
+        await until(lambda: len(slow.bodies) == 2)
+        assert shut_in_an_hour()
+        slow.awake.set()
+        assert [answer.status_code for answer in await asyncio.gather(whole, stream)] == [200, 200]
+
+
+async def test_a_trial_that_is_not_streamed_has_as_long_as_any_request():
+    engines = [Hanging("w0"), Hanging("w1")]
+    async with fleet(*engines, max_tries=1, trial_timeout_s=0.05) as (client, _, parts):
+        parts.mind.breaker.rules = BreakerRules(failures=1, **FAST)
+        for replica in parts.discovery.fleet.replicas.values():
+            parts.mind.failed(replica, "no_answer", parts.clock() - 10.0)
+        whole = asyncio.create_task(ask(client))
+        await until(lambda: any(engine.bodies for engine in engines))
+        assert error_of(await ask(client, stream=True)) == (503, "no_replica")
+        assert [len(engine.bodies) for engine in engines] == [1, 1]
+        for engine in engines:
+            engine.awake.set()
+        assert (await whole).status_code == 200
+        assert not parts.mind.breaker.shut(parts.clock() + 10.0)

@@ -266,3 +266,43 @@ def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():
     assert small.crowding(9999.0) == large.crowding(9999.0) == log(0.05)
     book.begin("small", "", 0.1, 120.0, prompt_tokens=8000)
     assert book.own("small").crowding(120.0) == pytest.approx(log((8000 / 2.718281828 + 8000) / 16000))
+
+
+def test_what_an_engine_had_of_others_is_over_when_nobody_tells_of_it_any_more_and_what_is_ours_goes_on():
+    book, replica = LoadBook(), a_replica("w0", total_kv_blocks=100)
+    book.reported(replace(replica, report=Report(running=8, waiting=20, kv_usage=1.0, at=1.0)))
+    ours = book.begin("w0", SQL, 0.2, 2.0, prompt_tokens=100)
+    before = book.owns("m", (replica,))[0]
+    assert (before.others_in_flight, before.kv_free_tokens) == (28, -100)
+    for _ in range(2):
+        book.unreported("w0")
+    own = book.owns("m", (replica,))[0]
+    assert own == book.own("w0")
+    assert (own.others_in_flight, own.kv_free_tokens, own.in_prefill) == (0, 1500, 1)
+    assert own.queue_s(2.0) == pytest.approx(0.2)
+    assert before.queue_s(2.0) > 0.2
+    book.end(ours, 3.0)
+    book.reported(replace(replica, report=Report(running=3, at=4.0)))
+    assert book.own("w0").others_in_flight == 3
+    book.unreported("w9")
+
+
+def test_an_engine_that_started_again_has_nothing_of_what_was_sent_to_the_one_before():
+    book, old = LoadBook(), a_replica("w0", engine_boot_id="a", report=Report(at=1.0))
+    early = book.begin("w0", SQL, 1.0, 0.5)
+    book.reported(old)
+    assert book.own("w0").in_prefill == 1  # sent before anything was heard of it
+    hanging = [book.begin("w0", SQL, 2.0, 2.0) for _ in range(3)]
+    new = replace(old, engine_boot_id="b", report=Report(running=2, at=60.0))
+    book.reported(new)
+    own = book.owns("m", (new,))[0]
+    assert (own.in_flight, own.others_in_flight, own.fresh) == (0, 2, frozenset())
+    assert book.silent_s("w0", 99.0) == 0.0
+    now = book.begin("w0", "", 0.5, 61.0)
+    for flight in (early, *hanging):
+        book.first_token(flight, 62.0)
+        book.end(flight, 62.0)
+    assert book.own("w0").in_prefill == 1
+    book.end(now, 63.0)
+    book.reported(new)
+    assert book.own("w0").in_flight == 0

@@ -1,14 +1,20 @@
 """Limits of one key, held against a list of everything that was ever granted."""
 
+import asyncio
+import contextlib
+import json
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import StreamingResponse
 
-from lorafleet.auth import KeyLimits
+from lorafleet.auth import KeyLimits, hash_key
 from router.core.errors import RateLimited
 from router.core.quota import Quotas, header_block, shown_s
+from tests.router.doubles import BASE, Engine, chunk, echo, fleet, until
 
 
 def refused(quotas, limits, now, tokens=0, key="k"):
@@ -198,3 +204,95 @@ def test_no_stretch_of_time_holds_more_than_the_limits_and_a_told_time_to_come_b
         # What was charged before the last grant was covered, by what the bucket held and what came in since.
         charged = sum(s.tokens for s in granted_all[:-1])
         assert charged < tokens * (1 + now / 60) + 1e-3
+
+
+# --- in a router ------------------------------------------------------------------------------------------------------
+
+
+async def forty(engine, body):
+    """Forty events, and then nothing before the engine is told to go on; it never says what it counted."""
+
+    async def pieces():
+        yield chunk(body["model"], "word") * 40
+        await engine.go_on.wait()
+
+    return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+async def silent(engine, body):
+    await engine.go_on.wait()
+    return await echo(engine, body)
+
+
+@contextlib.asynccontextmanager
+async def limited(folder, engine, **limits):
+    """(ask, engine, parts): requests with the key `mine`, which has these limits, or with `other`, which has none."""
+    keys = [{"sha256": hash_key(name), "tenant": name, "scopes": ["infer"]} for name in ("mine", "other")]
+    path = folder / "keys.yaml"
+    path.write_text(json.dumps({"keys": [keys[0] | {"limits": limits}, keys[1]]}))
+    async with fleet(engine, key_files=(path,)) as (client, _, parts):
+
+        def ask(path="/v1/completions", key="mine", **body):
+            headers = {"authorization": f"Bearer {key}"}
+            return client.stream("POST", path, json={"model": BASE, "prompt": [1] * 20, **body}, headers=headers)
+
+        yield ask, parts
+
+
+async def is_refused(ask):
+    async with ask() as answer:
+        return answer.status_code == 429
+
+
+async def read(ask, events, **body):
+    """Of a stream so many events, and then its client leaves."""
+    async with ask(stream=True, **body) as answer:
+        seen = 0
+        async for line in answer.aiter_lines():
+            seen += line.startswith("data:")
+            if seen == events:
+                return
+
+
+def idle(parts):
+    return until(lambda: not list(parts.mind.load.in_flight()))
+
+
+async def test_what_was_read_of_a_stream_is_charged_although_its_client_left_before_the_engine_said_what_it_counted(
+    tmp_path,
+):
+    engine = Engine("w0", forty)
+    engine.go_on.clear()
+    async with limited(tmp_path, engine, tokens_per_minute=50) as (ask, parts):
+        await read(ask, 40)
+        await idle(parts)
+        assert await is_refused(ask)
+
+
+@pytest.mark.parametrize("prompt", [[1] * 20, "twenty tokens, as its engine says"], ids=["ids", "text"])
+async def test_a_prompt_whose_client_left_before_its_answer_began_is_charged(tmp_path, prompt):
+    engine = Engine("w0", silent, ids=[1] * 20)
+    async with limited(tmp_path, engine, tokens_per_minute=30) as (ask, parts):
+        async with ask(key="other") as answer:
+            assert answer.status_code == 200
+            await answer.aread()
+        engine.go_on.clear()
+        leaving = asyncio.create_task(is_refused(partial(ask, prompt=prompt)))
+        await until(lambda: len(engine.bodies) == 2)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await idle(parts)
+        engine.go_on.set()
+        assert await is_refused(ask)
+
+
+async def test_a_picture_of_a_megabyte_is_charged_as_no_more_tokens_than_an_engine_takes(tmp_path):
+    engine = Engine("w0", forty)
+    engine.go_on.clear()
+    async with limited(tmp_path, engine, tokens_per_minute=4000) as (ask, parts):
+        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 2**20}}
+        messages = [{"role": "user", "content": [picture]}]
+        await read(ask, 1, path="/v1/chat/completions", messages=messages, media_io_kwargs={}, prompt=None)
+        await idle(parts)
+        engine.go_on.set()
+        assert not await is_refused(ask)

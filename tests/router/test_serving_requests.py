@@ -37,7 +37,8 @@ async def test_every_other_field_reaches_the_engine_as_it_was_sent():
     odd = {"temperature": 1e-7, "seed": 2**53, "unknown": {"ключ": [None, True, "\u2028"]}, "logit_bias": {"1": -100}}
     async with fleet(engine) as (client, _, _):
         raw = json.dumps({**CHAT, **odd}, ensure_ascii=False)
-        await client.post("/v1/chat/completions", content=raw, headers={"authorization": "Bearer secret"})
+        headers = {"authorization": "Bearer secret", "content-type": "application/json; charset=utf-8"}
+        await client.post("/v1/chat/completions", content=raw, headers=headers)
     assert engine.bodies == [{**CHAT, **odd}]
     assert "authorization" not in engine.headers[0]
 
@@ -690,3 +691,85 @@ async def test_in_a_fleet_of_mixed_block_sizes_each_replica_is_matched_at_its_ow
         # The same blocks under an adapter are nobody's.
         other = block_hashes(ids, block_size=16, root=root_hash(BASE, "sql/v1@abababababab"))
         assert parts.feeds.index(BASE, 16).match(other) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "header", "known_as"),
+    [("mine", {}, "mine"), ("mine", {"x-request-id": "theirs"}, "theirs"), ("not plain", {}, None), (5, {}, None)],
+)
+async def test_a_request_goes_by_the_name_in_its_body_where_no_header_names_it(given, header, known_as):
+    engine = Engine("w0")
+    async with fleet(engine) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"request_id": given}, headers=header)
+    told = answer.headers["x-request-id"]
+    assert engine.headers[0]["x-request-id"] == told
+    assert engine.bodies[0]["request_id"] == given
+    assert told == known_as if known_as else len(told) == 32
+
+
+@pytest.mark.parametrize("given", [None, "text/plain", "application/x-www-form-urlencoded", "application/vnd.api+json"])
+async def test_a_body_that_is_not_said_to_be_json_is_a_400_and_reaches_no_engine(given):
+    engine = Engine("w0")
+    async with fleet(engine) as (client, _, _):
+        for path in ("/v1/chat/completions", "/generate"):
+            headers = {} if given is None else {"content-type": given}
+            raw = json.dumps(CHAT if path != "/generate" else {"text": "hi"})
+            assert error_of(await client.post(path, content=raw, headers=headers)) == (400, "invalid_request_body")
+    assert engine.bodies == []
+
+
+async def test_a_byte_order_mark_before_a_body_is_taken_and_not_sent_on():
+    engine = Engine("w0")
+    async with fleet(engine) as (client, _, _):
+        raw = b"\xef\xbb\xbf" + json.dumps(CHAT).encode()
+        headers = {"content-type": "Application/JSON; charset=utf-8"}
+        assert (await client.post("/v1/chat/completions", content=raw, headers=headers)).status_code == 200
+    assert engine.bodies == [CHAT]
+
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "cached_tokens"),
+    [
+        (COMPLETIONS, {}, 64),
+        (COMPLETIONS, {"logprobs": 1}, 64),
+        (COMPLETIONS, {"echo": True}, 64),
+        (COMPLETIONS, {"echo": False, "logprobs": 0}, 64),
+        (COMPLETIONS, {"echo": True, "logprobs": None}, 64),
+        (COMPLETIONS, {"echo": True, "logprobs": 0}, 0),
+        (COMPLETIONS, {"prompt_logprobs": None}, 64),
+        (COMPLETIONS, {"prompt_logprobs": 0}, 0),
+        (COMPLETIONS, {"n": 2}, 64),
+        (CHATS, {"logprobs": True, "top_logprobs": 2}, 64),
+        (CHATS, {"echo": True}, 0),
+        (CHATS, {"echo": True, "logprobs": True, "top_logprobs": 2}, 0),
+        (CHATS, {"echo": True, "top_logprobs": None}, 0),
+        (CHATS, {"prompt_logprobs": 1}, 0),
+    ],
+)
+async def test_no_hit_is_expected_where_an_engine_computes_the_whole_prompt(path, more, cached_tokens):
+    ids = list(range(1, 101))
+    async with fleet(Engine("w0", ids=ids)) as (client, _, parts):
+        chain = block_hashes(ids, block_size=16, root=root_hash(BASE))
+        parts.feeds.index(BASE, 16).add("w0", chain[:4])
+        body = {**CHAT, "prompt": ids} | more
+        answer = await client.post(path, json=body)
+        assert int(answer.headers["x-lorafleet-cached-tokens"]) == cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("more", "is_compared"),
+    [({}, True), ({"n": 1}, True), ({"n": None}, True), ({"n": 2}, False), ({"use_beam_search": True}, False)],
+)
+async def test_what_one_of_several_answers_found_cached_is_not_held_against_the_prediction(more, is_compared):
+    async def with_usage(engine, body):
+        usage = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 48}}
+        return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
+
+    async with fleet(Engine("w0", with_usage)) as (client, _, parts):
+        answer = await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(1, 65)), **more})
+        assert answer.status_code == 200
+        await until(lambda: not list(parts.mind.load.in_flight()))
+        assert parts.decisions[0].cached_tokens == (48 if is_compared else None)

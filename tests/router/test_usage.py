@@ -76,7 +76,8 @@ async def test_what_the_engine_failed_is_an_error_and_what_it_refused_is_none(an
     ):
         await client.post("/v1/chat/completions", json=SQL | {"stream": answer is broken})
         use = the_use(parts)
-        assert (use.requests, use.errors, use.output_tokens, use.in_flight) == (1, errors, 0, 0)
+        sent_on = 1 if answer is broken else 0
+        assert (use.requests, use.errors, use.output_tokens, use.in_flight) == (1, errors, sent_on, 0)
         if answer is not broken:
             assert (use.work_s, use.first_tokens) == (0.0, 0)
 
@@ -91,7 +92,7 @@ async def test_a_client_that_leaves_is_no_error_of_the_engines(question):
             assert the_use(parts).in_flight == 1
         await until(lambda: the_use(parts).in_flight == 0)
         use = the_use(parts)
-        assert (use.errors, use.output_tokens, use.first_tokens) == (0, 0, 1)
+        assert (use.errors, use.output_tokens, use.first_tokens) == (0, 1, 1)
 
 
 async def test_a_held_request_is_a_hold_and_one_that_is_turned_away_is_a_shed_too():
@@ -110,8 +111,8 @@ async def test_a_held_request_is_a_hold_and_one_that_is_turned_away_is_a_shed_to
 def test_a_report_counts_up_and_what_another_version_leaves_out_is_zero():
     usage = Usage("r0", LoadBook())
     for _ in range(3):
-        usage.dispatched("w0", "sql/v1@ab", 10, 1.0).ended(0.5, 4, 0.25, is_error=False)
-    usage.dispatched("w0", "sql/v1@ab", 10, 1.0).ended(0.0, 0, None, is_error=True)
+        usage.dispatched("w0", "sql/v1@ab", 10, 1.0).ended(0.5, 4, 0.25, 2.0, is_error=False)
+    usage.dispatched("w0", "sql/v1@ab", 10, 1.0).ended(0.0, 0, None, 2.0, is_error=True)
     report = usage.report(1, 1.0)
     (use,) = report.uses
     assert (use.requests, use.prompt_tokens, use.output_tokens, use.errors) == (4, 40, 12, 1)
@@ -157,3 +158,17 @@ async def test_how_long_what_waits_for_a_worker_will_have_to_wait_is_reported():
         engine.go_on.set()
         await asyncio.gather(*asks)
         assert parts.usage.report(1, time.monotonic()).waits_s == {}
+
+
+def test_what_ends_after_a_long_stream_is_told_and_forgotten_a_while_after_that():
+    load = LoadBook()
+    usage = Usage("r0", load)
+    flight = load.begin("w0", "sql/v1@ab", 0.2, 0.0)
+    use = usage.dispatched("w0", "sql/v1@ab", 100, 0.0)
+    assert usage.report(1, 5000.0).uses[0].in_flight == 1
+    use.ended(60.0, 50_000, 0.5, 5000.0, is_error=True)
+    load.end(flight, 5000.0)
+    (told,) = usage.report(1, 5001.0).uses
+    assert (told.output_tokens, told.work_s, told.errors, told.in_flight) == (50_000, 60.0, 1, 0)
+    assert usage.report(1, 5899.0).uses
+    assert usage.report(1, 5901.0).uses == ()

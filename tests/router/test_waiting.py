@@ -6,7 +6,8 @@ import itertools
 import pytest
 from starlette.responses import JSONResponse
 
-from tests.router.doubles import BASE, DIGEST, Control, Engine, error_of, fleet, until, with_sql
+from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, error_of, fleet, until, with_sql
+from workers.wire import Load
 
 NUMBERS = itertools.count()
 
@@ -186,3 +187,29 @@ async def test_a_prefix_that_a_full_cache_loses_behind_a_queue_is_not_held_again
         assert parts.trust.error_share("w0") == 0.0
         await client.post("/v1/completions", json=body)
         await until(lambda: parts.trust.error_share("w0") > 0.0)
+
+
+async def test_a_picture_of_a_megabyte_counts_for_no_more_tokens_than_an_engine_takes_and_keeps_nobody_waiting():
+    engine = Slow("w0")
+    async with fleet(engine) as (client, _, parts):
+        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 2**20}}
+        body = {**CHAT, "messages": [{"role": "user", "content": [picture]}], "media_io_kwargs": {}}
+        asking = [asyncio.create_task(client.post("/v1/chat/completions", json=body))]
+        await until(lambda: len(engine.bodies) == 1)
+        assert parts.decisions[-1].decision.ask.prompt_tokens == 2048
+        asking.append(ask(client))
+        await until(lambda: len(engine.bodies) == 2)
+        engine.first.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 2
+
+
+async def test_what_an_engine_had_of_others_keeps_nobody_waiting_when_its_agent_is_away():
+    engine, control = Engine("w0"), Control(figures=Load(running=8, waiting=20))
+    async with fleet(engine, control=control, unreachable_after_s=0.1) as (client, _, parts):
+        await until(lambda: parts.mind.load.own("w0").others_in_flight == 28)
+        control.silent = True
+        await until(lambda: not parts.mind.load.own("w0").others_in_flight)
+        assert (await ask(client)).status_code == 200
+        control.silent = False
+        control.tell()
+        await until(lambda: parts.mind.load.own("w0").others_in_flight == 28)

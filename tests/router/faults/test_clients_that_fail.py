@@ -25,7 +25,8 @@ ABORTS, AT_ONCE = 10_000, 200
 
 
 def request(body: bytes, path: str = COMPLETIONS) -> bytes:
-    return b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n" % path.encode()
+    return head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
 def asking(prompt: str, **more) -> bytes:
@@ -71,6 +72,25 @@ async def test_a_client_that_says_no_more_has_left_and_its_engine_stops():
             client.writer.write_eof()
             await asyncio.wait_for(router.engines[0].closed.wait(), 5)
             assert router.engines[0].open == set()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        (b"POST", "/generate", "/generate"),
+        (b"GET", "/v1/responses/resp_1", "/v1/responses/{id}"),
+        (b"POST", "/v1/responses/resp_1/cancel", "/v1/responses/{id}/cancel"),
+    ],
+)
+async def test_a_client_that_leaves_before_its_work_begins_is_counted_as_any_that_leaves(method, path, route):
+    async with house(1) as router, await router.raw() as client:
+        await until(lambda: router.front.connections)
+        (connection,) = router.front.connections
+        connection.data_received(request(b'{"text": "gone"}', path).replace(b"POST", method))
+        connection.hang_up()
+        await client.rest()
+        assert router.parts.metrics.requests.labels(route, 499, "").value == 1
+        assert not router.play.asked
 
 
 INVALID = [
@@ -119,18 +139,18 @@ async def test_what_is_no_json_inside_a_field_that_is_not_read_here_is_the_engin
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_of_fifty_megabytes_is_refused_or_reaches_its_engine_whole(chunked):
     prompt = "a" * 50_000_000
-    body = json.dumps({"model": BASE, "prompt": prompt}).encode()
+    body, as_json = json.dumps({"model": BASE, "prompt": prompt}).encode(), {"content-type": "application/json"}
 
     async def parts():
         for at in range(0, len(body), 10**6):
             yield body[at : at + 10**6]
 
     async with house(1) as router:
-        answer = await router.client.post(COMPLETIONS, content=parts() if chunked else body)
+        answer = await router.client.post(COMPLETIONS, content=parts() if chunked else body, headers=as_json)
         assert error_of(answer) == (413, "body_too_large")
         assert not router.play.asked
     async with house(1, max_body_bytes=64 * 2**20) as router:
-        answer = await router.client.post(COMPLETIONS, content=parts() if chunked else body)
+        answer = await router.client.post(COMPLETIONS, content=parts() if chunked else body, headers=as_json)
         assert (answer.status_code, answer.content) == (200, WHOLE)
         assert len(router.engines[0].requests[0]) >= len(prompt)
 

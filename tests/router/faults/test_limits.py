@@ -88,7 +88,7 @@ async def test_a_key_pays_for_the_tokens_that_the_engine_counted_and_a_debt_is_p
         assert counted(router, "rate_limited", "tokens_per_minute") == 1
 
 
-async def test_what_no_engine_answered_costs_no_tokens_and_every_end_gives_the_slot_back(tmp_path):
+async def test_what_engines_failed_or_refused_costs_no_tokens_and_every_end_gives_the_slot_back(tmp_path):
     refusal = answering(b'{"error": {"message": "no"}}', status=b"400 Bad Request")
     limits = key_file(tmp_path, tokens_per_minute=1000, concurrent_requests=1)
     async with house(1, **limits, failover_wait_s=0.05) as router:
@@ -98,6 +98,8 @@ async def test_what_no_engine_answered_costs_no_tokens_and_every_end_gives_the_s
         broken = await router.ask("broken", saying(b"", "close"), saying(b"", "close"), headers=key)
         assert error_of(broken) == (503, "no_replica")
         assert error_of(await router.ask("absent", model="absent", headers=key)) == (404, "model_not_found")
+        (account,) = router.parts.quotas._accounts.values()
+        assert account.tokens.level == 1000
         late = await router.ask("late", saying(b"", "hang"), headers=key | {"x-lorafleet-timeout-s": "0.1"})
         assert error_of(late) == (504, "deadline_exceeded")
         leaving = asyncio.create_task(router.ask("left", saying(b"", "hang"), headers=key))
@@ -108,8 +110,6 @@ async def test_what_no_engine_answered_costs_no_tokens_and_every_end_gives_the_s
         assert counted(router, "rate_limited", "concurrent_requests") == 1
         leaving.cancel()
         await until(router.is_idle)
-        (account,) = router.parts.quotas._accounts.values()
-        assert account.tokens.level == 1000
         assert (await router.ask("well", headers=key)).status_code == 200
 
 
