@@ -55,6 +55,12 @@ class Client:
         self.sent.append(data)
 
 
+def call_to(url, *, streamed):
+    origin = Origin.parse(url)
+    request = b"POST /v1/x HTTP/1.1\r\nhost: %b\r\ncontent-length: 2\r\n\r\n{}" % origin.host_header
+    return Call(CHAT, origin, request, engine_model="m", has_adapter=False, replica="w0", streamed=streamed)
+
+
 async def usage_of(answer, *, streamed):
     """(what an engine's answer was relayed as, the usage that it left behind)."""
 
@@ -70,11 +76,8 @@ async def usage_of(answer, *, streamed):
 
     exchange = Client()
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
-        origin = Origin.parse(url)
-        request = b"POST /v1/x HTTP/1.1\r\nhost: %b\r\ncontent-length: 2\r\n\r\n{}" % origin.host_header
-        call = Call(CHAT, origin, request, engine_model="m", has_adapter=False, replica="w0", streamed=streamed)
         pool = Pool(connect_s=2)
-        attempt = await open_attempt(pool, call, LIMITS)
+        attempt = await open_attempt(pool, call_to(url, streamed=streamed), LIMITS)
         if streamed:
             await attempt.relayed(exchange, Echo("m", "m"))
         else:
@@ -180,11 +183,8 @@ async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowl
 
     exchange = Client(is_paused=True)
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
-        origin = Origin.parse(url)
-        request = b"POST /v1/x HTTP/1.1\r\nhost: %b\r\ncontent-length: 2\r\n\r\n{}" % origin.host_header
-        call = Call(CHAT, origin, request, engine_model="m", has_adapter=False, replica="w0", streamed=True)
         pool = Pool(connect_s=2)
-        attempt = await open_attempt(pool, call, LIMITS)
+        attempt = await open_attempt(pool, call_to(url, streamed=True), LIMITS)
         attempt.relay(exchange, Echo("m", "m"), over.set)
         (connection,) = pool._all
         assert connection._paused_at is not None
