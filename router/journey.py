@@ -24,6 +24,7 @@ from router.stages import (
     asked,
     decided,
     decided_at_once,
+    is_one_of_many,
     resolve_target,
     sized,
     tokenize_at_once,
@@ -43,8 +44,6 @@ log = structlog.get_logger()
 # Reasons that may mean that the engine died with the request in it.
 _DEATHS = frozenset({"no_answer", "engine_dead", "first_event_error"})
 _MAX_DEATHS = 2
-# What `n` says where one answer is wanted.
-_ONE = (1, None)
 # What may be the doing of what ran; that nobody was there, or had no room or no such adapter, is the fleet's.
 _FAULTS = _DEATHS | {"no_answer_in_time", "answer_too_large"}
 # Another replica would do no better.
@@ -161,10 +160,7 @@ class Journey(msgspec.Struct, eq=False):
         assert self.attempt is not None
         assert self.flight is not None
         self.usage = self.attempt.usage()
-        decoded = self.question.decoded
-        self.flight.compare(
-            self.usage, is_one_of_many=decoded.get("n", 1) not in _ONE or bool(decoded.get("use_beam_search"))
-        )
+        self.flight.compare(self.usage, is_one_of_many=is_one_of_many(self.question))
         if self.trace is not None:
             self.trace.attributes |= _told(self.question.route, self.flight, self.usage)
 

@@ -12,7 +12,7 @@ from xxhash import xxh3_128_hexdigest
 
 from lorafleet.auth import Caller
 from lorafleet.kv.blocks import BlockHash, root_hash
-from router.core.decision import Ask
+from router.core.decision import Ask, Decision
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import BadBody, CatalogUnavailable
 from router.core.fleet import Adapter, Excluded
@@ -243,6 +243,12 @@ def reads_cache(question: Question) -> bool:
     return question.route.prompt == "completion" and decoded.get("logprobs") is None
 
 
+def is_one_of_many(question: Question) -> bool:
+    """Whether an engine prefills the prompt several times, and tells of one of them what it had cached."""
+    decoded = question.decoded
+    return decoded.get("n", 1) not in (1, None) or bool(decoded.get("use_beam_search"))
+
+
 def sized(parts: Parts, target: Target, question: Question, tokens: Tokens) -> int:
     """How many tokens an engine would prefill at most. What is longer than it takes it refuses at once.
 
@@ -283,6 +289,19 @@ def decided_at_once(
     decision = parts.waiting.at_once(prompt)
     if decision is None:
         return None
+    return _begun(parts, target, question, prompt, tokens_from, decision, asked_at=began_at)
+
+
+def _begun(
+    parts: Parts,
+    target: Target,
+    question: Question,
+    prompt: Prompt,
+    tokens_from: Source,
+    decision: Decision,
+    *,
+    asked_at: float,
+) -> Flight:
     return Flight(
         parts,
         question.request_id,
@@ -290,7 +309,7 @@ def decided_at_once(
         prompt,
         tokens_from,
         decision,
-        asked_at=began_at,
+        asked_at=asked_at,
         is_streamed=question.streamed,
     )
 
@@ -303,16 +322,7 @@ async def decided(
     raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
     """
     began_at = parts.clock()
-    begin = partial(
-        Flight,
-        parts,
-        question.request_id,
-        target,
-        prompt,
-        tokens_from,
-        asked_at=began_at,
-        is_streamed=question.streamed,
-    )
+    begin = partial(_begun, parts, target, question, prompt, tokens_from, asked_at=began_at)
     if prompt.ask.excluded:
         # One that failed somewhere has waited its turn already; what failed it must not cost it another.
         return begin(parts.mind.decide(prompt, began_at))

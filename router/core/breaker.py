@@ -205,14 +205,14 @@ class Breaker:
         if not self._circuits:
             return
         left = {replica.incarnation: replica for replica in replicas}
-        restarted = {replica.id: replica for replica in left.values() if replica.incarnation not in self._shut}
+        well = {replica.id: replica for replica in left.values() if replica.incarnation not in self._shut}
         quiet_s = max(2 * self.rules.window_s, self.rules.most_open_s)
         for who, circuit in list(self._circuits.items()):
             is_quiet = not circuit.is_shut and now - max(circuit.changed_at, circuit.failed_at) > quiet_s
             if who not in left or is_quiet:
                 del self._circuits[who]
-                if self._shut.pop(who, None) is not None and who[0] in restarted:
-                    self.changed(restarted[who[0]], "closed", "restarted")
+                if self._shut.pop(who, None) is not None and who[0] in well:
+                    self.changed(well[who[0]], "closed", "restarted")
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone."""

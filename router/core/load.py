@@ -501,7 +501,7 @@ class LoadBook:
     def unreported(self, worker: WorkerId) -> None:
         """Nobody tells of its engine any more: what it had to do for others then is over, or as good as unknown."""
         book = self._books.get(worker)
-        if book is not None and (book.others_in_flight or book.kv_tokens_used or book.others_until > -inf):
+        if book is not None:
             book.others_in_flight, book.others_until = 0, -inf
             book.kv_tokens_used, book.freed_tokens = 0.0, 0
             book.stale.add(book.position)

@@ -572,7 +572,7 @@ class _Connection(HttpToolsProtocol):
             self._read_by = self.loop.time() + self._limits.idle_s
 
     def hear_no_more(self) -> None:
-        """Nothing that comes after an answer that ends its connection is worked for."""
+        """Whatever comes now is thrown away: the last answer is decided, and the message being read is none."""
         self._deaf = True
         self._forget_message()
 
@@ -622,11 +622,7 @@ class _Connection(HttpToolsProtocol):
         exchange = self._current
         if exchange is not None:
             self.let_go(exchange)
-            task = exchange._task
-            if task is not None:
-                # Cancelled before its first step it never comes to its own `finally`.
-                task.add_done_callback(self.tasks.discard)
-                task.cancel()
+            self._cancel(exchange._task)
             exchange.leave()
         while self._queue:
             self.let_go(self._queue.popleft())
@@ -671,9 +667,8 @@ class _Connection(HttpToolsProtocol):
         if isinstance(cause, Refused):
             self.refuse(cause)
         elif isinstance(cause, _EnoughError) or self._deaf:
-            self._deaf = True
             self._drained_bytes += self._read_bytes
-            self._forget_message()
+            self.hear_no_more()
             if self._is_cold_busy():
                 self.cycle.keep_alive = False
         elif isinstance(exc, httptools.HttpParserCallbackError) and cause is not None:
@@ -687,8 +682,7 @@ class _Connection(HttpToolsProtocol):
         self._front.refused[refusal.code] += 1
         self._refusal = refusal
         in_cold = self._phase == _BODY and self._incoming is None
-        self._deaf = True
-        self._forget_message()
+        self.hear_no_more()
         words = _error_answer(refusal)
         if in_cold:
             self._refuse_cold(words)
@@ -792,7 +786,11 @@ class _Connection(HttpToolsProtocol):
             return
         task = exchange._task if exchange._work is not None else None  # one that has not begun
         exchange.leave()
+        self._cancel(task)
+
+    def _cancel(self, task: asyncio.Task[None] | None) -> None:
         if task is not None:
+            # Cancelled before its first step it never comes to its own `finally`.
             task.add_done_callback(self.tasks.discard)
             task.cancel()
 
