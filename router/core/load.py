@@ -239,7 +239,7 @@ class _Line:
 class _Book:
     """Of one worker. Sums are kept as requests come and go: a decision must not cost more the more are in flight.
 
-    prefill_s, largest_s  of those in prefill: seconds of work together, and of the largest
+    prefill_s, largest_s  of those in prefill: seconds of work together, and of the largest; `as_large`: how many are it
     unreported_tokens     uncached tokens of those that the engine's report does not know of, or that are in prefill
     names                 how many requests run each; `engine_names` and `fresh` as in Own, None: to be made anew
     reported_at           when the engine's own counts were read
@@ -256,6 +256,7 @@ class _Book:
     in_prefill: dict[InFlight, None] = field(default_factory=dict)
     prefill_s: float = 0.0
     largest_s: float = 0.0
+    as_large: int = 0
     unreported_tokens: int = 0
     names: dict[str, int] = field(default_factory=dict)
     engine_names: frozenset[str] | None = None
@@ -296,7 +297,10 @@ class _Book:
         self.in_prefill[flight] = None
         self.busy_until = max(self.busy_until, now) + prefill_s
         self.prefill_s += prefill_s
-        self.largest_s = max(self.largest_s, prefill_s)
+        if prefill_s > self.largest_s:
+            self.largest_s, self.as_large = prefill_s, 1
+        elif prefill_s == self.largest_s:
+            self.as_large += 1
         self.unreported_tokens += flight.uncached_tokens
         if name in self.names:
             self.names[name] += 1
@@ -316,12 +320,17 @@ class _Book:
         del left[flight]
         if not left:
             self.prefill_s = self.largest_s = 0.0
+            self.as_large = 0
             self.busy_until = -inf
         else:
             # Summed anew when it may have been rounded.
             self.prefill_s = self.prefill_s - flight.prefill_s if len(left) > 1 else sum([f.prefill_s for f in left])
-            if flight.prefill_s >= self.largest_s:
-                self.largest_s = max([f.prefill_s for f in left])
+            if flight.prefill_s == self.largest_s:
+                self.as_large -= 1
+                if not self.as_large:
+                    seconds = [f.prefill_s for f in left]
+                    self.largest_s = max(seconds)
+                    self.as_large = seconds.count(self.largest_s)
             # What is left begins now: however wrong the predictions were, the error does not outlive them.
             self.busy_until = now + self.prefill_s
         if flight.began_at <= self.reported_at:
