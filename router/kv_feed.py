@@ -16,12 +16,12 @@ from lorafleet.kv.events import Decoder, UndecodableBatch
 from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, Ledger, Tier
 from lorafleet.kv.subscribe import Endpoint, Follower, Hub
 from lorafleet.loops import forever
-from router.core.index import KvIndex, WorkerId
+from router.core.index import Draft, KvIndex, WorkerId
 from router.core.trust import Trust
 from router.metrics import Metrics
 from router.relay.fetch import Refused, fetch, stream
 from router.relay.upstream import Pool
-from workers.wire import KV_HASHING, KvFrame, KvSnapshot, unpack_hashes
+from workers.wire import KV_HASHING, KvFrame, KvRank, KvSnapshot, unpack_hashes
 
 log = structlog.get_logger()
 
@@ -100,6 +100,10 @@ class _Into:
 
     def clear(self) -> None:
         self.index.replace(self.name, {})
+
+    def adopt(self, draft: Draft) -> None:
+        self.index.adopt(self.name, draft)
+        self.added += sum(draft.blocks.values())
 
 
 class _EngineRank:
@@ -387,15 +391,18 @@ class Feed:
                 self._index.forget(name)
             self._ranks, self.intos = len(taken.ranks), {}
             self._feeds.ranks_changed()
-        for rank in taken.ranks:
-            into = self.into(rank.rank)
-            into.clear()
-            for tier in TIERS:
-                packed = getattr(rank, tier)
-                # Unpacked they take seven times as much, and a router that starts takes all workers' at once.
-                for start in range(0, len(packed), _TURN_BYTES):
-                    into.add(tier, _hashes(packed[start : start + _TURN_BYTES]))
-                    await asyncio.sleep(0)
+        drafts: list[tuple[int, Draft]] = []
+        try:
+            for rank in taken.ranks:
+                drafts.append((rank.rank, self._index.draft()))
+                await self._fill(drafts[-1][1], rank)
+        except BaseException:
+            for _, draft in drafts:
+                self._index.discard(draft)
+            raise
+        # Only now: until all of it is there, what was known before is the best there is.
+        for number, draft in drafts:
+            self.into(number).adopt(draft)
         self._epoch, self._seq, self._is_whole = taken.epoch, taken.seq, taken.is_whole
         self._heard_at = self._taken_at = self._clock()
         self._is_lost = False
@@ -404,6 +411,14 @@ class Feed:
         self._feeds.trust.opened(source.worker, "exact")
         if not taken.is_whole:
             self.lost()
+
+    async def _fill(self, draft: Draft, rank: KvRank) -> None:
+        for tier in TIERS:
+            packed = getattr(rank, tier)
+            # Unpacked they take seven times as much, and a router that starts takes all workers' at once.
+            for start in range(0, len(packed), _TURN_BYTES):
+                self._index.add_to(draft, _hashes(packed[start : start + _TURN_BYTES]), tier)
+                await asyncio.sleep(0)
 
     def _retake(self) -> None:
         """Begin again with a snapshot, as soon as the stream has been left."""

@@ -41,6 +41,14 @@ class Hold:
     hashes: tuple[BlockHash, ...]
 
 
+@dataclass(slots=True, eq=False)
+class Draft:
+    """What a worker says it has, put together a piece at a time; no match sees it until it is `adopt`ed."""
+
+    bit: int
+    blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+
+
 @dataclass(slots=True)
 class _Worker:
     bit: int
@@ -168,13 +176,7 @@ class KvIndex:
 
         is_chain  they follow one another in a prompt, as those of one store do; makes matches faster, no more
         """
-        entry = self._entry(worker)
-        self._walked = _NOTHING
-        blocks = tuple(dict.fromkeys(hashes))
-        changed = len(blocks) - self._tiers[tier].set(blocks, entry.bit, is_chain=is_chain)
-        entry.blocks[tier] += changed
-        self._has_lower |= changed > 0 and tier != "device"
-        return changed
+        return self._add(self._entry(worker), hashes, tier, is_chain=is_chain)
 
     def drop(self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device") -> int:
         """Note that a worker no longer has these blocks at a tier; returns how many it was not known to have."""
@@ -189,15 +191,32 @@ class KvIndex:
 
     def replace(self, worker: WorkerId, tiers: Mapping[Tier, Iterable[BlockHash]]) -> None:
         """Put what a worker says it has in the place of what was known; `{}` empties it. Holds stay."""
+        draft = self.draft()
+        for tier, hashes in tiers.items():
+            self.add_to(draft, hashes, tier)
+        self.adopt(worker, draft)
+
+    def draft(self) -> Draft:
+        """The begin of a `replace` that takes its time: `add_to` it, then `adopt` it or `discard` it."""
+        return Draft(self._new_bit())
+
+    def add_to(self, draft: Draft, hashes: Iterable[BlockHash], tier: Tier) -> None:
+        """As `add`, unseen so far."""
+        self._add(draft, hashes, tier)
+
+    def adopt(self, worker: WorkerId, draft: Draft) -> None:
+        """Put it in the place of what was known of a worker. Holds stay."""
         entry = self._entry(worker)
         self._retire(entry)
-        entry.bit = self._slot(worker)
-        entry.blocks = dict.fromkeys(TIERS, 0)
+        entry.bit, entry.blocks = draft.bit, draft.blocks
+        self._put_in_use(draft.bit, worker)
         entry.more_holds.clear()
         for hold in entry.holds:
             self._hold(entry, dict.fromkeys(hold.hashes, entry.bit))
-        for tier, hashes in tiers.items():
-            self.add(worker, hashes, tier)
+
+    def discard(self, draft: Draft) -> None:
+        """It is not to be adopted."""
+        self._retired.append(draft.bit)
 
     def hold(self, worker: WorkerId, hashes: Iterable[BlockHash]) -> Hold:
         """Count a prompt's blocks as stored until `release`: it was just sent and will be cached in a moment.
@@ -276,21 +295,30 @@ class KvIndex:
     def _entry(self, worker: WorkerId) -> _Worker:
         entry = self._workers.get(worker)
         if entry is None:
-            entry = self._workers[worker] = _Worker(self._slot(worker))
+            entry = self._workers[worker] = _Worker(self._new_bit())
+            self._put_in_use(entry.bit, worker)
         return entry
 
-    def _slot(self, worker: WorkerId) -> int:
-        """A bit that no mask mentions, given to a worker."""
+    def _add(self, to: "_Worker | Draft", hashes: Iterable[BlockHash], tier: Tier, *, is_chain: bool = False) -> int:
+        self._walked = _NOTHING
+        blocks = tuple(dict.fromkeys(hashes))
+        changed = len(blocks) - self._tiers[tier].set(blocks, to.bit, is_chain=is_chain)
+        to.blocks[tier] += changed
+        self._has_lower |= changed > 0 and tier != "device"
+        return changed
+
+    def _new_bit(self) -> int:
+        """One that no mask mentions."""
         if self._free:
-            bit = heappop(self._free)
-        else:
-            bit = 1 << self._slots
-            self._slots += 1
+            return heappop(self._free)
+        self._slots += 1
+        return 1 << (self._slots - 1)
+
+    def _put_in_use(self, bit: int, worker: WorkerId) -> None:
         self._by_bit[bit] = worker
         self._walked = _NOTHING
         self._named.clear()
         self._live |= bit
-        return bit
 
     def _retire(self, entry: _Worker) -> None:
         del self._by_bit[entry.bit]

@@ -51,10 +51,11 @@ class Model:
 
 class IndexMachine(RuleBasedStateMachine):
     held = Bundle("held")
+    drafts = Bundle("drafts")
 
     def __init__(self):
         super().__init__()
-        self.index, self.model = KvIndex(1), {}
+        self.index, self.model, self.drafted = KvIndex(1), {}, []
 
     @initialize(crowded=st.booleans())
     def crowd(self, crowded):
@@ -81,6 +82,25 @@ class IndexMachine(RuleBasedStateMachine):
     def replace(self, worker, held):
         self.index.replace(worker, held)
         self.of(worker).has = {tier: set(held.get(tier, ())) for tier in TIERS}
+
+    @rule(target=drafts)
+    def draft(self):
+        self.drafted.append((self.index.draft(), Model()))
+        return self.drafted[-1]
+
+    @rule(draft=drafts, part=parts, tier=tiers)
+    def add_to(self, draft, part, tier):
+        self.index.add_to(draft[0], part, tier)
+        draft[1].has[tier].update(part)
+
+    @rule(draft=consumes(drafts), worker=st.none() | workers)
+    def adopt(self, draft, worker):
+        self.drafted.remove(draft)
+        if worker is None:
+            self.index.discard(draft[0])
+        else:
+            self.index.adopt(worker, draft[0])
+            self.of(worker).has = draft[1].has
 
     @rule(worker=workers | st.sampled_from(CROWD))
     def forget(self, worker):
@@ -125,7 +145,8 @@ class IndexMachine(RuleBasedStateMachine):
     def sweep_all(self):
         while self.index.sweep(3):
             pass
-        kept = [set().union(*(m.has[t] for m in self.model.values())) for t in TIERS]
+        known = [*self.model.values(), *(model for _, model in self.drafted)]
+        kept = [set().union(*(m.has[t] for m in known)) for t in TIERS]
         held = set().union(*(+m.held for m in self.model.values()))
         assert len(self.index) == sum(map(len, kept)) + len(held)
         widest = len(CROWD) + len(WORKERS) + 40  # each of 40 steps may have retired a slot

@@ -405,6 +405,58 @@ async def test_after_a_frame_that_cannot_be_read_all_is_taken_again(bad):
         await feeds.close()
 
 
+async def test_while_a_snapshot_is_taken_again_what_was_known_before_counts():
+    many = [number << 20 for number in range(1, 10_001)]
+    snapshots = [pack_hashes([*many, *BLOCKS]), pack_hashes([*many, *BLOCKS[:2]])]
+    go_on = asyncio.Event()
+
+    async def snapshot(_request):
+        return Response(msgspec.msgpack.encode(KvSnapshot("e.1", 0, "m", 2, (KvRank(0, snapshots.pop(0)),))))
+
+    async def stream(_request):
+        async def told():
+            await go_on.wait()
+            go_on.clear()
+            yield b"\0\0\0\1\xc1"  # no frame: a snapshot is taken
+
+        return StreamingResponse(told())
+
+    app = Starlette(routes=[Route("/v1/kv/snapshot", snapshot), Route("/v1/kv/stream", stream)])
+    async with serving(app) as url, following(follow=False) as (feeds, _trust):
+        feeds.follow(source(agent_url=url, ledger=KV_HASHING))
+        await until(lambda: value(feeds.metrics.kv_snapshots, "w0") == 1)
+        go_on.set()
+        depths = set()
+        while value(feeds.metrics.kv_snapshots, "w0") < 2:
+            depths.add(depth(feeds, range(6)))
+            await asyncio.sleep(0)
+        assert depths == {3}
+        assert depth(feeds, range(6)) == 2
+        await feeds.close()
+
+
+async def test_a_worker_that_goes_while_its_snapshot_is_taken_leaves_nothing():
+    many = pack_hashes([number << 20 for number in range(1, 10_001)])
+
+    async def snapshot(_request):
+        return Response(msgspec.msgpack.encode(KvSnapshot("e.1", 0, "m", 2, (KvRank(0, many),))))
+
+    async with (
+        serving(Starlette(routes=[Route("/v1/kv/snapshot", snapshot)])) as url,
+        following(follow=False) as (feeds, _),
+    ):
+        feeds.follow(source(agent_url=url, ledger=KV_HASHING))
+        index = feeds.index("m", 2)
+        while not len(index):
+            await asyncio.sleep(0)
+        assert not index.workers()
+        feeds.forget("w0")
+        await feeds.close()
+        while index.sweep(1000):
+            pass
+        assert not len(index)
+
+
 async def test_a_ledger_of_another_base_model_or_hashing_is_not_believed():
     engine = KvEngine()
     engine.batches.append(msgspec.msgpack.encode([0.0, chain(2), None]))
