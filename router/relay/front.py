@@ -624,11 +624,14 @@ class _Connection(HttpToolsProtocol):
             self.let_go(exchange)
             self._cancel(exchange._task)
             exchange.leave()
-        while self._queue:
-            self.let_go(self._queue.popleft())
+        self._drop_queue()
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+
+    def _drop_queue(self) -> None:
+        while self._queue:
+            self.let_go(self._queue.popleft())
 
     # Every other route
 
@@ -780,8 +783,9 @@ class _Connection(HttpToolsProtocol):
             self._close()
 
     def stop(self) -> None:
-        """The router goes now."""
+        """The router goes now: what waits behind the request being answered was never begun, and may be sent again."""
         exchange = self._current
+        self._drop_queue()
         if exchange is None:
             return
         task = exchange._task if exchange._work is not None else None  # one that has not begun

@@ -393,6 +393,17 @@ async def test_what_is_answered_without_a_task_ends_when_the_router_stops():
     assert calls.gone == 1
 
 
+async def test_what_is_queued_when_the_router_stops_is_not_begun():
+    calls = Calls()
+    async with fronted(calls) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") + post(HOT, b"def"))
+        await until(lambda: served.front.held_bytes == 6)
+        served.front.stop()
+        assert (await client.answer())[0] == 503
+        assert served.front.held_bytes == 0
+    assert len(calls.exchanges) == 1
+
+
 async def test_a_task_that_has_not_begun_when_the_router_stops_never_does():
     begun = []
 
