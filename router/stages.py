@@ -22,6 +22,7 @@ from router.dress import Body, asks_for_usage, refuse_steering
 from router.flight import Flight
 from router.kv_events import Feeds
 from router.parts import Parts
+from router.surface.bodies import BOM, NOT_JSON, not_json
 from router.surface.routes import Route
 from router.tokens import NO_TOKENS, Slowly, Source, Tokens
 
@@ -34,7 +35,6 @@ _LONGEST_SESSION = 200
 # Each step of an adapter's priority doubles its share of its tenant's time, up to so many.
 _MOST_PRIORITY = 3
 
-_BOM = b"\xef\xbb\xbf"
 _decode_body = msgspec.json.Decoder(Body).decode
 _decode_any = msgspec.json.Decoder().decode
 
@@ -87,12 +87,10 @@ def read(
     decoded: dict[str, Any] = {}
     if route.has_body:
         try:
-            fields = _decode_body(raw.removeprefix(_BOM))
+            fields = _decode_body(raw.removeprefix(BOM))
             decoded = {name: _decode_any(fields[name]) for name in route.fields.intersection(fields)}
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise BadBody(f"the body is not a JSON object: {exc}") from exc
-        except RecursionError as exc:
-            raise BadBody("the body is nested too deeply; a request needs a dozen levels") from exc
+        except NOT_JSON as exc:
+            raise not_json(raw, exc) from exc
         refuse_steering(fields, decoded.get("vllm_xargs"))
     streamed = route.streams and decoded.get("stream") is True
     user, priority = decoded.get("user"), decoded.get("priority")

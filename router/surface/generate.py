@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
+from router.surface.bodies import BOM, NOT_JSON, not_json
 
 PATH = "/generate"
 ITEM_PATH = "/v1/completions"
@@ -82,9 +83,9 @@ def split(body: bytes) -> Batch:
     raises  BadBody naming the field: of a wrong type, a list of another length than the prompts, or not offered
     """
     try:
-        given = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise BadBody(f"the body is not a JSON object: {exc}") from exc
+        given = msgspec.json.decode(body.removeprefix(BOM), type=dict[str, Any])
+    except NOT_JSON as exc:
+        raise not_json(body, exc) from exc
     for name, value in given.items():
         if name not in _ITEM_FIELDS | _SHARED_FIELDS and value not in _OFF:
             raise BadBody(f"{name} is not offered by /generate here", param=name)

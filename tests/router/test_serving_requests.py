@@ -727,6 +727,34 @@ async def test_a_byte_order_mark_before_a_body_is_taken_and_not_sent_on():
     assert engine.bodies == [CHAT]
 
 
+@pytest.mark.parametrize(
+    ("text", "half", "at"),
+    [
+        (r"\ud83d", r"\ud83d", 0),
+        (r"a \uDC00", r"\uDC00", 2),
+        (r"\ud83d\u0041", r"\ud83d", 0),
+        (r"\ud83d\ude00\ud83d", r"\ud83d", 12),
+        (r"\ud83d\ude00\ude00", r"\ude00", 12),
+        (r"\\ud83d \udc00", r"\udc00", 8),
+    ],
+)
+async def test_half_a_character_is_named_with_its_place(text, half, at):
+    async with fleet(Engine("w0")) as (client, _, _):
+        for path, name in ((CHATS, "user"), (COMPLETIONS, "prompt"), ("/generate", "text")):
+            before = f'{{"model": "{BASE}", "{name}": "'
+            answer = await client.post(path, content=f'{before}{text}"}}', headers=AS_JSON)
+            assert error_of(answer) == (400, "invalid_request_body")
+            assert f"{half} (byte {len(before) + at}) is half a character" in answer.json()["error"]["message"]
+
+
+async def test_a_body_that_is_cut_off_behind_whole_characters_is_not_said_to_have_half_of_one():
+    async with fleet(Engine("w0")) as (client, _, _):
+        answer = await client.post(CHATS, content=r'{"user": "\ud83d\ude00 \\ud83d"', headers=AS_JSON)
+        assert error_of(answer) == (400, "invalid_request_body")
+        assert "half" not in answer.json()["error"]["message"]
+
+
+AS_JSON = {"content-type": "application/json"}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
