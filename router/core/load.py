@@ -34,7 +34,9 @@ _MOMENT_S = 0.01
 class InFlight:
     """One request at one replica, from dispatch to end. `book`: what it counts in, its worker forgotten or not.
 
-    is_streamed  so that it shows its first token; any other is silent until its whole answer is there, however long
+    is_streamed  so that it shows its first token; any other is silent until its whole answer is there, however long,
+                 and leaves prefill when a report shows that it runs
+    is_answered  its first token, or its whole answer, has come
     """
 
     worker: WorkerId
@@ -48,6 +50,7 @@ class InFlight:
     in_prefill: bool = True
     is_unreported: bool = True
     is_streamed: bool = True
+    is_answered: bool = False
     ended: bool = False
 
 
@@ -349,15 +352,36 @@ class _Book:
             del self.names[name]
             self.engine_names = None
 
-    def reported(self, at: float) -> None:
-        """There are new counts of the engine's."""
+    def reported(self, at: float, waiting: int) -> int:
+        """There are new counts of the engine's; returns how many, of what counted as in prefill, they show to run.
+
+        waiting  requests that it has not begun: of ours at most the newest
+        """
         self.reported_at = at
         self.freed_tokens = 0
+        running = self._running(at, waiting)
+        for flight in running:
+            self.leave_prefill(flight, at)
         for flight in self.flights:
             if not flight.in_prefill and flight.began_at <= at:
                 self._is_known(flight)
         self.dispatched_at = {n: when for n, when in self.dispatched_at.items() if n in self.names or when > at}
         self.fresh = frozenset([name for name, when in self.dispatched_at.items() if when > at])
+        return len(running)
+
+    def _running(self, at: float, waiting: int) -> list[InFlight]:
+        """Those that will show nothing before their whole answer, but were prefilled by then: the engine had begun
+        them, and the time that it takes had passed.
+        """
+        there = [flight for flight in self.in_prefill if flight.began_at <= at]
+        running, until = [], -inf
+        for flight in there[: max(0, len(there) - waiting)]:
+            until = max(until, flight.began_at) + flight.prefill_s
+            if until > at:
+                break
+            if not flight.is_streamed:
+                running.append(flight)
+        return running
 
     def _is_known(self, flight: InFlight) -> None:
         if flight.is_unreported:
@@ -428,10 +452,13 @@ class LoadBook:
 
     def first_token(self, flight: InFlight, now: float) -> None:
         """Its prefill is over; repeats change nothing."""
+        if flight.is_answered or flight.ended:
+            return
+        flight.is_answered = True
+        book = flight.book
+        book.heard_at = now
         if flight.in_prefill:
-            book = flight.book
             book.changes(now)
-            book.heard_at = now
             book.leave_prefill(flight, now)
 
     def heard(self, worker: WorkerId, at: float) -> None:
@@ -455,7 +482,7 @@ class LoadBook:
         # Behind running requests the first token is as far away as their last one.
         behind_s = own.request_s if own.full_s or own.slot_at > -inf or own.kv_free_tokens <= 0 else 0.0
         silent_from = max(min(flight.began_at for flight in waiting), book.heard_at)
-        return max(0.0, now - silent_from - sum(flight.prefill_s for flight in waiting) - behind_s)
+        return max(0.0, now - silent_from - book.prefill_s - behind_s)
 
     def end(self, flight: InFlight, now: float) -> None:
         """It is over, well or badly; repeats change nothing."""
@@ -468,7 +495,7 @@ class LoadBook:
         book.changes(now)
         if flight.in_prefill:
             book.leave_prefill(flight, now)
-        else:
+        if flight.is_answered:
             # Only of those that were answered: a refusal takes no time, and says nothing of one. The plain mean at
             # first, so that one odd request does not count for ten.
             book.ended += 1
@@ -500,8 +527,8 @@ class LoadBook:
         book.stale.add(book.position)
         if report.at == book.reported_at:
             return
-        book.reported(report.at)
         in_prefill, in_flight = book.had(report.at)
+        in_prefill -= book.reported(report.at, report.waiting)
         # Of ours in prefill the engine counts one as running already: it works on the first while the others wait.
         others_waiting = max(0, report.waiting - max(0, in_prefill - 1))
         book.others_until = report.at + others_waiting * self._prefill_each_s if others_waiting else -inf

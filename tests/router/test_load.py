@@ -53,6 +53,7 @@ def test_sums_that_are_kept_are_those_of_all_that_is_in_flight(steps):
         if step == "begin":
             name = names[number % 3]
             flights.append(book.begin("w0", name, 0.25 * number, now, prompt_tokens=10 * number))
+            flights[-1].is_streamed = number % 2 == 0
             dispatched[name] = now
         elif step == "report":
             report_at, freed = now - 0.25 * (number % 4), 0
@@ -100,6 +101,56 @@ def test_what_is_ours_in_an_engines_report_is_taken_off_as_it_was_when_the_repor
     # Of ours one runs and two wait: two of the four that wait are others'.
     assert own.others_until == pytest.approx(1.0 + 2 * 0.2)
     assert own.queue_s(1.0) > own.queue_s(1.2)
+
+
+def unstreamed(book, prefill_s, now, **more):
+    flight = book.begin("w0", "", prefill_s, now, **more)
+    flight.is_streamed = False
+    return flight
+
+
+@pytest.mark.parametrize(("waiting", "left"), [(0, 1), (1, 1), (2, 2), (9, 4)])
+def test_what_shows_nothing_before_its_answer_leaves_prefill_when_a_report_shows_that_it_runs(waiting, left):
+    book = LoadBook()
+    for at in (0.0, 0.1, 0.2):
+        unstreamed(book, 0.5, at)
+    unstreamed(book, 5.0, 0.3)  # running perhaps, and not prefilled yet
+    book.reported(a_replica("w0", report=Report(running=4 - min(waiting, 4), waiting=waiting, at=2.0)))
+    own = book.own("w0")
+    assert (own.in_prefill, own.in_decode) == (left, 4 - left)
+    assert own.others_in_flight == max(0, waiting - 4)
+
+
+def test_of_a_long_line_without_streams_an_engine_is_given_as_much_as_of_one_with_them():
+    book = LoadBook()
+    for n in range(20):
+        unstreamed(book, 0.2, 0.2 * n)
+        book.reported(a_replica("w0", report=Report(running=n + 1, at=0.2 * n + 0.19)))
+    own = book.own("w0")
+    assert (own.in_prefill, own.in_decode, own.others_in_flight) == (1, 19, 0)
+    assert own.queue_s(4.0) <= 0.2
+
+
+def test_a_request_that_is_never_answered_says_nothing_of_how_long_one_takes():
+    book = LoadBook()
+    gone, answered = unstreamed(book, 0.1, 0.0), unstreamed(book, 0.1, 0.0)
+    book.reported(a_replica("w0", report=Report(running=2, at=1.0)))
+    assert book.own("w0").in_decode == 2
+    usual_s = book.own("w0").request_s
+    book.end(gone, 70.0)
+    assert book.own("w0").request_s == usual_s
+    book.first_token(answered, 80.0)
+    book.end(answered, 80.0)
+    assert book.own("w0").request_s == pytest.approx(80.0)
+
+
+def test_a_stream_behind_prompts_whose_answers_are_not_streamed_may_be_silent_for_as_long_as_those_take():
+    book = LoadBook()
+    for _ in range(10):
+        unstreamed(book, 2.0, 0.0)
+    book.begin("w0", "", 1.0, 0.0)
+    assert book.silent_s("w0", 21.0) == pytest.approx(0.0)
+    assert book.silent_s("w0", 25.0) == pytest.approx(4.0)
 
 
 def test_a_slot_comes_free_when_the_last_request_of_some_adapter_is_over():
