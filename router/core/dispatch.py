@@ -28,6 +28,9 @@ Chains = Mapping[int, Sequence[BlockHash]]
 # replica than all of these: a step costs a microsecond or two.
 _LOOKED_AT = 32
 _LOOKED_OVER = 1000
+# Who waits and is not served, because what it waits for is scarce, may be this much work behind the others and no more:
+# else it would have all of the fleet for minutes once there is room for it. A guess.
+_MOST_LAG_S = 10.0
 _LEAST_WORK_S = 0.001
 # Tenants, and adapters of one tenant, that are remembered while they do not wait, as long as anybody does. One that is
 # forgotten joins where the others are: at most it is spared what it had of the last request.
@@ -119,6 +122,7 @@ class Dispatcher:
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _level_s: float = 0.0
     _bound: dict[WorkerId, float] = field(default_factory=dict)
+    _lines: dict[WorkerId, dict[Ticket, None]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _waiting: int = 0
     _full: set[str] = field(default_factory=set)
@@ -279,7 +283,7 @@ class Dispatcher:
 
     def _looked_at(self) -> list[Ticket]:
         """The first in fair order, and behind them the first for each replica that none before it waits for: a long
-        line for one replica must not let another one idle.
+        line for one replica must not let another one idle. Far behind them it is whoever has waited there longest.
         """
         found: list[Ticket] = []
         others = set(self._bound)
@@ -288,12 +292,16 @@ class Dispatcher:
                 found.append(ticket)
                 others.discard(ticket.bound_to)
             elif not others:
-                break
-        return found
+                return found
+        return found + [next(iter(self._lines[worker])) for worker in sorted(others)]
 
     def _in_order(self) -> Iterator[Ticket]:
         """Waiting tickets as they would be served if all of them had room: least served tenant and adapter first."""
-        tenants = [(tenant.had_s, name) for name, tenant in self._tenants.items() if tenant.waiting]
+        tenants = []
+        for name, tenant in self._tenants.items():
+            if tenant.waiting:
+                tenant.had_s = max(tenant.had_s, self._level_s - _MOST_LAG_S)
+                tenants.append((tenant.had_s, name))
         heapq.heapify(tenants)
         flows = {name: _flow_heap(self._tenants[name]) for _, name in tenants}
         while tenants:
@@ -323,6 +331,7 @@ class Dispatcher:
     def _bind(self, ticket: Ticket, decision: Decision) -> None:
         ticket.bound_to, ticket.bound_s = decision.replica.id, _work_s(decision)
         self._bound[ticket.bound_to] = self._bound.get(ticket.bound_to, 0.0) + ticket.bound_s
+        self._lines.setdefault(ticket.bound_to, {})[ticket] = None
         tenant = self._tenants[ticket.tenant]
         tenant.waiting_s += ticket.bound_s
         tenant.flows[ticket.adapter].waiting_s += ticket.bound_s
@@ -330,12 +339,12 @@ class Dispatcher:
     def _unbind(self, ticket: Ticket) -> None:
         if ticket.bound_to is None:
             return
-        left_s = self._bound[ticket.bound_to] - ticket.bound_s
-        # Every ticket is at least a millisecond of work: what is less than half of one is rounding.
-        if left_s > _LEAST_WORK_S / 2:
-            self._bound[ticket.bound_to] = left_s
+        line = self._lines[ticket.bound_to]
+        del line[ticket]
+        if line:
+            self._bound[ticket.bound_to] -= ticket.bound_s
         else:
-            del self._bound[ticket.bound_to]
+            del self._lines[ticket.bound_to], self._bound[ticket.bound_to]
         ticket.bound_to = None
         tenant = self._tenants[ticket.tenant]
         tenant.waiting_s -= ticket.bound_s
@@ -383,7 +392,11 @@ def _ahead_of_its_tenant_s(tenant: _Tenant, ticket: Ticket) -> float:
 
 
 def _flow_heap(tenant: _Tenant) -> list[tuple[float, str, int]]:
-    heap = [(flow.had_s, adapter, 0) for adapter, flow in tenant.flows.items() if flow.tickets]
+    heap = []
+    for adapter, flow in tenant.flows.items():
+        if flow.tickets:
+            flow.had_s = max(flow.had_s, tenant.level_s - _MOST_LAG_S)
+            heap.append((flow.had_s, adapter, 0))
     heapq.heapify(heap)
     return heap
 

@@ -1,7 +1,10 @@
 """Late binding with a long line for one replica: who waits for another one is not held up by it."""
 
+import pytest
+
+from router.core import dispatch
 from router.core.decision import Ask, Decision
-from router.core.dispatch import _LOOKED_AT, Prompt, Ticket
+from router.core.dispatch import _LOOKED_AT, _MOST_LAG_S, Prompt, Ticket
 from router.core.errors import NoReplica
 from router.core.fleet import Roster
 from router.core.policies.kv_lora import KvLora
@@ -32,7 +35,9 @@ def finish_at(fleet, worker):
     fleet.look()
 
 
-def test_a_replica_does_not_idle_behind_a_long_line_for_another_one():
+@pytest.mark.parametrize("looked_over", [1000, MANY], ids=["in sight", "far behind"])
+def test_a_replica_does_not_idle_behind_a_long_line_for_another_one(looked_over, monkeypatch):
+    monkeypatch.setattr(dispatch, "_LOOKED_OVER", looked_over)
     fleet = a_fleet()
     before = len(fleet.mind.waiting)
     tickets = [fleet.ask("z", "b@0", seconds=0.9) for _ in range(8)]
@@ -57,6 +62,26 @@ def test_those_beyond_the_first_go_in_fair_order_too():
         rounds += 1
         assert rounds < 10
     assert sum(ticket.is_waiting for ticket in greedy) > 10
+
+
+@pytest.mark.parametrize("tenants", [("a", "b"), ("a", "a")], ids=["tenants", "adapters of one"])
+def test_who_waited_for_what_was_scarce_is_owed_no_more_than_a_little_of_the_fleet(tenants):
+    fleet = Fleet()
+    fleet.roster = Roster((a_replica("w0", residents=["a@0"]), a_replica("w1", residents=["b@0"])))
+    fleet.ask(tenants[0], "a@0", seconds=1000.0)
+    for _ in range(200):
+        fleet.ask(tenants[0], "a@0")
+        fleet.ask(tenants[1], "b@0")
+    for _ in range(100):
+        finish_at(fleet, "w1")
+        while fleet.ask(tenants[1], "b@0").is_waiting and len(fleet.mind.waiting) < 400:
+            pass
+    sent = len(fleet.sent)
+    fleet.roster = Roster((a_replica("w0", residents=["a@0"]), a_replica("w1", residents=["a@0", "b@0"])))
+    while len(fleet.sent) < sent + 200:
+        finish_at(fleet, "w1")
+    lead = sum(1 if ticket.adapter == "a@0" else -1 for ticket in fleet.sent[sent:])
+    assert abs(lead) * 0.5 <= _MOST_LAG_S + 1.0
 
 
 def test_a_request_that_cannot_be_decided_stops_nobody_behind_it():
