@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from lorafleet.auth import Caller
+from lorafleet.auth import Caller, check_scope
 from lorafleet.http import HttpError, envelope, error_headers
 from router.core.errors import (
     BadBody,
@@ -83,6 +83,7 @@ class Inference:
             if trace is not None:
                 trace.stage("authenticate")
             caller = self._parts.keys.caller(_authorization(headers))
+            check_scope(caller, "infer")
             if route.state == "needs":
                 work = partial(self._serve_stored, caller, answer)
                 exchange.on_gone = answer.gone

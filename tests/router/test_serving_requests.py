@@ -13,6 +13,7 @@ from orchestrator.wire import Draining
 from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from router.relay.front import front
+from router.surface.routes import ROUTES
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, echo, error_of, fleet, until, with_sql
 from workers.wire import Load
 
@@ -532,6 +533,17 @@ async def test_keys_scopes_and_tenants(tmp_path):
         assert error_of(await client.get("/v1/decisions", **bearer("user"))) == (403, "scope_missing")
         assert (await client.post("/v1/route", json=CHAT, **bearer("root"))).status_code == 200
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_who_may_not_infer_is_refused_on_every_route(tmp_path):
+    keys, engine = tmp_path / "keys.yaml", Engine("w0")
+    keys.write_text(f"keys:\n- {{sha256: {hash_key('agent')}, scopes: [register]}}\n")
+    headers = {"authorization": "Bearer agent", "content-type": "application/json"}
+    async with fleet(engine, key_files=(keys,)) as (client, _, _):
+        for method, path in (*ROUTES, ("POST", "/generate"), ("GET", "/v1/models"), ("GET", f"/v1/models/{BASE}")):
+            answer = await client.request(method, path.replace("{id}", "resp_1"), json=CHAT, headers=headers)
+            assert error_of(answer) == (403, "scope_missing"), path
+    assert engine.bodies == []
 
 
 async def test_a_worker_that_is_still_starting_disturbs_nobody():
