@@ -31,6 +31,7 @@ _AT_ONCE_S = 0.05
 _LOST = {
     "connection": "no connection",
     "no_answer": "it broke off before its answer began",
+    "begun_only": "it broke off when its answer had begun and nothing more",
     "no_answer_in_time": "no answer in time",
 }
 
@@ -205,6 +206,9 @@ class Attempt(msgspec.Struct, eq=False):
         if self._is_decided:
             self._break(StreamBroken(f"replica {self._call.replica} broke off in the middle of its answer"), exc)
             return
+        if exc.reason == "no_answer" and self.streamed and is_begun_only(self._call.route, b"".join(self._got)):
+            # So does vLLM 0.32 with a response whose schema it can't take: it says little of the engine.
+            exc = EngineLost("begun_only", str(exc))
         self.failure = exc
         self.is_stale = (
             exc.reason == "no_answer"

@@ -125,6 +125,9 @@ def has_first_event(got: bytes) -> bool:
     return start is not None and end_of_events(got) > start
 
 
+_SAID_CODE = re.compile(rb"'code': (\d{3})\}")
+
+
 def event_error(event: bytes) -> tuple[int, bytes] | None:
     """(status, body) when the first event is an error, as vLLM puts it in a stream that began with 200."""
     line = event[(_data_at(event) or 0) + len(b"data:") :].split(b"\n", 1)[0].strip()
@@ -136,7 +139,11 @@ def event_error(event: bytes) -> tuple[int, bytes] | None:
         return 500, line
     inner = error.get("error")
     code = (inner if isinstance(inner, dict) else error).get("code")
-    return (code if isinstance(code, int) and 400 <= code < 600 else 500), line
+    if not isinstance(code, int):
+        # vLLM 0.32 anthropic/serving.py: what its chat route said is the text of an `internal_error`.
+        said = _SAID_CODE.search(line)
+        code = int(said[1]) if said else 500
+    return (code if 400 <= code < 600 else 500), line
 
 
 def end_of_events(held: bytes) -> int:

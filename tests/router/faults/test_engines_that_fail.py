@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.router.faults.house import (
+    BASE,
     DONE,
     EVENTS,
     STREAM,
@@ -215,6 +216,35 @@ async def test_an_error_that_is_nested_too_deeply_reaches_the_client_as_it_is(fi
         assert (answer.status_code, answer.content) == (400, body)
         first = saying(STREAM_HEAD + pieces(b'data: {"error":' + b"[" * 100_000 + b"\n\n") + b"0\r\n\r\n")
         assert error_of(await router.ask("streamed", first, stream=True)) == (503, "no_replica")
+
+
+async def test_a_refusal_that_an_engine_tells_as_an_internal_error_of_a_stream_is_the_clients():
+    """vLLM 0.32's `/v1/messages`, of a schema that it can't compile."""
+    said = "{'error': {'message': 'Invalid grammar', 'type': 'BadRequestError', 'param': None, 'code': 400}}"
+    event = {"type": "error", "error": {"type": "internal_error", "message": said}}
+    data = b"event: error\ndata: %b\n\n" % json.dumps(event, separators=(",", ":")).encode()
+    async with house(2) as router:
+        router.play.acts["None"] = [saying(STREAM_HEAD + pieces(data) + b"0\r\n\r\n")]
+        body = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "stream": True}
+        answer = await router.client.post("/v1/messages", json=body)
+        assert (answer.status_code, answer.json()) == (400, event)
+        assert router.play.asked == {"None": 1}
+
+
+async def test_a_response_that_no_engine_gets_beyond_its_begin_opens_no_circuit():
+    begun = (b"response.created", b"response.in_progress")
+    events = [b'event: %b\ndata: {"type":"%b"}\n\n' % (kind, kind) for kind in begun]
+    async with house(2, breaker_failures=3) as router:
+        parts = router.parts
+        for n in range(8):
+            router.play.acts[f"p{n}"] = [saying(STREAM_HEAD + pieces(*events), "close")] * 2
+            body = {"model": BASE, "input": "hi", "prompt": f"p{n}", "stream": True}
+            answer = await router.client.post("/v1/responses", json=body)
+            assert error_of(answer) == (503, "no_replica")
+            assert "begun and nothing more" in answer.json()["error"]["message"]
+            assert router.play.asked[f"p{n}"] == 2
+        replicas = parts.discovery.fleet.replicas.values()
+        assert {parts.mind.breaker.state(replica, parts.clock()) for replica in replicas} == {"closed"}
 
 
 async def test_what_a_dying_engine_had_in_flight_is_retried_once_each_and_one_at_a_time():
