@@ -11,7 +11,7 @@ import structlog
 from lorafleet.auth import Caller
 from router.core.dispatch import Prompt
 from router.core.errors import NoReplica, ReplicaUnreachable
-from router.core.fleet import Excluded, Replica
+from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.quota import Granted
 from router.core.resolve import Target
 from router.dress import Wishes, dialect_of, may_send_ids
@@ -54,6 +54,7 @@ class Journey(msgspec.Struct, eq=False):
     """What one request meets on its way. `end` it, however that goes.
 
     target, tokens, prompt  what it asks for, once that is known
+    only                    the engine that keeps the earlier response, where it follows up on one
     excluded, deaths        replicas that failed it, and how many of them it may have killed
     flight, call, attempt   of the try under way, or of the one that was answered
     """
@@ -68,6 +69,7 @@ class Journey(msgspec.Struct, eq=False):
     target: Target | None = None
     tokens: Tokens | None = None
     prompt: Prompt | None = None
+    only: Incarnation | None = None
     excluded: Excluded = frozenset()
     tries: int = 0
     deaths: int = 0
@@ -76,7 +78,6 @@ class Journey(msgspec.Struct, eq=False):
     attempt: Attempt | None = None
     usage: EngineUsage | None = None
     _slowly: Slowly | None = None
-    _is_pinned: bool = False
     _is_refused: bool = False
     _is_stale: bool = False
     _is_trial: bool = False
@@ -87,7 +88,7 @@ class Journey(msgspec.Struct, eq=False):
         """
         self._prepare()
         tokens, target, trace = self.tokens, self.target, self.trace
-        if tokens is None or self._is_pinned:
+        if tokens is None or self.only is not None:
             return False
         assert target is not None
         if trace is not None:
@@ -226,7 +227,7 @@ class Journey(msgspec.Struct, eq=False):
         # An engine that is up and says no will not be another one soon; one that died may be.
         self._is_refused = exc.reason == "engine_unavailable"
         self._note(exc, flight)
-        if self._is_pinned:
+        if self.only is not None:
             raise NoReplica(f"only worker {flight.replica.id!r} keeps the earlier response: {exc}") from exc
 
     def _prepare(self) -> None:
@@ -238,8 +239,8 @@ class Journey(msgspec.Struct, eq=False):
             trace.stage("resolve")
         self.target = target = resolve_target(parts, self.caller, self.question)
         if self.question.route.state == "makes":
-            self.excluded = self._all_but_holder(target)
-            self._is_pinned = self._is_refused = bool(self.excluded)
+            self.only = self._holder(target)
+            self._is_refused = self.only is not None
         if trace is not None:
             trace.stage("tokenize")
         tokens = tokenize_at_once(parts, target, self.question)
@@ -255,16 +256,16 @@ class Journey(msgspec.Struct, eq=False):
             needed = sized(self.parts, self.target, self.question, tokens)
             self.parts.quotas.charge(self.granted, needed, self.parts.clock())
 
-    def _all_but_holder(self, target: Target) -> Excluded:
-        """Whom not to ask, where an earlier response is to be continued: everybody but the engine that keeps it."""
+    def _holder(self, target: Target) -> Incarnation | None:
+        """The engine that keeps an earlier response that is to be continued."""
         earlier = self.question.decoded.get("previous_response_id")
         if not isinstance(earlier, str):
-            return frozenset()  # none, or one that its engine refuses
+            return None  # none, or one that its engine refuses
         worker = worker_of(earlier, tenant=self.caller.tenant, param="previous_response_id")
-        replicas = self.parts.discovery.fleet.roster(target.base_model).replicas
-        if not any(replica.id == worker for replica in replicas):
-            raise gone(str(earlier), worker, param="previous_response_id")
-        return frozenset(replica.incarnation for replica in replicas if replica.id != worker)
+        for replica in self.parts.discovery.fleet.roster(target.base_model).replicas:
+            if replica.id == worker:
+                return replica.incarnation
+        raise gone(str(earlier), worker, param="previous_response_id")
 
     async def _decide(self) -> None:
         """warm -> match -> decide; again when what it waited for went and its adapter, or its engine, is back."""
@@ -283,7 +284,7 @@ class Journey(msgspec.Struct, eq=False):
         for _ in range(most):
             prompt = self.prompt
             if prompt is None:
-                prompt = self.prompt = asked(parts, target, question, tokens, self.excluded)
+                prompt = self.prompt = asked(parts, target, question, tokens, excluded=self.excluded, only=self.only)
             try:
                 self.flight = await decided(parts, self.caller, target, question, prompt, tokens.source)
             except Displaced as exc:

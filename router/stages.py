@@ -15,7 +15,7 @@ from lorafleet.kv.blocks import BlockHash, root_hash
 from router.core.decision import Ask, Decision
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import BadBody, CatalogUnavailable
-from router.core.fleet import Adapter, Excluded
+from router.core.fleet import Adapter, Excluded, Incarnation
 from router.core.mind import first_blocks
 from router.core.resolve import Target, resolve
 from router.dress import Body, asks_for_usage, refuse_steering
@@ -211,7 +211,15 @@ async def _until_back(parts: Parts, base_model: str, excluded: Excluded) -> None
     await parts.discovery.changes.until(is_back, timeout_s=parts.config.failover_wait_s)
 
 
-def asked(parts: Parts, target: Target, question: Question, tokens: Tokens, excluded: Excluded = frozenset()) -> Prompt:
+def asked(
+    parts: Parts,
+    target: Target,
+    question: Question,
+    tokens: Tokens,
+    *,
+    excluded: Excluded = frozenset(),
+    only: Incarnation | None = None,
+) -> Prompt:
     """hash: what the choice of a replica depends on, with the prompt's blocks at every block size of its fleet."""
     adapter, ids = target.adapter, tokens.ids
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
@@ -224,7 +232,7 @@ def asked(parts: Parts, target: Target, question: Question, tokens: Tokens, excl
                 ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
             )
     prompt_tokens = sized(parts, target, question, tokens)
-    ask = Ask(target.base_model, engine_name, prompt_tokens, excluded, question.session, first_blocks(chains))
+    ask = Ask(target.base_model, engine_name, prompt_tokens, excluded, question.session, first_blocks(chains), only)
     return Prompt(ask, chains)
 
 
@@ -253,6 +261,8 @@ def sized(parts: Parts, target: Target, question: Question, tokens: Tokens) -> i
     Where nobody could tokenize the prompt: four bytes a token, near enough to compare replicas by their queues; but a
     picture of 8 MiB is no 2 million tokens, and behind so many everybody else would be refused.
     """
+    if question.route.adapter == "names":
+        return 0  # it counts or spells tokens, and computes none
     found = question.size_bytes // 4 if tokens.ids is None else len(tokens.ids)
     most = parts.discovery.fleet.roster(target.base_model).max_model_len
     if tokens.ids is None:
@@ -284,9 +294,13 @@ def decided_at_once(
     raises  NoReplica
     """
     began_at = parts.clock()
-    decision = parts.waiting.at_once(prompt)
-    if decision is None:
-        return None
+    if question.route.adapter == "names":
+        decision = parts.mind.decide(prompt, began_at)
+    else:
+        found = parts.waiting.at_once(prompt)
+        if found is None:
+            return None
+        decision = found
     return _begun(parts, target, question, prompt, tokens_from, decision, asked_at=began_at)
 
 
@@ -321,8 +335,9 @@ async def decided(
     """
     began_at = parts.clock()
     begin = partial(_begun, parts, target, question, prompt, tokens_from, asked_at=began_at)
-    if prompt.ask.excluded:
-        # One that failed somewhere has waited its turn already; what failed it must not cost it another.
+    if prompt.ask.excluded or question.route.adapter == "names":
+        # One that failed somewhere has waited its turn already: what failed it must not cost it another.
+        # What takes no room waits for none.
         return begin(parts.mind.decide(prompt, began_at))
     adapter = target.adapter
     ticket = Ticket(

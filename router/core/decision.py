@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from router.core.cost import Costs, Prices, Score, Terms, context, kappa
 from router.core.errors import NoReplica
-from router.core.fleet import Excluded, Replica, Roster, rejection
+from router.core.fleet import Excluded, Incarnation, Replica, Roster, rejection
 from router.core.index import WorkerId
 from router.core.load import FRESH, Felt, Loads
 
@@ -22,6 +22,7 @@ class Ask(NamedTuple):
     excluded      what failed this request; an engine that started again is not among it
     session       who asks again and again: the session header, or else the body's `user`; may be empty
     first_blocks  a hash of the prompt's first blocks under its adapter; 0 when it was not tokenized
+    only          the engine that keeps what it follows up on, if it does
     """
 
     base_model: str
@@ -30,6 +31,7 @@ class Ask(NamedTuple):
     excluded: Excluded = frozenset()
     session: str = ""
     first_blocks: int = 0
+    only: Incarnation | None = None
 
 
 class Scene(NamedTuple):
@@ -69,6 +71,8 @@ class Scene(NamedTuple):
         able = self.roster.able(ask.engine_name)
         if ask.excluded:
             able = tuple(i for i in able if self.roster.replicas[i].incarnation not in ask.excluded)
+        if ask.only is not None:
+            able = tuple(i for i in able if self.roster.replicas[i].incarnation == ask.only)
         if not able:
             why = ", ".join(f"{worker}: {reason}" for worker, reason in sorted(self.rejected(ask).items()))
             raise NoReplica(
@@ -80,10 +84,7 @@ class Scene(NamedTuple):
 
     def rejected(self, ask: Ask) -> dict[WorkerId, str]:
         """The filter that each replica fails, of those that fail one."""
-        reasons = {
-            r.id: "failed this request before" if r.incarnation in ask.excluded else rejection(r, ask.engine_name)
-            for r in self.roster.replicas
-        }
+        reasons = {r.id: _refused(r, ask) or rejection(r, ask.engine_name) for r in self.roster.replicas}
         rejected = {worker: reason for worker, reason in reasons.items() if reason is not None}
         shut = {
             r.id: "circuit open" for r in self.roster.replicas if r.incarnation in self.shut and r.id not in rejected
@@ -231,6 +232,12 @@ class Scene(NamedTuple):
     def kappa(self) -> float:
         """How much dearer work is than waiting now."""
         return kappa(self.rho, self.costs)
+
+
+def _refused(replica: Replica, ask: Ask) -> str | None:
+    if replica.incarnation in ask.excluded:
+        return "failed this request before"
+    return "does not keep the earlier response" if ask.only not in (None, replica.incarnation) else None
 
 
 class Decision(NamedTuple):

@@ -47,7 +47,8 @@ def replayed(record: Mapping[str, Any]) -> Decision:
     given = dict(record)
     policy = POLICIES[given.pop("policy")]()
     asked = given.pop("ask")
-    ask = Ask(**asked | {"excluded": _pairs(asked["excluded"])})
+    (only,) = _pairs([asked["only"]]) if asked.get("only") else (None,)
+    ask = Ask(**asked | {"excluded": _pairs(asked["excluded"]), "only": only})
     scene = Scene(
         roster=Roster(tuple(_replica(plain) for plain in given.pop("replicas"))),
         loads=Loads.of(Own(**_with_sets(plain)) for plain in given.pop("loads")),

@@ -41,7 +41,12 @@ def resolve(
         target = _adapter_target(fleet, adapter, lora_id, model or lora_id, "lora_id")
         named_base = model if model and _is_base(fleet, visible, model) else None
         if named_base is None and model and not _agrees(fleet, visible, model, lora_id, target):
-            raise ModelNotFound(_unknown(model), param="model")
+            if _pick(fleet, visible, session, rng, _split(fleet, visible, model)[1]) is None:
+                raise ModelNotFound(_unknown(model), param="model")
+            raise BadBody(
+                f"lora_id {lora_id!r} and model {model!r} name different adapters; leave one of them out",
+                param="lora_id",
+            )
         if named_base is not None and target.base_model != named_base:
             raise BadBody(
                 f"lora_id {lora_id!r} is an adapter of base model {target.base_model!r}, but model names {model!r};"
@@ -117,9 +122,11 @@ def _split(fleet: Fleet, visible: Visible, model: str) -> tuple[str | None, str]
 
 
 def _agrees(fleet: Fleet, visible: Visible, model: str, lora_id: str, target: Target) -> bool:
-    """Whether a model that is no base model says the same as lora_id, in one of its spellings."""
+    """Whether a model that is no base model says the same as lora_id, in one of its spellings or by an alias of it."""
     base, name = _split(fleet, visible, model)
-    return name == lora_id and base in (None, target.base_model)
+    alias = fleet.aliases.get(name)
+    is_same = name == lora_id or (alias is not None and lora_id in dict(alias.targets))
+    return is_same and base in (None, target.base_model)
 
 
 def _is_base(fleet: Fleet, visible: Visible, name: str) -> bool:

@@ -63,7 +63,7 @@ def chat_of_responses(body: Body) -> Body | None:
         return None
     try:
         return _responses_chat(body)
-    except (_Unknown, KeyError, TypeError, AttributeError, ValueError):
+    except (_Unknown, LookupError, TypeError, AttributeError, ValueError):
         return None  # vLLM refuses it, or it is of a form that we do not know
 
 
@@ -186,7 +186,7 @@ def chat_of_messages(body: Body, template: Template | None = None) -> Body | Non
     """The chat that vLLM makes of Anthropic's messages, or None."""
     try:
         return _messages_chat(body, template)
-    except (_Unknown, KeyError, TypeError, AttributeError, ValueError):
+    except (_Unknown, LookupError, TypeError, AttributeError, ValueError):
         return None
 
 

@@ -447,6 +447,18 @@ async def test_a_body_is_taken_or_refused_for_what_it_is_said_to_be_as_without_a
 TRIES = 6
 
 
+async def test_a_schema_that_the_engine_cannot_take_is_the_clients_error_where_it_says_so(
+    direct: Direct, model_dir: Path
+) -> None:
+    schema = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
+    body = {"model": BASE, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "output_config": schema}
+    async with routed(direct, model_dir) as (client, parts):
+        for more in ({}, {"stream": True}):
+            answer = await client.post("/v1/messages", json=body | more)
+            assert answer.status_code == 400, answer.text
+        assert not parts.mind.breaker._circuits
+
+
 async def test_a_response_is_followed_up_by_whoever_made_it(direct: Direct, model_dir: Path) -> None:
     ask = {"model": "sql/v1", "input": "hello", "max_output_tokens": 4, "temperature": 0}
     async with routed(direct, model_dir) as (client, _parts), routed(direct, model_dir) as (other, _):

@@ -363,6 +363,18 @@ def test_a_decision_replayed_from_its_record_is_the_same_decision(policy, moment
     assert again.rejected == decision.rejected
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_or_nowhere(policy):
+    fleet = [a_replica("w0", engine_boot_id="a"), a_replica("w1", engine_boot_id="b")]
+    ask = Ask("m", "", 100, only=fleet[1].incarnation)
+    decision = choose(ask, fleet, {"w0": 6}, {"w1": Own(full_s=9.0)}, policy=policy)
+    assert decision.replica.id == "w1"
+    assert decision.rejected == {"w0": "does not keep the earlier response"}
+    assert replayed(json.loads(json.dumps(record_of(decision), allow_nan=False))).ask == ask
+    with pytest.raises(NoReplica, match="does not keep"):
+        choose(ask, [fleet[0], a_replica("w1", engine_boot_id="c")], policy=policy)
+
+
 def test_a_record_has_nothing_of_adapters_that_the_request_did_not_name():
     fleet = [a_replica("w0", residents=[SQL, *OTHERS], draining=frozenset(OTHERS[:1]))]
     text = json.dumps(record_of(choose(Ask("m", SQL, 10), fleet)))

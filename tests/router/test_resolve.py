@@ -166,11 +166,20 @@ def test_a_rollouts_sessions_move_once_and_as_many_as_its_step_says():
 
 
 @pytest.mark.parametrize(
-    ("model", "lora_id"), [(7, None), ("tiny", ["sql/v1"]), (None, None), ("org:big/7B", "sql/v1")]
+    ("model", "lora_id"),
+    [(7, None), ("tiny", ["sql/v1"]), (None, None), ("org:big/7B", "sql/v1"), ("big/v1", "sql/v1"), ("sql", "big/v1")],
 )
 def test_a_request_that_contradicts_itself_is_a_bad_body(model, lora_id):
     with pytest.raises(BadBody):
         resolved(model, lora_id)
+
+
+def test_an_alias_may_stand_beside_what_it_names_and_nothing_that_does_not_exist_may():
+    assert resolved("sql", "sql/v1")[1] == "sql/v1"
+    assert resolved("tiny:sql", "sql/v1")[1] == "sql/v1"
+    for model in ("absent/v1", "secret/v1", "secret", "org:big/7B:absent"):
+        with pytest.raises(ModelNotFound):
+            resolved(model, "sql/v1")
 
 
 def test_a_quarantined_adapter_says_why():

@@ -261,7 +261,9 @@ def test_every_body_whose_prompt_can_be_known_is_turned_into_a_chat(model):
         assert tokenizer.chat_ids(chat), name
 
 
-@pytest.mark.parametrize("body", UNKNOWN_RESPONSES)
+@pytest.mark.parametrize(
+    "body", [*UNKNOWN_RESPONSES, {"input": [{"type": "message", "role": "assistant", "content": []}]}]
+)
 def test_a_response_that_only_the_engine_can_render_has_no_chat(body):
     assert chat_of_responses(body) is None
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from lorafleet.auth import hash_key
+from router.surface.stored import tagged_response_id
 from tests.router.doubles import BASE, Control
 from tests.router.faults.house import (
     CHAT,
@@ -265,6 +266,44 @@ async def test_anthropics_clients_use_their_own_header_and_hear_errors_in_their_
         assert json.loads(error.split(b"data: ")[1])["type"] == "error"
         assert await said(ask) == (429, "rate_limited")
         assert await said(ask, key="b", **{"x-lorafleet-timeout-s": "no"}) == (400, "invalid_request_body")
+
+
+async def waiting_for(router, path, body, *, count):
+    """So many requests, of which one is at an engine that says nothing, and others wait, as many as may."""
+    router.play.usual = saying(b"", "hang")
+    asking = [asyncio.create_task(router.client.post(path, json=body)) for _ in range(count)]
+    await until(lambda: any(task.done() for task in asking) and sum(router.play.asked.values()) == 1)
+    assert len(router.parts.mind.waiting)
+    return asking
+
+
+async def given_up(asking):
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def test_what_follows_up_on_a_response_waits_its_turn_as_everybody_does():
+    async with house(2, late_binding_s=0.01, max_waiting_requests=3) as router:
+        earlier = tagged_response_id("r", "", tenant=None, worker="w0")
+        body = {"model": BASE, "input": "x" * 8000, "previous_response_id": earlier}
+        asking = await waiting_for(router, "/v1/responses", body, count=5)
+        assert [error_of(task.result()) for task in asking if task.done()] == [(429, "saturated")]
+        await given_up(asking)
+
+
+async def test_what_only_counts_or_spells_tokens_waits_for_no_room_and_takes_none(tmp_path):
+    limits = key_file(tmp_path, tokens_per_minute=100)
+    async with house(1, late_binding_s=0.01, max_waiting_requests=3, **limits) as router:
+        router.client.headers.update(bearer("b"))
+        asking = await waiting_for(router, COMPLETIONS, {"model": BASE, "prompt": "x" * 8000}, count=5)
+        router.play.usual = saying(answering(b'{"count": 1}'))
+        for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens"):
+            for more in ({}, {"x-lorafleet-timeout-s": "5"}):
+                body = {"model": BASE, "prompt": "y" * 8000, "messages": [], "tokens": [1]}
+                answer = await router.client.post(path, json=body, headers=bearer("a") | more)
+                assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (200, "100"), path
+        await given_up(asking)
 
 
 async def test_a_stored_response_is_asked_of_the_engine_that_keeps_it_and_of_no_other(tmp_path):
