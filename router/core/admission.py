@@ -99,7 +99,8 @@ class Drain:
 
     def passed(self, waited_for: Iterable[WorkerId], now: float) -> None:
         """Time has passed in which requests waited for these replicas."""
-        passed_s = max(0.0, now - self._at)
+        # One long standstill of this process is no slow line.
+        passed_s = min(max(0.0, now - self._at), _DRAIN_HORIZON_S)
         self._at = now
         fading = exp(-passed_s / _DRAIN_HORIZON_S)
         for worker in waited_for:

@@ -23,18 +23,20 @@ class RetryBudget:
     requests: int = 0
     refused: int = 0
     _balance: float = field(init=False)
-    _at: float | None = None
+    _at: float = 0.0
 
     def __post_init__(self) -> None:
         self._balance = self.floor_per_s * self.window_s
+
+    def begin(self, now: float) -> None:
+        """From now on requests come."""
+        self._at = now
 
     def take(self, now: float) -> bool:
         """Whether one more attempt may be made; it is then paid for.
 
         `requests` is counted up by whoever sends one, and settled here: nothing is computed for a request that works.
         """
-        if self._at is None:
-            self._at = now
         windows = max(0.0, now - self._at) / self.window_s
         # As if they had come evenly since the last look: the leak applies to them, too.
         kept = -expm1(-windows) / windows if windows > 0 else 1.0

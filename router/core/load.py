@@ -400,12 +400,13 @@ class _Book:
 
 @dataclass(slots=True)
 class _Work:
-    """Of one base model: admitted seconds (decaying), when, the middle context of its prefills, and how many requests
-    are in flight with how many prompt tokens.
+    """Of one base model: admitted seconds (decaying), when, the middle length and context of its prefills, and how many
+    requests are in flight with how many prompt tokens.
     """
 
     seconds: float = 0.0
     at: float = 0.0
+    prefill_each_s: float = _FIRST_PREFILL_S
     context_tokens: float = _FIRST_CONTEXT_TOKENS
     in_flight: int = 0
     in_flight_tokens: int = 0
@@ -418,7 +419,6 @@ class LoadBook:
         self._books: dict[WorkerId, _Book] = {}
         self._work: dict[str, _Work] = {}
         self._lines: dict[str, _Line] = {}
-        self._prefill_each_s = _FIRST_PREFILL_S
 
     def begin(
         self,
@@ -441,13 +441,13 @@ class LoadBook:
             work = self._work[base_model] = _Work(at=now)
         work.seconds = work.seconds * exp((work.at - now) / _HORIZON_S) + prefill_s + adapter_s
         work.at = now
+        work.prefill_each_s += _SMOOTHING * (prefill_s - work.prefill_each_s)
         work.context_tokens += _SMOOTHING * (context(prompt_tokens, cached_tokens) - work.context_tokens)
         work.in_flight += 1
         work.in_flight_tokens += prompt_tokens
         book = self._books.get(worker) or self._book_of(worker, base_model)
         flight = InFlight(worker, engine_name, prefill_s, prompt_tokens - cached_tokens, prompt_tokens, now, work, book)
         book.add(flight)
-        self._prefill_each_s += _SMOOTHING * (prefill_s - self._prefill_each_s)
         return flight
 
     def first_token(self, flight: InFlight, now: float) -> None:
@@ -531,7 +531,9 @@ class LoadBook:
         in_prefill -= book.reported(report.at, report.waiting)
         # Of ours in prefill the engine counts one as running already: it works on the first while the others wait.
         others_waiting = max(0, report.waiting - max(0, in_prefill - 1))
-        book.others_until = report.at + others_waiting * self._prefill_each_s if others_waiting else -inf
+        work = self._work.get(replica.base_model)
+        each_s = _FIRST_PREFILL_S if work is None else work.prefill_each_s
+        book.others_until = report.at + others_waiting * each_s if others_waiting else -inf
         book.others_in_flight = max(0, report.running + report.waiting - in_flight)
 
     def unreported(self, worker: WorkerId) -> None:

@@ -102,7 +102,7 @@ class Mind:
             adapter_s=score.adapter_s,
         )
         if not ask.excluded:
-            (self._budgets.get(ask.base_model) or self._budget_of(ask.base_model)).requests += 1
+            (self._budgets.get(ask.base_model) or self._budget_of(ask.base_model, now)).requests += 1
         self.breaker.sent(replica, flight, now)
         return flight
 
@@ -125,7 +125,7 @@ class Mind:
         is_lost = current is None or current.state != "ready"
         if not is_lost and self.breaker.state(replica, now) != "closed":
             is_lost = sent_at <= self.breaker.changed_at(replica)
-        return is_lost or self._budget_of(replica.base_model).take(now)
+        return is_lost or self._budget_of(replica.base_model, now).take(now)
 
     def watch(self, replicas: Collection[Replica], now: float) -> None:
         """Look for engines that have fallen silent, and forget the circuits of others than these; once a second."""
@@ -155,10 +155,11 @@ class Mind:
         same = (r for r in self.roster(replica.base_model).replicas if r.incarnation == replica.incarnation)
         return next(same, None)
 
-    def _budget_of(self, base_model: str) -> RetryBudget:
+    def _budget_of(self, base_model: str, now: float) -> RetryBudget:
         budget = self._budgets.get(base_model)
         if budget is None:
             budget = self._budgets[base_model] = self.budget()
+            budget.begin(now)
         return budget
 
     def _is_full(self, decision: Decision) -> bool:

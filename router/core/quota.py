@@ -56,8 +56,11 @@ class _Bucket:
         return max(0.0, level - self.now(now)) * 60 / self.size
 
     def resize(self, size: float, now: float) -> None:
-        """Another size, with as much taken out of it as before."""
-        self.level = min(size, self.now(now) + size - self.size)
+        """Another size, with as much taken out of it as before; a debt comes of what was asked for, never of this, and
+        is paid off in the same time.
+        """
+        level = self.now(now)
+        self.level = min(size, max(0.0, level + size - self.size)) if level >= 0 else level * size / self.size
         self.size = size
 
 

@@ -201,6 +201,13 @@ def test_a_drain_nobody_measured_is_a_second_a_second_and_lines_without_work_wai
     assert wait_s(10.0, {"w1": 5.0}, ["w0"], drain) == 0.0
 
 
+def test_one_long_standstill_of_the_process_does_not_make_its_lines_slow_for_minutes():
+    drain = Drain()
+    drain.begin(0.0)
+    drain.passed(["w0"], 300.0)
+    assert drain.rate("w0") > 0.05
+
+
 # --- prompt tokens in flight ------------------------------------------------------------------------------------------
 
 

@@ -427,6 +427,18 @@ def test_retries_are_never_more_than_their_share_and_the_floor(rounds, share, fl
     assert granted <= share * requests + floor_per_s * (now + budget.window_s) + 1e-6
 
 
+def test_the_first_storm_after_a_quiet_day_is_bounded_as_every_other():
+    fleet = Failing()
+    for hour in range(24):
+        fleet.now = 3600.0 * hour
+        for _ in range(1000):
+            fleet.ask()
+            fleet.finish()
+    replica = fleet.roster.replicas[0]
+    granted = sum(fleet.mind.may_retry(replica, fleet.now + 3600.0, sent_at=fleet.now) for _ in range(1000))
+    assert granted <= 30 + 1
+
+
 def test_a_storm_of_retries_is_bounded_by_what_was_asked_lately():
     budget = RetryBudget(share=0.2, floor_per_s=0.0)
     budget.requests += 100_000

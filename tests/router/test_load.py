@@ -153,6 +153,16 @@ def test_a_stream_behind_prompts_whose_answers_are_not_streamed_may_be_silent_fo
     assert book.silent_s("w0", 25.0) == pytest.approx(4.0)
 
 
+def test_what_others_have_waiting_is_as_long_as_ours_of_the_same_base_model():
+    book = LoadBook()
+    for _ in range(100):
+        book.end(book.begin("w0", "", 0.001, 0.0, base_model="embed"), 0.0)
+        book.end(book.begin("w1", "", 2.0, 0.0, base_model="chat"), 0.0)
+    for worker, base_model, each_s in (("w0", "embed", 0.001), ("w1", "chat", 2.0)):
+        book.reported(a_replica(worker, base_model=base_model, report=Report(waiting=20, at=1.0)))
+        assert book.own(worker).queue_s(1.0) == pytest.approx(20 * each_s, rel=0.05)
+
+
 def test_a_slot_comes_free_when_the_last_request_of_some_adapter_is_over():
     book = LoadBook()
     book.reported(a_replica("w0", max_loras=2))

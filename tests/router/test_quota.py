@@ -113,6 +113,18 @@ def test_other_limits_count_at_once_and_do_not_forget_what_was_taken():
     quotas.take("k", KeyLimits(concurrent_requests=100), 0.0)
 
 
+def test_a_lower_limit_makes_no_debt_and_a_debt_is_paid_off_in_the_same_time():
+    quotas, many, few = Quotas(), KeyLimits(tokens_per_minute=1_000_000), KeyLimits(tokens_per_minute=10_000)
+    quotas.charge(quotas.take("k", many, 0.0), 500_000, 0.0)
+    assert refused(quotas, few, 1.0, tokens=1).retry_after_s <= 1.0
+    quotas.take("k", few, 2.0)
+    quotas.charge(quotas.take("owes", many, 0.0), 1_000_000, 0.0)
+    granted = quotas.take("owes", many, 1.0)
+    quotas.settle(granted, 1.0, completion_tokens=500_000)
+    for limits in (many, few):
+        assert 27 < float(refused(quotas, limits, 2.0, tokens=1, key="owes").retry_after_s) < 33
+
+
 def test_idle_keys_are_forgotten_and_busy_or_indebted_ones_are_not():
     quotas, limits = Quotas(), KeyLimits(requests_per_minute=60)
     quotas.take("running", limits, 0.0)
