@@ -132,6 +132,10 @@ class Journey(msgspec.Struct, eq=False):
         while True:
             try:
                 if self.flight is None:
+                    await self._get_warm()
+                    if self.deaths:
+                        await self._open_alone()
+                        return
                     await self._decide()
                 await self._open()
             except ReplicaUnreachable as exc:
@@ -267,38 +271,63 @@ class Journey(msgspec.Struct, eq=False):
                 return replica.incarnation
         raise gone(str(earlier), worker, param="previous_response_id")
 
-    async def _decide(self) -> None:
-        """warm -> match -> decide; again when what it waited for went and its adapter, or its engine, is back."""
-        parts, trace, question = self.parts, self.trace, self.question
-        target, tokens = self.target, self.tokens
-        assert target is not None
-        assert tokens is not None
+    async def _get_warm(self) -> None:
         self.tries += 1
         if not self._is_refused:
-            if trace is not None:
-                trace.stage("warm")
-            target = await self._warm(target)
-        if trace is not None:
-            trace.stage("decide")
+            if self.trace is not None:
+                self.trace.stage("warm")
+            await self._warm()
+        if self.trace is not None:
+            self.trace.stage("decide")
+
+    async def _decide(self) -> None:
+        """match -> decide; again when what it waited for went and its adapter, or its engine, is back."""
+        parts, question, tokens = self.parts, self.question, self.tokens
+        assert tokens is not None
         most = parts.config.max_tries
         for _ in range(most):
             prompt = self.prompt
             if prompt is None:
-                prompt = self.prompt = asked(parts, target, question, tokens, excluded=self.excluded, only=self.only)
+                prompt = self.prompt = self._asked(self.only)
+            assert self.target is not None
             try:
-                self.flight = await decided(parts, self.caller, target, question, prompt, tokens.source)
+                self.flight = await decided(parts, self.caller, self.target, question, prompt, tokens.source)
             except Displaced as exc:
                 log.info("displaced while waiting", request_id=question.request_id, why=str(exc))
-                target = await self._warm(target, is_displaced=True)
+                await self._warm(is_displaced=True)
             else:
                 return
         raise NoReplica(f"every replica went while this waited, {most} times", retry_after_s=1.0)
 
-    async def _warm(self, target: Target, *, is_displaced: bool = False) -> Target:
+    async def _open_alone(self) -> None:
+        """As `_decide` and `_open`. It may be what an engine died of: of such requests an engine gets one at a time, so
+        that they do not take the next one down together, and the one that did it is known. Until its turn it counts
+        for nothing there.
+        """
+        parts, most = self.parts, self.parts.config.max_tries
+        for _ in range(most):
+            there = parts.mind.decide(self._asked(), parts.clock()).replica.incarnation
+            async with parts.alone(there):
+                self.prompt = self._asked(there)
+                try:
+                    await self._decide()
+                except NoReplica:
+                    continue  # it went while others had their turn
+                await self._open()
+                return
+        raise NoReplica(f"every replica went while this waited, {most} times", retry_after_s=1.0)
+
+    async def _warm(self, *, is_displaced: bool = False) -> None:
+        target = self.target
+        assert target is not None
         warmed = await warm(self.parts, self.caller, target, self.question, self.excluded, is_displaced=is_displaced)
         if warmed is not target:
             self.target, self.prompt = warmed, None
-        return warmed
+
+    def _asked(self, only: Incarnation | None = None) -> Prompt:
+        assert self.target is not None
+        assert self.tokens is not None
+        return asked(self.parts, self.target, self.question, self.tokens, excluded=self.excluded, only=only)
 
     async def _open(self) -> None:
         flight, tokens, trace = self.flight, self.tokens, self.trace
@@ -311,13 +340,7 @@ class Journey(msgspec.Struct, eq=False):
             call = self.call = self._call(flight, tokens)
         limits, pool = self._limits_of(flight), self.parts.pool
         is_stale, self._is_stale = self._is_stale, False
-        if not self.deaths:
-            self.attempt = await open_attempt(pool, call, limits, anew=is_stale)
-        else:
-            # It may be what the engine died of: of such requests an engine gets one at a time, so that they do not
-            # take the next one down together, and the one that did it is known.
-            async with self.parts.alone(flight.replica.incarnation):
-                self.attempt = await open_attempt(pool, call, limits)
+        self.attempt = await open_attempt(pool, call, limits, anew=is_stale)
         self._take()
 
     def _limits_of(self, flight: Flight) -> Limits:

@@ -278,6 +278,31 @@ async def test_what_a_dying_engine_had_in_flight_is_retried_once_each_and_one_at
         assert most <= 2
 
 
+async def test_who_waits_for_its_turn_behind_an_engines_death_counts_nowhere_and_holds_up_nobody():
+    go_on, dies = asyncio.Event(), asyncio.Event()
+
+    async def slow(writer, body):
+        await go_on.wait()
+        return await sound(writer, body)
+
+    async def doomed(writer, body):
+        await dies.wait()
+        return False
+
+    async with house(2) as router:
+        router.play.usual = slow
+        asking = [asyncio.create_task(router.ask(f"p{n}", doomed)) for n in range(12)]
+        await _until_asked(router, 12)
+        dies.set()
+        await _until_asked(router, 14)  # one at each
+        assert [count for _, _, count in router.parts.mind.load.in_flight()] == [1, 1]
+        router.play.usual = sound
+        async with asyncio.timeout(5):
+            assert (await router.ask("meanwhile")).status_code == 200
+        go_on.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
+
+
 async def _until_asked(router, count):
     async with asyncio.timeout(5):
         while sum(router.play.asked.values()) < count:
