@@ -115,12 +115,14 @@ class ColdStarts:
         tenant: str = "",
         size_bytes: int = 0,
         deadline_at: float | None = None,
+        is_displaced: bool = False,
     ) -> Adapter:
         """The adapter, once some replica reports its exact digest as ready; at once when one does already.
 
         tenant       who is held; see `tenant_share` and `tenant_adapters`
         size_bytes   what the request holds while it is
         deadline_at  when, by `clock`, nobody wants its answer any more
+        is_displaced it was let in and waited in the line: it is not sent away here because too many do
 
         raises  Saturated when too many requests wait already; AdapterFailed and ModelNotFound when the
                 orchestrator says so; after `timeout_s` NoCapacity when there was no room, else ColdStartTimeout;
@@ -129,7 +131,8 @@ class ColdStarts:
         adapter = self.resident(lora_id, excluded)
         if adapter is not None:
             return adapter
-        self._check_hold(lora_id, tenant, size_bytes)
+        if not is_displaced:
+            self._check_hold(lora_id, tenant, size_bytes)
         flight = self._flights.get(lora_id)
         if flight is None:
             task = asyncio.create_task(self._bring(lora_id))

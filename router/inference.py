@@ -69,7 +69,14 @@ class Inference:
         route = find(method, path)
         if route is not None:
             return self._handlers[route.method, route.path]
-        return self._wrong_method if path in _PATHS else None
+        return self._wrong_method if self._offered(path) else None
+
+    def _offered(self, path: str) -> dict[str, str]:
+        """Method -> path as its route has it, of all that may be asked for there."""
+        if path in _PATHS:
+            return {method: known for method, known in self._handlers if known == path}
+        found = {method: find(method, path) for method in ("GET", "POST")}
+        return {method: route.path for method, route in found.items() if route is not None}
 
     def _handle(self, route: Route, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
         """One request, from its first stage to its answer or error; in a task where something must be waited for."""
@@ -102,8 +109,9 @@ class Inference:
         return None if work is None else answer.in_task(work)
 
     def _wrong_method(self, exchange: Exchange) -> None:
-        methods = " or ".join(sorted(method for method, path in self._handlers if path == exchange.path))
-        route = Route(path=exchange.path, summary="")
+        offered = self._offered(exchange.path)
+        methods = " or ".join(sorted(offered))
+        route = Route(path=min(offered.values()), summary="")
         answer = _Answer(self._parts, exchange, route, request_id(None), more=f"allow: {methods}\r\n")
         answer.refuse(HttpError(405, "method_not_allowed", f"{route.path} takes {methods}, found {exchange.method}"))
         answer.close()
@@ -329,6 +337,8 @@ class _Answer(msgspec.Struct, eq=False):
         about = _about(attempt, flight, shown_cached_tokens(parts, journey.caller, flight)) + journey.limit_headers()
         model = call.engine_model
         echo: Renamed = Echo(model, target.asked if question.route.echoes_model else model)
+        if attempt.metadata is not None:
+            about += f"metadata: {echo.whole(attempt.metadata).decode('latin-1')}\r\n"
         if not attempt.streamed:
             self.whole(attempt.status, about, echo.whole(attempt.first))
             journey.learn()

@@ -191,6 +191,7 @@ async def warm(
         tenant=caller.tenant or "",
         size_bytes=question.size_bytes,
         deadline_at=question.deadline_at,
+        is_displaced=is_displaced,
     )
     return _held(target, adapter)
 

@@ -18,6 +18,8 @@ from router.core.policies.kv_lora import KvLora
 
 # A waiting request is decided again and again; its match is as good as new for this long.
 _MATCH_KEPT_S = 0.1
+# So many models and adapters are remembered whose turn it is.
+_MOST_TURNS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Mind:
     rng: Random = field(default_factory=Random)
     load: LoadBook = field(default_factory=LoadBook)
     waiting: Dispatcher = field(init=False)
-    _turn: int = 0
+    _turns: dict[tuple[str, str], int] = field(default_factory=dict)
     _budgets: dict[str, RetryBudget] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -177,7 +179,11 @@ class Mind:
         ask, load = prompt.ask, self.load
         roster = self.roster(ask.base_model)
         loads = load.owns(ask.base_model, roster.replicas)
-        self._turn += 1
+        # Of each model by itself: who asks two of them in turn would else ask the same half of each one's replicas.
+        names = ask.base_model, ask.engine_name
+        if len(self._turns) >= _MOST_TURNS:
+            self._turns.clear()
+        turn = self._turns[names] = self._turns.get(names, 0) + 1
         depths, lower, ranks = matched
         # In order, not by name: that takes a third of the time.
         scene = Scene(
@@ -193,7 +199,7 @@ class Mind:
             load.context_tokens(ask.base_model),
             now,
             self.rng.getrandbits(32),
-            self._turn,
+            turn,
             self.costs,
         )
         return decide(self.policy, ask, scene)

@@ -63,6 +63,7 @@ class Attempt(msgspec.Struct, eq=False):
     tell            called when it is decided, which means that its first `data:` event is there, or the whole body, or
                     that it has failed
     status, content_type, retry_after, first   of the answer: its first events, or all of it
+    metadata        of an answer that is bytes and no JSON: vLLM 0.32 tells in a header what they are
     streamed        whether more follows `first`: the engine has the last word on that
     in_band_error   a stream whose first event was an error: `status` and `first` are that error's
     events          of a stream, that were sent on: about one a token
@@ -87,6 +88,7 @@ class Attempt(msgspec.Struct, eq=False):
     status: int = 0
     content_type: bytes = b"application/json"
     retry_after: bytes | None = None
+    metadata: bytes | None = None
     first: bytes = b""
     in_band_error: bool = False
     events: int = 0
@@ -149,7 +151,9 @@ class Attempt(msgspec.Struct, eq=False):
     def usage(self) -> EngineUsage | None:
         """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""
         kind = self._call.route.usage
-        return usage_of(kind, self.first) if self._tail is None else usage_of_events(kind, b"".join(self._tail))
+        if self._tail is None:
+            return usage_of(kind, self.first if self.metadata is None else self.metadata)
+        return usage_of_events(kind, b"".join(self._tail))
 
     def close(self) -> None:
         """Free the connection, and tell no more; one whose answer was not read to its end is closed, and the engine
@@ -167,6 +171,7 @@ class Attempt(msgspec.Struct, eq=False):
         self.status = status
         self.content_type = headers.get(b"content-type", self.content_type)
         self.retry_after = headers.get(b"retry-after")
+        self.metadata = headers.get(b"metadata")
         # The engine has the last word on whether it streams: it takes `"stream": "true"` and 1 for true as well.
         self.streamed = status == 200 and (self.streamed or self.content_type.startswith(_EVENT_STREAM))
 

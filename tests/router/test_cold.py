@@ -53,6 +53,11 @@ async def test_hot_requests_flow_while_the_hold_is_full():
         # Not a bound on speed: the hold lasts for 5 s.
         assert time.monotonic() - began_at < 3
         assert len(parts.cold._held) == 40
+        # One that was let in, and whose replica went while it waited in the line.
+        displaced = asyncio.create_task(parts.cold.until_resident("cold-0/v1", is_displaced=True))
+        await until(lambda: len(parts.cold._held) == 41)
+        await stop([displaced])
+        assert len(parts.cold._held) == 40
         await stop(held)
         await until(lambda: not len(parts.cold._held))
         assert parts.cold._flights == parts.cold._wanted == parts.cold._held._tenants == {}

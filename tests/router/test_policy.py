@@ -11,10 +11,12 @@ from orchestrator.core.placement import rendezvous
 from router.config import RouterSettings
 from router.core.cost import Costs, Score, context, decode_s, kappa, move_s, prefill_rate, zone_s
 from router.core.decision import Ask, Scene, decide
+from router.core.dispatch import Match, Prompt
 from router.core.errors import NoReplica
 from router.core.fleet import Replica, Report, Resident, Roster
 from router.core.homes import rendezvous_home
 from router.core.load import Loads, Own
+from router.core.mind import Mind
 from router.core.policies import POLICIES
 from router.core.policies.kv_lora import KvLora, within_slots
 from router.core.record import record_of, replayed
@@ -380,6 +382,13 @@ def test_a_record_has_nothing_of_adapters_that_the_request_did_not_name():
     text = json.dumps(record_of(choose(Ask("m", SQL, 10), fleet)))
     assert SQL in text
     assert not any(name in text for name in OTHERS)
+
+
+def test_round_robin_gives_each_model_its_own_turns():
+    rosters = {m: Roster(tuple(a_replica(f"{m}{i}", base_model=m) for i in range(2))) for m in ("chat", "embed")}
+    mind = Mind(roster=rosters.__getitem__, match=lambda _: Match(), policy=POLICIES["round_robin"]())
+    sent = [mind.decide(Prompt(Ask(m, "", 10)), 0.0).replica.id for _ in range(10) for m in ("embed", "chat")]
+    assert {worker: sent.count(worker) for worker in sent} == dict.fromkeys(["chat0", "chat1", "embed0", "embed1"], 5)
 
 
 def test_round_robin_takes_each_replica_in_its_turn():

@@ -89,6 +89,20 @@ async def test_a_key_pays_for_the_tokens_that_the_engine_counted_and_a_debt_is_p
         assert counted(router, "rate_limited", "tokens_per_minute") == 1
 
 
+async def test_what_bytes_are_is_told_as_the_engine_told_it_and_is_what_they_cost(tmp_path):
+    usage = {"prompt_tokens": 70, "total_tokens": 70}
+    told = {"id": "e", "model": BASE, "data": [{"start": 0, "end": 8}], "usage": usage}
+    head = b"content-type: application/octet-stream\r\nmetadata: %b\r\n" % json.dumps(told).encode()
+    async with house(1, **key_file(tmp_path, tokens_per_minute=100)) as router:
+        router.play.usual = saying(b"HTTP/1.1 200 OK\r\n%bcontent-length: 8\r\n\r\n%b" % (head, bytes(8)))
+        for left in (100, 30):
+            body = {"model": BASE, "input": "", "encoding_format": "bytes"}
+            answer = await router.client.post("/v1/embeddings", json=body, headers=bearer("a"))
+            assert (answer.status_code, answer.content) == (200, bytes(8))
+            assert json.loads(answer.headers["metadata"]) == told
+            assert left - 25 < int(answer.headers["x-ratelimit-remaining-tokens"]) <= left
+
+
 async def test_what_engines_failed_or_refused_costs_no_tokens_and_every_end_gives_the_slot_back(tmp_path):
     refusal = answering(b'{"error": {"message": "no"}}', status=b"400 Bad Request")
     limits = key_file(tmp_path, tokens_per_minute=1000, concurrent_requests=1)
@@ -240,6 +254,16 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_one(path):
             answer = await router.client.request(method, app_path)
             assert (error_of(answer), answer.headers["allow"]) == ((405, "method_not_allowed"), allowed)
         assert error_of(await router.client.get("/nowhere")) == (404, "not_found")
+
+
+@pytest.mark.parametrize(("path", "allowed"), [("", "GET"), ("/cancel", "POST")])
+async def test_a_wrong_method_at_a_stored_response_is_a_405_and_no_route_of_its_own(path, allowed):
+    async with house(1) as router:
+        for method in {"GET", "PUT", "DELETE", "POST"} - {allowed}:
+            answer = await router.client.request(method, f"/v1/responses/resp_{method}{path}")
+            assert (error_of(answer), answer.headers["allow"]) == ((405, "method_not_allowed"), allowed)
+        assert {route for route, *_ in router.parts.metrics.requests._children} == {f"/v1/responses/{{id}}{path}"}
+        assert error_of(await router.client.delete("/v1/responses/a/b")) == (404, "not_found")
 
 
 async def test_anthropics_clients_use_their_own_header_and_hear_errors_in_their_own_shape(tmp_path):
