@@ -178,8 +178,12 @@ class Inference:
 
     async def _serve_batch(self, caller: Caller, answer: "_Answer") -> None:
         """`/generate`: each of its items is a completion of its own."""
-        parts = self._parts
+        parts, limits = self._parts, caller.limits
         batch = generate.split(answer.exchange.body)
+        a_minute = limits.requests_per_minute if limits is not None else None
+        if a_minute is not None and len(batch.items) > a_minute:
+            raise BadBody(f"{len(batch.items)} items are more than the {a_minute:g} requests a minute of this API key")
+        at_once = (limits.concurrent_requests if limits is not None else None) or _ITEMS_AT_ONCE
         journeys = []
         for i, item in enumerate(batch.items):
             question = self._question(answer, item, route=_ITEM, name=f"{answer.request_id}-{i}")
@@ -191,11 +195,13 @@ class Inference:
             await answer.travelled()
         else:
             async with _in_time(parts, journeys[0].question):
-                await self._serve_items(batch, journeys, answer)
+                await self._serve_items(batch, journeys, answer, min(at_once, _ITEMS_AT_ONCE))
 
-    async def _serve_items(self, batch: generate.Batch, journeys: Sequence[Journey], answer: "_Answer") -> None:
-        at_once = asyncio.Semaphore(_ITEMS_AT_ONCE)
-        tasks = [asyncio.create_task(_item(journey, at_once)) for journey in journeys]
+    async def _serve_items(
+        self, batch: generate.Batch, journeys: Sequence[Journey], answer: "_Answer", at_once: int
+    ) -> None:
+        turns = asyncio.Semaphore(at_once)
+        tasks = [asyncio.create_task(_item(journey, turns)) for journey in journeys]
         try:
             bodies = await asyncio.gather(*tasks)
         except _ItemRefused as exc:
@@ -208,9 +214,9 @@ class Inference:
         answer.whole(200, "content-type: application/json\r\n", generate.join(batch, bodies))
 
 
-async def _item(journey: Journey, at_once: asyncio.Semaphore) -> bytes:
+async def _item(journey: Journey, turns: asyncio.Semaphore) -> bytes:
     """One item's whole answer; raises _ItemRefused with the engine's own error."""
-    async with at_once:
+    async with turns:
         try:
             await journey.begun()
             attempt, flight = journey.attempt, journey.flight

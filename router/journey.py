@@ -10,7 +10,7 @@ import structlog
 
 from lorafleet.auth import Caller
 from router.core.dispatch import Prompt
-from router.core.errors import NoReplica, ReplicaUnreachable
+from router.core.errors import AnswerTooLarge, NoReplica, ReplicaUnreachable
 from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.quota import Granted
 from router.core.resolve import Target
@@ -45,9 +45,7 @@ log = structlog.get_logger()
 _DEATHS = frozenset({"no_answer", "begun_only", "engine_dead", "first_event_error"})
 _MAX_DEATHS = 2
 # What may be the doing of what ran; that nobody was there, or had no room or no such adapter, is the fleet's.
-_FAULTS = _DEATHS | {"no_answer_in_time", "answer_too_large"}
-# Another replica would do no better.
-_HOPELESS = frozenset({"no_answer_in_time", "answer_too_large"})
+_FAULTS = _DEATHS | {"no_answer_in_time"}
 
 
 class Journey(msgspec.Struct, eq=False):
@@ -79,6 +77,7 @@ class Journey(msgspec.Struct, eq=False):
     usage: EngineUsage | None = None
     _slowly: Slowly | None = None
     _is_refused: bool = False
+    _is_computed: bool = False
     _is_stale: bool = False
     _is_trial: bool = False
 
@@ -180,7 +179,7 @@ class Journey(msgspec.Struct, eq=False):
         """
         attempt, flight, usage = self.attempt, self.flight, self.usage
         # One whose client left before its answer began was worked on all the same.
-        is_served, output_tokens = flight is not None, 0
+        is_served, output_tokens = flight is not None or self._is_computed, 0
         if attempt is not None:
             is_served = attempt.status < 400 and (attempt.status > 0 or attempt.failure is None)
             output_tokens = attempt.events
@@ -411,10 +410,13 @@ class Journey(msgspec.Struct, eq=False):
         parts.mind.failed(replica, exc.reason, now, sent_at=sent_at)
         parts.discovery.look_now(replica.id)
         self.deaths += exc.reason in _DEATHS
+        if exc.reason == "answer_too_large":
+            self._is_computed = True
+            raise AnswerTooLarge(f"{exc}; stream it, or ask for less") from exc
         # A second engine that dies of it, or one too slow for it, says more about the request than about the engine.
         is_hopeless = (
             self.deaths >= _MAX_DEATHS
-            or (exc.reason in _HOPELESS and not self._is_trial)
+            or (exc.reason == "no_answer_in_time" and not self._is_trial)
             or self.tries >= parts.config.max_tries
         )
         if is_hopeless or not parts.mind.may_retry(replica, now, sent_at=sent_at):

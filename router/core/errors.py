@@ -6,6 +6,7 @@ RouterError
 │   ├── BodyTooLarge        413 body_too_large
 │   ├── ModelNotFound       404 model_not_found
 │   ├── AdapterFailed       409 adapter_failed
+│   ├── AnswerTooLarge      400 answer_too_large: it was computed, and is more than may be held
 │   ├── Saturated           429 saturated, with Retry-After: too much waits here already
 │   └── RateLimited         429 rate_limited, with Retry-After: this key has had its share
 ├── Unavailable             ours: 503 with Retry-After
@@ -73,6 +74,10 @@ class ModelNotFound(RequestError):
 class AdapterFailed(RequestError):
     status = 409
     code = "adapter_failed"
+
+
+class AnswerTooLarge(RequestError):
+    code = "answer_too_large"
 
 
 class Saturated(RequestError):

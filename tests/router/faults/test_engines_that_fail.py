@@ -336,10 +336,11 @@ async def test_suspects_that_come_later_do_not_join_the_one_that_has_its_turn():
         assert most == 1
 
 
-async def test_an_answer_larger_than_may_be_held_is_no_answer_and_is_not_asked_for_again():
+async def test_an_answer_larger_than_may_be_held_is_not_asked_for_again():
     async with house(2, max_answer_bytes=10_000) as router:
         answer = await router.ask("large", saying(answering(b"a" * 20_000)))
-        assert error_of(answer) == (503, "no_replica")
+        assert error_of(answer) == (400, "answer_too_large")
+        assert "retry-after" not in answer.headers
         assert router.play.asked["large"] == 1
         endless = b"data: " + b"a" * (9 * 2**20)
         answer = await router.ask("endless", saying(STREAM_HEAD + pieces(EVENTS[0], endless), "hang"), stream=True)

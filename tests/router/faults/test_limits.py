@@ -128,12 +128,30 @@ async def test_what_engines_failed_or_refused_costs_no_tokens_and_every_end_give
         assert (await router.ask("well", headers=key)).status_code == 200
 
 
-async def test_each_item_of_a_batch_counts_and_one_beyond_the_limit_refuses_all(tmp_path):
-    async with house(1, **key_file(tmp_path, requests_per_minute=3, concurrent_requests=3)) as router:
+async def test_an_answer_that_is_larger_than_may_be_held_costs_what_was_asked(tmp_path):
+    async with house(1, **key_file(tmp_path, tokens_per_minute=10_000), max_answer_bytes=10_000) as router:
+        for _ in range(3):
+            large = saying(answering(b"a" * 20_000))
+            answer = await router.ask("x" * 8000, large, headers=bearer("a"))
+            assert error_of(answer) == (400, "answer_too_large")
+        left = (await router.ask("y", headers=bearer("a"))).headers["x-ratelimit-remaining-tokens"]
+        assert int(left) < 5000
+
+
+async def test_the_items_of_a_batch_count_take_turns_and_are_refused_where_they_never_all_may(tmp_path):
+    async with house(1, **key_file(tmp_path, requests_per_minute=5, concurrent_requests=2)) as router:
+        choice = {"index": 0, "text": "hi", "finish_reason": "stop", "token_ids": [1]}
+        router.play.usual = saying(answering(json.dumps(json.loads(COUNTED) | {"choices": [choice]}).encode()))
         key = bearer("a")
-        refused = await router.client.post("/generate", json={"text": ["a", "b", "c", "d"]}, headers=key)
-        assert error_of(refused) == (429, "rate_limited")
-        assert counted(router, "rate_limited", "concurrent_requests") == 1
+
+        async def batch(count):
+            return await router.client.post("/generate", json={"text": [f"t{n}" for n in range(count)]}, headers=key)
+
+        assert error_of(await batch(6)) == (400, "invalid_request_body")
+        assert len((await batch(5)).json()) == 5
+        assert error_of(await batch(2)) == (429, "rate_limited")
+        assert counted(router, "rate_limited", "requests_per_minute") == 1
+        assert counted(router, "rate_limited", "concurrent_requests") == 0
 
 
 async def never(control, lora_id):
