@@ -162,7 +162,10 @@ class Scene(NamedTuple):
                 known, tokens = cached, (prompt - cached) * (attention_tokens + context(prompt, cached)) * per_context
             prefill_s = tokens * token_s
             if extra:
-                prefill_s += extra * (attention_tokens + context(prompt, cached)) * per_context * token_s
+                # At their own context, and no more than count as cached: fetched they never cost more than computed.
+                device = depth * block_size
+                extra *= max(0, cached - device) / ((host + storage) * block_size)
+                prefill_s += extra * (attention_tokens + (device + cached) / 2) * per_context * token_s
             work_s, adapter_s = prefill_s, 0.0
             if moves and id_of[i] in moves and name not in own[FRESH]:
                 adapter_s = moves[id_of[i]]

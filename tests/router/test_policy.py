@@ -282,11 +282,13 @@ def tidy_score(ask, scene, position):
     replica, own = scene.roster.replicas[position], scene.loads[position]
     depth, (host, storage) = scene.depths.get(replica.id, 0), scene.lower.get(replica.id, (0, 0))
     cached = hit_tokens(depth + host + storage, replica.block_size, ask.prompt_tokens)
-    fetched = host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit)
-    work_tokens = ask.prompt_tokens - cached + replica.block_size * fetched
+    device, lower = depth * replica.block_size, (host + storage) * replica.block_size
+    fetched = replica.block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
+    fetched *= max(0, cached - device) / lower if lower else 0.0
     usual = costs.attention_tokens + scene.context_tokens
-    attention = (costs.attention_tokens + context(ask.prompt_tokens, cached)) / usual
-    prefill_s = work_tokens * attention / prefill_rate(replica, middle, costs)
+    computed_work = (ask.prompt_tokens - cached) * (costs.attention_tokens + context(ask.prompt_tokens, cached)) / usual
+    fetched_work = fetched * (costs.attention_tokens + (device + cached) / 2) / usual
+    prefill_s = (computed_work + fetched_work) / prefill_rate(replica, middle, costs)
     adapter_s = slot_s = opening_s = 0.0
     if ask.engine_name and ask.engine_name not in own.fresh:
         adapter_s = move_s(replica, ask.engine_name, middle, costs)
@@ -302,6 +304,15 @@ def tidy_score(ask, scene, position):
     waits = [slot_s, queue_s, harm_s, crowd_s, decode_s(replica, middle, costs), zone_s(replica, costs)]
     cost_s = kappa(scene.rho, costs) * work_s + sum(waits)
     return Score(replica.id, depth, cached, prefill_s, adapter_s, *waits, cost_s)
+
+
+@given(st.integers(1, 200_000), st.integers(0, 12_000), st.integers(0, 12_000), st.integers(0, 12_000))
+def test_what_is_cached_lower_down_never_makes_a_prompt_dearer(prompt_tokens, depth, host, storage):
+    fleet = (a_replica("w0"), a_replica("w1"))
+    lower, depths = {"w0": (host, storage)} if host + storage else {}, {"w0": depth, "w1": depth}
+    with_lower, without = a_scene(fleet, depths=depths, lower=lower), a_scene(fleet, depths=depths)
+    ask = Ask("m", "", prompt_tokens)
+    assert with_lower.score(ask, 0).prefill_s <= without.score(ask, 0).prefill_s * (1 + 1e-9)
 
 
 @st.composite
