@@ -165,6 +165,11 @@ def engines_by_id(named: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def tells_start(engine_boot_id: str) -> bool:
+    """Whether this boot id changes with every start of the engine: some /metrics do not say when that was."""
+    return not engine_boot_id.startswith("0.00")
+
+
 def lora_id_of(engine_name: str) -> str:
     """The adapter that an engine's name stands for; only a name that the fleet gave has a digest behind it."""
     ours = _OURS.fullmatch(engine_name)

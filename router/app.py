@@ -25,7 +25,7 @@ from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
 from lorafleet.kube.errors import KubeConfigError
 from lorafleet.loops import forever
-from lorafleet.plain import engines_by_id
+from lorafleet.plain import engines_by_id, tells_start
 from lorafleet.settings import load_or_exit
 from router import multi
 from router.api import answers, control_routes, describe_inference, exposed, health_routes
@@ -35,7 +35,7 @@ from router.core.breaker import Breaker, BreakerRules, State
 from router.core.budget import RetryBudget
 from router.core.cost import Costs
 from router.core.errors import RouterError
-from router.core.fleet import Replica
+from router.core.fleet import Incarnation, Replica
 from router.core.index import WorkerId
 from router.core.load import LoadBook
 from router.core.mind import Mind, Shadowed
@@ -92,7 +92,7 @@ class _Joined:
         self.metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
         self.metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)
         self.feeds.hear(replica.id, replica.base_model, replica.block_size, metadata)
-        if replica.state == "ready" and not self.tokenizers.knows(replica.base_model):
+        if replica.state == "ready" and not self.tokenizers.has_asked(replica.base_model, _as_told(replica)):
             task = asyncio.create_task(self._learn(replica))
             self.learning.add(task)
             task.add_done_callback(self.learning.discard)
@@ -106,14 +106,25 @@ class _Joined:
         self.trust.forget(worker)
         self.breaker.forget(worker)
         self.usage.forget(worker)
+        self.tokenizers.forget(worker)
         self.metrics.forget_worker(worker)
 
     async def _learn(self, replica: Replica) -> None:
         try:
-            await self.tokenizers.learn(replica.base_model, agent_url=replica.agent_url, engine_url=replica.engine_url)
+            await self.tokenizers.learn(
+                replica.base_model,
+                agent_url=replica.agent_url,
+                engine_url=replica.engine_url,
+                incarnation=_as_told(replica),
+            )
         except (httpx.HTTPError, ValueError) as exc:
             # Heard again in a second, and tried again then.
             log.warning("tokenizer not fetched yet", base_model=replica.base_model, error=repr(exc))
+
+
+def _as_told(replica: Replica) -> Incarnation | None:
+    """Its incarnation; None where another start of its engine would look the same."""
+    return replica.incarnation if tells_start(replica.engine_boot_id) else None
 
 
 def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Parts]:

@@ -366,6 +366,7 @@ class Journey(msgspec.Struct, eq=False):
                 prompt_tokens=ask.prompt_tokens,
                 max_model_len=replica.max_model_len,
             )
+            and parts.tokenizers.agrees(replica.incarnation, tokens)
         )
         wishes = Wishes(
             question.hides_usage,

@@ -19,6 +19,9 @@ from jinja2 import TemplateError
 from lorafleet.chat import ChatTokenizer, Untokenizable, read_files
 from lorafleet.tally import Count
 from lorafleet.words import MAX_CHARS
+from router.agreement import Agreement
+from router.core.fleet import Incarnation
+from router.core.index import WorkerId
 from router.metrics import Metrics
 from router.pieces import PieceCache
 from router.surface.prompts import prompt_body
@@ -64,6 +67,8 @@ _MAX_WAITING = 64
 # A worker whose files made no agreeing tokenizer, and an engine that was too slow, are left alone for so long.
 _RETRY_WORKER_S = 60.0
 _RETRY_ENGINE_S = 5.0
+# Engines that are held against our tokenizer at a time: when a router starts, all of them are new to it.
+_MOST_ASKED = 4
 
 # What our tokenizer must agree on with the engine before it is trusted: one body a trap (see docs/architecture.md).
 PROBES: tuple[dict[str, Any], ...] = (
@@ -113,14 +118,16 @@ PROBES: tuple[dict[str, Any], ...] = (
 class Tokens(NamedTuple):
     """Token ids of a prompt, unsigned 32-bit, and who made them; `ids` is None when nobody could: then no KV term.
 
-    seen  so many of the first were in an earlier prompt, too
-    kept  so many of the first will be in the next one of this conversation
+    seen     so many of the first were in an earlier prompt, too
+    kept     so many of the first will be in the next one of this conversation
+    made_by  the number of the tokenizer of ours that made them; 0 for none
     """
 
     ids: "array[int] | None"
     source: Source
     seen: int = 0
     kept: int = 0
+    made_by: int = 0
 
 
 NO_TOKENS = Tokens(None, "none")
@@ -133,6 +140,14 @@ _NO_IDS: "array[int]" = array("I")
 Slowly = Callable[[], Coroutine[Any, Any, Tokens]]
 # What says that a prompt is not one for our tokenizer.
 _NOT_HERE = (Untokenizable, TemplateError, TypeError, ValueError, RecursionError)
+
+
+class _Made(NamedTuple):
+    """A tokenizer of ours. `pieces` is the name under which its ids are kept, which no other one has."""
+
+    number: int
+    tokenizer: ChatTokenizer
+    pieces: str
 
 
 class _Busy(Exception):
@@ -171,9 +186,14 @@ class Tokenizers:
         self._clock = clock
         self._cache = PieceCache(cache_bytes)
         self._long, self._very_long = _Threads(threads, "tokenize"), _Threads(threads, "tokenize-long")
-        self._local: dict[str, ChatTokenizer] = {}
+        self._local: dict[str, _Made] = {}
+        self._made = 0
+        self._agreement = Agreement()
+        # Base models most of whose engines are of another mind than our tokenizer by now.
+        self._outvoted: set[str] = set()
         self._learning: set[str] = set()
-        self._worker_again_at: dict[tuple[str, str], float] = {}
+        self._asking: set[tuple[str, str, str]] = set()
+        self._worker_again_at: dict[tuple[str, str, str], float] = {}
         self._engine_again_at: dict[str, float] = {}
 
     def close(self) -> None:
@@ -188,34 +208,107 @@ class Tokenizers:
 
     def knows(self, base_model: str) -> bool:
         """Whether prompts of this base model are tokenized here, or never will be."""
-        return self._mode != "auto" or base_model in self._local
+        return self._mode != "auto" or self._in_use(base_model) is not None
 
-    async def learn(self, base_model: str, *, agent_url: str, engine_url: str) -> None:
+    def has_asked(self, base_model: str, incarnation: Incarnation | None) -> bool:
+        """Whether there is nothing to `learn` from this engine."""
+        if incarnation is None or self._mode != "auto":
+            return self.knows(base_model)
+        local = self._local.get(base_model)
+        return local is not None and self._agreement.is_settled(incarnation, local.number)
+
+    def agrees(self, incarnation: Incarnation, tokens: Tokens) -> bool:
+        """Whether this boot of an engine has shown that it makes the same ids as the tokenizer that made these."""
+        return tokens.made_by > 0 and self._agreement.agrees(incarnation, tokens.made_by)
+
+    def adopt(self, base_model: str, tokenizer: ChatTokenizer) -> int:
+        """Use this tokenizer from now on, with which no engine has agreed yet; returns its number."""
+        self._made += 1
+        self._local[base_model] = _Made(self._made, tokenizer, f"{base_model}#{self._made}")
+        self._outvoted.discard(base_model)
+        return self._made
+
+    async def learn(
+        self, base_model: str, *, agent_url: str, engine_url: str, incarnation: Incarnation | None = None
+    ) -> None:
         """Get a base model's tokenizer and hold it against the engine's; safe to repeat and to interrupt.
 
+        Where there is one, this engine is held against it. When most engines turn out to disagree, the next one that
+        does is asked for its files, and what they make takes the place of what there was.
         A worker with which it came to nothing is left alone for a minute; any other worker may be tried meanwhile.
-        raises  httpx.HTTPError when agent or engine cannot be asked now
+
+        incarnation  None for an engine whose restarts cannot be noticed: it is never taken to agree
+        raises       httpx.HTTPError when agent or engine cannot be asked now
         """
-        if not agent_url and base_model not in self._paths:
+        if incarnation is not None:
+            self._agreement.heard(base_model, incarnation)
+        if base_model not in self._local and not self._has_files(base_model, agent_url):
             return  # an engine without an agent hands out no files: it is asked for each prompt
-        worker = (base_model, agent_url or engine_url)
+        worker = (base_model, agent_url or engine_url, incarnation[1] if incarnation else "")
         now = self._clock()
         self._worker_again_at = {key: at for key, at in self._worker_again_at.items() if at > now}
-        if self.knows(base_model) or base_model in self._learning or worker in self._worker_again_at:
+        is_asked = worker in self._worker_again_at or worker in self._asking or len(self._asking) >= _MOST_ASKED
+        if is_asked or self.has_asked(base_model, incarnation):
             return
-        self._learning.add(base_model)
+        self._asking.add(worker)
         try:
-            local = await self._agreeing(base_model, agent_url, engine_url)
-            if local is not None:
-                self._local[base_model] = local
-            else:
+            if not await self._learned(base_model, agent_url, engine_url, incarnation):
                 self._worker_again_at[worker] = now + _RETRY_WORKER_S
         except httpx.HTTPError:
             # Shorter: it may be starting. The next worker heard of is asked meanwhile.
             self._worker_again_at[worker] = now + _RETRY_ENGINE_S
             raise
         finally:
+            self._asking.discard(worker)
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker is gone, and its engine's word with it."""
+        base_model = self._agreement.forget(worker)
+        if base_model is not None:
+            self._count(base_model)
+
+    async def _learned(self, base_model: str, agent_url: str, engine_url: str, incarnation: Incarnation | None) -> bool:
+        """Whether this engine was held against our tokenizer, and whether there is one now. Raises httpx.HTTPError."""
+        local = self._local.get(base_model)
+        if local is not None:
+            agrees = await self._agrees(local.tokenizer, base_model, engine_url)
+            if incarnation is not None:
+                self._agreement.answered(incarnation, local.number, agrees)
+            self._count(base_model)
+            if agrees is not False or base_model not in self._outvoted:
+                return agrees is not None
+            if not self._has_files(base_model, agent_url):
+                return False
+        if base_model in self._learning:
+            return True
+        self._learning.add(base_model)
+        try:
+            made = await self._agreeing(base_model, agent_url, engine_url)
+        finally:
             self._learning.discard(base_model)
+        if made is None:
+            return False
+        number = self.adopt(base_model, made)
+        if incarnation is not None:
+            self._agreement.answered(incarnation, number, True)
+        return True
+
+    def _count(self, base_model: str) -> None:
+        """Ask the engines' answers whether our tokenizer is still the one to use."""
+        local = self._local.get(base_model)
+        if local is None or not self._agreement.is_outvoted(base_model, local.number):
+            self._outvoted.discard(base_model)
+            return
+        if base_model not in self._outvoted:
+            log.warning("tokenizing at the engine: most engines have another tokenizer by now", base_model=base_model)
+            self._outvoted.add(base_model)
+        self._agreement.unsettle(base_model)
+
+    def _in_use(self, base_model: str) -> _Made | None:
+        return None if base_model in self._outvoted else self._local.get(base_model)
+
+    def _has_files(self, base_model: str, agent_url: str) -> bool:
+        return bool(agent_url) or base_model in self._paths
 
     async def ids(
         self, body: Mapping[str, Any], *, base_model: str, engine_url: str, kind: PromptKind | None = None
@@ -242,9 +335,9 @@ class Tokenizers:
             body = {**body, "prompt": given}
         if self._mode == "off":
             return NO_TOKENS
-        local = self._local.get(base_model) if self._mode == "auto" else None
+        local = self._in_use(base_model) if self._mode == "auto" else None
         if kind is not None and kind != "chat":
-            prompt = prompt_body(kind, body, local)
+            prompt = prompt_body(kind, body, local.tokenizer if local else None)
             if prompt is None:
                 return NO_TOKENS
             body = prompt
@@ -252,21 +345,20 @@ class Tokenizers:
         if local is None:
             return remote
         try:
-            return self._encode(local, body, base_model, remote)
+            return self._encode(local, body, remote)
         except _NOT_HERE as exc:
             log.debug("not tokenized here", base_model=base_model, error=str(exc))
             return remote
 
-    def _encode(
-        self, local: ChatTokenizer, body: Mapping[str, Any], base_model: str, remote: "Slowly"
-    ) -> "Tokens | Slowly":
+    def _encode(self, local: _Made, body: Mapping[str, Any], remote: "Slowly") -> "Tokens | Slowly":
         """Piece by piece, and only those that were not seen before. Raises _NOT_HERE."""
-        pieces, special = local.prompt_pieces(body)
+        tokenizer = local.tokenizer
+        pieces, special = tokenizer.prompt_pieces(body)
         made: list[array[int]] = []
         missing, chars, last = [], 0, len(pieces) - 1
         for at, piece in enumerate(pieces):
             # The last piece grows with the next turn, so it would never be found again.
-            ids = self._cache.get(base_model, piece) if at < last else None
+            ids = self._cache.get(local.pieces, piece) if at < last else None
             if ids is None:
                 missing.append(at)
                 chars += len(piece)
@@ -276,28 +368,27 @@ class Tokenizers:
         if chars <= _QUICK_CHARS:
             slow = []
             for at in missing:
-                ids = local.quick_ids(pieces[at], add_special_tokens=special)
+                ids = tokenizer.quick_ids(pieces[at], add_special_tokens=special)
                 if ids is None:
                     slow.append(at)
                 else:
                     made[at] = ids
         if slow:
             rest = [pieces[at] for at in slow]
-            encode = partial(local.encode_pieces, rest, add_special_tokens=special)
+            encode = partial(tokenizer.encode_pieces, rest, add_special_tokens=special)
             chars = sum(map(len, rest))
             if chars > _INLINE_CHARS:
                 threads = self._long if chars <= _LONG_CHARS else self._very_long
-                made_of = partial(self._joined, base_model, pieces, made, missing, slow)
-                return partial(self._in_thread, threads, encode, made_of, base_model, remote)
-            return self._joined(base_model, pieces, made, missing, slow, encode())
-        return self._joined(base_model, pieces, made, missing)
+                made_of = partial(self._joined, local, pieces, made, missing, slow)
+                return partial(self._in_thread, threads, encode, made_of, remote)
+            return self._joined(local, pieces, made, missing, slow, encode())
+        return self._joined(local, pieces, made, missing)
 
     async def _in_thread(
         self,
         threads: "_Threads",
         encode: "Callable[[], list[array[int]]]",
         joined: "Callable[[list[array[int]]], Tokens]",
-        base_model: str,
         remote: "Slowly",
     ) -> Tokens:
         try:
@@ -305,12 +396,12 @@ class Tokenizers:
         except _Busy:
             return NO_TOKENS  # the engine would be asked for the longest prompts, just when there are too many
         except _NOT_HERE as exc:
-            log.debug("not tokenized here", base_model=base_model, error=str(exc))
+            log.debug("not tokenized here", error=str(exc))
             return await remote()
 
     def _joined(
         self,
-        base_model: str,
+        local: _Made,
         pieces: Sequence[str],
         made: "list[array[int]]",
         missing: Sequence[int],
@@ -329,7 +420,7 @@ class Tokenizers:
         for at in missing:
             new += len(made[at])
             if at < last:
-                self._cache.put(base_model, pieces[at], made[at])
+                self._cache.put(local.pieces, pieces[at], made[at])
         whole = made[0] if not last else array("I", b"".join(made))
         if self._counts is not None:
             by_cache, by_tokenizer = self._counts
@@ -337,7 +428,7 @@ class Tokenizers:
             by_cache.inc(len(whole) - new)
         kept = len(whole) - len(made[last])
         seen = kept if missing[0] == last else sum([len(ids) for ids in made[: missing[0]]])
-        return Tokens(whole, "local", seen, kept)
+        return Tokens(whole, "local", seen, kept, local.number)
 
     async def _files(self, base_model: str, agent_url: str) -> Mapping[str, str]:
         if base_model in self._paths:
@@ -354,22 +445,29 @@ class Tokenizers:
         except (Untokenizable, ValueError, KeyError, OSError) as exc:
             log.warning("tokenizing at the engine: its files make no tokenizer", base_model=base_model, error=str(exc))
             return None
-        agreed = 0
+        agrees = await self._agrees(local, base_model, engine_url)
+        if agrees is None:
+            log.warning("tokenizing at the engine: it answered no probe, so ours is unproven", base_model=base_model)
+        if not agrees:
+            return None
+        log.info("tokenizing here: equal to the engine on every probe that it took", base_model=base_model)
+        return local
+
+    async def _agrees(self, local: ChatTokenizer, base_model: str, engine_url: str) -> bool | None:
+        """Whether the engine has the same ids for every probe that it takes; None when it takes none.
+
+        raises  httpx.HTTPError when it cannot be asked now
+        """
+        agrees = None
         for number, probe in enumerate(PROBES):
             theirs = await self._ask(probe, base_model, engine_url)
             if theirs is None:
                 continue
             if theirs != _encoded_or_none(local, probe):
-                log.warning("tokenizing at the engine: ours differs", base_model=base_model, probe=number)
-                return None
-            agreed += 1
-        if not agreed:
-            log.warning("tokenizing at the engine: it answered no probe, so ours is unproven", base_model=base_model)
-            return None
-        log.info(
-            "tokenizing here: equal to the engine on every probe that it took", base_model=base_model, probes=agreed
-        )
-        return local
+                log.warning("an engine's ids are not ours", base_model=base_model, engine=engine_url, probe=number)
+                return False
+            agrees = True
+        return agrees
 
     async def _remote(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> Tokens:
         if any(body.get(name) is not None for name in _ENGINE_ONLY_FIELDS):

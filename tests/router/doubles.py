@@ -68,6 +68,7 @@ class Engine:
     healthy: bool = True
     died: bool = False
     ids: list[int] | None = None  # what /tokenize answers; None: it refuses
+    ids_of: Callable[[dict], list[int]] | None = None  # the same, for each body
 
     def __post_init__(self):
         self.go_on.set()
@@ -81,6 +82,8 @@ class Engine:
             return await self.answer(self, body)
 
         async def tokenize(request: Request):
+            if self.ids_of is not None:
+                return JSONResponse({"tokens": self.ids_of(await request.json())})
             if self.ids is None:
                 return JSONResponse({"error": {"message": "no"}}, 400)
             return JSONResponse({"tokens": self.ids, "count": len(self.ids)})
@@ -108,6 +111,7 @@ class Control:
     down: bool = False
     silent: bool = False  # the agents
     boot_id: str = "first"
+    files: dict[str, str] = field(default_factory=dict)  # of the model
     starting: frozenset = frozenset()
     draining: tuple = ()
     named: frozenset | None = None  # the workers in the catalog; None: all
@@ -209,8 +213,8 @@ class Control:
             self.residents.setdefault(request.path_params["w"], []).append(wanted["lora_id"])
             return JSONResponse({})
 
-        async def no_files(_request):
-            return JSONResponse({"base_model": BASE, "files": {}})
+        async def model_files(_request):
+            return JSONResponse({"base_model": BASE, "files": self.files})
 
         return Starlette(
             routes=[
@@ -220,7 +224,7 @@ class Control:
                 Route("/v1/adapters/{lora_id:path}/ensure", guarded(ensure), methods=["POST"]),
                 Route("/agents/{w}/metadata", metadata),
                 Route("/agents/{w}/v1/events", events),
-                Route("/agents/{w}/v1/model/files", no_files),
+                Route("/agents/{w}/v1/model/files", model_files),
                 Route("/agents/{w}/v1/admin/load_lora", load, methods=["POST"]),
             ]
         )

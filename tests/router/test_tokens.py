@@ -1,6 +1,7 @@
 """Tokens of a prompt: where they come from, what is kept of them, and what a slow one costs the others."""
 
 import asyncio
+import json
 import threading
 import time
 from array import array
@@ -20,6 +21,7 @@ from lorafleet.tiny import make_model
 from router.metrics import Metrics
 from router.pieces import ChainCache, PieceCache
 from router.tokens import Tokenizers
+from tests.router.doubles import Control, Engine, fleet, until
 from tests.serving import serving
 
 BASE = "tiny-qwen"
@@ -136,7 +138,7 @@ SAID = st.lists(st.sampled_from([RULES, "<|im_end|>", "<|im_", "e", "\u0301", " 
 @given(bodies=st.lists(st.lists(SAID, min_size=1, max_size=4), min_size=2, max_size=6))
 def test_cached_ids_are_those_of_tokenizing_from_scratch(chat, bodies):
     tokenizers = Tokenizers(httpx.AsyncClient(), cache_bytes=40_000)
-    tokenizers._local[BASE] = chat
+    tokenizers.adopt(BASE, chat)
 
     async def check() -> None:
         for said in bodies:
@@ -240,7 +242,7 @@ def test_what_conversations_begin_with_that_then_part_is_hashed_twice_and_no_mor
 
 async def test_a_cache_of_no_bytes_keeps_nothing(client, chat):
     tokenizers = Tokenizers(client, cache_bytes=0)
-    tokenizers._local[BASE] = chat
+    tokenizers.adopt(BASE, chat)
     await tokenizers.ids(conversation(5), base_model=BASE, engine_url="")
     assert len(tokenizers._cache) == 0
     tokenizers.close()
@@ -299,6 +301,174 @@ async def test_a_configured_folder_of_another_model_is_refused_by_the_probes(cli
     tokenizers.close()
 
 
+# --- engines that come back, and others under the same name ----------------------------------------------------------
+
+LONG = {"prompt": RULES}
+
+
+def another(model) -> Worker:
+    """A worker whose tokenizer knows half of the merges."""
+    files = read_files(model)
+    file = json.loads(files["tokenizer.json"])
+    file["model"]["merges"] = file["model"]["merges"][: len(file["model"]["merges"]) // 2]
+    files["tokenizer.json"] = json.dumps(file)
+    return Worker(ChatTokenizer.from_files(files), files)
+
+
+async def learned(tokenizers, url, worker="w0", boot="1") -> None:
+    await tokenizers.learn(BASE, agent_url=url, engine_url=url, incarnation=(worker, boot))
+
+
+async def test_an_engine_agrees_for_the_boot_that_was_asked_and_for_no_other(client, worker):
+    tokenizers = Tokenizers(client)
+    async with serving(worker.app) as url:
+        await learned(tokenizers, url)
+        ids = await tokenizers.ids(LONG, base_model=BASE, engine_url="")
+        assert tokenizers.agrees(("w0", "1"), ids)
+        assert not tokenizers.agrees(("w0", "2"), ids)
+        assert not tokenizers.agrees(("w1", "1"), ids)
+        assert not tokenizers.has_asked(BASE, ("w0", "2"))
+        asked = worker.tokenize_asked
+        await learned(tokenizers, url, boot="2")
+        assert tokenizers.agrees(("w0", "2"), ids)
+        assert not tokenizers.agrees(("w0", "1"), ids)
+        assert asked < worker.tokenize_asked <= 2 * asked
+        await learned(tokenizers, url, boot="2")
+        assert worker.tokenize_asked <= 2 * asked
+        assert worker.files_asked == 1
+        tokenizers.forget("w0")
+        assert not tokenizers.agrees(("w0", "2"), ids)
+    tokenizers.close()
+
+
+async def test_ids_of_engines_or_clients_are_never_said_to_be_agreed_on(client, worker):
+    tokenizers = Tokenizers(client)
+    async with serving(worker.app) as url:
+        await learned(tokenizers, url)
+        for body in ({"prompt": [1, 2, 3]}, {"prompt": "x", "truncate_prompt_tokens": 3}):
+            assert not tokenizers.agrees(("w0", "1"), await tokenizers.ids(body, base_model=BASE, engine_url=url))
+    tokenizers.close()
+
+
+async def test_an_engine_whose_restarts_nobody_notices_never_agrees(client, worker):
+    tokenizers = Tokenizers(client)
+    async with serving(worker.app) as url:
+        await tokenizers.learn(BASE, agent_url=url, engine_url=url)
+        assert tokenizers.knows(BASE)
+        assert tokenizers.has_asked(BASE, None)
+        ids = await tokenizers.ids(LONG, base_model=BASE, engine_url=url)
+        assert (ids.source, tokenizers.agrees(("w0", "0.00"), ids)) == ("local", False)
+    tokenizers.close()
+
+
+async def test_an_engine_of_another_mind_changes_nothing_for_the_others_until_most_are_of_that_mind(
+    client, chat, model
+):
+    tokenizers = Tokenizers(client)
+    old, new = Worker(chat, read_files(model)), another(model)
+    async with serving(old.app) as old_url, serving(new.app) as new_url:
+        for worker in ("w0", "w1", "w2"):
+            await learned(tokenizers, old_url, worker)
+        before = await tokenizers.ids(LONG, base_model=BASE, engine_url="")
+        await learned(tokenizers, new_url, "w0", "2")
+        assert not tokenizers.agrees(("w0", "2"), before)
+        assert tokenizers.agrees(("w1", "1"), before)
+        assert (await tokenizers.ids(LONG, base_model=BASE, engine_url="")).made_by == before.made_by
+        assert new.files_asked == 0
+        await learned(tokenizers, new_url, "w1", "2")
+        after = await tokenizers.ids(LONG, base_model=BASE, engine_url="")
+        assert after.ids == array("I", new.chat.completion_ids(RULES)) != before.ids
+        assert tokenizers.agrees(("w1", "2"), after)
+        # What was made before goes to nobody who agreed on something else.
+        assert not tokenizers.agrees(("w1", "2"), before)
+        assert not tokenizers.agrees(("w2", "1"), after)
+        for worker, boot, url in (("w0", "2", new_url), ("w2", "1", old_url)):
+            assert not tokenizers.has_asked(BASE, (worker, boot))
+            await learned(tokenizers, url, worker, boot)
+        assert [tokenizers.agrees(who, after) for who in (("w0", "2"), ("w2", "1"))] == [True, False]
+        assert (await tokenizers.ids(LONG, base_model=BASE, engine_url="")).made_by == after.made_by
+    tokenizers.close()
+
+
+async def test_when_most_disagree_and_none_has_files_that_agree_the_engines_are_asked(client, worker):
+    now = [100.0]
+    tokenizers = Tokenizers(client, clock=lambda: now[0])
+    async with serving(worker.app) as url:
+        await learned(tokenizers, url)
+        worker.offset = 7
+        await learned(tokenizers, url, boot="2")
+        assert not tokenizers.knows(BASE)
+        assert (await tokenizers.ids(LONG, base_model=BASE, engine_url=url)).source == "remote"
+        asked = worker.tokenize_asked
+        await learned(tokenizers, url, boot="2")
+        assert worker.tokenize_asked == asked
+        worker.offset = 0
+        now[0] += 61
+        await learned(tokenizers, url, boot="2")
+        assert (await tokenizers.ids(LONG, base_model=BASE, engine_url=url)).source == "local"
+    tokenizers.close()
+
+
+async def test_when_the_last_that_agreed_is_gone_those_that_are_left_are_asked_for_their_files(client, chat, model):
+    tokenizers = Tokenizers(client)
+    old, new = Worker(chat, read_files(model)), another(model)
+    async with serving(old.app) as old_url, serving(new.app) as new_url:
+        await learned(tokenizers, old_url, "w0")
+        await learned(tokenizers, new_url, "w1")
+        assert tokenizers.has_asked(BASE, ("w1", "1"))
+        tokenizers.forget("w0")
+        assert not tokenizers.has_asked(BASE, ("w1", "1"))
+        await learned(tokenizers, new_url, "w1")
+        assert tokenizers.agrees(("w1", "1"), await tokenizers.ids(LONG, base_model=BASE, engine_url=""))
+    tokenizers.close()
+
+
+async def test_an_engine_that_cannot_be_asked_now_has_not_agreed_and_is_asked_again(client, worker):
+    now = [100.0]
+    tokenizers = Tokenizers(client, clock=lambda: now[0])
+    async with serving(worker.app) as url:
+        await learned(tokenizers, url)
+        ids = await tokenizers.ids(LONG, base_model=BASE, engine_url="")
+        with pytest.raises(httpx.HTTPError):
+            await tokenizers.learn(BASE, agent_url=url, engine_url="http://127.0.0.1:1", incarnation=("w1", "1"))
+        assert not tokenizers.agrees(("w1", "1"), ids)
+        now[0] += 6
+        await learned(tokenizers, url, "w1")
+        assert tokenizers.agrees(("w1", "1"), ids)
+    tokenizers.close()
+
+
+async def test_a_text_goes_as_ids_to_the_boot_that_agreed_and_as_it_came_to_one_that_has_not(chat, model):
+    def ids_of(body):
+        text, special = chat.prompt_text(body)
+        return chat.encode(text, add_special_tokens=special)
+
+    engine, control, body = Engine("w0", ids_of=ids_of), Control(files=read_files(model)), LONG | {"model": BASE}
+    async with fleet(engine, control=control, tokenizer="auto") as (client, _, parts):
+        await until(lambda: parts.tokenizers.knows(BASE))
+        await client.post("/v1/completions", json=body)
+        assert engine.bodies.pop()["prompt"] == chat.completion_ids(RULES)
+        # It comes back, and has answered no probe yet.
+        engine.ids_of = None
+        control.boot_id = "second"
+        control.tell()
+        await until(lambda: parts.discovery.fleet.replicas["w0"].engine_boot_id == "second")
+        await client.post("/v1/completions", json=body)
+        assert parts.tokenizers.knows(BASE)
+        assert engine.bodies.pop()["prompt"] == RULES
+        # With another model under the same name.
+        engine.ids_of = lambda body: [i + 7 for i in ids_of(body)]
+        control.boot_id = "second, again"
+        control.tell()
+        await until(lambda: not parts.tokenizers.knows(BASE))
+        engine.ids_of = ids_of
+        control.boot_id = "third"
+        control.tell()
+        await until(lambda: parts.tokenizers.has_asked(BASE, ("w0", "third")))
+        await client.post("/v1/completions", json=body)
+        assert engine.bodies.pop()["prompt"] == chat.completion_ids(RULES)
+
+
 # --- what cannot be tokenized here ---------------------------------------------------------------------------------
 
 
@@ -348,7 +518,7 @@ async def test_a_batch_of_one_is_tokenized_as_the_one_prompt_that_it_is(client, 
     assert (await tokens.ids(cut, base_model=BASE, engine_url="")).ids is None
     remote = Tokenizers(client, mode="remote", remote_timeout_s=5.0)
     async with serving(worker.app) as url:
-        assert await remote.ids({"prompt": [RULES]}, base_model=BASE, engine_url=url) == (expected, "remote", 0, 0)
+        assert await remote.ids({"prompt": [RULES]}, base_model=BASE, engine_url=url) == (expected, "remote", 0, 0, 0)
     remote.close()
 
 
@@ -378,7 +548,7 @@ class Gate:
 
 async def test_short_and_long_prompts_pass_very_long_ones_and_beyond_a_bound_those_go_without_tokens(client, chat):
     tokenizers, gate = Tokenizers(client, threads=2), Gate(chat)
-    tokenizers._local[BASE] = gate
+    tokenizers.adopt(BASE, gate)
     book, chapter = {"prompt": RULES * 40}, {"prompt": RULES * 5}
     try:
         books = [asyncio.create_task(tokenizers.ids(book, base_model=BASE, engine_url="")) for _ in range(80)]
