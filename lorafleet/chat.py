@@ -111,8 +111,13 @@ class ChatTokenizer:
         named_tokens: Mapping[str, str],
         cuts: Cuts | None = None,
         words: Words | None = None,
+        added_tokens: Sequence[str] = (),
     ) -> None:
-        """`templates` by name ("default", "tool_use"), `named_tokens` as templates see them ("eos_token")."""
+        """`templates` by name ("default", "tool_use"), `named_tokens` as templates see them ("eos_token").
+
+        added_tokens  every one that the model's files name, those that tokenizer.json lacks and an engine adds, too
+        """
+        self.added_tokens = tuple(added_tokens)
         self._tokenizer = tokenizer
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -131,14 +136,15 @@ class ChatTokenizer:
             raise Untokenizable("no tokenizer.json: only models with a fast tokenizer can be tokenized here")
         try:
             tokenizer = Tokenizer.from_str(files["tokenizer.json"])
-            cuts, words = Cuts.of(files["tokenizer.json"]), Words.of(files["tokenizer.json"])
+            cuts = Cuts.of(files["tokenizer.json"])
+            words = Words.of(files["tokenizer.json"], tokenizer.token_to_id)
         except msgspec.DecodeError:
             cuts = words = None  # in a shape that we do not know: it can be encoded, but not in pieces
         except Exception as exc:  # tokenizers raises bare Exception for every fault of the file
             raise Untokenizable(f"tokenizer.json: {exc}") from exc
         config = _parsed_object(files, "tokenizer_config.json")
         config.update(_parsed_object(files, "special_tokens_map.json"))
-        return cls(tokenizer, _templates(files, config), _named_tokens(config), cuts, words)
+        return cls(tokenizer, _templates(files, config), _named_tokens(config), cuts, words, _added_tokens(files))
 
     @classmethod
     def from_dir(cls, path: Path) -> "ChatTokenizer":
@@ -291,6 +297,25 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             tokens[name] = token
     return tokens
+
+
+def _added_tokens(files: Mapping[str, str]) -> list[str]:
+    """Every token that some file names, once each, in no order that matters.
+
+    source  Transformers 5.19 tokenization_utils_base.py: besides the named ones `extra_special_tokens` (a list, or by
+            name), `additional_special_tokens` before it, and `added_tokens_decoder` by id; each a text or an object
+    """
+    found: list[Any] = []
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        config = _parsed_object(files, name)
+        found += [token for key, token in config.items() if key.endswith("_token")]
+        for key in ("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"):
+            listed = config.get(key)
+            found += listed.values() if isinstance(listed, Mapping) else listed if isinstance(listed, list) else ()
+    listed = _parsed_object(files, "tokenizer.json").get("added_tokens")
+    found += listed if isinstance(listed, list) else ()
+    contents = [token.get("content") if isinstance(token, Mapping) else token for token in found]
+    return list(dict.fromkeys(content for content in contents if isinstance(content, str) and content))
 
 
 # --- what vLLM makes of the body ---------------------------------------------------------------------------------

@@ -75,13 +75,19 @@ class Words:
         self._whole = dict(self.added_ids)
 
     @classmethod
-    def of(cls, tokenizer_json: str) -> "Words | None":
-        """From the text of a tokenizer.json; None where words would not be exact. Raises msgspec.DecodeError."""
+    def of(cls, tokenizer_json: str, token_to_id: Callable[[str], int | None]) -> "Words | None":
+        """From the text of a tokenizer.json; None where words would not be exact. Raises msgspec.DecodeError.
+
+        token_to_id  what the library made of that text: it numbers added tokens anew where the file has holes, has one
+                     twice, or has another token under its number
+        """
         file = msgspec.json.decode(tokenizer_json, type=TokenizerFile)
         pattern = _split_by(file.pre_tokenizer)
         tokens = [token for token in file.added_tokens if token.content]
         is_plain = not any(token.normalized or token.single_word or token.lstrip or token.rstrip for token in tokens)
         if pattern is None or not is_plain or file.model.type != "BPE" or file.model.dropout:
+            return None
+        if any(token_to_id(token.content) != token.id for token in tokens):
             return None
         split = _for_ascii(pattern)
         if split is None or not _is_harmless(file.normalizer):

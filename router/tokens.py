@@ -67,6 +67,8 @@ _MAX_WAITING = 64
 # A worker whose files made no agreeing tokenizer, and an engine that was too slow, are left alone for so long.
 _RETRY_WORKER_S = 60.0
 _RETRY_ENGINE_S = 5.0
+# Of added tokens in one probe: a thousand or two tokens, where an engine has all of them and ours none.
+_PROBED_AT_ONCE = 256
 # Engines that are held against our tokenizer at a time: when a router starts, all of them are new to it.
 _MOST_ASKED = 4
 
@@ -459,7 +461,7 @@ class Tokenizers:
         raises  httpx.HTTPError when it cannot be asked now
         """
         agrees = None
-        for number, probe in enumerate(PROBES):
+        for number, probe in enumerate((*PROBES, *_added_token_probes(local.added_tokens))):
             theirs = await self._ask(probe, base_model, engine_url)
             if theirs is None:
                 continue
@@ -545,6 +547,12 @@ def _packed(ids: list[Any]) -> "array[int] | None":
         return array("I", ids)
     except (TypeError, OverflowError):
         return None
+
+
+def _added_token_probes(contents: Sequence[str]) -> list[dict[str, Any]]:
+    """Each added token in a prompt, where it must be one token, or none, to both."""
+    starts = range(0, len(contents), _PROBED_AT_ONCE)
+    return [{"prompt": " x ".join(contents[start : start + _PROBED_AT_ONCE])} for start in starts]
 
 
 def _encoded_or_none(local: ChatTokenizer, body: Mapping[str, Any]) -> "array[int] | None":

@@ -49,7 +49,7 @@ def built(name):
 
 
 TOKENIZERS = {name: built(name) for name in SPLITS}
-WORDS = {name: Words.of(tokenizer.to_str()) for name, tokenizer in TOKENIZERS.items()}
+WORDS = {name: Words.of(tokenizer.to_str(), tokenizer.token_to_id) for name, tokenizer in TOKENIZERS.items()}
 
 # What splits are about, and everything that ASCII has, \x1c to \x1f among it, which Python takes for spaces.
 ascii_texts = st.text(st.characters(max_codepoint=127), max_size=30)
@@ -96,7 +96,7 @@ def test_every_three_characters_of_ascii_that_matter_are_split_as_the_tokenizer_
 
 
 def test_what_stands_between_spaces_is_split_once_in_a_long_text():
-    words = Words.of(TOKENIZERS["qwen"].to_str())
+    words = Words.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
         return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
@@ -109,7 +109,7 @@ def test_what_stands_between_spaces_is_split_once_in_a_long_text():
 
 def test_short_texts_between_markers_are_split_once(monkeypatch):
     monkeypatch.setattr(words_module, "_MAX_WHOLE", 10)
-    words = Words.of(TOKENIZERS["qwen"].to_str())
+    words = Words.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
         return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
@@ -133,7 +133,7 @@ def test_what_is_not_plain_or_too_long_is_left_to_the_tokenizer(text):
 
 
 def test_of_many_new_words_some_are_learned_each_time_until_all_are_known():
-    words = Words.of(TOKENIZERS["qwen"].to_str())
+    words = Words.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
     learned = []
 
     def encode(word):
@@ -152,7 +152,7 @@ def test_of_many_new_words_some_are_learned_each_time_until_all_are_known():
 
 def test_the_table_is_bounded_in_words_and_in_their_length(monkeypatch):
     monkeypatch.setattr(words_module, "_MAX_WORDS", 50)
-    words = Words.of(TOKENIZERS["qwen"].to_str())
+    words = Words.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
         return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
@@ -167,7 +167,9 @@ def test_the_table_is_bounded_in_words_and_in_their_length(monkeypatch):
 
 
 def changed(**changes):
-    return json.dumps(json.loads(TOKENIZERS["qwen"].to_str()) | changes)
+    """What `Words.of` takes, of a tokenizer whose library numbers as its file does."""
+    file = json.loads(TOKENIZERS["qwen"].to_str()) | changes
+    return json.dumps(file), {token["content"]: token["id"] for token in file["added_tokens"]}.get
 
 
 def split(pattern, **changes):
@@ -199,8 +201,8 @@ TOKEN = {"id": 1, "content": "<x>", "single_word": False, "lstrip": False, "rstr
     ids=str,
 )
 def test_a_tokenizer_that_does_more_than_split_and_merge_has_no_table(changes):
-    assert Words.of(changed()) is not None
-    assert Words.of(changed(**changes)) is None
+    assert Words.of(*changed()) is not None
+    assert Words.of(*changed(**changes)) is None
 
 
 @pytest.mark.parametrize(
@@ -211,4 +213,22 @@ def test_a_tokenizer_that_does_more_than_split_and_merge_has_no_table(changes):
     ],
 )  # fmt: skip
 def test_an_expression_that_may_mean_something_else_here_has_no_table(pattern):
-    assert Words.of(changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [split(pattern), BYTES]})) is None
+    assert Words.of(*changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [split(pattern), BYTES]})) is None
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        [{"content": "<new>", "id": 5000}],
+        [{"content": "<new>", "id": 3}],
+        [{"content": "the", "id": 404}],
+        [{"content": "<new>", "id": 404}, {"content": "<new>", "id": 405}],
+    ],
+    ids=["behind a hole", "with the number of another", "a word already", "twice"],
+)
+def test_a_tokenizer_whose_library_numbers_otherwise_than_its_file_has_no_table(added):
+    file = json.loads(TOKENIZERS["qwen"].to_str())
+    file["added_tokens"] += [TOKEN | {"special": False} | token for token in added]
+    library = Tokenizer.from_str(json.dumps(file))
+    assert any(library.token_to_id(token["content"]) != token["id"] for token in added)
+    assert Words.of(json.dumps(file), library.token_to_id) is None

@@ -282,6 +282,39 @@ async def test_a_tokenizer_that_differs_from_the_engine_is_not_used(client, work
     tokenizers.close()
 
 
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("tokenizer_config.json", {"pad_token": "[PAD]"}),
+        ("tokenizer_config.json", {"pad_token": {"content": "[PAD]", "lstrip": False}}),
+        ("tokenizer_config.json", {"extra_special_tokens": ["[PAD]"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "[PAD]"}}),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<|im_end|>", "[PAD]"]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"4096": {"content": "[PAD]"}}}),
+        ("special_tokens_map.json", {"pad_token": "[PAD]"}),
+        ("tokenizer.json", None),
+    ],
+    ids=str,
+)
+async def test_a_token_that_the_engine_makes_of_a_name_in_its_files_and_we_do_not_is_found_out(
+    client, model, file, named
+):
+    files = read_files(model)
+    engine = json.loads(files["tokenizer.json"])
+    added = dict(engine["added_tokens"][-1], content="[PAD]", id=4096)
+    engine["added_tokens"].append(added)
+    files["tokenizer.json"] = json.dumps(engine)
+    worker = Worker(ChatTokenizer.from_files(files), files)
+    if named is not None:
+        worker.files = read_files(model)
+        worker.files[file] = json.dumps(json.loads(worker.files.get(file, "{}")) | named)
+    tokenizers = Tokenizers(client)
+    async with serving(worker.app) as url:
+        await learned(tokenizers, url)
+    assert tokenizers.knows(BASE) == (named is None)
+    tokenizers.close()
+
+
 async def test_a_configured_folder_is_read_instead_of_asking_an_agent(client, worker, model):
     worker.files = {}
     tokenizers = Tokenizers(client, paths={BASE: model})
