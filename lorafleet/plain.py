@@ -2,7 +2,7 @@
 
 Nobody reads the files behind such an engine's adapters. So their digest is not known, and what tells one from another
 is the engine's own name for it: reports carry `digest` empty, and the engine counts as another boot when a name gets
-another path, because its cached blocks are then no longer those of that name.
+another path, because its cached blocks are then no longer those of that name. Its start stays the same: see `start_of`.
 """
 
 import json
@@ -163,6 +163,11 @@ def engines_by_id(named: Iterable[str]) -> dict[str, str]:
             raise ValueError(f"engines: {id_!r} is named twice; give one of them another id, as id={url}")
         found[id_] = url.rstrip("/")
     return found
+
+
+def start_of(engine_boot_id: str) -> str:
+    """What such an engine's boot ids have in common, from one start of its process to the next."""
+    return engine_boot_id.partition("+")[0]
 
 
 def tells_start(engine_boot_id: str) -> bool:

@@ -14,6 +14,7 @@ from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.ledger import TRAITS
 from lorafleet.kv.subscribe import Hub
 from lorafleet.loops import forever
+from lorafleet.plain import start_of
 from router.core.dispatch import Match
 from router.core.estimate import Estimate, Guess
 from router.core.index import KvIndex, WorkerId
@@ -56,7 +57,7 @@ class Feeds:
     _running: dict[WorkerId, Feed] = field(default_factory=dict)
     _estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
     _estimated: dict[WorkerId, _Estimated] = field(default_factory=dict)
-    _loaded_at: dict[WorkerId, Mapping[str, str | None]] = field(default_factory=dict)
+    _loaded: dict[WorkerId, Mapping[str, str | None]] = field(default_factory=dict)
     _rank_of: dict[WorkerId, tuple[WorkerId, int]] = field(default_factory=dict)
     _hub: Hub | None = None
     _keeping: asyncio.Task[None] | None = None
@@ -89,6 +90,9 @@ class Feeds:
         if not transport.kv_events and not transport.kv_ledger:
             self._estimate(worker, base_model, block_size, metadata)
             return
+        # A name with another path under it is no other source: the same events would be read from the start again.
+        is_plain = not metadata.agent_url
+        boot_id = start_of(metadata.engine_boot_id) if is_plain else metadata.engine_boot_id
         self.follow(
             Source(
                 worker=worker,
@@ -98,13 +102,13 @@ class Feeds:
                 replay=transport.kv_replay,
                 topic=transport.kv_topic,
                 dialect=transport.dialect,
-                engine_boot_id=metadata.engine_boot_id,
+                engine_boot_id=boot_id,
                 agent_url=metadata.agent_url.rstrip("/"),
                 ledger=transport.kv_ledger,
                 total_blocks=metadata.model.runtime_config.total_kv_blocks,
             )
         )
-        if TRAITS.get(transport.dialect, TRAITS["vllm"]).forgets_on_load:
+        if is_plain or TRAITS.get(transport.dialect, TRAITS["vllm"]).forgets_on_load:
             self._forget_reloaded(worker, metadata)
 
     def follow(self, source: Source) -> None:
@@ -153,7 +157,7 @@ class Feeds:
         estimated = self._estimated.pop(worker, None)
         if estimated is not None:
             estimated.by.forget(worker)
-        self._loaded_at.pop(worker, None)
+        self._loaded.pop(worker, None)
         if feed is not None:
             ending = feed.stop()
             if ending is not None:
@@ -229,11 +233,14 @@ class Feeds:
             self._keeping = asyncio.create_task(self._keep())
 
     def _forget_reloaded(self, worker: WorkerId, metadata: Metadata) -> None:
-        now = {lora.engine_name: lora.loaded_at for lora in metadata.lora.loaded_loras}
-        before = self._loaded_at.get(worker, {})
-        self._loaded_at[worker] = now
-        for name, loaded_at in now.items():
-            if name in before and before[name] != loaded_at:
+        """Drop the blocks of adapters that were loaded again, perhaps from elsewhere."""
+        # Of an engine without an agent only the path is known.
+        now = {lora.engine_name: lora.loaded_at or lora.path for lora in metadata.lora.loaded_loras}
+        before = self._loaded.get(worker, {})
+        # With those that are not loaded now: they may come back, and their blocks are still held.
+        self._loaded[worker] = {**before, **now}
+        for name, loaded in now.items():
+            if before.get(name, loaded) != loaded:
                 self._running[worker].forget_adapter(name)
 
     def _by_worker(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> Match:

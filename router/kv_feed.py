@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
@@ -117,6 +117,9 @@ class _EngineRank:
         self._decode = Decoder().decode
         self._at = 0.0
         traits = TRAITS.get(source.dialect, TRAITS["vllm"])
+        if not source.agent_url:
+            # Whose name may get other weights: with an agent it carries their digest.
+            traits = replace(traits, forgets_on_load=True)
         most_blocks = KEPT_TIMES * source.total_blocks
         self.ledger = Ledger(source.base_model, source.block_size, self._into, traits, most_blocks=most_blocks)
 

@@ -487,10 +487,11 @@ async def test_a_snapshot_of_16000_blocks_is_in_the_index_in_well_under_a_second
 # --- what the metadata says ------------------------------------------------------------------------------------------
 
 
-def metadata(transport, *, boot="boot", loaded=()):
+def metadata(transport, *, boot="boot", loaded=(), agent_url=""):
     shape = RuntimeConfig(block_size=2, total_kv_blocks=9, max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
     return Metadata(
         instance_id="w0",
+        agent_url=agent_url,
         model=ModelCard(name="m", base_model="m", runtime_config=shape),
         transport=transport,
         lora=LoraInfo(loaded_loras=tuple(loaded)),
@@ -534,11 +535,49 @@ async def test_an_adapter_that_was_loaded_afresh_has_no_blocks_where_loads_start
             lora = LoadedLora(
                 lora_id="sql", digest="", engine_name="sql@1", state="ready", location="device", loaded_at=loaded_at
             )
-            feeds.hear("w0", "m", 2, metadata(transport, loaded=[lora]))
+            loaded = [lora] if loaded_at else []
+            feeds.hear("w0", "m", 2, metadata(transport, loaded=loaded, agent_url="http://an.older.agent"))
+
+        def held():
+            return len(feeds.index("m", 2).match(ours([1, 2], name="sql@1")))
 
         hear("1")
-        await until(lambda: len(feeds.index("m", 2).match(ours([1, 2], name="sql@1"))) == 1)
-        hear("1")
-        assert len(feeds.index("m", 2).match(ours([1, 2], name="sql@1"))) == 1
+        await until(lambda: held() == 1)
+        for loaded_at in ("1", "", "1", ""):
+            hear(loaded_at)
+            assert held() == 1
         hear("2")
-        assert len(feeds.index("m", 2).match(ours([1, 2], name="sql@1"))) == left
+        assert held() == left
+
+
+async def test_a_name_with_another_path_under_it_at_an_engine_without_an_agent_has_none_of_the_former_ones_blocks():
+    engine = KvEngine()
+    before = [stored([n + 1], [2 * n, 2 * n + 1], n or None, lora_name="sql") for n in range(3)]
+    engine.batches.append(msgspec.msgpack.encode([0.0, [*before, stored([9], [1, 2])], None]))
+    async with following(engine, follow=False, tail_poll_s=0.05) as (feeds, trust):
+        transport = Transport(
+            engine_url="", kv_events=(engine.events,), kv_replay=(engine.replay,), kv_topic=engine.topic.decode()
+        )
+
+        def hear(path, boot):
+            lora = LoadedLora(lora_id="sql", digest="", engine_name="sql", state="ready", location="device", path=path)
+            feeds.hear("w0", "m", 2, metadata(transport, loaded=[lora] if path else [], boot=boot))
+
+        def held():
+            return feeds.index("m", 2).match(ours(range(8), name="sql")).get("w0", 0)
+
+        hear("/v1", "100.00")
+        await until(lambda: held() == 3)
+        hear("", "100.00")
+        hear("/v1", "100.00")
+        assert held() == 3
+        trust.lost("w0")
+        hear("/v2", "100.00+1")
+        assert held() == 0
+        # What it says from now on is of the new one; nothing is read a second time.
+        await engine.publish(stored([21], [0, 1], lora_name="sql"))
+        await until(lambda: held() == 1)
+        assert depth(feeds, [1, 2]) == 1
+        assert trust.state("w0") == "degraded"
+        hear("/v2", "200.00")
+        assert held() == 0
