@@ -94,9 +94,10 @@ class KvEngine:
 class KvAgent:
     """The part of an agent that serves its engine's ledger."""
 
-    def __init__(self, *engines, boot="boot", **more):
+    def __init__(self, *engines, boot="boot", dialect="vllm", **more):
         self.engines = engines
         self.boot = boot
+        self.dialect = dialect
         self.more = more
         self.metrics = Metrics()
         self.ledgers: KvLedgers | None = None
@@ -110,6 +111,7 @@ class KvAgent:
     def transport(self):
         return Transport(
             engine_url="",
+            dialect=self.dialect,
             kv_events=tuple(engine.events for engine in self.engines),
             kv_replay=tuple(engine.replay for engine in self.engines),
             kv_topic=self.engines[0].topic.decode(),

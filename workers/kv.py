@@ -90,6 +90,7 @@ class KvLedgers:
         """An adapter was loaded afresh; matters for engines whose loads start with an empty cache."""
         for rank in self.ranks:
             rank.ledger.forget_adapter(engine_name)
+            rank.drained()
 
     async def snapshot(self) -> bytes:
         """A KvSnapshot. Until the engine's past has been read there is none; raises EngineError `not_ready`."""

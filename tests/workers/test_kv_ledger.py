@@ -155,6 +155,20 @@ async def test_a_loss_is_told_and_stays_told():
         assert device(later) == {*ours([1, 2]), *ours([5, 6])}
 
 
+async def test_that_an_adapters_blocks_are_forgotten_is_told_at_once():
+    engine = KvEngine()
+    engine.batches.append(msgspec.msgpack.encode([0.0, [stored([1], [1, 2], lora_name="sql@1")], None]))
+    async with serving_ledger(engine, dialect="sglang") as (client, agent):
+        taken = await snapshot(client)
+        assert device(taken) == set(ours([1, 2], name="sql@1"))
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
+            await anext(told)
+            agent.ledgers.forget_adapter("sql@1")
+            frame = await anext(told)
+            assert frame.seq == taken.seq + 1
+            assert set(unpack_hashes(frame.changes[0].dropped)) == set(ours([1, 2], name="sql@1"))
+
+
 async def test_ranks_and_tiers_are_told_apart():
     engines = KvEngine("kv"), KvEngine("kv")
     batch = [stored([1], [1, 2]), stored([1], [], block_size=0, medium="CPU"), removed(1)]
