@@ -132,8 +132,11 @@ class _EngineRank:
             batch = self._decode(payload)
         except UndecodableBatch:
             self.ledger.rejected["undecodable"] += 1
+            self._doubt()
             return
         self.ledger.apply(batch)
+        if batch.has_lost_removal:
+            self._doubt()
         self._at = batch.ts
 
     def drained(self) -> None:
@@ -148,11 +151,14 @@ class _EngineRank:
 
     def lost(self, first: int, last: int) -> None:  # noqa: ARG002  (the follower logs them)
         self._feed.metrics.kv_gaps.labels(self._feed.source.worker, "lost").inc()
-        self.ledger.expect_repeats(True)
-        self._feed.lost()
+        self._doubt()
 
     def malformed(self) -> None:
         self.ledger.rejected["frames"] += 1
+
+    def _doubt(self) -> None:
+        self.ledger.expect_repeats(True)
+        self._feed.lost()
 
     def count(self) -> None:
         """Add to the counters what the ledger counted since the last call."""

@@ -218,8 +218,11 @@ class _Rank:
             batch = self._decode(payload)
         except UndecodableBatch:
             self.ledger.rejected["undecodable"] += 1
+            self._unread("a batch of events")
             return
         self.ledger.apply(batch)
+        if batch.has_lost_removal:
+            self._unread("a removal")
         self._ledgers.heard(batch.ts)
 
     def drained(self) -> None:
@@ -235,6 +238,12 @@ class _Rank:
 
     def lost(self, first: int, last: int) -> None:
         log.warning("the KV ledger is not whole any more", rank=self.number, first=first, last=last)
+        self._ledgers.lost()
+
+    def _unread(self, what: str) -> None:
+        # Once is enough: an engine whose events we cannot read sends one a step.
+        if self._ledgers.is_whole:
+            log.warning("the KV ledger is not whole any more: unreadable", rank=self.number, what=what)
         self._ledgers.lost()
 
     def malformed(self) -> None:

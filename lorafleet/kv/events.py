@@ -51,16 +51,20 @@ Event: TypeAlias = Stored | Removed | Cleared
 
 
 class Batch(Struct, gc=False):
-    """What one engine step did, in order. `rejected` counts by reason the events that could not be read."""
+    """What one engine step did, in order. `rejected` counts by reason the events that could not be read.
+
+    has_lost_removal  one of those took blocks away, and nobody knows which
+    """
 
     ts: float
     events: list[Event]
     rank: int | None = None
     rejected: Counter[str] | None = None
+    has_lost_removal: bool = False
 
 
 class UndecodableBatch(Exception):
-    """The payload is no batch of events at all."""
+    """The payload is no batch of events at all. What it was to take away is lost."""
 
 
 # msgspec tells the members of a union apart by their tag, but not maps from arrays: a second set, derived so that the
@@ -124,15 +128,19 @@ class Decoder:
             raise UndecodableBatch(str(exc)) from exc
         events: list[Event] = []
         rejected: Counter[str] = Counter()
+        has_lost_removal = False
         for raw in batch.events:
             read = _read(raw)
             if isinstance(read, str):
                 rejected[read] += 1
+                has_lost_removal = has_lost_removal or _kind(raw) in _REMOVALS
             else:
                 events.append(read)
-        return Batch(batch.ts, events, batch.rank if isinstance(batch.rank, int) else None, rejected)
+        rank = batch.rank if isinstance(batch.rank, int) else None
+        return Batch(batch.ts, events, rank, rejected, has_lost_removal)
 
 
+_REMOVALS = frozenset({"BlockRemoved", "AllBlocksCleared"})
 _MAPS: dict[str, Any] = {"BlockStored": Stored, "BlockRemoved": Removed, "AllBlocksCleared": Cleared}
 _ARRAYS: dict[str, Any] = {
     "BlockStored": _StoredArray,
@@ -143,16 +151,24 @@ _ARRAYS: dict[str, Any] = {
 
 def _read(raw: Any) -> Event | str:
     """One event of a batch that has something odd in it, or why it is not taken."""
-    if isinstance(raw, dict):
-        kind, kinds = raw.get("type"), _MAPS
-    elif isinstance(raw, list) and raw:
-        kind, kinds = raw[0], _ARRAYS
-    else:
+    kind = _kind(raw)
+    if kind is None:
         return "shape"
-    if not isinstance(kind, str) or kind not in kinds:
+    if kind not in _MAPS:
         return "unknown_type"
     try:
-        event: Event = msgspec.convert(raw, kinds[kind])
+        event: Event = msgspec.convert(raw, (_MAPS if isinstance(raw, dict) else _ARRAYS)[kind])
     except msgspec.ValidationError:
         return "shape"
     return event
+
+
+def _kind(raw: Any) -> str | None:
+    """What an event calls itself, "" where that is no text; None for what has not the shape of an event."""
+    if isinstance(raw, dict):
+        kind = raw.get("type")
+    elif isinstance(raw, list) and raw:
+        kind = raw[0]
+    else:
+        return None
+    return kind if isinstance(kind, str) else ""

@@ -159,13 +159,46 @@ async def test_an_engine_that_started_again_starts_its_worker_afresh():
         assert feeds.index("m", 2).workers() == {}
 
 
-async def test_undecodable_batches_are_counted_and_passed_over():
+async def test_undecodable_batches_are_counted_and_passed_over_and_may_have_held_removals():
     engine = KvEngine()
     engine.batches += [b"\xc1", msgspec.msgpack.encode([0.0, chain(2), None])]
-    async with following(engine) as (feeds, _trust):
+    async with following(engine) as (feeds, trust):
         assert depth(feeds, range(4)) == 2
+        assert trust.state("w0") == "degraded"
         feeds.keep()
         assert value(feeds.metrics.kv_rejected, "w0", "undecodable") == 1
+        assert value(feeds.metrics.kv_degraded, "w0") == 1
+
+
+UNREADABLE = {
+    "a removal": (removed(1) | {"block_hashes": "1"}, "degraded"),
+    "a removal from nowhere": (removed(1) | {"medium": 7}, "degraded"),
+    "a removal as an array": (["BlockRemoved", 1, "GPU"], "degraded"),
+    "a store": (stored([1], [0, 1]) | {"block_hashes": 1}, "exact"),
+    "another kind": ({"type": "BlockMoved", "block_hashes": [1]}, "exact"),
+    "no event": (7, "exact"),
+}
+
+
+@pytest.mark.parametrize(("event", "state"), UNREADABLE.values(), ids=UNREADABLE)
+async def test_a_removal_that_cannot_be_read_is_a_loss_and_what_takes_nothing_away_is_none(event, state):
+    engine = KvEngine()
+    batches = [chain(2), [event, stored([3], [4, 5], 2)]]
+    engine.batches += [msgspec.msgpack.encode([0.0, events, None]) for events in batches]
+    async with following(engine) as (feeds, trust):
+        assert trust.state("w0") == state
+        assert depth(feeds, range(6)) == 3
+
+
+async def test_a_flood_of_garbage_stops_nothing_and_once_it_is_over_agreements_heal():
+    engine = KvEngine()
+    engine.batches += [b"\xc1" * (n % 9) for n in range(2000)]
+    engine.batches.append(msgspec.msgpack.encode([0.0, chain(2), None]))
+    async with following(engine) as (feeds, trust):
+        assert depth(feeds, range(4)) == 2
+        for now in range(30):
+            trust.compared("w0", 100, 100, 100, float(now))
+        assert trust.state("w0") == "exact"
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------------

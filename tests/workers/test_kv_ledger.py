@@ -155,6 +155,20 @@ async def test_a_loss_is_told_and_stays_told():
         assert device(later) == {*ours([1, 2]), *ours([5, 6])}
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [b"\xc1", msgspec.msgpack.encode([0.0, [removed(1) | {"medium": 7}], None])],
+    ids=["no batch", "a removal"],
+)
+async def test_what_may_have_been_a_removal_and_cannot_be_read_is_a_loss(payload):
+    engine = KvEngine()
+    engine.batches += [msgspec.msgpack.encode([0.0, [stored([1], [1, 2])], None]), payload]
+    async with serving_ledger(engine) as (client, _):
+        taken = await snapshot(client)
+        assert not taken.is_whole
+        assert device(taken) == set(ours([1, 2]))
+
+
 async def test_that_an_adapters_blocks_are_forgotten_is_told_at_once():
     engine = KvEngine()
     engine.batches.append(msgspec.msgpack.encode([0.0, [stored([1], [1, 2], lora_name="sql@1")], None]))
