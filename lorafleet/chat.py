@@ -86,10 +86,18 @@ _PART_FIELDS: Final = frozenset(
         "video_url",
     ]
 )
+_FUNCTION_FIELDS: Final[Mapping[str, type]] = {"description": str, "parameters": dict, "strict": bool}
 _BILLING_HEADER: Final = "x-anthropic-billing-header"  # vLLM drops this line: it changes with every request
 _CONTINUE_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 Message = dict[str, Any]
+
+
+class AsMade(dict[str, Any]):
+    """The function of a tool call that vLLM itself makes of a request: its keys stay in their order.
+
+    source  vLLM 0.32 entrypoints/openai/responses/utils.py: such messages go to the template without being read again
+    """
 
 
 class Untokenizable(ValueError):
@@ -436,12 +444,12 @@ def _message(message: Any, *, as_parts: bool) -> Message:
             read["reasoning"] = read["reasoning_content"] = reasoning
     elif role == "tool" and "tool_call_id" in message:
         read["tool_call_id"] = message["tool_call_id"]
-    if len(message) > len(read):
+    if "name" in message or "task" in message:
         for key in ("name", "task"):
             if isinstance(message.get(key), str):
                 read[key] = message[key]
     if role == "developer":
-        read["tools"] = message.get("tools")
+        read["tools"] = _developer_tools(message.get("tools"))
     return read
 
 
@@ -458,8 +466,11 @@ def _content(role: str, content: Any, *, as_parts: bool) -> str | list[Message]:
     parts = [read for part in content if (read := _part(part)) is not None]
     if role == "system":
         parts = _without_billing_header(parts)
-    if not as_parts or (role == "tool" and all(part["type"] == "text" for part in parts)):
-        return "\n".join(part["text"] if part["type"] == "text" else part["name"] for part in parts)
+    if not as_parts:
+        # As vLLM: an empty text is no part of a text, and one of the parts where those are kept.
+        return "\n".join([said for part in parts if (said := part["text" if part["type"] == "text" else "name"])])
+    if role == "tool" and all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
     return parts
 
 
@@ -501,9 +512,34 @@ def _tool_calls(calls: Any) -> list[Message]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or call.get("type", "function") != "function":
             raise Untokenizable("each tool call must be an object of type function with a function")
-        known = _in_order(function, ("arguments", "name")) | {"arguments": _arguments(function.get("arguments"))}
+        order = () if isinstance(function, AsMade) else ("arguments", "name")
+        known = _in_order(function, order) | {"arguments": _arguments(function.get("arguments"))}
         read.append(_in_order(call, ("id", "function", "type")) | {"function": known})
     return read
+
+
+def _developer_tools(tools: Any) -> Any:
+    """In the order of the types that a message is read by, which are not those of a request's own tools.
+
+    Any that is not quite of those types is read by others, and left to the engine.
+
+    source  vLLM 0.32 renderers/chat_utils.py CustomChatCompletionMessageParam; openai 2 FunctionDefinition
+    """
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise Untokenizable("a developer's tools must be a list")
+    return [_developer_tool(tool) for tool in tools]
+
+
+def _developer_tool(tool: Any) -> Message:
+    match tool:
+        case {"type": "function", "function": {"name": str(), **rest} as function} if all(
+            isinstance(rest[key], kinds) for key, kinds in _FUNCTION_FIELDS.items() if key in rest
+        ):
+            known = _in_order(function, ("name", *_FUNCTION_FIELDS))
+            return _in_order(tool, ("function", "type")) | {"function": known}
+    raise Untokenizable("each tool of a developer must be of type function, with a function that has a name")
 
 
 def _arguments(arguments: Any) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from lorafleet.chat import AsMade
 from router.surface.routes import PromptKind
 
 Body = Mapping[str, Any]
@@ -130,7 +131,7 @@ def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
 def _add_call(messages: list[Message], before: Message | None, item: Mapping[str, Any]) -> None:
     if item.get("namespace"):
         raise _Unknown
-    function = {"name": _text(item["name"]), "arguments": _text(item["arguments"])}
+    function = AsMade(name=_text(item["name"]), arguments=_text(item["arguments"]))
     call = {"id": _text(item["call_id"]), "function": function, "type": "function"}
     if before is None:
         messages.append({"role": "assistant", "tool_calls": [call]})

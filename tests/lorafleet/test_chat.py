@@ -57,6 +57,75 @@ def test_text_parts_are_joined_by_newlines(chat):
     assert "<|im_start|>user\none\ntwo<|im_end|>" in chat.render({"messages": [{"role": "user", "content": parts}]})
 
 
+TEXTS = [{"type": "text", "text": text} for text in ("", "one", "", "two", "")]
+AS_TEXT = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+AS_PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }};{% else %}"
+    "{% for part in m.content %}[{{ part.text }}]{% endfor %};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "expected"),
+    [
+        (AS_TEXT, "user", "user:one\ntwo;"),
+        (AS_TEXT, "tool", "tool:one\ntwo;"),
+        (AS_PARTS, "user", "user:[][one][][two][];"),
+        (AS_PARTS, "tool", "tool:\none\n\ntwo\n;"),
+    ],
+)
+def test_an_empty_text_is_no_part_of_a_text_and_one_of_parts(model, template, role, expected):
+    message = {"role": role, "tool_call_id": "1", "content": TEXTS}
+    assert with_template(model, template).render({"messages": [message]}) == expected
+
+
+CALL = {"id": "1", "type": "function", "function": {"arguments": "{}", "name": "f"}}
+
+
+@pytest.mark.parametrize("key", ["name", "task"])
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": "x", "reasoning": "r"}, HI[0]],
+    ids=["calls without content", "reasoning", "plain"],
+)
+def test_a_name_reaches_the_template_whatever_else_a_message_has(model, key, message):
+    chat = with_template(model, "{% for m in messages %}{{ m.content }}{{ m." + key + " }}{% endfor %}")
+    assert chat.render({"messages": [message | {key: "Ann"}]}).endswith("Ann")
+
+
+DEVELOPER = (
+    "{% for m in messages %}{% if m.role == 'developer' %}{{ m.content }}{{ m.tools | tojson }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_developers_tools_are_shown_in_the_order_of_their_type(model):
+    function = {"z": 1, "strict": True, "parameters": {"b": 1, "a": 2}, "description": "d", "name": "f"}
+    message = {"role": "developer", "content": "", "tools": [{"q": 2, "type": "function", "function": function}]}
+    assert with_template(model, DEVELOPER).render({"messages": [message]}) == (
+        '[{"function": {"name": "f", "description": "d", "parameters": {"b": 1, "a": 2}, "strict": true, "z": 1}, '
+        '"type": "function", "q": 2}]'
+    )
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        "no",
+        [1],
+        [{"type": "function"}],
+        [{"function": {"name": "f"}}],
+        [{"type": "other", "function": {"name": "f"}}],
+        [{"type": "function", "function": {"description": "no name"}}],
+        [{"type": "function", "function": {"name": "f", "strict": "no"}}],
+        [{"type": "function", "function": {"name": "f", "parameters": None}}],
+    ],
+    ids=str,
+)
+def test_a_developers_tools_that_are_read_by_another_type_are_for_the_engine_to_show(model, tools):
+    with pytest.raises(Untokenizable, match="developer"):
+        with_template(model, DEVELOPER).render({"messages": [{"role": "developer", "content": "x", "tools": tools}]})
+
+
 def test_a_developer_message_becomes_part_of_the_one_system_message(chat):
     body = {"messages": [{"role": "system", "content": "A"}, *HI, {"role": "developer", "content": "B"}]}
     assert chat.render(body).startswith("<|im_start|>system\nA\n\nB<|im_end|>\n<|im_start|>user\nHi")

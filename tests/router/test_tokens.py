@@ -544,6 +544,26 @@ async def test_ids_in_the_request_are_taken_as_they_are_or_not_at_all(client, pr
     tokenizers.close()
 
 
+async def test_a_response_shows_its_calls_with_their_keys_as_vllm_has_made_them_and_a_chat_as_it_has_read_them(
+    client, model
+):
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    )
+    chat = ChatTokenizer.from_files(read_files(model) | {"chat_template.jinja": template})
+    tokenizers = Tokenizers(client)
+    tokenizers.adopt(BASE, chat)
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    response = {"input": [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "1", **call}]}
+    said = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+    shown = [
+        chat.decode((await tokenizers.ids(body, base_model=BASE, engine_url="", kind=kind)).ids)
+        for kind, body in (("responses", response), ("chat", {"messages": [said]}))
+    ]
+    assert shown == ['{"name": "f", "arguments": {"a": 1}}', '{"arguments": {"a": 1}, "name": "f"}']
+    tokenizers.close()
+
+
 async def test_a_batch_of_one_is_tokenized_as_the_one_prompt_that_it_is(client, tokens, worker, chat):
     expected = array("I", chat.completion_ids(RULES))
     assert (await tokens.ids({"prompt": [RULES]}, base_model=BASE, engine_url="")).ids == expected
