@@ -333,7 +333,7 @@ class Tokenizers:
             if len(given) == 1 and isinstance(given[0], str | list):
                 (given,) = given  # a batch of one, as some clients write every prompt
             if isinstance(given, list):
-                return _given(given)
+                return _given(given) if body.get("truncate_prompt_tokens") is None else NO_TOKENS
             body = {**body, "prompt": given}
         if self._mode == "off":
             return NO_TOKENS

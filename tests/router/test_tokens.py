@@ -544,6 +544,15 @@ async def test_ids_in_the_request_are_taken_as_they_are_or_not_at_all(client, pr
     tokenizers.close()
 
 
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]], ids=str)
+@pytest.mark.parametrize(("most", "ids"), [(2, None), (-1, None), (None, array("I", [1, 2, 3]))])
+async def test_ids_that_the_engine_will_cut_are_not_those_of_the_prompt(client, prompt, most, ids):
+    tokenizers = Tokenizers(client)
+    body = {"prompt": prompt, "truncate_prompt_tokens": most}
+    assert (await tokenizers.ids(body, base_model=BASE, engine_url="", kind="completion")).ids == ids
+    tokenizers.close()
+
+
 async def test_a_response_shows_its_calls_with_their_keys_as_vllm_has_made_them_and_a_chat_as_it_has_read_them(
     client, model
 ):
