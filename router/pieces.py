@@ -19,7 +19,7 @@ _SHORTEST_BLOCKS = 64
 
 
 class PieceCache:
-    """(base model, piece of text) -> its ids; the least recently used go first. The event loop is its only user.
+    """(name of a tokenizer, piece of text) -> its ids; the least recently used go first. Only the event loop uses it.
 
     A piece is held as text, not as a digest: equal text is the only thing that surely has equal ids. A short one is
     held from the second time on.
@@ -35,22 +35,22 @@ class PieceCache:
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, base_model: str, piece: str) -> "array[int] | None":
+    def get(self, tokenizer: str, piece: str) -> "array[int] | None":
         """The ids, to be read only; None when they are not held."""
-        key = (base_model, piece)
+        key = (tokenizer, piece)
         ids = self._held.get(key)
         if ids is not None:
             self._held.move_to_end(key)
         return ids
 
-    def put(self, base_model: str, piece: str, ids: "array[int]") -> None:
+    def put(self, tokenizer: str, piece: str, ids: "array[int]") -> None:
         """Hold `ids`, in place of older pieces if need be; a piece larger than a quarter of the whole is not held."""
         if len(piece) < _HELD_AT_ONCE_CHARS and not self._was_seen(piece):
             return
         size_bytes = _size_bytes(piece, ids)
-        if size_bytes > self.max_bytes // 4 or (base_model, piece) in self._held:
+        if size_bytes > self.max_bytes // 4 or (tokenizer, piece) in self._held:
             return
-        self._held[base_model, piece] = ids
+        self._held[tokenizer, piece] = ids
         self.size_bytes += size_bytes
         while self.size_bytes > self.max_bytes:
             (_, oldest), dropped = self._held.popitem(last=False)

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lorafleet.plain import PlainEngine, engines_by_id
+from lorafleet.plain import PlainEngine, engines_by_id, start_of, tells_start
 from lorafleet.settings import load as load_settings
 from lorafleet.tiny import make_adapters, make_model
 from orchestrator.wire import CatalogWorker
@@ -300,8 +300,19 @@ async def test_a_name_with_another_path_is_another_boot_so_that_its_blocks_are_f
     said.paths = {"sql": "/adapters/b"}
     moved = (await engine.report()).engine_boot_id
     assert moved != first
+    assert start_of(moved) == start_of(first) == first
     said.started_at = 200.0
     assert (await engine.report()).engine_boot_id not in {first, moved}
+
+
+async def test_an_engine_that_does_not_say_when_it_started_may_have_started_again() -> None:
+    said = Said()
+    engine = boots(said)
+    assert tells_start((await engine.report()).engine_boot_id)
+    said.started_at = 0.0
+    assert not tells_start((await engine.report()).engine_boot_id)
+    said.paths = {"sql": "/adapters/b"}
+    assert not tells_start((await engine.report()).engine_boot_id)
 
 
 async def test_a_digest_that_nobody_has_read_is_left_empty_and_slots_are_as_the_engine_tells() -> None:

@@ -48,6 +48,7 @@ class Worker:
         self.files_asked = 0
         self.tokenize_asked = 0
         self.agent_status = 200
+        self.tokenize_status = 200
         self.offset = 0  # added to each id: another tokenizer than its files make
         self.answers = asyncio.Event()
         self.answers.set()
@@ -64,9 +65,15 @@ class Worker:
             body = await request.json()
             text, special = self.chat.prompt_text(body)
             ids = self.chat.encode(text, add_special_tokens=special)
-            return JSONResponse({"tokens": [i + self.offset for i in ids]})
+            return JSONResponse({"tokens": [i + self.offset for i in ids]}, self.tokenize_status)
 
-        return Starlette(routes=[Route("/v1/model/files", model_files), Route("/tokenize", tokenize, methods=["POST"])])
+        return Starlette(
+            routes=[
+                Route("/v1/model/files", model_files),
+                Route("/tokenize", tokenize, methods=["POST"]),
+                Route("/{as_another:int}/tokenize", tokenize, methods=["POST"]),
+            ]
+        )
 
 
 @pytest.fixture
@@ -468,6 +475,40 @@ async def test_an_engine_that_cannot_be_asked_now_has_not_agreed_and_is_asked_ag
         now[0] += 6
         await learned(tokenizers, url, "w1")
         assert tokenizers.agrees(("w1", "1"), ids)
+    tokenizers.close()
+
+
+async def test_an_engine_that_answers_no_probe_has_not_agreed_and_has_no_vote(client, worker):
+    tokenizers, refusing = Tokenizers(client), Worker(worker.chat, worker.files)
+    refusing.tokenize_status = 401
+    async with serving(worker.app) as url, serving(refusing.app) as other:
+        await learned(tokenizers, url)
+        ids = await tokenizers.ids(LONG, base_model=BASE, engine_url="")
+        for n in (1, 2, 3):
+            who = f"w{n}"
+            await learned(tokenizers, f"{other}/{n}", who)
+            assert not tokenizers.agrees((who, "1"), ids)
+            assert not tokenizers.has_asked(BASE, (who, "1"))
+        assert tokenizers.knows(BASE)
+        worker.offset = 7
+        await learned(tokenizers, url, boot="2")
+        assert not tokenizers.knows(BASE)
+    tokenizers.close()
+
+
+async def test_few_engines_are_asked_at_a_time(client, worker):
+    tokenizers = Tokenizers(client)
+    async with serving(worker.app) as url:
+        await learned(tokenizers, url)
+        before = worker.tokenize_asked
+        worker.answers.clear()
+        asking = [asyncio.create_task(learned(tokenizers, f"{url}/{n}", f"w{n}")) for n in range(1, 20)]
+        await until(lambda: worker.tokenize_asked == before + 4)
+        assert sum(not task.done() for task in asking) == 4
+        worker.answers.set()
+        await asyncio.gather(*asking)
+        ids = await tokenizers.ids(LONG, base_model=BASE, engine_url="")
+        assert sum(tokenizers.agrees((f"w{n}", "1"), ids) for n in range(1, 20)) == 4
     tokenizers.close()
 
 
