@@ -1,0 +1,179 @@
+import json
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from lorafleet.loops import log
+
+BEGIN = """
+import asyncio, logging, os, sys, threading, time
+import structlog
+from lorafleet import logs
+logs.configure("test")
+log = structlog.get_logger()
+"""
+MANY = 30_000
+
+
+def program(text: str) -> list[str]:
+    return [sys.executable, "-c", BEGIN + textwrap.dedent(text)]
+
+
+def lines_of(said: bytes) -> list[dict]:
+    return [json.loads(line) for line in said.splitlines()]
+
+
+def ran(text: str, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(program(text), capture_output=True, timeout=60, check=False, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('at the end')", 1), ("os.kill(os.getpid(), 2)", -2)],
+)
+def test_nothing_is_lost_at_an_end_of_any_kind(end, status):
+    done = ran(f"for n in range(3000): log.info('a line', n=n)\n{end}")
+    assert done.returncode == status
+    said = lines_of(done.stderr)
+    assert [line["n"] for line in said[:3000]] == list(range(3000))
+    last = [line["exception"][0]["exc_type"] for line in said[3000:]]
+    assert last == {1: ["ValueError"], -2: ["KeyboardInterrupt"]}.get(status, [])
+
+
+def test_the_libraries_lines_come_the_same_way_and_in_order():
+    said = lines_of(
+        ran("log.info('ours')\nlogging.getLogger('uvicorn').error('theirs')\nlog.info('ours again')").stderr
+    )
+    assert [line["event"] for line in said] == ["ours", "theirs", "ours again"]
+    assert {line["component"] for line in said} == {"test"}
+
+
+def test_a_reader_that_is_gone_costs_lines_and_nothing_else():
+    text = """
+        sys.stdin.read()
+        for n in range(100): log.info("nobody hears", n=n)
+        logging.getLogger("uvicorn").error("nor this")
+        print("went on")
+    """
+    with subprocess.Popen(
+        program(text), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stderr.close()
+        process.stdin.close()
+        assert process.stdout.read() == b"went on\n"
+        assert process.wait(30) == 0
+
+
+def test_a_reader_that_stalls_holds_nobody_up_and_hears_later_how_much_it_missed():
+    text = f"""
+        began = time.monotonic()
+        for n in range({MANY}): log.info("a line", n=n)
+        print(time.monotonic() - began, flush=True)
+        sys.stdin.read()
+        log.info("the last one")
+    """
+    with subprocess.Popen(
+        program(text), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert float(process.stdout.readline()) < 20
+        process.stdin.close()
+        said = lines_of(process.stderr.read())
+        assert process.wait(30) == 0
+    dropped = [line for line in said if line["event"].endswith("log lines were dropped")]
+    lines = [line for line in said if line["event"] == "a line"]
+    assert dropped
+    assert len(lines) > 10_000
+    assert len(lines) + sum(line["lines"] for line in dropped) in (MANY, MANY + 1)  # the last one may be among them
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("raise ValueError", 1)])
+def test_a_reader_that_never_comes_back_does_not_keep_the_process_from_its_end(end, status):
+    text = f"for n in range({MANY}): log.info('a line')\n{end}"
+    with subprocess.Popen(program(text), stderr=subprocess.PIPE) as process:
+        assert process.wait(30) == status
+
+
+def test_a_full_disk_that_has_room_again_gets_the_count_and_whole_lines(tmp_path):
+    text = f"""
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+        for n in range(7): log.info("lost", n=n)
+        time.sleep(0.3)
+        os.dup2(os.open({str(tmp_path / "log")!r}, os.O_WRONLY | os.O_CREAT), 2)
+        log.info("kept")
+    """
+    assert ran(text).returncode == 0
+    said = lines_of((tmp_path / "log").read_bytes())
+    assert [line["event"] for line in said] == ["7 log lines were dropped", "kept"]
+    assert said[0] | {"level": "warning", "component": "test", "lines": 7} == said[0]
+
+
+def test_a_line_that_a_full_disk_cut_short_spoils_no_other(tmp_path):
+    text = f"""
+        import resource, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        file = os.open({str(tmp_path / "log")!r}, os.O_WRONLY | os.O_CREAT)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, resource.RLIM_INFINITY))
+        os.dup2(file, 2)
+        log.info("cut")
+        time.sleep(0.3)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        log.info("whole")
+    """
+    assert ran(text).returncode == 0
+    cut, *whole = (tmp_path / "log").read_bytes().splitlines()
+    assert len(cut) == 20
+    assert [json.loads(line)["event"] for line in whole] == ["1 log lines were dropped", "whole"]
+
+
+def test_a_pipe_that_somebody_made_non_blocking_loses_nothing():
+    text = "os.set_blocking(2, False)\nfor n in range(3000): log.info('a line', n=n)"
+    with subprocess.Popen(program(text), stderr=subprocess.PIPE) as process:
+        time.sleep(0.5)
+        assert [line["n"] for line in lines_of(process.stderr.read())] == list(range(3000))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_writes_its_own_lines_and_none_of_its_parents():
+    text = """
+        log.info("before")
+        pid = os.fork()
+        if pid == 0:
+            log.info("child")
+            sys.exit(0)
+        os.waitpid(pid, 0)
+        log.info("parent")
+    """
+    assert [line["event"] for line in lines_of(ran(text).stderr)] == ["before", "child", "parent"]
+
+
+def test_a_process_without_a_stderr_writes_its_lines_into_no_other_file(tmp_path):
+    text = f"""
+        file = open({str(tmp_path / "other")!r}, "wb")
+        log.info("into nothing")
+    """
+    shell = ["sh", "-c", 'exec "$@" 2>&-', "sh", *program(text)]
+    assert subprocess.run(shell, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "other").read_bytes() == b""
+
+
+def test_more_threads_are_not_needed_to_log():
+    text = """
+        start = threading.Thread.start
+        def refused(self): raise RuntimeError("can't start new thread")
+        threading.Thread.start = refused
+        log.info("while there are no threads")
+        threading.Thread.start = start
+        log.info("later")
+    """
+    said = lines_of(ran(text).stderr)
+    assert [line["event"] for line in said] == ["while there are no threads", "later"]
+
+
+def test_tests_capture_what_is_logged():
+    with capture_logs() as said:
+        log.info("captured")
+    assert [line["event"] for line in said] == ["captured"]
