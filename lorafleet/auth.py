@@ -42,6 +42,10 @@ class KeyFileError(Exception):
     """A key file cannot be read or breaks its form; the message names the file, the entry and the form."""
 
 
+class KeyFileUnreadable(KeyFileError):
+    """What the file holds is not known, and may be by the next try: its mode, its disk or our descriptors say no."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
     """How much one key may ask for; None is no limit."""
@@ -103,6 +107,7 @@ class Keys:
         self._remembered: dict[str | bytes, Caller] = {}
         self._callers = _read_all(self._files)
         self._checked_at = clock()
+        self._trouble = ""
 
     @property
     def is_open(self) -> bool:
@@ -152,12 +157,21 @@ class Keys:
         try:
             self._callers = _read_all(self._files)
         except KeyFileError as exc:
-            # One line, no traceback: the message names the file and the entry, and nothing of ours is wrong.
-            log.error("key file not reloaded, the last good one stays in force", error=str(exc))  # noqa: TRY400
+            # What could not be read is read again until it can be: a key may be revoked in it, and no stamp tells that
+            # it can be read by now.
+            if not isinstance(exc, KeyFileUnreadable):
+                self._seen = stamps
+            self._say(str(exc))
         else:
+            self._seen, self._trouble = stamps, ""
             self._remembered.clear()
             log.info("keys reloaded", keys=len(self._callers))
-        self._seen = stamps
+
+    def _say(self, trouble: str) -> None:
+        """One line for each trouble, no traceback: it names the file and the entry, and nothing of ours is wrong."""
+        if trouble != self._trouble:
+            log.error("key file not reloaded, the last good one stays in force", error=trouble)
+        self._trouble = trouble
 
 
 def requires(keys: Keys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
@@ -211,7 +225,9 @@ def _read(path: Path) -> dict[str, Caller]:
     form = "expected `keys: [{sha256: <64 hex>, tenant: <name>, scopes: [infer|load|register|admin], limits: {...}}]`"
     try:
         raw = yamls.parsed(path.read_text())
-    except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
+    except OSError as exc:
+        raise KeyFileUnreadable(f"key file {path}: {exc}") from exc
+    except ValueError as exc:  # no text, or no YAML
         raise KeyFileError(f"key file {path}: {exc}") from exc
     entries = raw.get("keys") if isinstance(raw, dict) else None
     if not isinstance(entries, list):

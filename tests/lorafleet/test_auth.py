@@ -1,8 +1,12 @@
+import contextlib
+import resource
+
 import httpx
 import pytest
 from fastapi import Depends, FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from lorafleet.auth import OPEN, Caller, KeyFileError, KeyLimits, Keys, hash_key, new_key, refuse_open_server, requires
 from lorafleet.failure import Failure
@@ -144,6 +148,47 @@ def test_a_changed_file_is_in_force_at_once_and_a_broken_one_changes_nothing(tmp
     assert keys.caller("Bearer two")
     with pytest.raises(HttpError):
         keys.caller("Bearer one")
+
+
+@contextlib.contextmanager
+def no_more_files():
+    """Nothing can be opened, though everything is there: a failure that no stamp of a file shows."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_key_is_revoked_however_often_the_new_file_could_not_be_read_at_first(tmp_path):
+    path = key_file(tmp_path / "k", ("leaked", "acme", "infer"), ("good", "acme", "infer"))
+    keys = Keys([path], clock=Clock())
+    key_file(path, ("good", "acme", "infer"))
+    with capture_logs() as said:
+        with no_more_files():
+            for _ in range(3):
+                assert keys.caller("Bearer leaked")
+        with pytest.raises(HttpError):
+            keys.caller("Bearer leaked")
+        assert keys.caller("Bearer good")
+    assert [line["log_level"] for line in said] == ["error", "info"]
+
+
+def test_a_broken_file_is_read_once_and_every_new_trouble_is_said(tmp_path):
+    path = key_file(tmp_path / "k", ("one", "acme", "infer"))
+    keys = Keys([path], clock=Clock())
+    with capture_logs() as said:
+        path.write_text("keys: [{sha256: nonsense}]")
+        keys.caller("Bearer one")
+        with no_more_files():  # it would be said that it cannot be read
+            keys.caller("Bearer one")
+        path.unlink()
+        keys.caller("Bearer one")
+        keys.caller("Bearer one")
+    assert len(said) == 2
+    assert "sha256" in said[0]["error"]
+    assert "No such file" in said[1]["error"]
 
 
 @pytest.mark.parametrize(
