@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 import socket
 import sys
 import time
@@ -263,6 +264,8 @@ async def _running(
         ]
         if url := parts.config.orchestrator_url.rstrip("/"):
             running.append(asyncio.create_task(_report_usage(control, url, parts.usage, discovery, metrics)))
+        for task in running:
+            task.add_done_callback(lambda task: _ended(parts, task))
         if siblings is not None:
             await siblings.start()
         _rest_the_collector()
@@ -282,6 +285,16 @@ async def _running(
             parts.tokenizers.close()
             if parts.tracer is not None:
                 await parts.tracer.close()
+
+
+def _ended(parts: Parts, task: asyncio.Task[None]) -> None:
+    """Nothing that runs beside the requests ends before the app does. What is left without it would serve on with
+    yesterday's fleet: whoever started us had better start us anew."""
+    if task.cancelled():
+        return
+    parts.has_failed = True
+    log.critical("a background task ended; the router stops", task=repr(task.get_coro()), exc_info=task.exception())
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _rest_the_collector() -> None:
@@ -407,7 +420,10 @@ async def _report_usage(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM: then not ready, finish what is in flight, and return."""
+    """Serve until SIGTERM: then not ready, finish what is in flight, and return.
+
+    Exits with 1 when it was a background task's end that stopped us.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     config = load_or_exit(RouterSettings, args, prog="python -m router")
     logs.configure("router", log_format=config.log_format, level=config.log_level)
@@ -449,3 +465,5 @@ def main(argv: Sequence[str] | None = None) -> None:
             on_stop=stopping,
         )
     )
+    if parts.has_failed:
+        sys.exit(1)

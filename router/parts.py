@@ -97,6 +97,7 @@ class Parts:
     signatures: dict[str, bytes] = field(default_factory=dict)
     speculations: Later = field(default_factory=lambda: Later(_SPECULATE_S))
     stopping: bool = False
+    has_failed: bool = False
     _turns: dict[Incarnation, asyncio.Lock] = field(default_factory=dict)
     _suspects: Counter[Incarnation] = field(default_factory=Counter)
 
