@@ -48,10 +48,10 @@ def draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
 
 def read_catalog(file: Path) -> Catalog | None:
     """The saved copy, if there is one that can be used."""
-    if not file.exists():
-        return None
     try:
         return Catalog.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
     except (OSError, ValidationError) as exc:
         log.warning("saved catalog not used", file=str(file), error=str(exc))
         return None
