@@ -24,6 +24,8 @@ Get = Callable[[str], Awaitable[bytes]]
 _MAX_NUM_SEQS = 256
 # What the fleet itself calls an adapter, see workers/wire.py engine_name.
 _OURS = re.compile(r"(.+)@[0-9a-f]{12}")
+# What JSON and figures of another kind than expected run into.
+_ODD = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
@@ -57,6 +59,12 @@ class PlainEngine:
 
     async def report(self) -> Metadata:
         """What it is, holds and does now. Raises OSError when it cannot be asked, ValueError for what is no vLLM's."""
+        try:
+            return await self._report()
+        except _ODD as exc:
+            raise ValueError(f"{self.url} answers what no vLLM does: {exc!r}") from exc
+
+    async def _report(self) -> Metadata:
         await self._get("/health")
         models = _models(await self._get("/v1/models"), self.url)
         scrape = parse_metrics((await self._get("/metrics")).decode())
@@ -101,7 +109,7 @@ class PlainEngine:
                 ranks = json.loads(await self._get("/kv_event_sources"))
                 told = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
                 found = sources_of(urlsplit(self.url).hostname or "", told)
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, *_ODD):
                 pass  # an older vLLM, or another engine
         return Transport(engine_url=self.url, kv_events=found.events, kv_replay=found.replay, kv_topic=found.topic)
 

@@ -296,7 +296,7 @@ class Discovery:
     async def _hear(self, follow: Follow) -> None:
         try:
             metadata = await self._report(follow)
-        except (EngineLost, Refused, ValueError):  # pydantic's ValidationError is a ValueError, as that of a bad URL
+        except Exception:  # of any kind: one odd answer must not keep all of us waiting for its first good one
             await self._is_silent(follow)
             raise
         if self._follows.get(follow.named.id) is not follow:

@@ -1,11 +1,14 @@
 """Engines without an agent: a router that has nothing else serves their base model and the adapters that they list."""
 
 import contextlib
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -269,12 +272,15 @@ class Said:
         self.paths = {"sql": "/adapters/a"}
         self.started_at = 100.0
         self.sources: object = None
+        self.models: bytes | None = None
 
     async def __call__(self, path: str) -> bytes:
         if path == "/metrics":
             page = f"process_start_time_seconds {self.started_at}\n"
             both = 'vllm:lora_requests_info{max_lora="3",waiting_lora_adapters="%s",running_lora_adapters="%s"} 1.0\n'
             return (page + both % ("sql", "sql") + both % ("", "")).encode()
+        if path == "/v1/models" and self.models is not None:
+            return self.models
         if path == "/v1/models":
             base = {"id": BASE, "owned_by": "vllm", "max_model_len": 2048, "parent": None}
             held = [{"id": name, "owned_by": "vllm", "parent": BASE, "root": root} for name, root in self.paths.items()]
@@ -341,6 +347,51 @@ async def test_event_sockets_are_those_that_the_engine_has_bound(endpoints, foun
         for rank, endpoint in enumerate(endpoints)
     }
     assert (await boots(said).report()).transport.kv_events == found
+
+
+ODD = {
+    "a list": '{"data": [{"id": "m", "max_model_len": [1]}]}',
+    "an object": '{"data": [{"id": "m", "max_model_len": {"a": 1}}]}',
+    "infinite": '{"data": [{"id": "m", "max_model_len": Infinity}]}',
+    "a number": "3",
+    "no object": '{"data": [3]}',
+    "a deep nest": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("models", ODD.values(), ids=ODD)
+async def test_an_odd_answer_is_one_error_whatever_is_odd_about_it(models) -> None:
+    said = Said()
+    said.models = models.encode()
+    with pytest.raises(ValueError, match=re.escape("http://10.0.0.7:8100")):
+        await boots(said).report()
+
+
+@pytest.mark.parametrize("sources", [[3], {"0": 3}, {"0": {"endpoint": [], "enable_kv_cache_events": True}}, {"x": {}}])
+async def test_odd_event_sockets_are_none(sources) -> None:
+    said = Said()
+    said.sources = sources
+    assert (await boots(said).report()).transport.kv_events == ()
+
+
+@pytest.mark.parametrize("models", [ODD["a list"], ODD["a deep nest"]])
+async def test_an_engine_that_answers_oddly_is_silent_and_keeps_no_router_from_serving(models) -> None:
+    async def odd(_request: Request) -> PlainTextResponse:
+        return PlainTextResponse(models)
+
+    sound, strange = (
+        Guarded(),
+        Starlette(
+            routes=[
+                Route("/health", lambda _: PlainTextResponse("")),
+                Route("/v1/models", odd),
+                Route("/metrics", lambda _: PlainTextResponse("")),
+            ]
+        ),
+    )
+    async with serving(sound.app) as url, serving(strange) as other, routing(f"x={url}", f"y={other}") as (client, _):
+        assert (await client.get("/ready")).status_code == 200
+        assert (await ask(client, BASE)).status_code == 200
 
 
 async def test_a_name_that_no_registration_could_have_is_not_served() -> None:
