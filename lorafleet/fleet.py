@@ -9,7 +9,6 @@ import contextlib
 import os
 import secrets
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from lorafleet.auth import hash_key, new_key
 from lorafleet.failure import Failure
 from lorafleet.processes import Child, Guard, clean_environment
 from lorafleet.progress import Steps
+from lorafleet.sockets import socket_folder
 
 _POLL_S = 0.05
 # Per worker; on an idle box vLLM takes 25-60 s, and ten minutes is stuck.
@@ -30,6 +30,8 @@ _WITHIN_S = {"sim": 60.0, "vllm": 600.0, "sglang": 600.0}
 _SERVER_WITHIN_S = 60.0  # orchestrator and router take about a second; beside two starting vLLMs several
 _STARTS_BEFORE_READY = 3
 _LONGEST_BACKOFF_S = 10.0
+# vLLM's own sockets there are named by a UUID, with something before or after it.
+_SOCKET_NAME_BYTES = 64
 _CALM_S = 30.0  # a child that ran this long has its backoff forgotten
 
 
@@ -61,8 +63,8 @@ class Fleet:
         self.token = ""
         self._folder = options.state_dir.resolve()
         self._mark = secrets.token_hex(16)
-        # Short: the path of a Unix socket has at most 107 bytes, and a state folder may lie deep.
-        self._scratch = Path(tempfile.mkdtemp(prefix="lf-", dir="/tmp"))
+        # Not the state folder, which may lie deep.
+        self._scratch = socket_folder("lf-", name_bytes=_SOCKET_NAME_BYTES)
         self._guard = Guard(self._mark, self._scratch)
         self._ports = {"router": options.router_port, "orchestrator": options.orchestrator_port}
         self._children: dict[str, Child] = {}

@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,6 +25,8 @@ from pathlib import Path
 import msgspec
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorafleet.sockets import socket_folder
 
 log = structlog.get_logger()
 
@@ -41,6 +42,8 @@ _FORCED_S = 2.0
 _MARGIN_S = 10.0
 # One that takes another's place listens only when it can route; after so long it listens all the same.
 _JOIN_WITHIN_S = 10.0
+# Its slot's number and `.sock`.
+_SOCKET_NAME_BYTES = 10
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +151,7 @@ def run(
     # Claimed alone first: a second parent on this port is refused, and would be let in if both asked to share.
     claim = _bound(host, port, shared=False)
     claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    folder = Path(tempfile.mkdtemp(prefix="lorafleet-router-"))
+    folder = socket_folder("lorafleet-router-", name_bytes=_SOCKET_NAME_BYTES)
     try:
         parent = _Parent(
             command,

@@ -11,9 +11,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.settings import HouseSettings
+from lorafleet.sockets import UNIX_PATH_BYTES
 from workers.engines.base import STATIC
-
-UNIX_PATH_BYTES = 107  # sun_path of Linux has 108 with the closing zero
 
 
 def _home(kind: str) -> Path:

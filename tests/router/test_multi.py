@@ -294,6 +294,14 @@ async def test_a_process_that_cannot_be_started_is_started_later_and_the_others_
     await until(lambda: all(map(is_gone, pids())))
 
 
+async def test_a_long_path_for_temporary_files_hinders_nobody(tmp_path):
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    async with several(tmp_path, TMPDIR=str(deep)) as fleet, contextlib.AsyncExitStack() as stack:
+        for client in (await fleet.clients(stack, await fleet.pids())).values():
+            assert len(await fleet.get("/ask", client)) == 1
+
+
 async def test_a_port_that_is_taken_is_refused_also_by_a_second_parent(tmp_path):
     (tmp_path / "second").mkdir()
     async with several(tmp_path) as fleet:

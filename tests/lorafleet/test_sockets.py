@@ -1,0 +1,20 @@
+import socket
+
+import pytest
+
+from lorafleet.sockets import socket_folder
+
+
+@pytest.mark.parametrize("depth", [1, 60, 75, 90, 200])
+def test_a_socket_with_the_longest_name_can_be_bound_wherever_temporary_files_go(tmp_path, monkeypatch, depth):
+    deep = tmp_path / ("x" * depth)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    folder = socket_folder("test-", name_bytes=20)
+    path = folder / ("s" * 20)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(path))
+    finally:
+        path.unlink(missing_ok=True)
+        folder.rmdir()
