@@ -145,7 +145,8 @@ def run(
 
     command   one router, as on a command line; its port and port file are ours to see to
     stop_s    how long one process takes to stop in order, at most: draining and grace
-    returns   0 after an orderly stop; 1 when a process had to be killed; a process's own status when none could start
+    returns   0 after an orderly stop; 1 when a process had to be killed or the port file could not be written; a
+              process's own status when none could start
     raises    OSError when the port is taken
     """
     # Claimed alone first: a second parent on this port is refused, and would be let in if both asked to share.
@@ -207,7 +208,7 @@ class _Parent:
         self._forced = asyncio.Event()
         self._has_served = False
         self._never_started: dict[int, int] = {}
-        self._was_killed = False
+        self._has_failed = False
         self._chance = random.Random()
 
     async def run(self) -> int:
@@ -218,7 +219,7 @@ class _Parent:
         await asyncio.gather(*(self._keep(slot) for slot in range(self._processes)))
         if self._none_can_start():
             return max(1, *self._never_started.values())
-        return 1 if self._was_killed else 0
+        return 1 if self._has_failed else 0
 
     def _told(self, sig: int) -> None:
         if self._stopping.is_set():
@@ -325,14 +326,20 @@ class _Parent:
         if await _either(self._forced, self._stop_s):
             await asyncio.sleep(_FORCED_S)
         log.warning("process did not stop and is killed", pid=process.pid)
-        self._was_killed = True
+        self._has_failed = True
         _signal(process, signal.SIGKILL)
 
     def _tell_port(self) -> None:
-        if self._port_file is not None:
+        if self._port_file is None:
+            return
+        try:
             partial = self._port_file.with_suffix(".partial")
             partial.write_text(str(self._port))
             partial.replace(self._port_file)
+        except OSError as exc:  # whoever started us would wait for it for ever
+            log.error("port file not written; all stop", error=str(exc))  # noqa: TRY400  (it says all there is)
+            self._has_failed = True
+            self._told(signal.SIGTERM)
 
 
 def _signal(process: asyncio.subprocess.Process, sig: int) -> None:

@@ -72,7 +72,7 @@ async def several(folder: Path, *flags: str, processes: int = 2, port: str = "0"
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.router.many", str(processes)),
             *("--orchestrator-url", control.url, "--port", port, "--port-file", str(port_file)),
-            *("--tokenizer", "off", "--metadata-poll-s", "0.2", "--catalog-poll-s", "0.2", *flags),
+            *("--tokenizer", "off", "--metadata-poll-s", "0.2", "--catalog-poll-s", "0.2", "--drain-s", "0", *flags),
             env={**os.environ, "TMPDIR": str(folder), **environment},
             start_new_session=True,
         )
@@ -292,6 +292,12 @@ async def test_a_process_that_cannot_be_started_is_started_later_and_the_others_
             parent.kill()
             await parent.communicate()
     await until(lambda: all(map(is_gone, pids())))
+
+
+async def test_a_port_file_that_cannot_be_written_ends_all_with_an_error(tmp_path):
+    (tmp_path / "in-the-way").touch()
+    async with several(tmp_path, "--port-file", str(tmp_path / "in-the-way" / "port")) as fleet:
+        assert await fleet.ends() == 1
 
 
 async def test_a_long_path_for_temporary_files_hinders_nobody(tmp_path):
