@@ -437,6 +437,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     host=config.host,
                     port=config.port,
                     port_file=config.port_file,
+                    drain_s=config.drain_s,
                     stop_s=config.drain_s + config.grace_s,
                 )
             )

@@ -11,6 +11,7 @@ can have it, and one end of a socket pair to each process: the other end tells a
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -44,6 +45,9 @@ _MARGIN_S = 10.0
 _JOIN_WITHIN_S = 10.0
 # Its slot's number and `.sock`.
 _SOCKET_NAME_BYTES = 10
+# Processes whose parent was killed close their port when they have drained; until then nobody else can have it.
+_ORPHANS_S = 2.0
+_PORT_PAUSE_S = 0.1
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,18 +143,19 @@ def run(
     host: str,
     port: int,
     port_file: Path | None,
+    drain_s: float,
     stop_s: float,
 ) -> int:
     """Keep so many processes of `command` on one port until SIGTERM or SIGINT; the status to exit with.
 
     command   one router, as on a command line; its port and port file are ours to see to
+    drain_s   how long processes serve on when they are told to stop, those of a killed parent before us, too
     stop_s    how long one process takes to stop in order, at most: draining and grace
     returns   0 after an orderly stop; 1 when a process had to be killed or the port file could not be written; a
               process's own status when none could start
-    raises    OSError when the port is taken
+    raises    OSError when the port is taken, and still is after `drain_s` and a little
     """
-    # Claimed alone first: a second parent on this port is refused, and would be let in if both asked to share.
-    claim = _bound(host, port, shared=False)
+    claim = _claimed(host, port, within_s=drain_s + _ORPHANS_S)
     claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     folder = socket_folder("lorafleet-router-", name_bytes=_SOCKET_NAME_BYTES)
     try:
@@ -167,6 +172,24 @@ def run(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         claim.close()
+
+
+def _claimed(host: str, port: int, *, within_s: float) -> socket.socket:
+    """A socket that has this port alone: a second parent is refused, and would be let in if both asked to share."""
+    until = time.monotonic() + within_s
+    has_said = False
+    while True:
+        try:
+            return _bound(host, port, shared=False)
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE or time.monotonic() > until:
+                raise
+        if not has_said:
+            has_said = True
+            log.warning(
+                "the port is taken; processes that a killed parent left drain first", port=port, wait_s=within_s
+            )
+        time.sleep(_PORT_PAUSE_S)
 
 
 def _bound(host: str, port: int, *, shared: bool) -> socket.socket:

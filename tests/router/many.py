@@ -28,8 +28,9 @@ def main() -> None:
         return
     command = [sys.executable, "-m", "tests.router.many", *sys.argv[1:]]
     where = {"host": config.host, "port": config.port, "port_file": config.port_file}
+    within = {"drain_s": config.drain_s, "stop_s": config.drain_s + config.grace_s}
     try:
-        sys.exit(multi.run(command, int(processes), **where, stop_s=config.grace_s))
+        sys.exit(multi.run(command, int(processes), **where, **within))
     except OSError as exc:
         sys.exit(f"many: {exc}")
 
@@ -67,8 +68,8 @@ def serve_as(me: multi.Member, config: RouterSettings) -> None:
         parts.stopping = True
 
     joining = multi.Joining(app, me, sock, synced=synced)
-    http = app.state.http
-    serve.run(lambda: serve.serve(joining, sock, http=http, grace_s=config.grace_s, on_stop=stopping))
+    within = {"drain_s": config.drain_s, "grace_s": config.grace_s}
+    serve.run(lambda: serve.serve(joining, sock, http=app.state.http, **within, on_stop=stopping))
 
 
 def more_routes(app, me: multi.Member, config: RouterSettings, siblings: Siblings) -> None:

@@ -247,7 +247,7 @@ async def test_processes_that_cannot_start_end_the_parent_with_their_status(tmp_
 
 
 PARENT = "import sys; from router import multi; sys.exit(multi.run(sys.argv[1:], 2, **{}))".format(
-    {"host": "127.0.0.1", "port": 0, "port_file": None, "stop_s": 1.0}
+    {"host": "127.0.0.1", "port": 0, "port_file": None, "drain_s": 0.0, "stop_s": 1.0}
 )
 # Serves nothing, and ends with its parent.
 PROCESS = """
@@ -306,6 +306,19 @@ async def test_a_long_path_for_temporary_files_hinders_nobody(tmp_path):
     async with several(tmp_path, TMPDIR=str(deep)) as fleet, contextlib.AsyncExitStack() as stack:
         for client in (await fleet.clients(stack, await fleet.pids())).values():
             assert len(await fleet.get("/ask", client)) == 1
+
+
+async def test_a_parent_takes_the_port_over_from_the_processes_of_one_that_was_killed(tmp_path):
+    (tmp_path / "second").mkdir()
+    async with several(tmp_path, "--drain-s", "3") as fleet:
+        orphans = await fleet.pids()
+        fleet.process.kill()
+        await fleet.ends()
+        port = fleet.url.rpartition(":")[2]
+        async with several(tmp_path / "second", "--drain-s", "3", port=port) as second:
+            assert second.process.returncode is None
+            assert not orphans & await second.pids()
+        await until(lambda: all(map(is_gone, orphans)), within_s=20)
 
 
 async def test_a_port_that_is_taken_is_refused_also_by_a_second_parent(tmp_path):
