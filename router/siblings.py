@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import IO
 
 import msgspec
 import structlog
@@ -115,6 +116,8 @@ class Siblings:
         self._metrics = metrics
         self._answers: dict[str, Answer] = {**answers, _METRICS: self._told_metrics}
         self._server: asyncio.Server | None = None
+        self._seen = _Seen()
+        self._stamp: tuple[int, int] | None = None
 
     async def start(self) -> None:
         """Answer the others until `close`."""
@@ -153,30 +156,41 @@ class Siblings:
         return _encode(self._said())
 
     async def _lost(self, said: Sequence[_Said], pages: Sequence["_Page"]) -> Sequence[Mapping[str, Values]]:
-        """Counts that were shown once, of processes that did not answer now; notes what is shown this time."""
-        with contextlib.suppress(OSError), (self._folder / "lock").open("w") as lock:
-            # Held for a millisecond or two; one that was stopped while it held it must not stop us.
-            for _ in range(_LOCK_TRIES):
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return self._noted(said, pages)
-                await asyncio.sleep(_LOCK_PAUSE_S)
-        return ()
+        """Counts that were shown once, of processes that did not answer now; notes what is shown this time.
 
-    def _noted(self, said: Sequence[_Said], pages: Sequence["_Page"]) -> Sequence[Mapping[str, Values]]:
+        Without the folder or its lock (a full disk, no descriptors left) they are as far as this process knows.
+        """
+        with contextlib.suppress(OSError), (self._folder / "lock").open("w") as lock:
+            if await _is_ours(lock):
+                self._catch_up()
+                lost = self._note(said, pages)
+                self._save()
+                return lost
+        return self._note(said, pages)
+
+    def _catch_up(self) -> None:
+        """Know what the process knew that wrote last; if that was ourselves, we know as much and more."""
         file = self._folder / "seen"
-        seen = _decode_seen(file.read_bytes()) if file.exists() else _Seen()
+        if file.exists() and (stamp := _stamp(file)) != self._stamp:
+            self._seen, self._stamp = _decode_seen(file.read_bytes()), stamp
+
+    def _note(self, said: Sequence[_Said], pages: Sequence["_Page"]) -> Sequence[Mapping[str, Values]]:
+        seen = self._seen
         for one, page in zip(said, pages, strict=True):
             before = seen.shown.get(one.slot)
             if before is not None and before.boot != one.boot:
                 for family, values in before.counts.items():
                     _add(seen.departed.setdefault(family, {}), values)
             seen.shown[one.slot] = _Shown(one.boot, page.counts())
-        partial = file.with_suffix(".partial")
-        partial.write_bytes(_encode(seen))
-        partial.replace(file)
         here = {one.slot for one in said}
         return [seen.departed, *(shown.counts for slot, shown in seen.shown.items() if slot not in here)]
+
+    def _save(self) -> None:
+        file = self._folder / "seen"
+        partial = file.with_suffix(".partial")
+        partial.write_bytes(_encode(self._seen))
+        partial.replace(file)
+        self._stamp = _stamp(file)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -266,6 +280,21 @@ def _add(mine: Values, values: Values) -> None:
 def _merge(mine: Values, values: Values, choose: Callable[[float, float], float]) -> None:
     for name, value in values.items():
         mine[name] = choose(mine[name], value) if name in mine else value
+
+
+async def _is_ours(lock: IO[str]) -> bool:
+    """Held for a millisecond or two; one that was stopped while it held it must not stop us."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        await asyncio.sleep(_LOCK_PAUSE_S)
+    return False
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_ino
 
 
 async def _asked(path: Path, name: str, question: bytes, within_s: float) -> bytes:

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -423,6 +424,55 @@ async def test_what_was_shown_once_never_falls_whoever_is_asked_and_whoever_went
                 assert value((await a.place.metrics()).decode(), "count_total", by="x") in (111, 211, 311)
                 assert value((await again.place.metrics()).decode(), "count_total", by="x") in (111, 211, 311)
         assert value((await a.place.metrics()).decode(), "count_total", by="x") == 311
+
+
+@contextlib.contextmanager
+def no_writing(folder: Path):
+    """As a full disk, for what keeps the counts; root may write into any other folder."""
+    (folder / "seen.partial").mkdir()
+    yield
+    (folder / "seen.partial").rmdir()
+
+
+@contextlib.contextmanager
+def no_lock(folder: Path):
+    """As one that was stopped while it had the lock."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def no_descriptor(folder: Path):
+    """As without any left: the lock cannot be opened."""
+    (folder / "lock").unlink(missing_ok=True)
+    (folder / "lock").mkdir()
+    yield
+    (folder / "lock").rmdir()
+
+
+@pytest.mark.parametrize("trouble", [no_writing, no_lock, no_descriptor])
+async def test_counts_of_those_who_went_stay_while_their_record_cannot_be_kept(tmp_path, trouble):
+    async def shown() -> float | None:
+        return value((await a.place.metrics()).decode(), "count_total", by="x")
+
+    async with process(tmp_path, 0) as a:
+        a.count.labels("x").inc(1)
+        async with process(tmp_path, 1) as b:
+            b.count.labels("x").inc(10)
+            assert await shown() == 11
+            with trouble(tmp_path):
+                b.count.labels("x").inc(100)
+                assert await shown() == 111
+        with trouble(tmp_path):
+            assert await shown() == 111
+            async with process(tmp_path, 1) as again:
+                again.count.labels("x").inc(1000)
+                assert await shown() == 1111
+            assert await shown() == 1111
+        assert await shown() == 1111
+        async with process(tmp_path, 2) as other:
+            assert value((await other.place.metrics()).decode(), "count_total", by="x") == 1111
 
 
 async def test_a_process_that_does_not_answer_holds_up_nobody_and_its_counts_stay(tmp_path):
