@@ -139,8 +139,9 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
 def exposed(parts: Parts, clients: Front) -> bytes:
     """This process's metrics, in Prometheus' text."""
     metrics, room = parts.metrics, parts.mind.waiting.room
-    age_s = parts.discovery.catalog_age_s()
-    metrics.catalog_age.set(float("inf") if age_s is None else age_s)
+    if parts.config.orchestrator_url:
+        age_s = parts.discovery.catalog_age_s()
+        metrics.catalog_age.set(float("inf") if age_s is None else age_s)
     if parts.config.kube_selector:
         age_s = parts.discovery.slices_age_s()
         metrics.slices_age.set(float("inf") if age_s is None else age_s)

@@ -93,6 +93,11 @@ async def test_a_router_needs_nothing_but_engines_to_serve_base_and_listed_adapt
         assert error_of(await ask(client, "nobody")) == (404, "model_not_found")
 
 
+async def test_without_an_orchestrator_no_catalog_grows_old(engines) -> None:
+    async with routing(f"a={engines[0].url}") as (client, _):
+        assert "\nlorafleet_router_catalog_age_seconds 0.0\n" in (await client.get("/metrics")).text
+
+
 async def test_adapters_come_and_go_with_the_engines_own_list(engines, folders) -> None:
     first, _ = engines
     async with routing(f"a={first.url}") as (client, parts):
