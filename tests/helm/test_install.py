@@ -85,6 +85,7 @@ def test_the_notes_say_what_comes_next(case):
     assert done.returncode == 0, done.stderr
     notes = done.stdout.split("NOTES:\n")[1]
     assert ("There are no workers yet" in notes) == (case == "defaults")
+    assert ("Services with the labels app=vllm:" in notes) == (case == "found")
     assert ("every pod of this cluster reaches the engines" in notes) == (case == "ipv6-hpa")
     assert "port-forward" in notes
     assert "<no value>" not in notes

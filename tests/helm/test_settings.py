@@ -68,6 +68,14 @@ def test_every_variable_is_a_setting_of_its_house_and_all_of_them_together_are_v
             assert settings.port in {port["containerPort"] for port in container["ports"]}
 
 
+@pytest.mark.parametrize("case", ["attached", "found"])
+def test_a_router_without_an_orchestrator_looks_for_none(case, monkeypatch):
+    template = dict(pod_templates(case))["Deployment/fleet-lorafleet-router"]
+    for name, value in environment(template["spec"]["containers"][0]).items():
+        monkeypatch.setenv(name, value)
+    assert load(HOUSES["router"], [], prog="router").orchestrator_url == ""
+
+
 def test_numbers_are_not_rounded_and_lists_and_tables_arrive(monkeypatch):
     template = dict(pod_templates("everything"))["Deployment/fleet-lorafleet-router"]
     seen = environment(template["spec"]["containers"][0])
