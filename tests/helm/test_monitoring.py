@@ -7,12 +7,12 @@ import pytest
 
 from orchestrator.metrics import Metrics as OrchestratorMetrics
 from router.metrics import Metrics as RouterMetrics
-from tests.helm.rendering import CHART, VALUES, of_kind, one
+from tests.helm.rendering import CHART, VALUES, helm_template, of_kind, one
 from tests.test_docs import DOCS
 from workers.metrics import Metrics as WorkersMetrics
 
 # What Prometheus adds to each series of a ServiceMonitor's or PodMonitor's target.
-TARGET = {"namespace", "service", "pod"}
+TARGET = {"namespace", "service", "pod", "job"}
 BY_PROMETHEUS = TARGET | {"le", "__name__"}
 
 
@@ -48,8 +48,8 @@ def grouped(expression: str) -> set[str]:
     return {label.strip() for labels in re.findall(r"\bby\s*\(([^)]*)\)", expression) for label in labels.split(",")}
 
 
-def alerts() -> list[dict]:
-    rule = one("everything", "PrometheusRule", "fleet-lorafleet")
+def alerts(case: str = "everything") -> list[dict]:
+    rule = one(case, "PrometheusRule", "fleet-lorafleet")
     return rule["spec"]["groups"][0]["rules"]
 
 
@@ -92,6 +92,38 @@ def test_every_expression_is_of_this_release_alone():
         assert expression.count("(") == expression.count(")"), what
         assert "$fleet" not in expression
         assert "$processes" not in expression
+
+
+def test_an_alert_is_of_the_targets_of_this_releases_monitors():
+    """As the Prometheus Operator names them (0.80, promcfg.go): a Service's name, or namespace/name of a PodMonitor."""
+    services = {item["metadata"]["name"] for item in of_kind("everything", "ServiceMonitor")}
+    jobs = services | {f"ml/{item['metadata']['name']}" for item in of_kind("everything", "PodMonitor")}
+    assert services <= {item["metadata"]["name"] for item in of_kind("everything", "Service")}
+    assert len(jobs) == 3
+    for rule in alerts():
+        for pattern in re.findall(r'job=~"([^"]+)"', rule["expr"]):
+            assert all(re.fullmatch(pattern, job) for job in jobs)
+            assert not re.fullmatch(pattern, "other-lorafleet-router")
+        assert rule["expr"].count("job=~") == len(re.findall(r"\{[^}]*\}", rule["expr"]))
+
+
+def test_alerts_without_monitors_are_of_the_namespace():
+    worked, said = helm_template("--set", "monitoring.alerts.enabled=true")
+    assert worked, said
+    assert 'lorafleet_router_replicas{namespace="ml",state="ready"}' in said
+    assert "job=" not in said
+
+
+def test_without_an_orchestrator_no_alert_asks_for_one():
+    about = re.compile(r"lorafleet_orchestrator_|lorafleet_pool_|catalog_age|heartbeat")
+    left = {rule["alert"] for rule in alerts("found")}
+    assert left == {rule["alert"] for rule in alerts() if not about.search(rule["expr"])}
+
+
+def test_a_house_that_is_gone_is_missed():
+    rules = {rule["alert"]: rule["expr"] for rule in alerts()}
+    assert "or absent(lorafleet_router_replicas{" in rules["LorafleetNoReplica"]
+    assert "or absent(lorafleet_orchestrator_leading{" in rules["LorafleetNoLeader"]
 
 
 def test_labels_that_an_alerts_words_show_are_left_by_its_expression():
