@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import httpx
 import structlog
@@ -25,14 +26,18 @@ async def forever(
     every_s: float,
     poke: asyncio.Event | None = None,
     on_failure: Callable[[], object] = lambda: None,
+    about: Mapping[str, object] = MappingProxyType({}),
     most_backoff_s: float = 5.0,
     rng: random.Random | None = None,
 ) -> None:
     """Run `step` again and again until cancelled: every `every_s`, or at once when poked.
 
-    A step that raises is counted by `on_failure` and tried again after a jittered, growing pause of at most
-    `most_backoff_s`. The 1st, 10th and every 100th failure in a row is logged: in one line when the other side is
-    away, with a traceback when the fault is ours.
+    A step that raises is tried again after a jittered, growing pause of at most `most_backoff_s`. The 1st, 10th and
+    every 100th failure in a row is logged: in one line when the other side is away, with a traceback when the fault is
+    ours.
+
+    on_failure  called when the fault is ours, for a count of it; that somebody is away has figures of its own
+    about       what else the log says of this loop: whom it follows
     """
     uniform = random.uniform if rng is None else rng.uniform
     failures = 0
@@ -42,15 +47,18 @@ async def forever(
         try:
             await step()
             if failures:
-                log.info("loop step works again", loop=name, failures=failures)
+                log.info("loop step works again", loop=name, **about, failures=failures)
             failures = 0
             pause_s = every_s
         except Exception as exc:  # the top of a loop: it logs, counts and goes on
             failures += 1
-            on_failure()
+            is_ours = not isinstance(exc, _AWAY)
+            if is_ours:
+                on_failure()
             if failures in (1, 10) or failures % 100 == 0:
-                ours = not isinstance(exc, _AWAY)
-                log.warning("loop step failed", loop=name, failures=failures, error=repr(exc), exc_info=ours)
+                log.warning(
+                    "loop step failed", loop=name, **about, failures=failures, error=repr(exc), exc_info=is_ours
+                )
             pause_s = min(most_backoff_s, 0.1 * 2.0 ** min(failures, 10)) * uniform(0.5, 1.0)
         if poke is None or failures:
             await asyncio.sleep(pause_s)

@@ -24,7 +24,7 @@ from lorafleet.http import install_error_handlers
 from lorafleet.kube.access import ACCOUNT, source
 from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
-from lorafleet.kube.errors import KubeConfigError
+from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.loops import forever
 from lorafleet.plain import engines_by_id, tells_start
 from lorafleet.settings import load_or_exit
@@ -317,7 +317,7 @@ def _discovery(
             partial(opened, source(config.kubeconfig, os.environ, ACCOUNT)),
             selector=config.kube_selector,
             namespaces=config.kube_namespaces,
-            on_failure=metrics.loop_failures.labels("slices").inc,
+            on_failure=partial(_count_slices_failure, metrics),
         )
     return Discovery(
         control,
@@ -397,6 +397,11 @@ async def _watch(mind: Mind, pool: Pool, discovery: Discovery, metrics: Metrics)
         mind.watch(replicas, time.monotonic())
 
     await forever(step, name="watch", every_s=_WATCH_EVERY_S, on_failure=metrics.loop_failures.labels("watch").inc)
+
+
+def _count_slices_failure(metrics: Metrics, exc: Exception) -> None:
+    if not isinstance(exc, KubeError | KubeConfigError):  # what the API server says or does not say shows as age
+        metrics.loop_failures.labels("slices").inc()
 
 
 def _count_shadow_failure(metrics: Metrics, name: str, exc: Exception) -> None:

@@ -281,9 +281,9 @@ class Discovery:
         async def listen() -> None:
             await self._listen(follow.url, "/v1/events", follow.poke)
 
-        loops = [self._forever(look, "metadata", self._metadata_poll_s, follow.poke)]
+        loops = [self._forever(look, "metadata", self._metadata_poll_s, follow.poke, worker=worker.id)]
         if follow.plain is None:
-            loops.append(self._forever(listen, "agent_events", self._metadata_poll_s))
+            loops.append(self._forever(listen, "agent_events", self._metadata_poll_s, worker=worker.id))
         follow.tasks = tuple(asyncio.create_task(loop) for loop in loops)
 
     def _unfollow(self, id_: str) -> None:
@@ -342,7 +342,7 @@ class Discovery:
         metadata = Metadata.model_validate_json(await self._ask(follow.url, "/metadata"))
         id_ = follow.named.id
         if metadata.instance_id != id_ and id_ in self._catalog_ids:  # somebody else has its address now
-            raise ValueError(f"{follow.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
+            raise Refused(f"{follow.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
         return metadata
 
     def _rename(self, follow: Follow, name: str) -> None:
@@ -408,6 +408,13 @@ class Discovery:
             self._adopt(saved)
 
     async def _forever(
-        self, step: Callable[[], Awaitable[object]], name: str, every_s: float, poke: asyncio.Event | None = None
+        self,
+        step: Callable[[], Awaitable[object]],
+        name: str,
+        every_s: float,
+        poke: asyncio.Event | None = None,
+        **about: str,
     ) -> None:
-        await forever(step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name))
+        await forever(
+            step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name), about=about
+        )

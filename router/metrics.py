@@ -81,7 +81,9 @@ class Metrics:
         self.catalog_age = Gauge("catalog_age_seconds", "Since the orchestrator last confirmed the catalog.", **on)
         self.slices_age = Gauge("slices_age_seconds", "Since the API server last confirmed EndpointSlices.", **on)
         self.catalog_revision = Gauge("catalog_revision", "Revision of the catalog in force.", **on)
-        self.loop_failures = Counter("loop_failures", "Rounds of a background loop that failed.", ("loop",), **on)
+        self.loop_failures = Counter(
+            "loop_failures", "Rounds of a background loop that ended in a fault of ours.", ("loop",), **on
+        )
 
     def forget_worker(self, worker: str) -> None:
         """Drop a gone worker's series, so that names which never come back do not pile up."""

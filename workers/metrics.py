@@ -73,7 +73,10 @@ class Metrics:
             }.items()
         }
         self.loop_failures = Counter(
-            "lorafleet_workers_loop_failures", "Rounds of a background loop that failed.", ["loop"], registry=registry
+            "lorafleet_workers_loop_failures",
+            "Rounds of a background loop that ended in a fault of ours.",
+            ["loop"],
+            registry=registry,
         )
         self.kv_blocks = Gauge(
             "lorafleet_workers_kv_blocks", "Blocks on the device, by the KV ledger.", registry=registry

@@ -30,7 +30,7 @@ class Slices:
         *,
         selector: str,
         namespaces: Sequence[str],
-        on_failure: Callable[[], object] = lambda: None,
+        on_failure: Callable[[Exception], object] = lambda _: None,
         times: Times = TIMES,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
@@ -84,7 +84,7 @@ class Slices:
             try:
                 return await stack.enter_async_context(self._connect())
             except KubeConfigError as exc:
-                self._on_failure()
+                self._on_failure(exc)
                 if str(exc) != said:
                     said = str(exc)
                     log.warning("API server not configured", error=said, again_in_s=_CONNECT_AGAIN_S)

@@ -50,7 +50,7 @@ async def follow(
     page: int = 500,
     on_list: Callable[[list[Json]], object],
     on_event: Callable[[str, Json], object],
-    on_failure: Callable[[], object] = lambda: None,
+    on_failure: Callable[[Exception], object] = lambda _: None,
     on_answer: Callable[[], object] = lambda: None,
     times: Times = TIMES,
     clock: Callable[[], float] = time.monotonic,
@@ -61,7 +61,7 @@ async def follow(
     page        objects asked for at once; a list of many comes in several answers, all as of one version
     on_list     all objects, whenever they were listed: at first, and after each failure
     on_event    ADDED, MODIFIED or DELETED, and the object as it is after it (as it last was, when deleted)
-    on_failure  whatever went wrong has been logged; for a count of it
+    on_failure  whatever went wrong has been logged; for a count of it. No KubeError: a fault of ours
     on_answer   the API server said anything, a bookmark at least: what is known is as it should be
 
     A callback that raises is a failure too: it is logged with its traceback, and everything is listed again.
@@ -81,7 +81,7 @@ class _Follower:
     page: int
     on_list: Callable[[list[Json]], object]
     on_event: Callable[[str, Json], object]
-    on_failure: Callable[[], object]
+    on_failure: Callable[[Exception], object]
     on_answer: Callable[[], object]
     times: Times
     clock: Callable[[], float]
@@ -179,7 +179,7 @@ class _Follower:
         # A watch that stood for long and then broke is the first failure of its row, however many there were before.
         stood_s = self.clock() - self.watching_since
         self.failures = 1 if self.version and stood_s >= self.times.steady_s else self.failures + 1
-        self.on_failure()
+        self.on_failure(exc)
         self.version, self.why = "", _why(exc)
 
     def _tell(self, exc: KubeError) -> None:

@@ -36,7 +36,7 @@ class Seen:
             self.state[name] = item["data"]["value"]
         self.changed.set()
 
-    def failed(self):
+    def failed(self, _exc):
         self.failures += 1
         self.changed.set()
 

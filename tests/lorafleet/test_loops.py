@@ -2,7 +2,9 @@ import asyncio
 import random
 import time
 
+import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from lorafleet.loops import Changes, Later, forever
 
@@ -29,6 +31,39 @@ async def test_a_loop_survives_its_worst_round_and_counts_it():
     await asyncio.wait_for(done.wait(), 5)
     assert len(failures) == 2
     loop.cancel()
+
+
+@pytest.mark.parametrize(("exc", "ours"), [(ConnectionRefusedError(), 0), (httpx.ReadTimeout(""), 0), (KeyError(), 1)])
+async def test_of_failures_those_of_ours_are_counted_and_all_are_logged_with_what_the_loop_is_about(exc, ours):
+    failures, again = [], asyncio.Event()
+
+    async def step():
+        if again.is_set():
+            return
+        again.set()
+        raise exc
+
+    with capture_logs() as logs:
+        loop = asyncio.create_task(
+            forever(
+                step,
+                name="x",
+                every_s=60,
+                on_failure=lambda: failures.append(1),
+                about={"worker": "w0"},
+                most_backoff_s=0.001,
+            )
+        )
+        async with asyncio.timeout(5):
+            while len(logs) < 2:
+                await asyncio.sleep(0.001)
+    loop.cancel()
+    assert len(failures) == ours
+    assert [(line["event"], line["worker"]) for line in logs] == [
+        ("loop step failed", "w0"),
+        ("loop step works again", "w0"),
+    ]
+    assert logs[0]["exc_info"] == bool(ours)
 
 
 async def test_a_poke_starts_the_next_round_at_once():

@@ -110,6 +110,7 @@ class Control:
     usage: list[dict] = field(default_factory=list)
     down: bool = False
     silent: bool = False  # the agents
+    unanswered: int = 0
     boot_id: str = "first"
     files: dict[str, str] = field(default_factory=dict)  # of the model
     starting: frozenset = frozenset()
@@ -204,6 +205,7 @@ class Control:
 
         async def metadata(request: Request):
             if self.silent:
+                self.unanswered += 1
                 return Response(status_code=503)
             return Response(self.metadata(request.path_params["w"]).model_dump_json(), media_type="application/json")
 

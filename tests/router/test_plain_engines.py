@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from structlog.testing import capture_logs
 
 from lorafleet.plain import PlainEngine, engines_by_id, start_of, tells_start
 from lorafleet.settings import load as load_settings
@@ -96,6 +97,13 @@ async def test_a_router_needs_nothing_but_engines_to_serve_base_and_listed_adapt
 async def test_without_an_orchestrator_no_catalog_grows_old(engines) -> None:
     async with routing(f"a={engines[0].url}") as (client, _):
         assert "\nlorafleet_router_catalog_age_seconds 0.0\n" in (await client.get("/metrics")).text
+
+
+async def test_an_api_server_that_is_nowhere_is_no_fault_of_ours(tmp_path) -> None:
+    with capture_logs() as logs:
+        async with fleet(Engine("w0"), kube_selector="app=vllm", kubeconfig=tmp_path / "none") as (_, _, parts):
+            await until(lambda: "API server not configured" in {line["event"] for line in logs})
+            assert parts.metrics.loop_failures.labels("slices").value == 0
 
 
 async def test_adapters_come_and_go_with_the_engines_own_list(engines, folders) -> None:

@@ -6,6 +6,7 @@ from random import Random
 import httpx
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from structlog.testing import capture_logs
 
 from lorafleet.auth import hash_key
 from lorafleet.kv.blocks import block_hashes, root_hash
@@ -15,7 +16,7 @@ from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from router.relay.front import front
 from router.surface.routes import ROUTES
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, echo, error_of, fleet, until, with_sql
-from workers.wire import Load
+from workers.wire import Load, Metadata
 
 SQL = f"sql/v1@{DIGEST[:12]}"
 
@@ -229,9 +230,21 @@ async def test_an_agents_silence_takes_nothing_away_while_its_engine_answers():
     engine, control = Engine("w0"), with_sql("w0")
     async with fleet(engine, control=control, unreachable_after_s=0.1) as (client, _, parts):
         control.silent = True
-        await until(lambda: parts.metrics.loop_failures.labels("metadata").value >= 4)
+        await until(lambda: control.unanswered >= 4)
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert answer.status_code == 200
+        assert parts.metrics.loop_failures.labels("metadata").value == 0  # nothing of ours
+
+
+async def test_a_report_that_cannot_be_read_is_counted_and_logged_with_the_worker():
+    engine, control = Engine("w0"), with_sql("w0")
+    async with fleet(engine, control=control) as (_, _, parts):
+        with capture_logs() as logs:
+            control.metadata = lambda worker: Metadata.model_construct(instance_id=worker)
+            control.tell()
+            await until(lambda: parts.metrics.loop_failures.labels("metadata").value >= 1)
+        (said,) = [line for line in logs if line["event"] == "loop step failed"]
+        assert (said["loop"], said["worker"], said["exc_info"]) == ("metadata", "w0", True)
 
 
 async def test_an_engine_that_leaves_after_its_first_token_ends_the_stream_with_an_error_event():
@@ -247,6 +260,7 @@ async def test_an_engine_that_leaves_after_its_first_token_ends_the_stream_with_
     async with fleet(engine, other) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
         assert list(parts.mind.load.in_flight()) == []
+        assert parts.metrics.requests.labels("/v1/chat/completions", 200, "stream_broken").value == 1
     events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert json.loads(events[-2])["error"]["code"] == "stream_broken"
     assert events[-1] == "[DONE]"
