@@ -299,6 +299,8 @@ class Agent:
         self.link.measure()
         self.residency.measure()
         self.metrics.cache_used_bytes.set(self.cache.used_bytes)
+        self.metrics.cache_held_bytes.set(self.cache.held_bytes)
+        self.metrics.cache_limit_bytes.set(self.cache.disk.max_bytes)
         self.metrics.cache_adapters.set(self.cache.adapters)
         self.metrics.disk_free_bytes.set(self.cache.disk.free_bytes())
 

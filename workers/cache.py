@@ -50,7 +50,7 @@ class Cache:
         parallel_fetches: int = 4,
     ) -> None:
         self.disk = disk
-        self.used_bytes, self.adapters = 0, 0  # at the last sweep
+        self.used_bytes, self.held_bytes, self.adapters = 0, 0, 0  # at the last sweep; held: what cannot go
         self.rules = rules
         self._sources, self._prefixes = sources, source_prefixes
         self._fetch_deadline_s = fetch_deadline_s
@@ -158,7 +158,9 @@ class Cache:
                 await asyncio.to_thread(self.disk.make_room, 0, await in_use())
             except EngineError as exc:
                 log.warning("nothing deleted from the cache: the engine cannot be asked what it uses", error=str(exc))
-        self.used_bytes, self.adapters = await asyncio.to_thread(self.disk.usage)
+        folders = await asyncio.to_thread(self.disk.folders, wanted)
+        self.used_bytes, self.adapters = sum(folder.size_bytes for folder in folders), len(folders)
+        self.held_bytes = sum(folder.size_bytes for folder in folders if folder.is_held)
         return lost, [digest for digest in known - wanted if not self.path(digest).exists()]
 
     def _renew(self, wanted: frozenset[str]) -> list[str]:

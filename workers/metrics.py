@@ -48,6 +48,10 @@ class Metrics:
             "lorafleet_workers_cache", "Adapters asked for: on this disk or not.", ["outcome"], registry=registry
         )
         self.cache_used_bytes = Gauge("lorafleet_workers_disk_used_bytes", "Installed adapters.", registry=registry)
+        self.cache_held_bytes = Gauge(
+            "lorafleet_workers_disk_held_bytes", "Of those, adapters that are in use.", registry=registry
+        )
+        self.cache_limit_bytes = Gauge("lorafleet_workers_disk_limit_bytes", "max_disk_bytes.", registry=registry)
         self.cache_adapters = Gauge("lorafleet_workers_disk_adapters", "Installed adapters.", registry=registry)
         self.cache_deleted = Counter(
             "lorafleet_workers_disk_deleted", "Adapters that left the cache.", registry=registry

@@ -172,6 +172,20 @@ async def test_nothing_is_deleted_while_the_engine_lists_it_or_cannot_be_asked(t
     assert here(mine) == {"listed"}
 
 
+async def test_of_a_full_cache_only_what_is_in_use_counts_as_held(tmp_path):
+    cache = Cache(disk(tmp_path, max_bytes=200), sources={}, rules=Rules(64, frozenset(), "off"), fetch_deadline_s=10)
+    for digest in ("wanted", "idle"):
+        put(cache.disk, digest)
+
+    async def lists() -> frozenset[str]:
+        return NOBODY
+
+    await cache.sweep(frozenset({"wanted"}), NOBODY, lists)
+    assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 100, 2)
+    await cache.sweep(NOBODY, NOBODY, lists)
+    assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 0, 2)
+
+
 def test_a_claim_that_comes_while_a_folder_is_being_deleted_keeps_it_or_finds_it_gone(tmp_path):
     mine, other = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b")
     for turn in range(30):

@@ -1,5 +1,7 @@
 """The agent's metrics: adapters by name, and only so many of them."""
 
+import asyncio
+
 from tests.workers.running import post
 from workers.metrics import MOST_NAMED, Metrics
 
@@ -45,3 +47,13 @@ async def test_loads_fetches_and_hits_are_counted(worker):
         assert float(fetched.split()[1]) % size == 0
         assert 'lorafleet_workers_cache_total{outcome="hit"} 1.0' in page
         assert "lorafleet_workers_ghosts 1.0" in page
+
+
+async def test_the_limit_of_the_cache_and_what_of_it_is_in_use_are_told(worker):
+    async with worker.running("--max-disk-bytes", "100000000", "--cache-grace-s", "1") as client:
+        size = (await post(client, "load_lora", lora_id="legal/v2")).json()["size_bytes"]
+        async with asyncio.timeout(10):
+            page: list[str] = []
+            while f"lorafleet_workers_disk_held_bytes {float(size)}" not in page:
+                page = (await client.get("/metrics")).text.splitlines()
+        assert "lorafleet_workers_disk_limit_bytes 1e+08" in page
