@@ -106,9 +106,13 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
                 note=note,
             )
         trust = parts.trust.state(decision.replica.id)
-        waits = None if parts.mind.has_room(decision) else "a request would wait in the router for room there"
+        notes = [] if parts.mind.has_room(decision) else ["a request would wait in the router for room there"]
+        if tried := _half_open(parts, target.base_model):
+            notes.append(f"half-open, so that one request at a time tries: {', '.join(tried)}")
         return explained(
-            Record(question.request_id, time.time(), tokens.source, decision, trust), parts.trust.state, note=waits
+            Record(question.request_id, time.time(), tokens.source, decision, trust),
+            parts.trust.state,
+            note="; ".join(notes) or None,
         )
 
     @api.get("/v1/decisions", dependencies=admin, response_model=DecisionList)
@@ -212,6 +216,12 @@ def _fleet(parts: Parts) -> Fleet:
     if not parts.discovery.has_catalog:
         raise CatalogUnavailable("this router has not heard from the orchestrator yet", retry_after_s=2.0)
     return parts.discovery.fleet
+
+
+def _half_open(parts: Parts, base_model: str) -> list[str]:
+    """Workers whose circuit is open no longer and not closed yet: they are candidates like any other."""
+    now, replicas = parts.clock(), parts.discovery.fleet.roster(base_model).replicas
+    return [replica.id for replica in replicas if parts.mind.breaker.state(replica, now) == "half_open"]
 
 
 def _is_about(record: Record, adapter: str | None, worker: str | None, request: str | None) -> bool:

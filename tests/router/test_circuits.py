@@ -63,10 +63,14 @@ async def test_an_engine_that_always_fails_gets_no_more_requests_until_it_is_wel
         # Its time is over: one tries, fails, and it is shut again for longer.
         sick.is_well = True
         breaker._circuits[replica.incarnation].open_until = now
+        told = (await client.post("/v1/route", json={"model": BASE, "prompt": [1, 2, 3]})).json()
+        assert told["rejected"] == []
+        assert told["note"] == "half-open, so that one request at a time tries: w0"
         for _ in range(40):
             assert (await ask(client)).status_code == 200
         assert len(sick.bodies) > 3
         assert breaker.state(replica, parts.clock()) == "closed"
+        assert (await client.post("/v1/route", json={"model": BASE, "prompt": [1, 2, 3]})).json()["note"] is None
 
 
 async def test_when_the_only_engine_fails_it_goes_on_being_asked_and_serves_as_soon_as_it_can():
