@@ -142,9 +142,11 @@ class Fleet:
         return None if first is None else max(0.0, first + probe_after_s - self._clock())
 
     def forget(self, after_s: float) -> list[str]:
-        """Drop workers that have been lost for long, and say which."""
+        """Drop workers that have been lost for long, or whose pods were ended and are gone, and say which."""
         now = self._clock()
-        old = [name for name, entry in self.entries.items() if entry.reach == "lost" and now - entry.heard_at > after_s]
+        lost = {name: entry for name, entry in self.entries.items() if entry.reach == "lost"}
+        ended = {name for name, entry in lost.items() if entry.is_terminating and name not in self._places}
+        old = [name for name, entry in lost.items() if name in ended or now - entry.heard_at > after_s]
         for name in old:
             del self.entries[name]
         return old

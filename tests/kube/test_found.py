@@ -223,6 +223,25 @@ async def test_a_pod_that_came_back_under_its_name_is_asked_where_it_is_now(hous
     await house.until(lambda: house.states() == {"w0": "ready"})
 
 
+async def test_a_pod_that_was_ended_is_forgotten_as_soon_as_it_is_gone(house):
+    async with contextlib.AsyncExitStack() as stack:
+        agent = house.agents["w0"] = FakeAgent("w0")
+        agent.url = await stack.enter_async_context(serving(agent.app, host=house.kube.host))
+        await house.name("w0")
+        await house.until(lambda: house.states() == {"w0": "ready"})
+        await house.name("w0", terminating=True)
+        await house.until(lambda: house.states() == {"w0": "draining"})
+    house.clock.now += house.settings.lost_after_s
+    house.agents = {}
+    await house.turn()
+    assert house.states() == {"w0": "lost"}, "its pod is still there"
+    await drop_slice(house.kube, slice_of("w0", agent=agent.url, namespace=house.kube.namespace))
+    await house.until(lambda: not house.slices.workers)
+    await house.turn()
+    assert house.states() == {}
+    assert house.reconciler.catalog.body()[1].count(b"w0") == 0
+
+
 async def test_a_worker_by_another_name_than_its_pods_has_its_pods_place(house):
     agent = house.agents["w0"] = FakeAgent("w0")
     agent.url = await house.stack.enter_async_context(serving(agent.app, host=house.kube.host))
