@@ -22,7 +22,7 @@ python -m router --config router.yaml          # cold_start_timeout_s: 30
 ```
 
 Unknown flags, unknown `LORAFLEET_<HOUSE>_…` variables and unknown keys are refused at start, by name: a typing error
-never means the default. Lists repeat the flag, or are JSON in the environment (`'["a", "b"]'`).
+never means the default. Lists repeat the flag, or are JSON in the environment (`'["a", "b"]'`); so do mappings (`--costs kappa_min=1`, `'{"kappa_min": 1}'`).
 """
 
 

@@ -1,14 +1,22 @@
 """Settings of a house: flag > environment variable `LORAFLEET_<HOUSE>_<NAME>` > `--config file.yaml` > default."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_origin
 
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+from pydantic_settings.exceptions import SettingsError as Unparsed
 
 from lorafleet import yamls
 
@@ -49,6 +57,24 @@ class _Values(PydanticBaseSettingsSource):
         return self._values
 
 
+class _Environment(EnvSettingsSource):
+    """Settings from environment variables. Raises SettingsError for a list or a mapping that is no JSON."""
+
+    def decode_complex_value(self, field_name: str, field: Any, value: Any) -> Any:
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError as exc:
+            is_mapping = get_origin(field.annotation) is dict
+            expected = (
+                """a mapping is JSON: '{"NAME": VALUE}'""" if is_mapping else f"a list is JSON: '{_listed(value)}'"
+            )
+            raise SettingsError(f"{self.env_prefix}{field_name.upper()}: {expected}, found {value!r}") from exc
+
+
+def _listed(text: str) -> str:
+    return json.dumps([item.strip() for item in text.strip("[]").split(",")])
+
+
 def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     """The settings that flags, environment and file add up to.
 
@@ -63,9 +89,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
 
     class Sourced(cls):  # type: ignore[valid-type,misc]
         @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: Any, init_settings: Any, env_settings: Any, **_: Any
-        ) -> tuple[Any, ...]:
+        def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, **_: Any) -> tuple[Any, ...]:
             flags: Any = CliSettingsSource(
                 settings_cls,
                 cli_prog_name=prog,
@@ -75,7 +99,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
                 cli_hide_none_type=True,
                 cli_avoid_json=True,
             )
-            return init_settings, flags, env_settings, _Values(settings_cls, from_file)
+            return init_settings, flags, _Environment(settings_cls), _Values(settings_cls, from_file)
 
     Sourced.__doc__ = cls.__doc__
     try:
@@ -83,6 +107,8 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     except ValidationError as exc:
         problems = "; ".join(": ".join(filter(None, (_flag(e["loc"]), what_is_wrong(e)))) for e in exc.errors())
         raise SettingsError(f"{problems} (see `{prog} --help`)") from exc
+    except Unparsed as exc:  # a flag's list or mapping
+        raise SettingsError(f"{exc} (see `{prog} --help`)") from exc
     return cast("S", found)
 
 

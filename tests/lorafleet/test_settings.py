@@ -2,7 +2,7 @@ import pytest
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from lorafleet.settings import HouseSettings, SettingsError, load
+from lorafleet.settings import HouseSettings, SettingsError, load, load_or_exit
 
 
 class Example(HouseSettings):
@@ -13,6 +13,7 @@ class Example(HouseSettings):
     port: int = Field(default=1, description="a port")
     wait_s: float = Field(default=2.0, gt=0, description="a time")
     names: tuple[str, ...] = Field(default=(), description="some names")
+    costs: dict[str, float] = Field(default={}, description="some numbers")
 
 
 def loaded(*argv):
@@ -33,6 +34,34 @@ def test_a_list_repeats_its_flag_or_is_json_in_the_environment(monkeypatch):
     assert loaded("--names", "a", "--names", "b").names == ("a", "b")
     monkeypatch.setenv("LORAFLEET_EXAMPLE_NAMES", '["x", "y"]')
     assert loaded().names == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("NAMES", "/etc/a", """a list is JSON: '["/etc/a"]', found '/etc/a'"""),
+        ("NAMES", "a, b", """'["a", "b"]'"""),
+        ("NAMES", "[a", """'["a"]'"""),
+        ("COSTS", "x=1", """a mapping is JSON: '{"NAME": VALUE}', found 'x=1'"""),
+    ],
+)
+def test_a_list_or_mapping_in_the_environment_that_is_no_json_is_one_line_that_shows_how(
+    monkeypatch, capsys, name, text, says
+):
+    monkeypatch.setenv(f"LORAFLEET_EXAMPLE_{name}", text)
+    with pytest.raises(SystemExit) as ended:
+        load_or_exit(Example, [], prog="example")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith(f"example: LORAFLEET_EXAMPLE_{name}: ")
+    assert says in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["--names", "[a"], ["--costs", "{a"]])
+def test_a_list_or_mapping_of_a_flag_that_does_not_end_is_refused_and_named(argv):
+    with pytest.raises(SettingsError, match=argv[0].removeprefix("--")):
+        loaded(*argv)
 
 
 def test_the_file_may_be_named_in_the_environment(monkeypatch, tmp_path):
