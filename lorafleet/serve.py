@@ -1,6 +1,7 @@
 """Start a house's server: uvloop, a bound socket before anything else, and an orderly end on SIGTERM."""
 
 import asyncio
+import errno
 import signal
 import socket
 import time
@@ -23,15 +24,46 @@ _MOST_HEAD_BYTES = 64 * 2**10
 _LOOK_EVERY_S = 0.1
 
 
+class PortInUse(OSError):
+    """Somebody else listens there; the message says what to do."""
+
+
 def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; raises OSError when the port is taken. Port 0 picks a free one."""
+    """A listening TCP socket; port 0 picks a free one. Raises OSError, which says what to do, when it cannot be had."""
+    sock = claim(host, port)
+    try:
+        sock.listen(2048)
+    except OSError as exc:  # bound beside somebody else's: only one of the two may listen
+        sock.close()
+        raise _cannot_have(host, port, exc) from exc
+    return sock
+
+
+def claim(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A TCP socket that has the port and does not listen yet. Raises OSError, which says what to do.
+
+    shared  with all others on the port that ask for the same
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.bind((host, port))
-    sock.listen(2048)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as exc:
+        sock.close()
+        raise _cannot_have(host, port, exc) from exc
     return sock
+
+
+def _cannot_have(host: str, port: int, exc: OSError) -> OSError:
+    if exc.errno == errno.EADDRINUSE:
+        return PortInUse(
+            f"port {port} of {host} is in use by another process: choose another with --port (0 picks a free one)"
+        )
+    return OSError(f"port {port} of {host} cannot be had ({exc.strerror}): choose others with --host and --port")
 
 
 async def serve(

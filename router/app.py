@@ -427,7 +427,7 @@ async def _report_usage(
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM: then not ready, finish what is in flight, and return.
 
-    Exits with 1 when it was a background task's end that stopped us.
+    Status 2 when it cannot start, 1 when it was a background task's end that stopped us.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     config = load_or_exit(RouterSettings, args, prog="python -m router")
@@ -449,7 +449,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         app, parts = build(config, me)
         sock = me.bind() if me else serve.bind(config.host, config.port)
     except (KeyFileError, TracingUnavailable, KubeConfigError, OSError) as exc:
-        sys.exit(f"python -m router: {exc}")
+        print(f"python -m router: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
+        raise SystemExit(2) from exc
 
     def stopping() -> None:
         parts.stopping = True

@@ -11,7 +11,6 @@ can have it, and one end of a socket pair to each process: the other end tells a
 
 import asyncio
 import contextlib
-import errno
 import os
 import random
 import shutil
@@ -27,6 +26,7 @@ import msgspec
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorafleet import serve
 from lorafleet.sockets import socket_folder
 
 log = structlog.get_logger()
@@ -70,7 +70,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     def bind(self) -> socket.socket:
         """A socket of our own on the shared port; bound, and not listening before `Joining` lets it."""
-        return _bound(self.host, self.port, shared=True)
+        return serve.claim(self.host, self.port, shared=True)
 
     def router_id(self, configured: str) -> str:
         """A name that no other process has: what is configured names all of them."""
@@ -180,9 +180,9 @@ def _claimed(host: str, port: int, *, within_s: float) -> socket.socket:
     has_said = False
     while True:
         try:
-            return _bound(host, port, shared=False)
-        except OSError as exc:
-            if exc.errno != errno.EADDRINUSE or time.monotonic() > until:
+            return serve.claim(host, port)
+        except serve.PortInUse:
+            if time.monotonic() > until:
                 raise
         if not has_said:
             has_said = True
@@ -190,21 +190,6 @@ def _claimed(host: str, port: int, *, within_s: float) -> socket.socket:
                 "the port is taken; processes that a killed parent left drain first", port=port, wait_s=within_s
             )
         time.sleep(_PORT_PAUSE_S)
-
-
-def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if shared:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        sock.bind((host, port))
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 class _Parent:

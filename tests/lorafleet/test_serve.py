@@ -1,5 +1,9 @@
 import asyncio
 import contextlib
+import os
+import socket
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -72,3 +76,38 @@ async def test_a_head_of_many_headers_that_fits_is_served():
     async with served() as (host, port), httpx.AsyncClient() as client:
         headers = {f"x-{n}": "v" * 100 for n in range(300)}
         assert (await client.get(f"http://{host}:{port}/", headers=headers)).status_code == 200
+
+
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
+
+
+def ended(tmp_path, *words):
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=CLEAN, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["router"], ["router", "--processes", "2"], ["orchestrator"], ["workers", "--model", ".", "--state-dir", "state"]],
+    ids=lambda words: "-".join(words[:2]),
+)
+def test_a_port_in_use_ends_every_house_alike_in_one_line_that_says_what_to_do(tmp_path, monkeypatch, words):
+    monkeypatch.setitem(CLEAN, "PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        it = ended(tmp_path, *words, "--port", str(port))
+    in_use = f"port {port} of 127.0.0.1 is in use by another process: choose another with --port (0 picks a free one)"
+    assert (it.returncode, it.stderr) == (2, f"python -m {words[0]}: {in_use}\n")
+
+
+def test_an_address_that_is_not_this_machines_is_named():
+    with pytest.raises(OSError, match=r"port 0 of 192\.0\.2\.1 cannot be had \(.*--host"):
+        serve.bind("192.0.2.1", 0)
+
+
+def test_of_two_that_have_a_port_without_listening_only_one_listens():
+    first = serve.claim("127.0.0.1", 0)
+    with first:
+        first.listen()
+        with pytest.raises(OSError, match="in use by another process"):
+            serve.bind("127.0.0.1", first.getsockname()[1])
