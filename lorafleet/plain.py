@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from lorafleet.kv.sources import Sources, sources_of
 from lorafleet.rates import COUNTERS, Rates, Reading
+from lorafleet.urls import is_http
 from lorafleet.vllm_page import Scrape, parse_metrics
 from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
@@ -161,9 +162,8 @@ def engines_by_id(named: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in named:
         id_, equals, url = name.rpartition("=")
-        parts = urlsplit(url)
-        id_ = id_ or ("" if equals else parts.netloc)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or not _ID.fullmatch(id_):
+        id_ = id_ or ("" if equals or not is_http(url) else urlsplit(url).netloc)
+        if not is_http(url) or not _ID.fullmatch(id_):
             raise ValueError(
                 f"engines: {name!r} must be http://host:port or id=http://host:port, the id of letters, digits and .:_-"
             )

@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_origin
+from typing import Annotated, Any, TypeVar, cast, get_origin
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -19,12 +19,23 @@ from pydantic_settings import (
 from pydantic_settings.exceptions import SettingsError as Unparsed
 
 from lorafleet import yamls
+from lorafleet.urls import is_http
 
 S = TypeVar("S", bound="HouseSettings")
 
 
 class SettingsError(Exception):
     """A setting is unknown or out of range; the message names it and says what would do."""
+
+
+def whole_url(text: str) -> str:
+    """The same; raises ValueError for what is no address. Empty is none."""
+    if text and not is_http(text):
+        raise ValueError(f"{text!r} must be an address, as http://host:port or https://host:port")
+    return text
+
+
+Url = Annotated[str, AfterValidator(whole_url)]
 
 
 class HouseSettings(BaseSettings):

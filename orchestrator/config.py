@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.plain import engines_by_id
-from lorafleet.settings import HouseSettings
+from lorafleet.settings import HouseSettings, Url
 
 
 class OrchestratorSettings(HouseSettings):
@@ -54,7 +54,7 @@ class OrchestratorSettings(HouseSettings):
     engine_key: str = Field(
         default="", repr=False, description="bearer key for engines without an agent that want one: their --api-key"
     )
-    advertise_url: str = Field(
+    advertise_url: Url = Field(
         default="", description="where other orchestrators reach this one; empty: http, at host and port"
     )
     lease_duration_s: float = Field(

@@ -8,7 +8,7 @@ from pydantic import DirectoryPath, Field, NonNegativeFloat, field_validator, mo
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.plain import engines_by_id
-from lorafleet.settings import HouseSettings
+from lorafleet.settings import HouseSettings, Url
 from router.core.cost import Costs
 
 PolicyName = Literal["kv_lora", "round_robin", "least_loaded", "session", "prefix_hash"]
@@ -23,7 +23,7 @@ class RouterSettings(HouseSettings):
     model_config = SettingsConfigDict(env_prefix="LORAFLEET_ROUTER_")
 
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    orchestrator_url: str = Field(
+    orchestrator_url: Url = Field(
         default="http://127.0.0.1:8080", description="where the catalog comes from; with engines named, none by default"
     )
     engines: tuple[str, ...] = Field(
@@ -152,7 +152,7 @@ class RouterSettings(HouseSettings):
     )
     grace_s: float = Field(default=30.0, ge=0, description="then, how long requests in flight may still take")
     processes: int = Field(default=1, ge=1, le=64, description="router processes on this port, each with its own index")
-    otlp_endpoint: str = Field(
+    otlp_endpoint: Url = Field(
         default="", description="OpenTelemetry collector for traces, such as http://127.0.0.1:4318; empty: none"
     )
     trace_ratio: float = Field(

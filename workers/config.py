@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from lorafleet.settings import HouseSettings
+from lorafleet.settings import HouseSettings, Url, whole_url
 from lorafleet.sockets import UNIX_PATH_BYTES
 from workers.engines.base import STATIC
 
@@ -38,10 +38,10 @@ class WorkerSettings(HouseSettings):
     engine: Literal["vllm", "sglang", "sim"] = Field(
         default="vllm", description="engine to start, or that runs at engine_url; see docs/engines.md"
     )
-    engine_url: str = Field(default="", description="use this running engine instead of starting one")
+    engine_url: Url = Field(default="", description="use this running engine instead of starting one")
     engine_host: str = Field(default="127.0.0.1", description="address the engine listens on")
     engine_port: int = Field(default=8100, ge=0, le=65535, description="port of the engine; 0 picks a free one")
-    engine_advertise_url: str = Field(default="", description="engine URL that routers use, if not its own address")
+    engine_advertise_url: Url = Field(default="", description="engine URL that routers use, if not its own address")
     engine_args: tuple[str, ...] = Field(default=(), description="further engine arguments, passed on as they are")
     engine_output: bool = Field(
         default=True, description="pass the engine's output on to stderr; it is in state_dir/engine.log, too"
@@ -127,7 +127,7 @@ class WorkerSettings(HouseSettings):
         default="",
         description="where to send heartbeats; of several, by commas, the one that answers; none: it stands alone",
     )
-    advertise_url: str = Field(default="", description="this agent's URL for others; default: host and port")
+    advertise_url: Url = Field(default="", description="this agent's URL for others; default: host and port")
     heartbeat_s: float = Field(default=1.0, gt=0, description="seconds between heartbeats when nothing changes")
     warm_deadline_s: float = Field(
         default=60.0,
@@ -158,14 +158,17 @@ class WorkerSettings(HouseSettings):
             )
         return kind
 
+    @field_validator("orchestrator_url")
+    @classmethod
+    def _are_whole(cls, urls: str) -> str:
+        for url in urls.split(","):
+            whole_url(url.strip())
+        return urls
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if not self.model and not self.engine_url:
             raise ValueError("model: give the base model's folder, or engine_url of a running engine")
-        named = [("engine_url", self.engine_url), *(("orchestrator_url", url) for url in self.orchestrator_urls)]
-        for name, url in named:
-            if url and not url.startswith(("http://", "https://")):
-                raise ValueError(f"{name}: {url!r} must start with http:// or https://")
         if self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
         for network in self.source_networks:

@@ -3,6 +3,9 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.settings import HouseSettings, SettingsError, load, load_or_exit
+from orchestrator.config import OrchestratorSettings
+from router.config import RouterSettings
+from workers.config import WorkerSettings
 
 
 class Example(HouseSettings):
@@ -101,3 +104,34 @@ def test_settings_are_frozen_and_do_not_show_the_token():
     assert "hush" not in repr(found)
     with pytest.raises(Exception, match="frozen"):
         found.port = 7
+
+
+@pytest.mark.parametrize(
+    ("house", "flag"),
+    [
+        (RouterSettings, "--orchestrator-url"),
+        (RouterSettings, "--otlp-endpoint"),
+        (OrchestratorSettings, "--advertise-url"),
+        (WorkerSettings, "--orchestrator-url"),
+        (WorkerSettings, "--engine-url"),
+        (WorkerSettings, "--engine-advertise-url"),
+        (WorkerSettings, "--advertise-url"),
+    ],
+)
+def test_what_is_no_address_is_refused_at_the_start_and_named(house, flag):
+    given = ["--model", "m", flag] if house is WorkerSettings else [flag]
+    refused = rf"{flag.removeprefix('--')}: .* must be an address, as http://host:port"
+    for text in ("foo", "foo:8080", "http://", "http://foo:port", "http://foo:99999", "ftp://foo", "http://f oo"):
+        with pytest.raises(SettingsError, match=refused):
+            load(house, [*given, text], prog="it")
+    load(house, [*given, "https://[::1]:8080/below"], prog="it")
+
+
+def test_of_several_orchestrators_each_has_to_be_an_address():
+    several = ["--model", "m", "--orchestrator-url"]
+    assert load(WorkerSettings, [*several, "http://a:1, http://b:2"], prog="it").orchestrator_urls == (
+        "http://a:1",
+        "http://b:2",
+    )
+    with pytest.raises(SettingsError, match="orchestrator-url: 'b:2' must be"):
+        load(WorkerSettings, [*several, "http://a:1,b:2"], prog="it")
