@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from lorafleet import commands, demo, welcome
+from lorafleet import commands, demo, files, welcome
 from lorafleet.auth import hash_key, new_key
 from lorafleet.failure import Failure
 from lorafleet.processes import Child, Guard, clean_environment
@@ -32,6 +33,7 @@ _STARTS_BEFORE_READY = 3
 _LONGEST_BACKOFF_S = 10.0
 # vLLM's own sockets there are named by a UUID, with something before or after it.
 _SOCKET_NAME_BYTES = 64
+_NO_SPACE_BYTES = 2**20  # a guess: less than that, and no adapter fits, nor much of a log
 _CALM_S = 30.0  # a child that ran this long has its backoff forgotten
 
 
@@ -88,8 +90,8 @@ class Fleet:
                 if self.options.once:
                     for keeper in self._keepers:
                         keeper.cancel()
-        except* Failure as failures:
-            raise _first(failures) from None
+        except* (Failure, OSError) as failures:
+            raise self._told(_first(failures)) from None
 
     async def stop(self) -> None:
         """Router, agents with their engines, orchestrator, in this order; then whatever is left, by force."""
@@ -299,7 +301,18 @@ class Fleet:
             await asyncio.sleep(wait_s)
             await child.start()
 
+    def _told(self, first: Failure | OSError) -> Failure:
+        """It, or what an error of the system's says in one line."""
+        if isinstance(first, Failure):
+            return first
+        return self._no_space() if files.is_full(first) else Failure(str(first) or repr(first))
+
+    def _no_space(self) -> Failure:
+        return Failure(f"no space left in {self._folder}: make room, or name another folder with --state-dir")
+
     def _failed(self, child: Child, what: str) -> Failure:
+        if shutil.disk_usage(self._folder).free < _NO_SPACE_BYTES:  # its log would not have the reason
+            return self._no_space()
         return Failure(f"{child.name} {what}. The end of {child.log_path}:\n{child.tail()}")
 
     # --- what the children are told ------------------------------------------------------------------------------
@@ -354,6 +367,6 @@ def _ending(status: int) -> str:
     return f"status {status}"
 
 
-def _first(group: BaseExceptionGroup[Failure]) -> Failure:
+def _first(group: BaseExceptionGroup[Failure | OSError]) -> Failure | OSError:
     inner = group.exceptions[0]
     return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

@@ -1,6 +1,5 @@
 """`lorafleet plan`, `orphans`, `history`, `backup`: what would happen, what nobody asked for, who changed what."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,14 +143,17 @@ def backup(
 
     Example: lorafleet backup lorafleet-2026-11-21.db
     """
+    from lorafleet import files  # noqa: PLC0415
+
     with context.obj.orchestrator() as api:
         content = api.download("/v1/backup")
     try:
-        handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        if file.exists() or file.is_symlink():
+            raise Failure(f"{file}: is there already; name a new file")
+        files.write_whole(file, content)
     except OSError as exc:
-        raise Failure(f"{file}: {exc.strerror}; name a new file in a folder that can be written") from exc
-    with os.fdopen(handle, "wb") as out:
-        out.write(content)
+        hint = "" if files.is_full(exc) else "; name a new file in a folder that can be written"
+        raise Failure(f"{file}: {files.what_failed(exc, file.absolute().parent)}{hint}") from exc
     typer.echo(f"{file}: {len(content):,} bytes")
 
 

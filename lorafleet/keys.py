@@ -10,6 +10,7 @@ import yaml
 
 from lorafleet.auth import SCOPES, KeyFileError, Keys, hash_key, new_key
 from lorafleet.failure import Failure
+from lorafleet.files import what_failed, write_whole
 
 
 def add_key(
@@ -38,7 +39,9 @@ def add_key(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _append(path, {name: value for name, value in entry.items() if value})
-    except (OSError, KeyFileError) as exc:
+    except OSError as exc:
+        raise Failure(f"--file {path}: {what_failed(exc, path.absolute().parent)}") from exc
+    except KeyFileError as exc:
         raise Failure(f"--file: {exc}") from exc
     return key
 
@@ -52,9 +55,7 @@ def _append(path: Path, entry: dict[str, object]) -> None:
         if before.strip():
             Keys([path])  # refuses what no server would read
         entries = (yaml.safe_load(before) or {}).get("keys", [])
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(yaml.safe_dump({"keys": [*entries, entry]}, sort_keys=False))
-        partial.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)
-        partial.replace(path)
+        after = yaml.safe_dump({"keys": [*entries, entry]}, sort_keys=False)
+        write_whole(path, after.encode(), mode=path.stat().st_mode & 0o777 if path.exists() else 0o600)
     finally:
         os.close(folder)

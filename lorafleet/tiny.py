@@ -12,7 +12,6 @@ Needs numpy, safetensors and tokenizers (the `demo` extra). No torch, no transfo
 import functools
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -136,7 +135,8 @@ def make_model(into: Path, *, progress: Callable[[str], None] = _quiet) -> Path:
         return into
     progress(f"making the tiny base model in {into}")
     with _whole(into) as folder:
-        _tokenizer().save(str(folder / "tokenizer.json"))
+        # Written by ourselves, here and below: the libraries have errors of their own for a full disk.
+        (folder / "tokenizer.json").write_text(_tokenizer().to_str(pretty=True), encoding="utf-8")
         _write_json(folder / "tokenizer_config.json", _TOKENIZER_CONFIG)
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
         _write_json(folder / "config.json", _CONFIG)
@@ -424,7 +424,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Array]) -> None:
         )
         for name, half in halves.items()
     }
-    safetensors.serialize_file(specs, os.fspath(path), metadata={"format": "pt"})
+    path.write_bytes(safetensors.serialize(specs, metadata={"format": "pt"}))
     path.chmod(0o644)
 
 

@@ -89,8 +89,9 @@ def _locked(state_dir: Path) -> Iterator[None]:
                 f"another `lorafleet up` (process {holder}) uses {state_dir}:"
                 " stop it, or give --state-dir another folder"
             ) from exc
-        os.ftruncate(handle, 0)
-        os.write(handle, str(os.getpid()).encode())
+        with contextlib.suppress(OSError):  # a full disk: who we are is missing there, and what is next will say why
+            os.ftruncate(handle, 0)
+            os.write(handle, str(os.getpid()).encode())
         yield
     finally:
         os.close(handle)

@@ -1,5 +1,6 @@
 """The CLI against a real orchestrator without workers, and what decisions need against a fleet of two sim engines."""
 
+import errno
 import io
 import json
 import os
@@ -469,6 +470,22 @@ def test_a_backup_is_a_store_that_an_orchestrator_starts_on_and_overwrites_nothi
     store = Store(file)
     assert "kept/v1" in store.adapters
     store.close()
+
+
+def test_a_backup_for_which_there_is_no_room_leaves_nothing_that_is_in_the_way_of_the_next(
+    ask: Run, run: Run, orchestrator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "backup.db"
+
+    def no_space(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", no_space)
+        said = run("--orchestrator-url", orchestrator, "backup", str(file))
+    assert (said.status, said.err) == (1, f"lorafleet: {file}: no space left in {tmp_path}: make room\n")
+    assert list(tmp_path.iterdir()) == []
+    assert "bytes" in ask("backup", str(file)).out
 
 
 def test_orphans_are_none_where_there_are_no_workers(ask: Run, run: Run, orchestrator: str) -> None:

@@ -1,0 +1,37 @@
+"""Files that appear whole or not at all, and what a full disk is called."""
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def write_whole(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+    """Put `content` at `path`, in place of what is there, once its bytes are on the disk.
+
+    raises  OSError; then nothing of it is left, and what was at `path` is as it was
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    partial = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.chmod(mode)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def is_full(exc: OSError) -> bool:
+    """Whether the disk, or our share of it, is."""
+    return exc.errno in _FULL
+
+
+def what_failed(exc: OSError, folder: Path) -> str:
+    """A failure to write in `folder`, in words; a full disk's with what to do."""
+    return f"no space left in {folder}: make room" if is_full(exc) else exc.strerror or str(exc)

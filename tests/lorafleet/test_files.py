@@ -1,0 +1,61 @@
+"""A disk that is full: said in one line that names the folder, and nothing half made is left."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from lorafleet.failure import Failure
+from lorafleet.files import what_failed, write_whole
+from lorafleet.fleet import Fleet
+from lorafleet.keys import add_key
+from tests.lorafleet.test_up_parts import options
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No byte gets to the disk any more."""
+
+    def no_space(*_args: object, **_named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    monkeypatch.setattr(Path, "write_text", no_space)
+    monkeypatch.setattr(Path, "write_bytes", no_space)
+
+
+def test_a_file_is_replaced_whole_with_the_mode_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    for content, mode in ((b"one", 0o600), (b"two", 0o640)):
+        write_whole(path, content, mode=mode)
+        assert (path.read_bytes(), path.stat().st_mode & 0o777) == (content, mode)
+    assert [it.name for it in tmp_path.iterdir()] == ["f"]
+
+
+@pytest.mark.usefixtures("full")
+def test_on_a_full_disk_the_old_file_stays_and_nothing_of_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.touch()
+    with pytest.raises(OSError, match="No space") as refusal:
+        write_whole(path, b"new")
+    assert what_failed(refusal.value, tmp_path) == f"no space left in {tmp_path}: make room"
+    assert (path.read_bytes(), [it.name for it in tmp_path.iterdir()]) == (b"", ["f"])
+
+
+@pytest.mark.usefixtures("full")
+def test_a_key_for_which_there_is_no_room_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=f"k.yaml: no space left in {tmp_path}: make room$"):
+        add_key(tmp_path / "k.yaml", None, ["infer"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("full")
+async def test_a_fleet_for_which_there_is_no_room_is_one_line_that_names_the_folder(tmp_path: Path) -> None:
+    fleet = Fleet(options(tmp_path, state_dir=tmp_path))
+    try:
+        with pytest.raises(Failure) as failure:
+            await fleet.live()
+    finally:
+        await fleet.stop()
+    assert str(failure.value) == f"no space left in {tmp_path}: make room, or name another folder with --state-dir"
