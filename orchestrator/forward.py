@@ -76,7 +76,8 @@ class Forwarder:
     async def _elsewhere(self, request: Request) -> Response | None:
         """The leader's answer, or a refusal; None for a read that we may answer, as nobody leads."""
         leader = self._leadership.other
-        why = "this orchestrator does not lead, and knows of none that does"
+        trouble = self._leadership.trouble
+        why = "this orchestrator does not lead, and knows of none that does" + (f": {trouble}" if trouble else "")
         if FORWARDED in request.headers:
             why = "this orchestrator does not lead, and the request has been forwarded already"
         elif leader is not None and leader.url:

@@ -59,6 +59,7 @@ class Leadership:
         self._rng = rng or Random()
         self._is_term = False
         self._due = asyncio.Event()
+        self._trouble = ""
 
     @property
     def is_leading(self) -> bool:
@@ -69,6 +70,11 @@ class Leadership:
     def other(self) -> Hold | None:
         """Who leads, when we do not and somebody does."""
         return None if self.is_leading else self._candidate.other(self._clock())
+
+    @property
+    def trouble(self) -> str:
+        """Why the last look at the lease, or the term that it should have begun, came to nothing; empty: it did not."""
+        return self._trouble
 
     @property
     def leader_url(self) -> str | None:
@@ -98,6 +104,7 @@ class Leadership:
         try:
             await self.step()
         except LeaseUnreachable as exc:
+            self._trouble = str(exc)
             log.warning("lease not reached", error=str(exc))
 
     async def run(self) -> None:
@@ -110,6 +117,7 @@ class Leadership:
                 async with asyncio.timeout(left_s or self._renew_s * 5):
                     await self.step()
             except (LeaseUnreachable, TimeoutError) as exc:
+                self._trouble = str(exc) or "the lease did not answer in time"
                 log.warning("lease not reached", error=repr(exc), left_s=round(left_s, 2))
             except Exception:
                 log.exception("lease step failed")
@@ -135,10 +143,12 @@ class Leadership:
         wanted = candidate.wanted(asked_at, is_holder_gone=is_gone)
         if wanted is not None and await self._lease.write(wanted, candidate.seen):
             candidate.wrote(wanted, asked_at)
+        self._trouble = ""
         if candidate.left_s(clock()) > 0 and not self._is_term:
             try:
                 await self.prepare()
             except OrchestratorError as exc:
+                self._trouble = str(exc)
                 log.warning("cannot lead yet, though the lease is ours", error=str(exc))
             except Exception:
                 log.exception("cannot lead yet, though the lease is ours")
@@ -162,7 +172,9 @@ class Leadership:
             return
         try:
             self.on_begin()
-        except Exception:
+        except Exception as exc:
+            # Of what is not ours the words may be anything, and whoever is refused may be anybody.
+            self._trouble = str(exc) if isinstance(exc, OrchestratorError) else ""
             log.exception("cannot lead, though the lease is ours")
         else:
             self._is_term = True

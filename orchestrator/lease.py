@@ -12,6 +12,7 @@ from typing import Protocol
 
 from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import Hold
+from orchestrator.sqlite import no_space
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS lease (
@@ -116,8 +117,8 @@ class FileLease:
             finally:
                 db.close()
         except sqlite3.Error as exc:
-            message = f"lease {self._path}: {exc}; if the file is damaged, delete it: it is made again"
-            raise LeaseUnreachable(message) from exc
+            what = no_space(exc, self._path) or f"{exc}; if the file is damaged, delete it: it is made again"
+            raise LeaseUnreachable(f"lease {self._path}: {what}") from exc
 
 
 def _found(db: sqlite3.Connection) -> Hold | None:

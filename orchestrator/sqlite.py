@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ _KEYS = {
     "counters": "name",
 }
 _TRIM_EVERY = 64
+# A new store takes about 150 KB with the files beside it.
+_NO_SPACE_BYTES = 2**20
 
 
 class SqliteFile:
@@ -125,8 +129,9 @@ class SqliteFile:
                 self._record(entry)
             self._db.commit()
         except sqlite3.Error as exc:
+            what = no_space(exc, self._path) or str(exc)
             self._db.rollback()
-            raise StoreError(f"store {self._path}: nothing was written: {exc}") from exc
+            raise StoreError(f"store {self._path}: nothing was written: {what}") from exc
 
     def _write(self, change: Change) -> None:
         if change.value is None:
@@ -181,8 +186,29 @@ class SqliteFile:
                     copy.execute("UPDATE adapters SET is_deleting = 0")
                     copy.execute("DELETE FROM workers WHERE state = 'draining'")
         except sqlite3.Error as exc:
+            what = no_space(exc, path) or str(exc)
             path.unlink(missing_ok=True)
-            raise StoreError(f"backup {path}: {exc}") from exc
+            raise StoreError(f"backup {path}: {what}") from exc
+
+
+def no_space(exc: sqlite3.Error, path: Path | str) -> str | None:
+    """What to say of a failure that a full disk is behind; None for any other.
+
+    source  sqlite.org/rescode.html, and SQLite 3.40 seen running: the file beside the store that its processes share
+            cannot be made on a full disk, which is told as an I/O error and not as SQLITE_FULL
+    """
+    folder = Path(path).absolute().parent
+    primary = getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and _free_bytes(folder) < _NO_SPACE_BYTES):
+        return f"no space left in {folder}: make room"
+    return None
+
+
+def _free_bytes(folder: Path) -> float:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return inf
 
 
 def _open(path: str) -> sqlite3.Connection:
@@ -196,7 +222,10 @@ def _open(path: str) -> sqlite3.Connection:
         db.execute("PRAGMA synchronous = FULL")
         _migrate(db)
     except sqlite3.Error as exc:
+        full = no_space(exc, path)
         db.close()
+        if full:
+            raise StoreError(f"store {path}: {full}; nothing that was in it is lost") from exc
         raise StoreError(f"store {path}: {exc}; restore it from a backup or name another, it was not changed") from exc
     except StoreError:
         db.close()

@@ -21,6 +21,7 @@ class Standby:
     is_stopping = False
     holder = "standby"
     other = None
+    trouble = ""
 
 
 class Leader:
@@ -127,6 +128,14 @@ async def test_without_a_leader_reads_are_answered_from_the_store_and_the_rest_i
         for method, path in (("POST", "/v1/adapters"), ("GET", "/v1/catalog"), ("GET", "/v1/events")):
             answer = await client.request(method, path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_leading")
+
+
+async def test_what_keeps_it_from_leading_is_in_the_refusal():
+    leadership = Standby()
+    leadership.trouble = "lease /srv/store.db.lease: no space left in /srv: make room"
+    async with forwarding(leadership) as client:
+        message = (await client.post("/v1/adapters")).json()["error"]["message"]
+    assert message == f"this orchestrator does not lead, and knows of none that does: {leadership.trouble}"
 
 
 async def test_a_call_that_waits_ends_when_the_leader_leads_no_longer(leader):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.errors import LeaseUnreachable
+from orchestrator.core.errors import LeaseUnreachable, StoreError
 from orchestrator.core.lease import Candidate, Hold
 from orchestrator.leadership import Leadership
 from orchestrator.lease import FileLease
@@ -113,6 +113,24 @@ async def test_renewals_keep_it_however_long(two):
         clock.now += 1.0
     assert (a.is_leading, b.is_leading) == (True, False)
     assert a.terms == ["begin"]
+
+
+async def test_what_keeps_it_from_leading_is_known_until_nothing_does(two):
+    record, _, a, _ = two
+    record.fails = True
+    await a.start()
+    assert a.trouble == "away"
+    record.fails = False
+
+    def full():
+        raise StoreError("no space left in /srv: make room")
+
+    begin, a.on_begin = a.on_begin, full
+    await a.step()
+    assert (a.is_leading, a.trouble) == (False, "no space left in /srv: make room")
+    a.on_begin = begin
+    await a.step()
+    assert (a.is_leading, a.trouble) == (True, "")
 
 
 async def test_a_leader_that_cannot_reach_the_lease_stops_in_time(two):

@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.backend import WorkerIntent
-from orchestrator.core.errors import StoreError
+from orchestrator.core.errors import LeaseUnreachable, StoreError
 from orchestrator.core.state import Adapter, Rules
-from orchestrator.sqlite import SCHEMA, SqliteFile
+from orchestrator.lease import FileLease
+from orchestrator.sqlite import SCHEMA, SqliteFile, no_space
 from orchestrator.store import Store
 from tests.orchestrator.test_store_contract import ADAPTER
 
@@ -194,3 +196,52 @@ def test_the_history_is_kept_over_restarts_and_bounded_for_each_kind(tmp_path):
 def test_a_store_in_a_folder_that_is_not_there_is_refused_with_advice(tmp_path):
     with pytest.raises(StoreError, match="folder that exists"):
         Store(tmp_path / "nowhere" / "s.db")
+
+
+class NoRoom(sqlite3.Connection):
+    """A database on a disk that has room for two pages."""
+
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.execute("PRAGMA max_page_count = 2")
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **named: connect(*args, **named, factory=NoRoom))
+
+
+@pytest.mark.usefixtures("no_room")
+async def test_on_a_full_disk_a_new_store_and_a_lease_say_so_and_not_that_they_are_damaged(tmp_path):
+    full = f"no space left in {tmp_path}: make room"
+    with pytest.raises(StoreError) as refusal:
+        Store(tmp_path / "s.db")
+    assert str(refusal.value) == f"store {tmp_path}/s.db: {full}; nothing that was in it is lost"
+    with closing(sqlite3.connect(tmp_path / "lease")) as db:
+        db.execute("CREATE TABLE other (x)")
+    lease = FileLease(tmp_path / "lease", holder="a")
+    with pytest.raises(LeaseUnreachable) as refusal:
+        await lease.read()
+    assert str(refusal.value) == f"lease {tmp_path}/lease: {full}"
+    lease.close()
+
+
+def test_a_change_for_which_there_is_no_room_says_so_and_changes_nothing(tmp_path):
+    file = SqliteFile(tmp_path / "s.db")
+    store = Store(file)
+    file._db.execute("PRAGMA max_page_count = 1")  # no more than there are
+    with pytest.raises(StoreError, match=f"nothing was written: no space left in {tmp_path}: make room"):
+        store.put_adapter(Adapter(lora_id="a", source="x" * 100_000))
+    store.close()
+    again = Store(tmp_path / "s.db")
+    assert dict(again.adapters) == {}
+    again.close()
+
+
+@pytest.mark.parametrize(("free", "is_said"), [(0, True), (10**9, False)])
+def test_an_io_error_is_a_full_disk_only_where_nothing_is_free(tmp_path, monkeypatch, free, is_said):
+    failure = sqlite3.OperationalError("disk I/O error")
+    failure.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=free))
+    assert (no_space(failure, tmp_path / "s.db") is not None) == is_said
