@@ -20,6 +20,9 @@ PROMPT = (
     " Sort by city, then by the number of late orders, and explain each step so that a new colleague can follow it."
 )
 MAX_TOKENS = 24
+_TEXT = "text begins"
+_TEXT_WIDTH = 48
+_COLUMN_EDGES = 3  # a line, and a space on either side
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +96,33 @@ def shown(lora_ids: Sequence[str]) -> list[str]:
     return (favourites or list(lora_ids))[:2]
 
 
-def _print(rows: Sequence[Row]) -> None:
-    table = Table(title="The same prompt, four times", title_justify="left", expand=False)
-    for name, justify in (
-        ("adapter", "left"),
-        ("worker", "left"),
-        ("prompt tokens", "right"),
-        ("cached tokens", "right"),
-        ("first token", "right"),
-        ("text begins", "left"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+def table(rows: Sequence[Row], text_width: int = 0) -> Table:
+    """The rows; of each text so many characters, and without room for its heading none."""
+    has_text = text_width >= len(_TEXT)
+    made = Table(title="The same prompt, four times (prompt and cached: tokens)", title_justify="left", expand=False)
+    made.add_column("adapter", overflow="fold")  # the only one that a narrow terminal breaks
+    for name in ("worker", "prompt", "cached", "first token"):
+        made.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
+    if has_text:
+        made.add_column(_TEXT, no_wrap=True)
     for row in rows:
-        table.add_row(
-            row.adapter,
-            row.worker,
-            str(row.prompt_tokens),
-            str(row.cached_tokens),
-            f"{row.first_token_ms:.0f} ms",
-            " ".join(row.text.split())[:48],
-        )
+        text = [" ".join(row.text.split())[:text_width]] if has_text else []
+        figures = (str(row.prompt_tokens), str(row.cached_tokens), f"{row.first_token_ms:.0f} ms")
+        made.add_row(row.adapter, row.worker, *figures, *text)
+    return made
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """The table, with as much of the texts as there is room for."""
+    left = console.width - console.measure(table(rows)).maximum - _COLUMN_EDGES
+    console.print(table(rows, min(left, _TEXT_WIDTH)))
+
+
+def _print(rows: Sequence[Row]) -> None:
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = 140
-    console.print(table)
+    show(rows, console)
     again, first = rows[-1], rows[0]
     console.print(
         f"The last one asked again what the first had asked: it went to {again.worker}"

@@ -1,5 +1,6 @@
 """What the CLI prints: lists as tables, single things as `name: value` lines."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -8,6 +9,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 _WIDE = 4000
+_TIME = "time (UTC)"
+_FILLING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
 
 
 def console() -> Console:
@@ -19,18 +22,26 @@ def console() -> Console:
 
 
 def show(what: RenderableType) -> None:
-    # Where a terminal is too narrow for the numbers it wraps the line itself: none is cut off.
-    console().print(what, crop=False)
+    """Print it; cells break between words only, so that names, ids and URLs can be copied at any width of terminal."""
+    out = console()
+    # Where that does not fit, a row is one line, which the terminal wraps: with broken cells nobody could read it.
+    if out.measure(what, options=out.options.update(width=_WIDE)).minimum > out.width:
+        out.width = _WIDE
+    with out.capture() as printed:
+        out.print(what, crop=False)
+    # Without what fills the last column: a terminal would wrap that, too.
+    out.file.write(_FILLING.sub(r"\1", printed.get()))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
-    """A table; numbers stand right, and are never broken across lines."""
+    """A table. Numbers stand right; neither they nor times are broken across lines, nor any word."""
     body = [[_text(cell) for cell in row] for row in rows]
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
-        is_number = bool(body) and all(_is_number(row[index]) for row in body)
-        # Headings break between words, at any width of terminal.
-        least = max(len(text) for text in [*(row[index] for row in body), *name.split()]) if is_number else None
+        cells = [row[index] for row in body]
+        is_number = bool(body) and all(map(_is_number, cells))
+        whole = cells if is_number or name == _TIME else [word for cell in cells for word in cell.split()]
+        least = max(map(len, [*whole, *name.split()]), default=0)
         made.add_column(name, justify="right" if is_number else "left", overflow="fold", min_width=least)
     for row in body:
         made.add_row(*row)
@@ -75,21 +86,23 @@ def placements(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def workers(items: Iterable[Mapping[str, Any]]) -> Table:
+    """Where a worker is, zone and node, only if any says so."""
+    found = sorted(items, key=lambda item: str(item["id"]))
+    places = [name for name in ("zone", "node") if any(item[name] for item in found)]
     return table(
-        ["worker", "state", "zone", "node", "base model", "adapters", "free slots", "agent", "engine"],
+        ["worker", "state", *places, "base model", "adapters", "free slots", "agent", "engine"],
         [
             (
                 item["id"],
                 f"{item['state']}, pod ends" if item.get("is_terminating") else item["state"],
-                item["zone"],
-                item["node"],
+                *(item[name] for name in places),
                 item["base_model"],
                 ", ".join(item["adapters"]),
                 item["capacity"].get("available_slots"),
                 item["agent_url"],
                 item["engine_url"],
             )
-            for item in sorted(items, key=lambda item: str(item["id"]))
+            for item in found
         ],
     )
 
@@ -148,7 +161,7 @@ def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
 
 def history(items: Iterable[Mapping[str, Any]]) -> Table:
     return table(
-        ["time (UTC)", "what", "of", "by", "details"],
+        [_TIME, "what", "of", "by", "details"],
         [(_time(item["at"]), item["kind"], item["subject"], item["actor"], item["body"]) for item in items],
     )
 
@@ -207,7 +220,7 @@ def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
     """Decisions and what came of them, a line each."""
     return table(
         [
-            "time (UTC)",
+            _TIME,
             "adapter",
             "worker",
             "prompt",

@@ -16,8 +16,9 @@ import httpx
 import pytest
 import yaml
 from rich.console import Console
+from rich.table import Table
 
-from lorafleet import cli, tables
+from lorafleet import cli, demo, tables
 from lorafleet.auth import Keys, hash_key
 from orchestrator.store import Store
 
@@ -150,6 +151,69 @@ def test_a_worker_whose_pod_ends_is_told_from_one_that_somebody_drains(capsys: p
         ["w0", "draining, pod ends", "eu-1a", "n7"],
         ["w1", "draining", "eu-1b", "n8"],
     ]
+
+
+WORKERS = [
+    {"id": f"w{number}", "state": "ready", "zone": "", "node": "", "base_model": "tiny-qwen", "capacity": {}}
+    | {"adapters": ["python-expert/v1", "sql-expert/v1", "legal/v2"][: number + 1]}
+    | {"agent_url": f"http://127.0.0.1:3750{number}", "engine_url": f"http://127.0.0.1:3349{number}"}
+    for number in range(3)
+]
+
+
+def printed(table: Table, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines of a table on a terminal of this width."""
+    out = io.StringIO()
+    terminal = Console(file=out, width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(tables, "console", lambda: terminal)
+    tables.show(table)
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", range(40, 160, 7))
+def test_no_name_url_or_time_is_broken_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = "\n".join(printed(tables.workers(WORKERS), width, monkeypatch))
+    for worker in WORKERS:
+        for word in (worker["agent_url"], worker["engine_url"], *worker["adapters"]):
+            assert word in seen
+    entry = {"at": "2026-11-21T09:50:26.974+00:00", "kind": "load", "subject": "s", "actor": "", "body": {"why": "x y"}}
+    assert any(
+        line.startswith("2026-11-21 09:50:26.974") for line in printed(tables.history([entry]), width, monkeypatch)
+    )
+
+
+def test_a_row_for_which_a_terminal_is_too_narrow_is_one_line_without_filling(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(tables.workers(WORKERS), 80, monkeypatch)
+    assert len(lines) == 4
+    assert [line for line in lines if line.endswith(" ")] == []
+
+
+def test_where_a_row_fits_by_breaking_between_words_it_is_broken_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(tables.fields({"policy": "loading=lazy, min_replicas=0, weight=1"}), 30, monkeypatch)
+    assert lines == ["field   value", "policy  loading=lazy,", "        min_replicas=0,", "        weight=1"]
+
+
+def test_zone_and_node_are_columns_only_where_a_worker_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(*workers: dict[str, object]) -> set[str]:
+        return {"zone", "node"} & set(printed(tables.workers(workers), 200, monkeypatch)[0].split())
+
+    assert names(*WORKERS) == set()
+    assert names(WORKERS[0], WORKERS[1] | {"zone": "eu-1a"}) == {"zone"}
+
+
+@pytest.mark.parametrize(("width", "text"), [(80, False), (100, True), (140, True)])
+def test_the_demo_shows_worker_and_first_token_at_any_width_and_the_text_where_there_is_room(
+    width: int, text: bool
+) -> None:
+    out = io.StringIO()
+    words = "local After traffic filename Their Coffee " * 3
+    rows = [demo.Row("python-expert/v1@73baeb0f6a1d", f"w{n}", 221, 192, 192, 1505.0, words) for n in range(4)]
+    demo.show(rows, Console(file=out, width=width, force_terminal=True, color_system=None))
+    seen = out.getvalue()
+    for cell in ("worker", "first token", "cached", "w3", "192", "1505 ms", "python-expert/v1@73baeb0f6a1d"):
+        assert cell in seen
+    assert ("local After" in seen) == text
+    assert max(map(len, seen.splitlines())) <= width
 
 
 def test_an_unknown_worker_is_one_line(run: Run, orchestrator: str) -> None:
