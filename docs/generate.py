@@ -23,8 +23,8 @@ python -m router --config router.yaml          # cold_start_timeout_s: 30
 
 Unknown flags, unknown `LORAFLEET_<HOUSE>_…` variables and unknown keys are refused at start, by name: a typing error
 never means the default. Lists repeat the flag, or are JSON in the environment (`'["a", "b"]'`); so do
-mappings (`--costs kappa_min=1`, `'{"kappa_min": 1}'`). A house that cannot start as it is told, as its port is in use or a URL is none,
-says so in one line on standard error and ends with status 2.
+mappings (`--costs kappa_min=1`, `'{"kappa_min": 1}'`). A house that cannot start as it is told (its port is in use, a
+URL is none) says so in one line on standard error and ends with status 2.
 """
 
 
