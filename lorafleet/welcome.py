@@ -29,9 +29,9 @@ def show(
 
 
 def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_keys: bool) -> list[str]:
-    """Three commands to paste: the base model, an adapter, and why a request goes where it goes."""
+    """Commands to paste: the base model, an adapter where there is one, and why a request goes where it goes."""
     key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
-    adapter = next(iter(demo.shown(lora_ids)), base_model)
+    adapters = demo.shown(lora_ids)[:1]
 
     def line(path: str, model: str, more: str = "") -> str:
         message = '"messages": [{"role": "user", "content": "Which customers paid late?"}]'
@@ -39,7 +39,6 @@ def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_key
         return f"curl -s {router}{path}{key} -H 'content-type: application/json' -d '{body}'"
 
     return [
-        line("/v1/chat/completions", base_model, ', "max_tokens": 24'),
-        line("/v1/chat/completions", adapter, ', "max_tokens": 24'),
-        line("/v1/route", adapter),
+        *(line("/v1/chat/completions", model, ', "max_tokens": 24') for model in (base_model, *adapters)),
+        line("/v1/route", *(adapters or [base_model])),
     ]

@@ -113,6 +113,11 @@ def test_the_lines_to_try_are_commands_with_json_bodies(capsys: pytest.CaptureFi
     assert all("Bearer $KEY" in line for line in curls)
 
 
+def test_without_an_adapter_no_line_to_try_is_there_twice() -> None:
+    lines = welcome.curl_lines("http://r", "tiny", [], has_keys=False)
+    assert len(lines) == len(set(lines)) == 2
+
+
 def test_no_setting_of_ours_reaches_a_child_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAFLEET_ROUTER_PORT", "1")
     monkeypatch.setenv("LORAFLEET_TOKEN", "secret")
