@@ -152,7 +152,10 @@ def up(
 
 @adapters_app.command("list")
 def adapters_list(context: typer.Context) -> None:
-    """All adapters: state, replicas, workers."""
+    """All adapters: state, replicas, workers.
+
+    Example: lorafleet adapters list
+    """
     from lorafleet import tables
 
     with context.obj.orchestrator() as api:
@@ -206,7 +209,10 @@ def adapters_add(
 
 @adapters_app.command("rm")
 def adapters_rm(context: typer.Context, lora_id: str) -> None:
-    """Unload an adapter everywhere and forget it. Requests in flight finish first."""
+    """Unload an adapter everywhere and forget it. Requests in flight finish first.
+
+    Example: lorafleet adapters rm sql-expert/v1
+    """
     with context.obj.orchestrator() as api:
         api.call("DELETE", f"/v1/adapters/{_path(lora_id)}")
     typer.echo(f"{lora_id} is being removed")
@@ -228,7 +234,10 @@ def adapters_retry(context: typer.Context, lora_id: str) -> None:
 
 @aliases_app.command("list")
 def aliases_list(context: typer.Context) -> None:
-    """All aliases and what they point at."""
+    """All aliases and what they point at.
+
+    Example: lorafleet aliases list
+    """
     from lorafleet import tables
 
     with context.obj.orchestrator() as api:
@@ -268,7 +277,10 @@ def _alias_target(text: str) -> dict[str, Any]:
 
 @aliases_app.command("rm")
 def aliases_rm(context: typer.Context, name: str) -> None:
-    """Remove an alias; its adapters stay."""
+    """Remove an alias; its adapters stay.
+
+    Example: lorafleet aliases rm sql-expert
+    """
     with context.obj.orchestrator() as api:
         api.call("DELETE", f"/v1/aliases/{_path(name)}")
     typer.echo(f"{name} is removed")
@@ -279,7 +291,10 @@ def aliases_rm(context: typer.Context, name: str) -> None:
 
 @app.command()
 def placements(context: typer.Context) -> None:
-    """Which adapter is on which worker, and whether it should be."""
+    """Which adapter is on which worker, and whether it should be.
+
+    Example: lorafleet placements
+    """
     from lorafleet import tables
 
     with context.obj.orchestrator() as api:
@@ -288,7 +303,10 @@ def placements(context: typer.Context) -> None:
 
 @workers_app.command("list")
 def workers_list(context: typer.Context) -> None:
-    """All workers: state, adapters, free slots."""
+    """All workers: state, adapters, free slots.
+
+    Example: lorafleet workers list
+    """
     from lorafleet import tables
 
     with context.obj.orchestrator() as api:
@@ -297,13 +315,19 @@ def workers_list(context: typer.Context) -> None:
 
 @workers_app.command("cordon")
 def workers_cordon(context: typer.Context, worker: str) -> None:
-    """Place nothing new on a worker; it serves what it has."""
+    """Place nothing new on a worker; it serves what it has.
+
+    Example: lorafleet workers cordon w1
+    """
     _worker(context, worker, "cordon", "is cordoned")
 
 
 @workers_app.command("uncordon")
 def workers_uncordon(context: typer.Context, worker: str) -> None:
-    """Use a cordoned or drained worker again."""
+    """Use a cordoned or drained worker again.
+
+    Example: lorafleet workers uncordon w1
+    """
     _worker(context, worker, "uncordon", "is in use again")
 
 
@@ -328,7 +352,10 @@ def _worker(context: typer.Context, worker: str, verb: str, result: str, body: A
 
 @policy_app.command("show")
 def policy_show(context: typer.Context) -> None:
-    """The policy in force, and the etag that names this version of it."""
+    """The policy in force, and the etag that names this version of it.
+
+    Example: lorafleet policy show
+    """
     from lorafleet import tables
 
     with context.obj.orchestrator() as api:
@@ -513,7 +540,10 @@ def top(
     context: typer.Context,
     every_s: Annotated[float, typer.Option(min=0.2, help="seconds between looks")] = 1.0,
 ) -> None:
-    """Workers and adapters, live; one look when the output is not a terminal. Ctrl-C ends it."""
+    """Workers and adapters, live; one look when the output is not a terminal. Ctrl-C ends it.
+
+    Example: lorafleet top --every-s 5
+    """
     from lorafleet import top as live
 
     with context.obj.orchestrator() as api:

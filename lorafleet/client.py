@@ -52,7 +52,7 @@ class Api:
             raise Failure(f"{self.url}: {exc}{hint}") from exc
         if answer.is_success:
             return answer
-        raise Refused(answer.status_code, _reason(answer))
+        raise Refused(answer.status_code, *_reason(answer))
 
     def every(self, path: str) -> list[dict[str, Any]]:
         """All items of a list, page by page."""
@@ -69,14 +69,17 @@ class Api:
 class Refused(Failure):
     """The server answered with an error; the message is its own, with what to do where we know more."""
 
-    def __init__(self, http_status: int, message: str) -> None:
+    def __init__(self, http_status: int, message: str, code: str) -> None:
         hints = {401: " (give --token KEY or set LORAFLEET_TOKEN)", 403: " (use a key that has the scope)"}
-        super().__init__(message + hints.get(http_status, ""))
+        commands = {"adapter_not_found": " (lorafleet adapters add LORA_ID SOURCE)"}
+        super().__init__(message + hints.get(http_status, "") + commands.get(code, ""))
         self.http_status = http_status
 
 
-def _reason(answer: httpx.Response) -> str:
+def _reason(answer: httpx.Response) -> tuple[str, str]:
+    """Its message and its code; the latter empty where the answer is not one of ours."""
     try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.request.method} {answer.request.url}: HTTP {answer.status_code}: {answer.text[:200]}"
+        error = answer.json()["error"]
+        return str(error["message"]), str(error.get("code", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{answer.request.method} {answer.request.url}: HTTP {answer.status_code}: {answer.text[:200]}", ""

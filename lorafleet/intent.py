@@ -68,7 +68,10 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
 
 @orphans_app.command("list")
 def orphans_list(context: typer.Context) -> None:
-    """What workers hold and nobody registered: after a lost, exchanged or restored store, all that it does not know."""
+    """What workers hold and nobody registered: after a lost, exchanged or restored store, all that it does not know.
+
+    Example: lorafleet orphans list
+    """
     from lorafleet import tables  # noqa: PLC0415
 
     with context.obj.orchestrator() as api:

@@ -58,7 +58,10 @@ def start(  # noqa: PLR0917  (Typer passes by name)
 
 @app.command("status")
 def status(context: typer.Context, alias: Alias) -> None:
-    """Where the rollout stands that is under way, or how the last one ended."""
+    """Where the rollout stands that is under way, or how the last one ended.
+
+    Example: lorafleet rollout status sql-expert
+    """
     with context.obj.orchestrator() as api:
         item = api.call("GET", _path(alias))
     typer.echo(_line(item))
@@ -68,21 +71,30 @@ def status(context: typer.Context, alias: Alias) -> None:
 
 @app.command("pause")
 def pause(context: typer.Context, alias: Alias) -> None:
-    """Hold it where it is; it still goes back when the new version is worse."""
+    """Hold it where it is; it still goes back when the new version is worse.
+
+    Example: lorafleet rollout pause sql-expert
+    """
     with context.obj.orchestrator() as api:
         typer.echo(_line(api.call("PATCH", _path(alias), {"paused": True})))
 
 
 @app.command("resume")
 def resume(context: typer.Context, alias: Alias) -> None:
-    """Let it go on from where it was."""
+    """Let it go on from where it was.
+
+    Example: lorafleet rollout resume sql-expert
+    """
     with context.obj.orchestrator() as api:
         typer.echo(_line(api.call("PATCH", _path(alias), {"paused": False})))
 
 
 @app.command("abort")
 def abort(context: typer.Context, alias: Alias) -> None:
-    """End it: the alias points at once at what it did before."""
+    """End it: the alias points at once at what it did before.
+
+    Example: lorafleet rollout abort sql-expert
+    """
     with context.obj.orchestrator() as api:
         typer.echo(_line(api.call("DELETE", _path(alias))))
 

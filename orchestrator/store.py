@@ -24,6 +24,13 @@ _RESERVED = 1000
 NOBODY = "lorafleet"
 """The actor of what the orchestrator does on its own."""
 
+KINDS = (
+    "adapter_registered", "adapter_adopted", "adapter_changed", "adapter_deleted", "adapter_retried",
+    "alias_set", "alias_deleted", "alias_rollout", "policy_changed",
+    "worker_cordoned", "worker_draining", "worker_uncordoned", "load", "drain", "unload",
+)  # fmt: skip
+"""What a line of history may be about."""
+
 
 class Store:
     """The intent. Raises StoreError when the backend is no store of ours, damaged, or of a newer version."""
@@ -123,6 +130,7 @@ class Store:
 
     def record(self, kind: str, subject: str, body: Mapping[str, Any] | None = None, actor: str = NOBODY) -> None:
         """A line of history: what happened to what, and who asked. `body` is JSON."""
+        assert kind in KINDS, kind
         with self.together():
             self._entries.append(Entry(kind=kind, subject=subject, actor=actor, at=self._wall(), body=dict(body or {})))
 

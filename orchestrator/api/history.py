@@ -13,7 +13,8 @@ from starlette.background import BackgroundTask
 from lorafleet.auth import Keys, requires
 from orchestrator.api.given import Limit
 from orchestrator.backend import Entry
-from orchestrator.store import Store
+from orchestrator.core.errors import RequestError
+from orchestrator.store import KINDS, Store
 from orchestrator.wire import HistoryItem, HistoryList
 
 BACKUP_TYPES = {".db": "application/vnd.sqlite3", ".json": "application/vnd.lorafleet.backup+json"}
@@ -32,6 +33,8 @@ def history_routes(keys: Keys, store: Store) -> APIRouter:
         cursor: HistoryCursor = None,
     ) -> HistoryList:
         """Changes of intent, newest first; of each kind the newest are kept."""
+        if unknown := sorted(set(kind or ()) - set(KINDS)):
+            raise RequestError(f"kind {unknown[0]!r} is unknown; known: {', '.join(KINDS)}", param="kind")
         return history_page(store, limit, cursor, kinds=tuple(kind or ()), subject=subject)
 
     @api.get(

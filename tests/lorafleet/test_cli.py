@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -101,6 +103,26 @@ def test_adding_the_same_adapter_again_is_fine_and_another_source_is_refused(
     assert said.status == 1
     assert "new version" in said.err
     assert len(said.err.splitlines()) == 1
+
+
+def test_an_adapter_that_is_not_registered_is_one_line_that_names_the_command_for_it(
+    run: Run, orchestrator: str
+) -> None:
+    said = run("--orchestrator-url", orchestrator, "adapters", "show", "nope")
+    assert said.status == 1
+    assert said.err.endswith("(lorafleet adapters add LORA_ID SOURCE)\n")
+    assert said.err.count("\n") == 1
+
+
+def test_a_kind_of_history_that_there_is_not_is_refused_with_those_there_are(
+    ask: Run, run: Run, orchestrator: str
+) -> None:
+    said = run("--orchestrator-url", orchestrator, "history", "--kind", "nope")
+    assert said.status == 1
+    assert "'nope'" in said.err
+    for kind in re.findall(r"[a-z_]+", said.err.partition("known: ")[2]):
+        ask("history", "--kind", kind)
+    assert "policy_changed" in said.err
 
 
 def test_a_relative_folder_is_registered_by_its_whole_path(
@@ -279,6 +301,7 @@ def test_a_file_that_is_no_key_file_is_left_alone(run: Run, tmp_path: Path) -> N
     assert not (tmp_path / "k").exists()
 
 
+PAGE = Path(cli.__file__).parents[1] / "docs" / "cli.md"
 QUESTION = "Which customers paid late? " * 40
 
 
@@ -465,14 +488,30 @@ def test_help_imports_nothing_heavy() -> None:
     assert answer.stdout.strip() == "[]"
 
 
-def test_every_command_explains_itself(run: Run) -> None:
-    for words in (
-        "up", "explain", "decisions", "top", "placements", "adapters add", "adapters show", "aliases set",
-        "workers drain", "policy set", "keys new",
-    ):  # fmt: skip
-        said = run(*words.split(), "--help")
-        assert said.status == 0
-        assert len(said.out) > 100
+def commands(command: Any, *words: str) -> Iterator[list[str]]:
+    """The words of every command that has none below it."""
+    if below := getattr(command, "commands", None):
+        for name, one in below.items():
+            yield from commands(one, *words, name)
+    else:
+        yield [*words]
+
+
+WORDS = list(commands(typer.main.get_command(cli.app)))
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_every_command_explains_itself_with_an_example(run: Run, words: list[str]) -> None:
+    said = run(*words, "--help")
+    assert said.status == 0
+    assert f"lorafleet {' '.join(words)}" in said.out.partition("Example")[2]
+
+
+def test_the_page_about_the_command_line_has_every_command() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    for group, *rest in WORDS:
+        mine = [row for row in rows if row.startswith(f"| `{group}")]
+        assert any(re.search(rf"`([a-z]+ )?{word}\b", row) for word in rest or [group] for row in mine), (group, rest)
 
 
 def test_a_rollout_is_started_looked_at_held_and_ended(ask: Run, run: Run, orchestrator: str, tmp_path: Path) -> None:
