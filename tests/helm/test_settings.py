@@ -28,10 +28,12 @@ cases = pytest.mark.parametrize("case", VALUES)
 def environment(container: dict) -> dict[str, str]:
     """As the process sees it: references to earlier variables are put in, as Kubernetes does."""
     seen: dict[str, str] = {}
+    listens_on = {entry.get("value") for entry in container.get("env", ())}
+    fields = FIELDS | ({"status.podIP": "fd00::3"} if "::" in listens_on else {})
     for entry in container.get("env", ()):
         source = entry.get("valueFrom", {})
         if "fieldRef" in source:
-            value = FIELDS[source["fieldRef"]["fieldPath"]]
+            value = fields[source["fieldRef"]["fieldPath"]]
         elif "secretKeyRef" in source:
             value = "lf-token"
         else:
