@@ -61,7 +61,7 @@ async def settled(held):
     batches = -1
     while batches != held.batches:
         batches = held.batches
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.2)
 
 
 @pytest.fixture(scope="module", params=["sim", pytest.param("vllm", marks=pytest.mark.vllm)])

@@ -10,11 +10,14 @@ from structlog.testing import capture_logs
 from lorafleet.loops import log
 
 BEGIN = """
-import asyncio, logging, os, sys, threading, time
+import asyncio, logging, os, signal, sys, threading, time
 import structlog
 from lorafleet import logs
 logs.configure("test")
 log = structlog.get_logger()
+def interrupted():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    os.kill(os.getpid(), signal.SIGINT)
 drain = structlog.get_config()["logger_factory"]._file.drain
 """
 MANY = 30_000
@@ -34,7 +37,7 @@ def ran(text: str, **kwargs) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('at the end')", 1), ("os.kill(os.getpid(), 2)", -2)],
+    [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('at the end')", 1), ("interrupted()", -2)],
 )
 def test_nothing_is_lost_at_an_end_of_any_kind(end, status):
     done = ran(f"for n in range(300): log.info('a line', n=n)\n{end}")
