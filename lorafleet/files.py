@@ -32,6 +32,11 @@ def is_full(exc: OSError) -> bool:
     return exc.errno in _FULL
 
 
+def no_space(folder: Path) -> str:
+    """What is said of a full disk, with what to do."""
+    return f"no space left in {folder}: make room"
+
+
 def what_failed(exc: OSError, folder: Path) -> str:
     """A failure to write in `folder`, in words; a full disk's with what to do."""
-    return f"no space left in {folder}: make room" if is_full(exc) else exc.strerror or str(exc)
+    return no_space(folder) if is_full(exc) else exc.strerror or str(exc)

@@ -308,7 +308,7 @@ class Fleet:
         return self._no_space() if files.is_full(first) else Failure(str(first) or repr(first))
 
     def _no_space(self) -> Failure:
-        return Failure(f"no space left in {self._folder}: make room, or name another folder with --state-dir")
+        return Failure(f"{files.no_space(self._folder)}, or name another folder with --state-dir")
 
     def _failed(self, child: Child, what: str) -> Failure:
         if shutil.disk_usage(self._folder).free < _NO_SPACE_BYTES:  # its log would not have the reason

@@ -162,8 +162,9 @@ def engines_by_id(named: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in named:
         id_, equals, url = name.rpartition("=")
-        id_ = id_ or ("" if equals or not is_http(url) else urlsplit(url).netloc)
-        if not is_http(url) or not _ID.fullmatch(id_):
+        is_url = is_http(url)
+        id_ = id_ or (urlsplit(url).netloc if is_url and not equals else "")
+        if not is_url or not _ID.fullmatch(id_):
             raise ValueError(
                 f"engines: {name!r} must be http://host:port or id=http://host:port, the id of letters, digits and .:_-"
             )

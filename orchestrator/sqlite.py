@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from lorafleet import files
 from orchestrator.backend import Change, Entry, Stored, Tombstone, WorkerIntent
 from orchestrator.core.errors import StoreError
 from orchestrator.core.rollout import Rollout, as_json, from_json
@@ -200,7 +201,7 @@ def no_space(exc: sqlite3.Error, path: Path | str) -> str | None:
     folder = Path(path).absolute().parent
     primary = getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and _free_bytes(folder) < _NO_SPACE_BYTES):
-        return f"no space left in {folder}: make room"
+        return files.no_space(folder)
     return None
 
 

@@ -98,7 +98,7 @@ class Journey(msgspec.Struct, eq=False):
         self.target = target
         if trace is not None:
             trace.stage("decide")
-        self.prompt = prompt = asked(self.parts, target, self.question, tokens)
+        self.prompt = prompt = self._asked()
         flight = self.flight = decided_at_once(self.parts, target, self.question, prompt, tokens.source)
         if flight is None:
             return False

@@ -262,8 +262,8 @@ def sized(parts: Parts, target: Target, question: Question, tokens: Tokens) -> i
     Where nobody could tokenize the prompt: four bytes a token, near enough to compare replicas by their queues; but a
     picture of 8 MiB is no 2 million tokens, and behind so many everybody else would be refused.
     """
-    if question.route.adapter == "names":
-        return 0  # it counts or spells tokens, and computes none
+    if not question.route.computes:
+        return 0
     found = question.size_bytes // 4 if tokens.ids is None else len(tokens.ids)
     most = parts.discovery.fleet.roster(target.base_model).max_model_len
     if tokens.ids is None:
@@ -295,13 +295,11 @@ def decided_at_once(
     raises  NoReplica
     """
     began_at = parts.clock()
-    if question.route.adapter == "names":
-        decision = parts.mind.decide(prompt, began_at)
-    else:
-        found = parts.waiting.at_once(prompt)
-        if found is None:
-            return None
-        decision = found
+    # What takes no room waits for none.
+    computes = question.route.computes
+    decision = parts.waiting.at_once(prompt) if computes else parts.mind.decide(prompt, began_at)
+    if decision is None:
+        return None
     return _begun(parts, target, question, prompt, tokens_from, decision, asked_at=began_at)
 
 
@@ -336,9 +334,8 @@ async def decided(
     """
     began_at = parts.clock()
     begin = partial(_begun, parts, target, question, prompt, tokens_from, asked_at=began_at)
-    if prompt.ask.excluded or question.route.adapter == "names":
+    if prompt.ask.excluded or not question.route.computes:
         # One that failed somewhere has waited its turn already: what failed it must not cost it another.
-        # What takes no room waits for none.
         return begin(parts.mind.decide(prompt, began_at))
     adapter = target.adapter
     ticket = Ticket(

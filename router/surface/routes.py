@@ -82,6 +82,7 @@ class Route:
     generates     decodes tokens, so its load lasts; False: one prefill (or none), and its answer is its end
     streams       `stream: true` is taken
     hides_usage   a stream may be asked for its usage with `stream_options`, which the client then does not see
+    computes      has the engine compute something, and so takes room there; False: it counts or spells tokens
     begun         event types of a stream that come before the engine has done anything: they decide nothing, so they
                   wait for what follows
     fields        of the body to decode; the rest is sent on without being looked at
@@ -100,10 +101,12 @@ class Route:
     state: StateUse = "none"
     errors: ErrorShape = "openai"
     begun: frozenset[bytes] = frozenset()
+    computes: bool = field(init=False)
     fields: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         kept = frozenset({"previous_response_id"}) if self.state == "makes" else frozenset()
+        object.__setattr__(self, "computes", self.adapter == "runs")
         object.__setattr__(self, "fields", _COMMON | _PROMPT_FIELDS[self.prompt] | kept)
 
     @property

@@ -208,12 +208,19 @@ async def test_a_worker_that_is_gone_from_slices_and_answers_nothing_is_lost_and
     assert sorted(agents["w1"].loaded) == ["a/v1"]
 
 
-async def test_a_pod_that_came_back_under_its_name_is_asked_where_it_is_now(house):
-    async with contextlib.AsyncExitStack() as stack:
-        agent = house.agents["w0"] = FakeAgent("w0")
-        agent.url = await stack.enter_async_context(serving(agent.app, host=house.kube.host))
+@contextlib.asynccontextmanager
+async def ready(house):
+    """The agent of worker w0, which has been heard; it ends with the block."""
+    agent = house.agents["w0"] = FakeAgent("w0")
+    async with serving(agent.app, host=house.kube.host) as agent.url:
         await house.name("w0")
         await house.until(lambda: house.states() == {"w0": "ready"})
+        yield agent
+
+
+async def test_a_pod_that_came_back_under_its_name_is_asked_where_it_is_now(house):
+    async with ready(house):
+        pass
     await house.name("w0", terminating=True)
     house.clock.now += house.settings.lost_after_s
     house.agents = {}
@@ -224,11 +231,7 @@ async def test_a_pod_that_came_back_under_its_name_is_asked_where_it_is_now(hous
 
 
 async def test_a_pod_that_was_ended_is_forgotten_as_soon_as_it_is_gone(house):
-    async with contextlib.AsyncExitStack() as stack:
-        agent = house.agents["w0"] = FakeAgent("w0")
-        agent.url = await stack.enter_async_context(serving(agent.app, host=house.kube.host))
-        await house.name("w0")
-        await house.until(lambda: house.states() == {"w0": "ready"})
+    async with ready(house) as agent:
         await house.name("w0", terminating=True)
         await house.until(lambda: house.states() == {"w0": "draining"})
     house.clock.now += house.settings.lost_after_s
