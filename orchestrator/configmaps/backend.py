@@ -241,6 +241,11 @@ class ConfigMaps:
     def is_pending(self, table: str, key: str) -> bool:
         return self.writer.is_pending(Key(1, table, key))
 
+    def is_leaving(self, table: str, key: str, name: str) -> bool:
+        """Whether this very object is to be deleted, because what it says is."""
+        found = self.mirror.objects.get(name)
+        return found is not None and self.drafts.leaving.get((table, key)) == (name, uid_of(found))
+
     def remember(self, lora_id: str) -> None:
         """So that its deletion is noticed, even if no orchestrator is there to see it."""
         adapter, name = self.tables.adapters[lora_id], self.tables.home("adapters", lora_id)

@@ -149,8 +149,11 @@ class Intake:
         record = self._mirror.record(name)
         row = row_of(record)
         if row is not None and record is not None:
+            is_as_accepted = record.of == mark_of(text_of(found, kind))
+            if is_as_accepted and self._backend.is_leaving(*row[:2], name):
+                return  # a write of ours that the watch told of before its answer came; the object goes in a moment
             self._absorb(name, *row)
-            if record.of == mark_of(text_of(found, kind)) and self._stands_in(name, *row[:2]):
+            if is_as_accepted and self._stands_in(name, *row[:2]):
                 self._refused.discard(name)
                 if annotation(found, STATUS).startswith(_REFUSED):  # an edit that was taken back
                     self._backend.accepted(*row[:2], name)

@@ -28,12 +28,14 @@ class Mirror:
         self.is_synced = False
         self.watched: dict[str, int] = {}  # name -> version that the watch has brought
         self.edition = 0
+        self._deleted: dict[str, str] = {}  # name -> uid of what is no more, and of which the watch may tell yet
         self._records: dict[str, tuple[Json, Record | None]] = {}
         self.on_news = on_news
 
     def listed(self, items: list[Json]) -> None:
         """All there is, when it was listed."""
         names = set()
+        self._deleted.clear()  # a cluster that was put back has what was deleted there, with its uid
         for found in items:
             names.add(name_of(found))
             self._seen(found)
@@ -52,6 +54,8 @@ class Mirror:
         elif name in self.objects and uid_of(found) == uid_of(self.objects[name]):
             self.watched[name] = version_of(found)
             self.doubtful[name] = True
+        elif self._deleted.get(name) == uid_of(found):
+            del self._deleted[name]
         self.on_news()
 
     def doubt(self, name: str) -> None:
@@ -69,7 +73,9 @@ class Mirror:
 
     def is_gone(self, name: str) -> None:
         """There is no object of this name."""
-        if self.objects.pop(name, None) is not None:
+        if (was := self.objects.pop(name, None)) is not None:
+            if not self.doubtful.get(name):
+                self._deleted[name] = uid_of(was)
             self.edition += 1
             self.changed.add(name)
         self.doubtful.pop(name, None)
@@ -91,6 +97,8 @@ class Mirror:
 
     def _seen(self, found: Json) -> None:
         name, known = name_of(found), self.objects.get(name_of(found))
+        if self._deleted.get(name) == uid_of(found):
+            return  # how it was before it went
         self.watched[name] = version_of(found)
         self.doubtful.pop(name, None)
         is_same = known is not None and uid_of(known) == uid_of(found)

@@ -22,9 +22,11 @@ class Faults:
     dropped: asyncio.Event = field(default_factory=asyncio.Event)
     _refusal: tuple[int, int, int | None] | None = None  # status, Retry-After, how many more times
     _thawed: asyncio.Event = field(default_factory=asyncio.Event)
+    _answering: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._thawed.set()
+        self._answering.set()
 
     def drop_watches(self, *, cleanly: bool = False) -> int:
         """End all that are open: cut in the middle, or as a server ends them that is stopped. How many that were."""
@@ -53,6 +55,18 @@ class Faults:
     async def thawed(self) -> None:
         """Returns when nothing is frozen."""
         await self._thawed.wait()
+
+    def hold_answers(self) -> None:
+        """Do what is asked and answer later: watches tell of a write before whoever wrote hears of it."""
+        self._answering.clear()
+
+    def give_answers(self) -> None:
+        """Answer everything that was held back."""
+        self._answering.set()
+
+    async def answering(self) -> None:
+        """Returns when no answers are held back."""
+        await self._answering.wait()
 
     def compact(self) -> None:
         """Forget the history: a watch that resumes from before this is told 410, and so is a broken list."""

@@ -66,6 +66,7 @@ class Handlers:
             headers = {"Retry-After": str(exc.retry_after_s)} if exc.retry_after_s is not None else {}
             return wire.answered(exc.code, exc.body(), headers)
         await self.faults.thawed()
+        await self.faults.answering()
         return wire.answered(code, body, packed="gzip" in request.headers.get("Accept-Encoding", ""))
 
     # --- before the verb -----------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ class KubeServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.faults.thaw()
+        self.faults.give_answers()
         await self._stop_listening()
         assert self._placeholder is not None
         self._placeholder.close()

@@ -50,9 +50,9 @@ class Rollouts:
 
 
 class Seat:
-    """One orchestrator's store, with the intake beside it."""
+    """One orchestrator's store, with the intake beside it. `is_looking` False: it looks when it is told to."""
 
-    def __init__(self, kube, *, wall, give_up_s):
+    def __init__(self, kube, *, wall, give_up_s, is_looking):
         self.kube = kube
         self.backend = ConfigMaps(kube, namespace=kube.namespace, fleet=FLEET, give_up_s=give_up_s, call_s=1.0)
         self.store = Store(self.backend, wall=wall)
@@ -69,7 +69,8 @@ class Seat:
             on_taken=self._count,
         )
         self.backend.on_undone = self.store.refresh
-        self._loops = [asyncio.create_task(work) for work in (self.backend.follow(), notices.run(), self.intake.run())]
+        works = [self.backend.follow(), notices.run(), *([self.intake.run()] if is_looking else [])]
+        self._loops = [asyncio.create_task(work) for work in works]
 
     def _count(self):
         self.taken += 1
@@ -107,8 +108,9 @@ class Seats:
         self.cluster = cluster
         self._open = []
 
-    async def open(self, *, wall=lambda: 1_800_000_000.0, give_up_s=5.0):
-        seat = Seat(await connect(self.cluster.kubeconfig, environ={}), wall=wall, give_up_s=give_up_s)
+    async def open(self, *, wall=lambda: 1_800_000_000.0, give_up_s=5.0, is_looking=True):
+        kube = await connect(self.cluster.kubeconfig, environ={})
+        seat = Seat(kube, wall=wall, give_up_s=give_up_s, is_looking=is_looking)
         self._open.append(seat)
         return seat
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.configmaps.objects import adapter_object_name
+from orchestrator.configmaps.objects import adapter_object_name, alias_object_name
 from orchestrator.core.errors import Conflict, StoreError, Unavailable
 from orchestrator.core.state import Adapter
 from orchestrator.wire import AdapterSpec
@@ -52,6 +52,34 @@ async def test_a_write_that_the_api_server_never_takes_is_given_up_and_not_known
     seat.store.put_adapter(SQL)
     await seat.store.saved()
     assert adapter_object_name("sql/v1") in {it["metadata"]["name"] for it in kube.ours.objects.list("configmaps")}
+
+
+@pytest.mark.parametrize("is_alias", [False, True])
+async def test_what_is_deleted_stays_deleted_where_the_watch_is_faster_than_the_answers(seats, kube, is_alias):
+    """A write of our own, told of by the watch, is looked at between a deletion and its object's end."""
+    seat = await seats.lead(is_looking=False)
+    seat.store.put_adapter(SQL)
+    if is_alias:
+        seat.store.put_alias("prod", (("sql/v1", 1.0),))
+    await seat.store.saved()
+    await seat.intake.turn()
+    name = alias_object_name("prod") if is_alias else adapter_object_name("sql/v1")
+    kube.faults.hold_answers()
+    if is_alias:
+        seat.store.put_alias("prod", (("sql/v1", 2.0),))
+    else:
+        seat.store.put_adapter(replace(SQL, priority=9))
+    await until(lambda: name in seat.backend.mirror.changed)
+    kube.faults.give_answers()
+    await seat.store.saved()
+    if is_alias:
+        seat.store.drop_alias("prod")
+    else:
+        seat.store.drop_adapter("sql/v1")
+    await seat.intake.turn()
+    await seat.store.saved()
+    assert kube.ours.objects.get("configmaps", kube.namespace, name) is None
+    assert (seat.store.aliases if is_alias else seat.store.adapters) == {}
 
 
 async def test_the_end_of_a_term_gives_up_what_is_not_written_and_says_so(seat, kube):

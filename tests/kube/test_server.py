@@ -257,15 +257,17 @@ class TestWatching:
             await api.ask("PUT", f"{MAPS}/a", config_map("a", {"w": "1"}))
             assert await watched.said() == ("ADDED", "a")
 
-    async def test_a_watch_ends_when_its_time_is_over_with_a_bookmark_before(self, api: Api) -> None:
+    async def test_a_watch_ends_when_its_time_is_over_with_a_bookmark_before(self, kube: Cluster, api: Api) -> None:
         _, listed = await api.ask("GET", MAPS)
         since = listed["metadata"]["resourceVersion"]
         query = {"resourceVersion": since, "allowWatchBookmarks": "true", "timeoutSeconds": 3, "labelSelector": "w=1"}
         async with api.watch(MAPS, **query) as watched:
             events = [event async for event in _all(watched)]
-        assert [event["type"] for event in events] == ["BOOKMARK"]
-        assert events[0]["object"]["kind"] == "ConfigMap"
-        assert int(events[0]["object"]["metadata"]["resourceVersion"]) >= int(since)
+        # A real one (1.36) was seen to send none or two.
+        assert len(events) == 1 or kube.server is None
+        for event in events:
+            assert (event["type"], event["object"]["kind"]) == ("BOOKMARK", "ConfigMap")
+            assert int(event["object"]["metadata"]["resourceVersion"]) >= int(since)
 
     async def test_a_version_that_is_too_old_is_an_error_event_under_200(self, kube: Cluster, api: Api) -> None:
         made = await api.make(MAPS, config_map("a"))

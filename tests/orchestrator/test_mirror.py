@@ -43,3 +43,23 @@ def test_in_a_cluster_that_was_put_back_lower_versions_count_again_once_it_was_l
     assert mirror.doubtful == {"m": False}
     mirror.wrote(config_map(3, old="1"))
     assert mirror.objects["m"]["data"] == {"old": "1"}
+
+
+def test_what_the_watch_tells_late_of_an_object_that_we_have_deleted_does_not_bring_it_back() -> None:
+    mirror = Mirror()
+    mirror.wrote(config_map(5))
+    mirror.is_gone("m")
+    mirror.changed.clear()
+    mirror.event("MODIFIED", config_map(5))
+    assert (mirror.objects, mirror.changed) == ({}, set())
+    mirror.event("DELETED", config_map(6))
+    mirror.event("ADDED", config_map(7) | {"data": {"anew": "1"}})
+    assert mirror.objects["m"]["data"] == {"anew": "1"}
+
+
+def test_an_object_that_we_have_deleted_is_there_again_in_a_cluster_that_was_put_back() -> None:
+    mirror = Mirror()
+    mirror.wrote(config_map(5))
+    mirror.is_gone("m")
+    mirror.listed([config_map(3, old="1")])
+    assert mirror.objects["m"]["data"] == {"old": "1"}
