@@ -7,6 +7,7 @@ ours is made anew from it, or given up.
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
@@ -27,6 +28,8 @@ AT_ONCE = 16
 _TRIES = 8
 _PAUSE_S = (0.1, 2.0)
 _BUSY = frozenset({429, 500, 502, 503, 504})
+# A server that was away and has just started forbids everything until it has read its Roles: 1.36 for a second or two.
+_STARTING_S = 5.0
 
 
 class Key(NamedTuple):
@@ -190,6 +193,8 @@ class Writer:
         """Try until it stands or cannot. Raises OrchestratorError."""
         collisions = failures = 0
         doubtful: str | None = None
+        now = asyncio.get_running_loop().time
+        forbidden_at = math.inf
         while True:
             wish: Wish | None = None
             try:
@@ -207,7 +212,12 @@ class Writer:
                     raise StoreError(f"ConfigMap {wish.name}: {exc}") from exc
                 doubtful = wish.name
             except KubeError as exc:
-                if not isinstance(exc, Unreachable) and exc.status not in _BUSY:
+                if isinstance(exc, Forbidden):
+                    forbidden_at = min(forbidden_at, now())
+                    may_pass = failures > 0 and now() - forbidden_at < _STARTING_S
+                else:
+                    may_pass = isinstance(exc, Unreachable) or exc.status in _BUSY
+                if not may_pass:
                     raise _refused(exc) from exc
                 failures += 1
                 pause_s = min(_PAUSE_S[1], _PAUSE_S[0] * 2.0 ** min(failures, 10)) * self._rng.uniform(0.5, 1.0)

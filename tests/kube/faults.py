@@ -41,7 +41,7 @@ class Faults:
         return found
 
     def refuse(self, status: int | None, *, retry_after_s: int = 1, times: int | None = None) -> None:
-        """Answer everything with 429, 500 or 503; open watches go on. None: stop that."""
+        """Answer everything with this; open watches go on. 403: as one that has read no Roles yet. None: stop that."""
         self._refusal = None if status is None else (status, retry_after_s, times)
 
     def freeze(self) -> None:

@@ -37,6 +37,17 @@ async def test_a_write_waits_for_an_api_server_that_is_away_and_stands_when_it_i
     assert dict((await seats.lead()).store.adapters) == {"sql/v1": SQL}
 
 
+async def test_a_write_waits_for_an_api_server_that_comes_back_and_has_not_read_its_roles_yet(seat, kube):
+    await kube.faults.go_down()
+    seat.store.put_adapter(SQL)
+    saving = asyncio.create_task(seat.store.saved())
+    await asyncio.sleep(0.2)
+    kube.faults.refuse(403, times=4)
+    await kube.faults.come_back()
+    await saving
+    assert adapter_object_name("sql/v1") in {it["metadata"]["name"] for it in kube.ours.objects.list("configmaps")}
+
+
 async def test_a_write_that_the_api_server_never_takes_is_given_up_and_not_known_any_more(seats, kube):
     seat = await seats.lead(give_up_s=0.4)
     seat.store.put_adapter(PYTHON)
