@@ -1,6 +1,7 @@
 """The fleet's ConfigMaps as they were last seen: what the watch said, what our own writes were answered with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from lorafleet.kube.client import Json
@@ -15,7 +16,8 @@ class Gone(NamedTuple):
 
 
 class Mirror:
-    """By name. What others did is noted in `changed` (to be looked at) and `doubtful` (to be asked for by name).
+    """By name. What others did is noted in `changed` (to be looked at) and `doubtful` (to be asked for by name). Of
+    our own writes the watch may tell before the API server's answer does, or after what we did next: they are not.
 
     An object that vanishes from a watch or a list may have lost no more than its label: it stays here until the API
     server, asked for it by name, says that there is none.
@@ -28,6 +30,7 @@ class Mirror:
         self.is_synced = False
         self.watched: dict[str, int] = {}  # name -> version that the watch has brought
         self.edition = 0
+        self._ours: dict[str, Json] = {}  # name -> as it is being written by us
         self._deleted: dict[str, str] = {}  # name -> uid of what is no more, and of which the watch may tell yet
         self._records: dict[str, tuple[Json, Record | None]] = {}
         self.on_news = on_news
@@ -62,6 +65,15 @@ class Mirror:
         """It may be gone."""
         self.doubtful.setdefault(name, False)
         self.on_news()
+
+    @contextmanager
+    def writing(self, name: str, body: Json) -> Iterator[None]:
+        """This is being written: the watch may tell of it first."""
+        self._ours[name] = body
+        try:
+            yield
+        finally:
+            del self._ours[name]
 
     def wrote(self, found: Json) -> None:
         """The API server's answer to our own write, or to a question by name."""
@@ -105,5 +117,12 @@ class Mirror:
         if known is not None and is_same and version_of(found) <= version_of(known):
             return  # our own write, come back
         self.objects[name] = lean(found)
-        self.changed.add(name)
         self.edition += 1
+        if name not in self._ours or _said(self._ours[name]) != _said(found):
+            self.changed.add(name)
+
+
+def _said(found: Json) -> Json:
+    """Without what the API server adds."""
+    meta = found["metadata"]
+    return {"data": found.get("data")} | {key: meta.get(key) for key in ("labels", "annotations")}

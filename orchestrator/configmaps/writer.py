@@ -233,10 +233,13 @@ class Writer:
             with contextlib.suppress(NotFound):
                 await self._kube.delete(path, options, timeout_s=self._call_s)
             self._mirror.is_gone(wish.name)
-        elif known is None:
-            self._mirror.wrote(await self._kube.post(self._folder, wish.body, timeout_s=self._call_s))
         elif wish.body != known:
-            self._mirror.wrote(await self._kube.put(path, wish.body, timeout_s=self._call_s))
+            with self._mirror.writing(wish.name, wish.body):
+                if known is None:
+                    found = await self._kube.post(self._folder, wish.body, timeout_s=self._call_s)
+                else:
+                    found = await self._kube.put(path, wish.body, timeout_s=self._call_s)
+            self._mirror.wrote(found)
 
     async def look(self, name: str, *, is_kept: bool = False) -> Json | None:
         """The object as it is now, however it came to be so; None when there is none. Raises KubeError.

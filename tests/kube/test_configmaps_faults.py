@@ -65,24 +65,34 @@ async def test_a_write_that_the_api_server_never_takes_is_given_up_and_not_known
     assert adapter_object_name("sql/v1") in {it["metadata"]["name"] for it in kube.ours.objects.list("configmaps")}
 
 
-@pytest.mark.parametrize("is_alias", [False, True])
-async def test_what_is_deleted_stays_deleted_where_the_watch_is_faster_than_the_answers(seats, kube, is_alias):
-    """A write of our own, told of by the watch, is looked at between a deletion and its object's end."""
+async def test_a_write_of_our_own_is_nobody_elses_where_the_watch_tells_of_it_first(seats, kube):
     seat = await seats.lead(is_looking=False)
-    seat.store.put_adapter(SQL)
-    if is_alias:
-        seat.store.put_alias("prod", (("sql/v1", 1.0),))
-    await seat.store.saved()
     await seat.intake.turn()
-    name = alias_object_name("prod") if is_alias else adapter_object_name("sql/v1")
-    kube.faults.hold_answers()
-    if is_alias:
-        seat.store.put_alias("prod", (("sql/v1", 2.0),))
-    else:
-        seat.store.put_adapter(replace(SQL, priority=9))
-    await until(lambda: name in seat.backend.mirror.changed)
-    kube.faults.give_answers()
+    name = adapter_object_name("sql/v1")
+    for number in range(2):  # made, and changed
+        before = seat.backend.mirror.edition
+        kube.faults.hold_answers()
+        seat.store.put_adapter(replace(SQL, priority=number))
+        await until(lambda before=before: seat.backend.mirror.edition > before)
+        kube.faults.give_answers()
+        await seat.store.saved()
+        assert seat.backend.mirror.changed == set()
+    seat.store.drop_adapter("sql/v1")
     await seat.store.saved()
+    await until(lambda: name not in seat.backend.mirror.objects)
+
+
+@pytest.mark.parametrize("is_alias", [False, True])
+async def test_what_is_deleted_before_a_new_leader_has_looked_at_it_stays_deleted(seats, kube, is_alias):
+    before = await seats.lead()
+    before.store.put_adapter(SQL)
+    if is_alias:
+        before.store.put_alias("prod", (("sql/v1", 1.0),))
+    await before.store.saved()
+    await seats.close(before)
+    seat = await seats.lead(is_looking=False)
+    name = alias_object_name("prod") if is_alias else adapter_object_name("sql/v1")
+    assert name in seat.backend.mirror.changed
     if is_alias:
         seat.store.drop_alias("prod")
     else:
