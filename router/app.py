@@ -30,6 +30,7 @@ from lorafleet.plain import engines_by_id, tells_start
 from lorafleet.settings import load_or_exit
 from router import multi
 from router.api import answers, control_routes, describe_inference, exposed, health_routes
+from router.background import Background
 from router.cold import ColdStarts
 from router.config import RouterSettings
 from router.core.breaker import Breaker, BreakerRules, State
@@ -213,6 +214,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         usage=usage,
         metrics=metrics,
         pool=Pool(connect_s=config.connect_timeout_s),
+        background=_background(config, keys, discovery, agents),
         quotas=Quotas(share=1 / me.processes if me else 1.0),
         tracer=traces,
     )
@@ -274,6 +276,7 @@ async def _running(
             yield
         finally:
             clients.stop()
+            await parts.background.close()
             if siblings is not None:
                 await siblings.close()
             for task in running:
@@ -306,6 +309,26 @@ def _rest_the_collector() -> None:
 
 def _tenant_share(config: RouterSettings, keys: Keys) -> float:
     return 1.0 if keys.is_open else config.tenant_share  # without keys everybody is one tenant
+
+
+def _background(config: RouterSettings, keys: Keys, discovery: Discovery, agents: Pool) -> Background:
+    async def ask(replica: Replica, response_id: str) -> bytes:
+        # Not on the connections of requests: an engine that answers this may compute nothing, and is to be found out.
+        return await fetch(
+            agents,
+            replica.engine_url,
+            f"/v1/responses/{response_id}",
+            token="" if replica.agent_url else config.engine_key,
+            timeout_s=config.control_timeout_s,
+        )
+
+    return Background(
+        ask,
+        lambda worker: discovery.fleet.replicas.get(worker),  # noqa: PLW0108  (`fleet` is swapped)
+        most=config.max_background_responses,
+        tenant_share=_tenant_share(config, keys),
+        timeout_s=config.background_timeout_s,
+    )
 
 
 def _discovery(

@@ -88,6 +88,12 @@ class RouterSettings(HouseSettings):
         description="how long a client's connection may idle; a proxy in front must give up first",
     )
     max_answer_bytes: int = Field(default=64 * 2**20, gt=0, description="largest unstreamed answer from an engine")
+    background_timeout_s: float = Field(
+        default=3600.0, gt=0, description="how long a response in the background counts as under way at most"
+    )
+    max_background_responses: int = Field(
+        default=1000, ge=1, description="responses that may be under way in the background at once; more: 429"
+    )
     max_tries: int = Field(default=3, ge=1, description="replicas that one request may be sent to before it fails")
     tokenizer: str = Field(
         default="auto",

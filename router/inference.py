@@ -161,6 +161,7 @@ class Inference:
             await self._relay_stored(call, answer)
 
     async def _relay_stored(self, call: Call, answer: "_Answer") -> None:
+        background, response_id = self._parts.background, response_id_of(answer.exchange.path)
         try:
             attempt = await open_attempt(self._parts.pool, call, self._limits)
         except ReplicaUnreachable as exc:
@@ -173,8 +174,10 @@ class Inference:
                 answer.finish(attempt)
             else:
                 answer.whole(attempt.status, about, Undated().whole(attempt.first))
+                background.seen(response_id, attempt.first)
         finally:
             attempt.close()
+            background.shown(response_id, attempt.events)
 
     async def _serve_batch(self, caller: Caller, answer: "_Answer") -> None:
         """`/generate`: each of its items is a completion of its own."""
@@ -335,8 +338,8 @@ class _Answer(msgspec.Struct, eq=False):
         assert call is not None
         if self.trace is not None:
             self.trace.stage("relay")
-        if attempt.status < 400:
-            # What the engine refuses was never prefilled, and is not in its cache.
+        if attempt.status < 400 and (attempt.streamed or not journey.background_id):
+            # What the engine refuses was never prefilled, and is not in its cache; what it only queued is not yet.
             flight.first_token()
         target = flight.target
         parts.metrics.first_data.labels(target.base_model).observe(parts.clock() - question.read_at)

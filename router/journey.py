@@ -55,6 +55,7 @@ class Journey(msgspec.Struct, eq=False):
     only                    the engine that keeps the earlier response, where it follows up on one
     excluded, deaths        replicas that failed it, and how many of them it may have killed
     flight, call, attempt   of the try under way, or of the one that was answered
+    background_id           of a response that its engine goes on with when we have answered, or its client has left
     """
 
     parts: Parts
@@ -75,6 +76,7 @@ class Journey(msgspec.Struct, eq=False):
     call: Call | None = None
     attempt: Attempt | None = None
     usage: EngineUsage | None = None
+    background_id: str = ""
     _slowly: Slowly | None = None
     _is_refused: bool = False
     _is_computed: bool = False
@@ -178,6 +180,8 @@ class Journey(msgspec.Struct, eq=False):
         event that was sent on.
         """
         attempt, flight, usage = self.attempt, self.flight, self.usage
+        if self.background_id and self._runs_on():
+            return
         # One whose client left before its answer began was worked on all the same.
         is_served, output_tokens = flight is not None or self._is_computed, 0
         if attempt is not None:
@@ -199,6 +203,38 @@ class Journey(msgspec.Struct, eq=False):
                 completion_tokens=output_tokens,
                 prompt_tokens=usage.prompt_tokens if usage else (None if is_served else 0),
             )
+
+    def _runs_on(self) -> bool:
+        """Whether its engine goes on with it: then it is over when that says so, or is gone."""
+        attempt, flight, granted, parts = self.attempt, self.flight, self.granted, self.parts
+        if flight is None or self.usage is not None or (attempt is not None and attempt.status >= 400):
+            return False
+        if attempt is not None:
+            attempt.close()
+
+        # Without the journey, which has the whole body.
+        def over(usage: EngineUsage | None, shown_tokens: int) -> None:
+            output_tokens = shown_tokens
+            if usage is not None:
+                output_tokens = usage.completion_tokens or 0
+                if flight.record.first_data_s is None:
+                    flight.first_token()
+                flight.compare(usage)
+            flight.end(output_tokens=output_tokens)
+            if granted is not None:
+                prompt_tokens = usage.prompt_tokens if usage else None
+                parts.quotas.settle(
+                    granted, parts.clock(), completion_tokens=output_tokens, prompt_tokens=prompt_tokens
+                )
+
+        parts.background.follow(
+            self.background_id,
+            flight.replica.incarnation,
+            self.caller.tenant or "",
+            over,
+            shown_tokens=attempt.events if attempt is not None else 0,
+        )
+        return True
 
     def _take(self) -> None:
         """The try is decided: its answer is the client's.
@@ -242,6 +278,8 @@ class Journey(msgspec.Struct, eq=False):
             trace.stage("resolve")
         self.target = target = resolve_target(parts, self.caller, self.question)
         if self.question.route.state == "makes":
+            if self.question.decoded.get("background"):
+                parts.background.check_room(self.caller.tenant or "")
             self.only = self._holder(target)
             self._is_refused = self.only is not None
         if trace is not None:
@@ -391,7 +429,10 @@ class Journey(msgspec.Struct, eq=False):
         given = self.question.decoded.get("request_id")
         if given is not None and not isinstance(given, str):
             return ""  # for the engine to refuse
-        return tagged_response_id(given, token_hex(16), tenant=self.caller.tenant, worker=replica.id)
+        response_id = tagged_response_id(given, token_hex(16), tenant=self.caller.tenant, worker=replica.id)
+        if self.question.decoded.get("background"):
+            self.background_id = response_id
+        return response_id
 
     def _note(self, exc: ReplicaUnreachable, flight: Flight) -> None:
         parts, now = self.parts, self.parts.clock()

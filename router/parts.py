@@ -12,6 +12,7 @@ import msgspec
 
 from lorafleet.auth import Keys
 from lorafleet.loops import Later
+from router.background import Background
 from router.cold import ColdStarts
 from router.config import RouterSettings
 from router.core.credit import Credit
@@ -87,6 +88,7 @@ class Parts:
     usage: Usage
     metrics: Metrics
     pool: Pool
+    background: Background
     quotas: Quotas = field(default_factory=Quotas)
     tracer: Tracer | None = None
     credit: Credit = field(default_factory=Credit)

@@ -11,7 +11,11 @@ _MOST_UNREAD_BYTES = 1 << 20
 
 
 class Refused(ConnectionError):
-    """The answer's status is not 200."""
+    """The answer's status is not 200; `status` is 0 where it was, and the answer was refused all the same."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class _Whole:
@@ -43,7 +47,7 @@ class _Whole:
         if self._status == 200:
             self.done.set_result(body)
         else:
-            self.done.set_exception(Refused(f"GET {self._url}: {self._status} {body[:200]!r}"))
+            self.done.set_exception(Refused(f"GET {self._url}: {self._status} {body[:200]!r}", self._status))
 
     def lost(self, exc: EngineLost) -> None:
         if not self.done.done():

@@ -105,7 +105,7 @@ class Route:
     fields: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        kept = frozenset({"previous_response_id"}) if self.state == "makes" else frozenset()
+        kept = frozenset({"previous_response_id", "background"}) if self.state == "makes" else frozenset()
         object.__setattr__(self, "computes", self.adapter == "runs")
         object.__setattr__(self, "fields", _COMMON | _PROMPT_FIELDS[self.prompt] | kept)
 

@@ -20,6 +20,7 @@ from router.surface.usage import usage_of
 from tests.engines import RunningEngine, start_engine
 from tests.router.doubles import BASE, DIGEST, Control, until
 from tests.serving import serving
+from workers.wire import Load
 
 LORA_ID = "sql/v1"
 ENGINE_NAME = f"{LORA_ID}@{DIGEST[:12]}"
@@ -172,9 +173,14 @@ def _blank(value: Any, texts: dict[str, list[str]], *, in_choice: bool) -> Any:
 
 
 @asynccontextmanager
-async def routed(direct: Direct, model_dir: Path, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
-    """(client of a real router in front of this one engine, the router's parts); it tokenizes itself."""
-    control = Control(workers={"w0": direct.engine.url}, block_sizes={"w0": 32})
+async def routed(
+    direct: Direct, model_dir: Path, *, figures: Load | None = None, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """(client of a real router in front of this one engine, the router's parts); it tokenizes itself.
+
+    figures  what an agent would say of the engine's load
+    """
+    control = Control(workers={"w0": direct.engine.url}, block_sizes={"w0": 32}, figures=figures or Load())
     control.add_adapter(LORA_ID, on=["w0"])
     async with AsyncExitStack() as stack:
         control.url = await stack.enter_async_context(serving(control.app))

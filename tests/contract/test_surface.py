@@ -36,7 +36,8 @@ from tests.contract.surface import (
     running,
     told,
 )
-from tests.router.doubles import BASE
+from tests.router.doubles import BASE, until
+from workers.wire import Load
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -488,6 +489,25 @@ async def test_a_response_is_followed_up_by_whoever_made_it(direct: Direct, mode
             ):
                 assert answer.status_code == 404
                 assert why in answer.json()["error"]["message"]
+
+
+async def test_a_response_in_the_background_is_in_flight_until_its_engine_says_that_it_is_over(
+    direct: Direct, model_dir: Path
+) -> None:
+    async with routed(direct, model_dir, figures=Load(running=1)) as (client, parts):
+        ask = {"model": "sql/v1", "input": "hello", "max_output_tokens": 300, "ignore_eos": True, "background": True}
+        for more in ({}, {"stream": True}):
+            async with client.stream("POST", RESPONSES, json=ask | more) as answer:
+                assert answer.status_code == 200
+                pieces = answer.aiter_bytes()
+                await anext(pieces)
+            (use,) = parts.usage._uses.values()
+            before = use.output_tokens
+            await until(lambda: len(parts.background) == 1)
+            assert [name for _, name, _ in parts.mind.load.in_flight()] == [ENGINE_NAME]
+            await until(lambda: not len(parts.background), within_s=60)
+            assert not list(parts.mind.load.in_flight())
+            assert use.output_tokens == before + 300
 
 
 async def test_a_batch_of_generate_mixes_adapters_and_the_base_model(direct: Direct, model_dir: Path) -> None:

@@ -1,0 +1,275 @@
+"""Responses in the background: what counts for them, and for how long."""
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from lorafleet.auth import hash_key
+from router.background import Background
+from router.core.fleet import Report
+from tests.router.doubles import BASE, Control, Engine, error_of, fleet, until
+from tests.router.test_policy import a_replica
+from workers.wire import Load
+
+RESPONSES = "/v1/responses"
+ASK = {"model": BASE, "input": "hello", "background": True}
+USAGE = {"input_tokens": 10, "output_tokens": 800, "total_tokens": 810}
+DELTAS = 600
+KEY = {"authorization": "Bearer a"}
+
+
+@dataclass
+class Keeper(Engine):
+    """Queues responses as vLLM does, and says of each what `kept` has."""
+
+    kept: dict[str, dict] = field(default_factory=dict)
+    posted: int = 0
+    asked: int = 0
+
+    def over(self, status: str = "completed", usage: dict | None = USAGE) -> None:
+        """All of them are."""
+        for response in self.kept.values():
+            response |= {"status": status, "usage": usage}
+
+    @property
+    def app(self):
+        async def create(request: Request):
+            body = await request.json()
+            self.posted += 1
+            response = {"id": body["request_id"], "model": body["model"], "status": "queued", "usage": None}
+            self.kept[body["request_id"]] = response
+            if not body.get("stream"):
+                return JSONResponse(response)
+
+            async def events():
+                for kind in ("response.created", *["response.output_text.delta"] * DELTAS):
+                    yield f"event: {kind}\ndata: {json.dumps({'type': kind})}\n\n".encode()
+                await self.go_on.wait()
+                end = {"type": "response.completed", "response": response | {"status": "completed", "usage": USAGE}}
+                yield f"event: response.completed\ndata: {json.dumps(end)}\n\n".encode()
+
+            return StreamingResponse(events(), media_type="text/event-stream")
+
+        async def retrieve(request: Request):
+            self.asked += 1
+            found = self.kept.get(request.path_params["id"])
+            return JSONResponse(found or {"error": {"message": "not found"}}, 200 if found else 404)
+
+        async def cancel(request: Request):
+            self.over("cancelled", None)
+            return JSONResponse(self.kept[request.path_params["id"]])
+
+        return Starlette(
+            routes=[
+                Route(RESPONSES, create, methods=["POST"]),
+                Route(f"{RESPONSES}/{{id}}", retrieve),
+                Route(f"{RESPONSES}/{{id}}/cancel", cancel, methods=["POST"]),
+                Route("/tokenize", lambda _: Response(status_code=400), methods=["POST"]),
+                Route("/health", lambda _: Response()),
+            ]
+        )
+
+
+@contextlib.asynccontextmanager
+async def keeping(tmp_path, **settings):
+    """(client with key `a`, the engine, the router's parts, the control plane); the engine says that it is busy."""
+    keys = tmp_path / "keys.json"
+    limits = {"concurrent_requests": 1, "tokens_per_minute": 1000}
+    keys.write_text(json.dumps({"keys": [{"sha256": hash_key("a"), "scopes": ["infer"], "limits": limits}]}))
+    engine = Keeper("w0")
+    busy = Control(figures=Load(running=1))
+    async with fleet(engine, control=busy, key_files=(keys,), **settings) as (client, control, parts):
+        client.headers.update(KEY)
+        yield client, engine, parts, control
+
+
+def level(parts):
+    """What the key has left of its 1,000 tokens a minute."""
+    (account,) = parts.quotas._accounts.values()
+    return account.tokens.level
+
+
+def in_flight(parts):
+    return [(worker, count) for worker, _, count in parts.mind.load.in_flight()]
+
+
+def over(parts):
+    return until(lambda: not in_flight(parts))
+
+
+async def test_it_is_in_flight_and_takes_its_keys_room_until_its_engine_says_that_it_is_over(tmp_path):
+    async with keeping(tmp_path) as (client, engine, parts, _):
+        queued = await client.post(RESPONSES, json=ASK)
+        assert (queued.status_code, queued.json()["status"]) == (200, "queued")
+        await until(lambda: engine.asked == 2)
+        assert in_flight(parts) == [("w0", 1)]
+        refused = await client.post(RESPONSES, json=ASK)
+        assert error_of(refused) == (429, "rate_limited")
+        assert level(parts) > 900
+        engine.over()
+        await over(parts)
+        assert level(parts) < 400
+        assert not len(parts.background)
+        asked = engine.asked
+        assert (await client.post(RESPONSES, json=ASK)).status_code == 200, "its key has room again"
+        assert engine.asked == asked
+
+
+@pytest.mark.parametrize("how", ["fetched", "cancelled"])
+async def test_an_end_that_its_client_is_told_of_ends_it_at_once(tmp_path, how):
+    async with keeping(tmp_path) as (client, engine, parts, _):
+        made = (await client.post(RESPONSES, json=ASK)).json()["id"]
+        assert (await client.get(f"{RESPONSES}/{made}")).json()["status"] == "queued"
+        assert in_flight(parts) == [("w0", 1)]
+        if how == "fetched":
+            engine.over()
+            told = await client.get(f"{RESPONSES}/{made}")
+        else:
+            told = await client.post(f"{RESPONSES}/{made}/cancel")
+        assert told.status_code == 200
+        assert not in_flight(parts)
+        assert (level(parts) < 400) == (how == "fetched")
+
+
+async def test_its_prompt_is_not_taken_for_computed_when_it_is_only_queued(tmp_path):
+    async with keeping(tmp_path) as (client, engine, parts, _):
+        await client.post(RESPONSES, json=ASK)
+        assert [record.first_data_s for record in parts.decisions] == [None]
+        engine.over()
+        await over(parts)
+        assert all(record.first_data_s is not None for record in parts.decisions)
+
+
+@pytest.mark.parametrize("how", ["forgotten", "restarted"])
+async def test_one_that_its_engine_does_not_work_on_any_more_is_over(tmp_path, how):
+    async with keeping(tmp_path) as (client, engine, parts, control):
+        await client.post(RESPONSES, json=ASK)
+        if how == "forgotten":
+            engine.kept.clear()
+        else:
+            control.boot_id = "second"
+        await until(lambda: not len(parts.background))
+        assert not in_flight(parts)
+        assert (await client.post(RESPONSES, json=ASK)).status_code == 200
+
+
+async def test_one_that_stays_queued_is_over_when_its_engine_has_had_nothing_to_do_for_a_while():
+    loop = asyncio.get_running_loop()
+    busy_until, asked = loop.time() + 1.0, []
+
+    def replica_of(worker):
+        return a_replica(worker, engine_boot_id="b", report=Report(running=loop.time() < busy_until, at=loop.time()))
+
+    async def ask(replica, response_id):
+        asked.append(loop.time())
+        return b'{"status":"queued","usage":null}'
+
+    over = loop.create_future()
+    background = Background(ask, replica_of, most=1, tenant_share=1.0, timeout_s=60.0, idle_s=1.0)
+    background.follow("r", ("w0", "b"), "", lambda usage, tokens: over.set_result((usage, tokens)), shown_tokens=3)
+    assert await over == (None, 3)
+    assert loop.time() > busy_until + 1.0
+    assert len(asked) >= 3
+
+
+async def test_one_that_takes_longer_than_it_may_counts_no_longer(tmp_path):
+    async with keeping(tmp_path, background_timeout_s=0.2) as (client, engine, parts, _):
+        await client.post(RESPONSES, json=ASK)
+        await over(parts)
+        assert not engine.asked
+        assert (await client.post(RESPONSES, json=ASK)).status_code == 200
+
+
+async def test_a_stream_that_its_client_leaves_goes_on_and_costs_what_it_came_to(tmp_path):
+    async with keeping(tmp_path) as (client, engine, parts, _):
+        engine.go_on.clear()
+        async with client.stream("POST", RESPONSES, json=ASK | {"stream": True}) as answer:
+            pieces = answer.aiter_bytes()
+            assert b"response.created" in await anext(pieces)
+        await until(lambda: len(parts.background) == 1)
+        assert in_flight(parts) == [("w0", 1)]
+        assert level(parts) > 900
+        engine.over()
+        await over(parts)
+        assert level(parts) < 400
+
+
+async def test_what_was_sent_of_a_stream_is_paid_for_though_it_is_cancelled(tmp_path):
+    async with keeping(tmp_path) as (client, engine, parts, _):
+        engine.go_on.clear()
+        async with client.stream("POST", RESPONSES, json=ASK | {"stream": True}) as answer:
+            pieces, got = answer.aiter_bytes(), b""
+            while got.count(b"delta\n") < DELTAS:
+                got += await anext(pieces)
+        await until(lambda: len(parts.background) == 1)
+        (made,) = engine.kept
+        await client.post(f"{RESPONSES}/{made}/cancel")
+        assert level(parts) < 500
+        assert not in_flight(parts)
+
+
+async def test_a_stream_that_is_whole_is_over_with_it(tmp_path):
+    async with keeping(tmp_path) as (client, engine, parts, _):
+        assert (await client.post(RESPONSES, json=ASK | {"stream": True})).status_code == 200
+        await over(parts)
+        assert not len(parts.background)
+        assert level(parts) < 400
+        assert not engine.asked
+
+
+async def test_more_than_may_be_under_way_are_refused_before_they_are_sent():
+    engine = Keeper("w0")
+    busy = Control(figures=Load(running=1))
+    async with fleet(engine, control=busy, max_background_responses=2) as (client, _, parts):
+        for _ in range(2):
+            assert (await client.post(RESPONSES, json=ASK)).status_code == 200
+        refused = await client.post(RESPONSES, json=ASK)
+        assert error_of(refused) == (429, "saturated")
+        assert "2 responses are under way in the background" in refused.json()["error"]["message"]
+        assert engine.posted == 2
+        engine.over()
+        await over(parts)
+        assert (await client.post(RESPONSES, json=ASK)).status_code == 200
+
+
+async def test_one_tenant_does_not_take_all_that_may_be_under_way(tmp_path):
+    keys = tmp_path / "keys.json"
+    entries = [{"sha256": hash_key(name), "tenant": name, "scopes": ["infer"]} for name in "ab"]
+    keys.write_text(json.dumps({"keys": entries}))
+    busy = Control(figures=Load(running=1))
+    async with fleet(Keeper("w0"), control=busy, key_files=(keys,), max_background_responses=2) as (client, _, _parts):
+        statuses = []
+        for key in "aab":
+            answer = await client.post(RESPONSES, json=ASK, headers={"authorization": f"Bearer {key}"})
+            statuses.append(answer.status_code)
+        assert statuses == [200, 429, 200]
+
+
+async def test_several_of_one_name_are_over_together():
+    engine = Keeper("w0")
+    busy = Control(figures=Load(running=1))
+    async with fleet(engine, control=busy) as (client, _, parts):
+        for _ in range(3):
+            assert (await client.post(RESPONSES, json=ASK | {"request_id": "mine"})).status_code == 200
+        assert (len(engine.kept), len(parts.background)) == (1, 3)
+        engine.over()
+        await over(parts)
+        assert not len(parts.background)
+
+
+async def test_a_router_that_stops_waits_for_none_and_leaves_no_task(tmp_path):
+    async with keeping(tmp_path) as (client, engine, parts, _):
+        await client.post(RESPONSES, json=ASK)
+        assert len(parts.background) == 1
+    assert not len(parts.background)
+    assert not in_flight(parts)
+    assert not [task for task in asyncio.all_tasks() if "_until_over" in repr(task)]
+    parts.background.follow("late", ("w0", "first"), "", lambda usage, tokens: engine.aborted.set())
+    assert engine.aborted.is_set(), "what comes when it has stopped is over at once"
