@@ -33,6 +33,8 @@ _UNDER_WAY = frozenset({"queued", "in_progress"})
 _FIRST_LOOK_S = 0.5
 _LATE_SHARE = 0.25
 _MOST_PAUSE_S = 10.0
+# A worker that is found at another address is nowhere for a moment.
+_ABSENT_S = 10.0
 # How soon one of those that are under way may be over: a guess.
 _RETRY_S = 10.0
 
@@ -163,11 +165,17 @@ class Background:
 
     async def _usage_at_end(self, running: _Running) -> EngineUsage | None:
         clock = asyncio.get_running_loop().time
-        began_at, idle_at = clock(), inf
+        began_at, idle_at, absent_at = clock(), inf, inf
         while True:
             await asyncio.sleep(min(_MOST_PAUSE_S, _FIRST_LOOK_S + _LATE_SHARE * (clock() - began_at)))
             replica = self._replica_of(running.there[0])
-            if replica is None or replica.incarnation != running.there:
+            if replica is None:
+                absent_at = min(absent_at, clock())
+                if clock() - absent_at > _ABSENT_S:
+                    return None
+                continue
+            absent_at = inf
+            if replica.incarnation != running.there:
                 return None
             try:
                 body = await self._ask(replica, running.response_id)

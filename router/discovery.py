@@ -252,7 +252,8 @@ class Discovery:
                 known.named = worker
                 if not self._has_moved(known):
                     continue
-                self._unfollow(id_)
+                if id_ not in named:
+                    self._unfollow(id_)
             if id_ in named:
                 self._follow(worker)
 
@@ -263,6 +264,9 @@ class Discovery:
         return follow.url not in follow.named.addresses and not follow.is_answering
 
     def _follow(self, worker: Named) -> None:
+        """Follow it; one that was followed at another address is the same worker, and what runs there runs on."""
+        if worker.id in self._follows:
+            self._leave(worker.id)
         follow = Follow(worker, worker.addresses[0], asyncio.Event())
         if not worker.has_agent:
             follow.plain = PlainEngine(
@@ -287,11 +291,13 @@ class Discovery:
         follow.tasks = tuple(asyncio.create_task(loop) for loop in loops)
 
     def _unfollow(self, id_: str) -> None:
-        follow = self._follows.pop(id_)
-        for task in follow.tasks:
+        self._leave(id_)
+        self._listener.gone(WorkerId(id_))
+
+    def _leave(self, id_: str) -> None:
+        for task in self._follows.pop(id_).tasks:
             task.cancel()
         self._list_anew()
-        self._listener.gone(WorkerId(id_))
 
     async def _hear(self, follow: Follow) -> None:
         try:
@@ -328,7 +334,6 @@ class Discovery:
         if is_late and not follow.is_named and not follow.engine_answers:
             self._unfollow(id_)
         elif self._has_moved(follow):
-            self._unfollow(id_)
             self._follow(follow.named)
         elif follow.plain is None and len(addresses) > 1:
             follow.url = addresses[(addresses.index(follow.url) + 1) % len(addresses)]

@@ -110,6 +110,7 @@ class Control:
     usage: list[dict] = field(default_factory=list)
     down: bool = False
     silent: bool = False  # the agents
+    agents: str = "agents"  # below which path they answer
     unanswered: int = 0
     boot_id: str = "first"
     files: dict[str, str] = field(default_factory=dict)  # of the model
@@ -157,7 +158,7 @@ class Control:
         return Metadata(
             instance_id=worker,
             state="ready" if is_up else "starting",
-            agent_url=f"{self.url}/agents/{worker}",
+            agent_url=f"{self.url}/{self.agents}/{worker}",
             model=ModelCard(name=BASE, base_model=BASE, runtime_config=shape),
             transport=Transport(engine_url=self.workers[worker]),
             lora=LoraInfo(enabled=True, max_loras=self.max_loras, max_cpu_loras=4, loaded_loras=held),
@@ -176,7 +177,7 @@ class Control:
 
         async def catalog(_request):
             workers = tuple(
-                CatalogWorker(id=w, agent_url=f"{self.url}/agents/{w}", state="ready")
+                CatalogWorker(id=w, agent_url=f"{self.url}/{self.agents}/{w}", state="ready")
                 for w in self.workers
                 if self.named is None or w in self.named
             )
@@ -204,7 +205,7 @@ class Control:
             return Response(status_code=204)
 
         async def metadata(request: Request):
-            if self.silent:
+            if self.silent or request.path_params["agents"] != self.agents:
                 self.unanswered += 1
                 return Response(status_code=503)
             return Response(self.metadata(request.path_params["w"]).model_dump_json(), media_type="application/json")
@@ -224,10 +225,10 @@ class Control:
                 Route("/v1/events", guarded(events)),
                 Route("/v1/usage", guarded(usage), methods=["POST"]),
                 Route("/v1/adapters/{lora_id:path}/ensure", guarded(ensure), methods=["POST"]),
-                Route("/agents/{w}/metadata", metadata),
-                Route("/agents/{w}/v1/events", events),
-                Route("/agents/{w}/v1/model/files", model_files),
-                Route("/agents/{w}/v1/admin/load_lora", load, methods=["POST"]),
+                Route("/{agents}/{w}/metadata", metadata),
+                Route("/{agents}/{w}/v1/events", events),
+                Route("/{agents}/{w}/v1/model/files", model_files),
+                Route("/{agents}/{w}/v1/admin/load_lora", load, methods=["POST"]),
             ]
         )
 

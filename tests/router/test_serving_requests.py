@@ -236,6 +236,35 @@ async def test_an_agents_silence_takes_nothing_away_while_its_engine_answers():
         assert parts.metrics.loop_failures.labels("metadata").value == 0  # nothing of ours
 
 
+@pytest.mark.parametrize("boot_id", ["first", "second"])
+async def test_what_runs_on_a_worker_whose_agent_answers_elsewhere_counts_until_it_ends(boot_id):
+    engine = Engine("w0")
+    async with fleet(engine, control=with_sql("w0")) as (client, control, parts):
+
+        def follow():
+            return parts.discovery._follows.get("w0")
+
+        def in_flight():
+            return [use.in_flight for use in parts.usage.report(0, parts.clock()).uses]
+
+        engine.go_on.clear()
+        before = follow()
+        async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "model": "sql/v1", "stream": True}) as a:
+            pieces = a.aiter_bytes()
+            await anext(pieces)
+            control.agents, control.boot_id = "elsewhere", boot_id
+            control.tell()
+            await until(lambda: follow() is not before and follow().metadata is not None)
+            assert parts.discovery.fleet.replicas["w0"].agent_url.endswith("/elsewhere/w0")
+            is_same_engine = boot_id == "first"
+            assert in_flight() == ([1] if is_same_engine else [0])
+            engine.go_on.set()
+            assert b"[DONE]" in b"".join([piece async for piece in pieces])
+        await until(lambda: in_flight() == [0])
+        (use,) = parts.usage.report(0, parts.clock()).uses
+        assert (use.requests, use.first_tokens) == (1, 1)
+
+
 async def test_a_report_that_cannot_be_read_is_counted_and_logged_with_the_worker():
     engine, control = Engine("w0"), with_sql("w0")
     async with fleet(engine, control=control) as (_, _, parts):
