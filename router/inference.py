@@ -183,10 +183,12 @@ class Inference:
         """`/generate`: each of its items is a completion of its own."""
         parts, limits = self._parts, caller.limits
         batch = generate.split(answer.exchange.body)
-        a_minute = limits.requests_per_minute if limits is not None else None
+        a_minute = None if limits is None else parts.quotas.requests_a_minute(limits)
         if a_minute is not None and len(batch.items) > a_minute:
-            raise BadBody(f"{len(batch.items)} items are more than the {a_minute:g} requests a minute of this API key")
-        at_once = (limits.concurrent_requests if limits is not None else None) or _ITEMS_AT_ONCE
+            each = "" if parts.quotas.share == 1 else " in each process of this router"
+            raise BadBody(
+                f"{len(batch.items)} items are more than the {a_minute:g} requests a minute of this API key{each}"
+            )
         journeys = []
         for i, item in enumerate(batch.items):
             question = self._question(answer, item, route=_ITEM, name=f"{answer.request_id}-{i}")
@@ -198,7 +200,25 @@ class Inference:
             await answer.travelled()
         else:
             async with _in_time(parts, journeys[0].question):
-                await self._serve_items(batch, journeys, answer, min(at_once, _ITEMS_AT_ONCE))
+                await self._serve_granted(batch, journeys, caller, answer)
+
+    async def _serve_granted(
+        self, batch: generate.Batch, journeys: Sequence[Journey], caller: Caller, answer: "_Answer"
+    ) -> None:
+        """As one before the limits of its key: refused half-way, what it had come to would be computed for nothing."""
+        parts = self._parts
+        if caller.limits is None:
+            await self._serve_items(batch, journeys, answer, _ITEMS_AT_ONCE)
+            return
+        granted = parts.quotas.take_batch(
+            caller.key_id, caller.limits, parts.clock(), len(journeys), at_once=_ITEMS_AT_ONCE
+        )
+        try:
+            for journey, item in zip(journeys, granted.items, strict=True):
+                journey.granted = item
+            await self._serve_items(batch, journeys, answer, granted.at_once)
+        finally:
+            parts.quotas.end_batch(granted, parts.clock())
 
     async def _serve_items(
         self, batch: generate.Batch, journeys: Sequence[Journey], answer: "_Answer", at_once: int

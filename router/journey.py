@@ -272,7 +272,7 @@ class Journey(msgspec.Struct, eq=False):
     def _prepare(self) -> None:
         """resolve -> authorise -> tokenize, within the limits of the caller's key."""
         trace, parts, limits = self.trace, self.parts, self.caller.limits
-        if limits is not None:
+        if limits is not None and self.granted is None:
             self.granted = parts.quotas.take(self.caller.key_id, limits, parts.clock())
         if trace is not None:
             trace.stage("resolve")

@@ -74,11 +74,25 @@ class _Account:
 
 @dataclass(slots=True, eq=False)
 class Granted:
-    """One request that may go on; to be given to `settle` when it is over, however it ended."""
+    """One request that may go on; to be given to `settle` when it is over, however it ended.
+
+    slots  of its key's requests at once that it takes: a batch's are the batch's
+    """
 
     account: _Account
     charged_tokens: int = 0
     is_settled: bool = False
+    slots: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class GrantedBatch:
+    """Requests that may go on together, `at_once` of them at a time; each is settled, and the batch ended after all."""
+
+    account: _Account
+    items: tuple[Granted, ...]
+    at_once: int
+    is_ended: bool = False
 
 
 @dataclass(slots=True)
@@ -121,6 +135,47 @@ class Quotas:
         self._charge(granted, tokens)
         return granted
 
+    def take_batch(self, key_id: str, limits: Limits, now: float, items: int, *, at_once: int) -> GrantedBatch:
+        """Count so many requests, of which `at_once` may be under way at a time, or as many as the key may have yet.
+
+        raises  RateLimited; nothing has been counted then
+        """
+        account = self._accounts.get(key_id) or self._opened(key_id, limits, now)
+        if account.limits != limits:
+            self._reconcile(account, limits, now)
+        at_once = min(at_once, items)
+        most = limits.concurrent_requests
+        if most is not None:
+            at_once = min(at_once, self._whole(most) - account.running)
+            if at_once < 1:
+                self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
+        requests = account.requests
+        if requests is not None and requests.now(now) < items - _ROUNDING:
+            self._refuse(account, "requests_per_minute", requests.until(items, now), now, items)
+        self._check_tokens(account, 0, now)
+        if requests is not None:
+            requests.level -= items
+        account.running += at_once
+        return GrantedBatch(account, tuple([Granted(account, slots=0) for _ in range(items)]), at_once)
+
+    def end_batch(self, batch: GrantedBatch, now: float) -> None:
+        """All that began are settled, and those that never did are given back; repeats change nothing."""
+        if batch.is_ended:
+            return
+        batch.is_ended = True
+        account = batch.account
+        account.running -= batch.at_once
+        unbegun = [granted for granted in batch.items if not granted.is_settled]
+        for granted in unbegun:
+            granted.is_settled = True
+        if account.requests is not None:
+            account.requests.level = min(account.requests.size, account.requests.now(now) + len(unbegun))
+
+    def requests_a_minute(self, limits: Limits) -> float | None:
+        """Of a key, as many as are ours to give away."""
+        most = limits.requests_per_minute
+        return None if most is None else max(1.0, most * self.share)
+
     def charge(self, granted: Granted, tokens: int, now: float) -> None:
         """Take tokens that are needed besides: the prompt's, once it is tokenized.
 
@@ -141,7 +196,7 @@ class Quotas:
             return
         granted.is_settled = True
         account = granted.account
-        account.running -= 1
+        account.running -= granted.slots
         if account.tokens is not None:
             prompt_tokens = granted.charged_tokens if prompt_tokens is None else prompt_tokens
             account.tokens.now(now)
@@ -168,7 +223,7 @@ class Quotas:
 
     def _reconcile(self, account: _Account, limits: Limits, now: float) -> None:
         account.limits = limits
-        requests = None if limits.requests_per_minute is None else max(1.0, limits.requests_per_minute * self.share)
+        requests = self.requests_a_minute(limits)
         tokens = None if limits.tokens_per_minute is None else max(1.0, limits.tokens_per_minute * self.share)
         account.requests = _resized(account.requests, requests, now)
         account.tokens = _resized(account.tokens, tokens, now)

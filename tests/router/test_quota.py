@@ -90,6 +90,35 @@ def test_requests_at_once_are_counted_until_they_are_settled():
     refused(quotas, limits, 0.0)
 
 
+def test_a_batch_is_taken_whole_or_not_at_all_and_gives_back_once_what_was_never_begun():
+    quotas, limits = Quotas(), KeyLimits(requests_per_minute=6, concurrent_requests=3)
+    single = quotas.take("k", limits, 0.0)
+    with pytest.raises(RateLimited) as caught:
+        quotas.take_batch("k", limits, 0.0, 6, at_once=64)
+    assert (caught.value.limit, caught.value.retry_after_s) == ("requests_per_minute", pytest.approx(10.0))
+    batch = quotas.take_batch("k", limits, 0.0, 5, at_once=64)
+    assert (len(batch.items), batch.at_once) == (5, 2)
+    with pytest.raises(RateLimited):
+        quotas.take_batch("k", limits, 10.0, 1, at_once=64)
+    quotas.settle(single, 0.0)
+    quotas.settle(quotas.take("k", limits, 10.0), 10.0)
+    for granted in batch.items[:3]:
+        quotas.settle(granted, 10.0)
+    for _ in range(2):
+        quotas.end_batch(batch, 10.0)
+    for _ in range(2):
+        quotas.settle(quotas.take("k", limits, 10.0), 10.0)
+    assert refused(quotas, limits, 10.0).limit == "requests_per_minute"
+
+
+def test_each_of_several_processes_takes_batches_of_its_share():
+    quotas, limits = Quotas(share=0.25), KeyLimits(requests_per_minute=8, concurrent_requests=8)
+    assert quotas.requests_a_minute(limits) == 2
+    assert quotas.take_batch("k", limits, 0.0, 2, at_once=8).at_once == 2
+    unlimited = quotas.take_batch("other", KeyLimits(tokens_per_minute=8), 0.0, 100, at_once=8)
+    assert (len(unlimited.items), unlimited.at_once) == (100, 8)
+
+
 def test_each_of_several_processes_gives_away_its_share_and_at_least_one():
     quotas = Quotas(share=0.25)
     limits = KeyLimits(requests_per_minute=40, concurrent_requests=2)

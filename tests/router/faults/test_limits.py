@@ -154,6 +154,61 @@ async def test_the_items_of_a_batch_count_take_turns_and_are_refused_where_they_
         assert counted(router, "rate_limited", "concurrent_requests") == 0
 
 
+async def test_a_batch_has_its_requests_and_its_room_from_its_start_to_its_end(tmp_path):
+    choice = {"index": 0, "text": "hi", "finish_reason": "stop", "token_ids": [1]}
+    answered, go_on = answering(json.dumps(json.loads(COUNTED) | {"choices": [choice]}).encode()), asyncio.Event()
+
+    async def slow(writer, _body):
+        await go_on.wait()
+        writer.write(answered)
+        await writer.drain()
+        return True
+
+    async with house(1, **key_file(tmp_path, requests_per_minute=5, concurrent_requests=2)) as router:
+        key, ask = bearer("a"), {"text": ["t0", "t1", "t2", "t3"]}
+        router.play.usual = slow
+        single = asyncio.create_task(router.ask("single", headers=key))
+        await until(lambda: router.play.asked["single"] == 1)
+        batch = asyncio.create_task(router.client.post("/generate", json=ask, headers=key))
+        await until(lambda: router.play.asked["t0"] == 1)
+        assert not router.play.asked["t1"], "the key may have two under way, and has the single one"
+        refused = await router.ask("more", headers=key)
+        assert error_of(refused) == (429, "rate_limited")
+        assert "requests at once" in refused.json()["error"]["message"]
+        go_on.set()
+        assert [answer.status_code for answer in await asyncio.gather(single, batch)] == [200, 200]
+        (account,) = router.parts.quotas._accounts.values()
+        assert (account.running, account.requests.level < 1) == (0, True)
+        refused = await router.client.post("/generate", json={"text": ["u0", "u1", "u2"]}, headers=key)
+        assert error_of(refused) == (429, "rate_limited")
+        assert 20 < int(refused.headers["retry-after"]) <= 36
+        assert not router.play.asked["u0"], "all or none, before anything is sent"
+
+
+async def test_of_a_batch_that_fails_or_is_left_what_was_never_begun_is_given_back(tmp_path):
+    async with house(1, **key_file(tmp_path, requests_per_minute=10, concurrent_requests=1)) as router:
+        key, ask = bearer("a"), {"text": [f"t{n}" for n in range(8)]}
+
+        def left():
+            (account,) = router.parts.quotas._accounts.values()
+            return account.running, round(account.requests.level)
+
+        router.play.acts["t1"] = [saying(answering(b'{"error": {"message": "no"}}', status=b"400 Bad Request"))]
+        choice = {"index": 0, "text": "hi", "finish_reason": "stop", "token_ids": [1]}
+        router.play.usual = saying(answering(json.dumps(json.loads(COUNTED) | {"choices": [choice]}).encode()))
+        assert (await router.client.post("/generate", json=ask, headers=key)).status_code == 400
+        begun = router.play.asked.total()
+        assert 2 <= begun <= 3, "the next one may have begun before all ended"
+        assert left() == (0, 10 - begun)
+        router.play.acts["t0"] = [saying(b"", "hang")]
+        ask["text"] = ask["text"][:6]
+        leaving = asyncio.create_task(router.client.post("/generate", json=ask, headers=key))
+        await until(lambda: router.play.asked["t0"] == 2)
+        assert left() == (1, 4 - begun)
+        leaving.cancel()
+        await until(lambda: left() == (0, 9 - begun))
+
+
 async def never(control, lora_id):
     await asyncio.sleep(60)
 
