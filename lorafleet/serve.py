@@ -82,10 +82,15 @@ async def serve(
     """
     server = _Server(configured(app, grace_s=grace_s, http=http), on_stop, drain_s)
     if port_file is not None:
-        partial = port_file.with_suffix(".partial")
-        partial.write_text(str(sock.getsockname()[1]))
-        partial.replace(port_file)
+        tell_port(port_file, sock.getsockname()[1])
     await server.serve(sockets=[sock])
+
+
+def tell_port(port_file: Path, port: int) -> None:
+    """Put the port into a file, whole or not at all, for whoever started us; raises OSError."""
+    partial = port_file.with_suffix(".partial")
+    partial.write_text(str(port))
+    partial.replace(port_file)
 
 
 def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = None) -> uvicorn.Config:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import httpx
 import msgspec
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,6 +49,8 @@ _SOCKET_NAME_BYTES = 10
 # Processes whose parent was killed close their port when they have drained; until then nobody else can have it.
 _ORPHANS_S = 2.0
 _PORT_PAUSE_S = 0.1
+# They begin to a tenth of a second after their parent's end. Who does not in this time serves on.
+_TOLD_S = 1.0
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +156,7 @@ def run(
     stop_s    how long one process takes to stop in order, at most: draining and grace
     returns   0 after an orderly stop; 1 when a process had to be killed or the port file could not be written; a
               process's own status when none could start
-    raises    OSError when the port is taken, and still is after `drain_s` and a little
+    raises    OSError when the port is taken: at once where somebody serves on there, else after `drain_s` and a little
     """
     claim = _claimed(host, port, within_s=drain_s + _ORPHANS_S)
     claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -176,20 +179,37 @@ def run(
 
 def _claimed(host: str, port: int, *, within_s: float) -> socket.socket:
     """A socket that has this port alone: a second parent is refused, and would be let in if both asked to share."""
-    until = time.monotonic() + within_s
+    now = time.monotonic()
+    until, serves_on_until = now + within_s, now + _TOLD_S
     has_said = False
     while True:
         try:
             return serve.claim(host, port)
         except serve.PortInUse:
-            if time.monotonic() > until:
+            now = time.monotonic()
+            if _may_come_free(host, port):
+                serves_on_until = now + _TOLD_S
+                if not has_said:
+                    log.warning(
+                        "the port is taken; processes that a killed parent left drain first", port=port, wait_s=within_s
+                    )
+                has_said = True
+            if now > min(until, serves_on_until):
                 raise
-        if not has_said:
-            has_said = True
-            log.warning(
-                "the port is taken; processes that a killed parent left drain first", port=port, wait_s=within_s
-            )
         time.sleep(_PORT_PAUSE_S)
+
+
+def _may_come_free(host: str, port: int) -> bool:
+    """Whether those who have the port may be the processes of a parent that was killed: they share it, and stop."""
+    try:
+        serve.claim(host, port, shared=True).close()
+        at = f"[{host}]" if ":" in host else host
+        answer = httpx.get(f"http://{at}:{port}/ready", timeout=_TOLD_S, trust_env=False)
+    except serve.PortInUse:
+        return False
+    except (OSError, httpx.HTTPError):
+        return True
+    return answer.status_code == 503 and b'"stopping"' in answer.content
 
 
 class _Parent:
@@ -341,9 +361,7 @@ class _Parent:
         if self._port_file is None:
             return
         try:
-            partial = self._port_file.with_suffix(".partial")
-            partial.write_text(str(self._port))
-            partial.replace(self._port_file)
+            serve.tell_port(self._port_file, self._port)
         except OSError as exc:  # whoever started us would wait for it for ever
             log.error("port file not written; all stop", error=str(exc))  # noqa: TRY400  (it says all there is)
             self._has_failed = True

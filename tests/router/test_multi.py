@@ -332,6 +332,22 @@ async def test_a_port_that_is_taken_is_refused_also_by_a_second_parent(tmp_path)
             assert await second.ends() == 1
 
 
+@pytest.mark.parametrize("by", ["another parent", "somebody who shares it with nobody"])
+async def test_a_port_that_will_not_come_free_is_refused_at_once(tmp_path, by):
+    (tmp_path / "second").mkdir()
+    async with contextlib.AsyncExitStack() as stack:
+        if by == "another parent":
+            fleet = await stack.enter_async_context(several(tmp_path))
+            await fleet.pids()
+            url = fleet.url
+        else:
+            url = await stack.enter_async_context(serving(Engine("w0").app))
+        port = url.rpartition(":")[2]
+        # Longer than this test may take.
+        async with several(tmp_path / "second", "--drain-s", "300", port=port) as second:
+            assert await second.ends() == 1
+
+
 def value(text: str, name: str, **labels: str) -> float | None:
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return next((s.value for s in samples if s.name == name and s.labels == labels), None)
