@@ -1,4 +1,6 @@
-"""An engine that speaks vLLM 0.32's HTTP and ZMQ and computes nothing. Text is a hash, time a model, blocks are real.
+"""An engine with vLLM 0.32's HTTP API for chats and completions, and its KV events over ZMQ, that computes nothing.
+
+Text is a hash, time a model, blocks are real.
 
     python -m workers.engines.sim --model DIR --served-model-name NAME ...     # vLLM's own flags, and --sim-*
 

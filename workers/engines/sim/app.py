@@ -1,4 +1,4 @@
-"""vLLM's HTTP surface, as far as a router and an agent use it."""
+"""vLLM's HTTP API for chats and completions, tokens and adapters; no other route that takes a prompt."""
 
 import asyncio
 import json
