@@ -475,15 +475,23 @@ def decisions(
         _json(answer)
     elif request is None:
         tables.show(tables.decisions(answer["data"]))
+        _say_missing(answer)
     elif not answer["data"]:
         raise Failure(
             f"{request}: not among what this router keeps, its last 1,000 decisions and of more than 100 a second a"
             " sample; or another router made it"
+            + (", or a process of this one that did not answer in time" if answer.get("missing") else "")
         )
     else:
         # The newest first: one that was tried again elsewhere has several.
         for item in answer["data"]:
             _explain(item)
+
+
+def _say_missing(answer: Mapping[str, Any]) -> None:
+    if missing := answer.get("missing"):
+        slots = ", ".join(map(str, missing))
+        typer.echo(f"without those of the router's processes that did not answer in time (slot {slots})", err=True)
 
 
 def _explain(answer: Mapping[str, Any], *, as_json: bool = False) -> None:

@@ -26,6 +26,8 @@ from router.surface.routes import route_of
 from router.wire import DecisionList, ReplayBody, RouteAnswer
 
 _DECISIONS = "decisions"
+# A thousand of them take a process of a large fleet three seconds.
+_DECISIONS_WITHIN_S = 10.0
 
 
 class _Wanted(msgspec.Struct, frozen=True):
@@ -125,11 +127,18 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
         """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`; `request` a request's id."""
         wanted = _Wanted(adapter, worker, request, limit)
         items = await _decisions(parts, wanted)
+        missing = []
         if siblings is not None:
-            for theirs in await siblings.ask(_DECISIONS, msgspec.json.encode(wanted)):
-                items += _decode_items(theirs)
+            found = await siblings.ask(_DECISIONS, msgspec.json.encode(wanted), within_s=_DECISIONS_WITHIN_S)
+            for slot, theirs in found.items():
+                if theirs is None:
+                    missing.append(slot)
+                else:
+                    items += _decode_items(theirs)
             items.sort(key=lambda item: item[0], reverse=True)
-        whole = msgspec.json.encode({"data": [item for _, item in items[:limit]], "next": None})
+        whole = msgspec.json.encode(
+            {"data": [item for _, item in items[:limit]], "next": None, "missing": sorted(missing)}
+        )
         return Response(whole, media_type="application/json")
 
     @api.post("/v1/decisions/replay", dependencies=admin, response_model=RouteAnswer)

@@ -131,15 +131,18 @@ class Siblings:
             self._server.close()
             await self._server.wait_closed()
 
-    async def ask(self, name: str, question: bytes = b"", *, within_s: float = _ANSWER_WITHIN_S) -> list[bytes]:
-        """What each of the others answers; without those that are gone, or do not answer in time."""
-        paths = [path for path in self._folder.glob("*.sock") if path.stem != str(self._slot)]
-        found = await asyncio.gather(*(_asked(path, name, question, within_s) for path in paths))
-        return [answer for answer in found if answer]
+    async def ask(
+        self, name: str, question: bytes = b"", *, within_s: float = _ANSWER_WITHIN_S
+    ) -> dict[int, bytes | None]:
+        """What each of the others answers, by its slot; None: it is gone, or does not answer in time."""
+        slots = {int(path.stem): path for path in self._folder.glob("*.sock") if path.stem != str(self._slot)}
+        found = await asyncio.gather(*(_asked(path, name, question, within_s) for path in slots.values()))
+        return dict(zip(slots, found, strict=True))
 
     async def metrics(self) -> bytes:
         """Prometheus' text over all processes. Counts never fall: a process that went leaves what it last showed."""
-        said = [self._said(), *map(_decode_said, await self.ask(_METRICS))]
+        theirs = await self.ask(_METRICS)
+        said = [self._said(), *(_decode_said(answer) for answer in theirs.values() if answer is not None)]
         pages = [_Page.read(one.text) for one in said]
         lost = await self._lost(said, pages)
         whole = _Page.read(_OWN.format(processes=len(said)))
@@ -297,7 +300,7 @@ def _stamp(file: Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_ino
 
 
-async def _asked(path: Path, name: str, question: bytes, within_s: float) -> bytes:
+async def _asked(path: Path, name: str, question: bytes, within_s: float) -> bytes | None:
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_unix_connection(path)
@@ -310,4 +313,4 @@ async def _asked(path: Path, name: str, question: bytes, within_s: float) -> byt
                 writer.close()
     except (OSError, EOFError, TimeoutError) as exc:
         log.warning("a sibling does not answer", slot=path.stem, error=repr(exc))
-        return b""
+        return None

@@ -92,5 +92,11 @@ class ReplayBody(_Wire):
 
 
 class DecisionList(_Wire):
+    """`GET /v1/decisions`.
+
+    missing  processes of this router, by their slot, that did not answer in time: theirs are not among the data
+    """
+
     data: tuple[RouteAnswer, ...]
     next: str | None = None
+    missing: tuple[int, ...] = ()

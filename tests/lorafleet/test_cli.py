@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +355,24 @@ def test_the_last_decisions_are_listed_newest_first_with_the_engines_own_count(r
     *_, predicted, engines, trust, _, _, _ = row_of(said, "request-1")
     assert predicted == engines != "0"
     assert trust == "exact"
+
+
+def test_decisions_that_a_process_of_the_router_did_not_tell_are_said_to_be_missing(run: Run) -> None:
+    class Partly(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"data": [], "next": None, "missing": [1, 3]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Partly) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        said = run("--router-url", url, "decisions")
+        assert (said.status, "did not answer in time (slot 1, 3)" in said.err) == (0, True)
+        assert "a process of this one that did not answer" in run("--router-url", url, "decisions", "request-1").err
+        server.shutdown()
 
 
 def test_decisions_are_found_by_adapter_and_by_number(routed: Run) -> None:

@@ -87,7 +87,7 @@ def more_routes(app, me: multi.Member, config: RouterSettings, siblings: Sibling
 
     @app.get("/ask")
     async def ask():
-        return [json.loads(answer) for answer in await siblings.ask("who", b"hello")]
+        return [json.loads(answer) for answer in (await siblings.ask("who", b"hello")).values() if answer]
 
 
 if __name__ == "__main__":

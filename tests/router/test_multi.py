@@ -10,13 +10,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router import siblings
+from router.api import answers, control_routes
 from router.metrics import Metrics
 from router.siblings import Siblings
 from tests.router.doubles import CHAT, Control, Engine, chunk, until
+from tests.router.doubles import fleet as fleet_of
 from tests.serving import serving
 
 STREAM = CHAT | {"stream": True}
@@ -520,8 +523,31 @@ async def test_an_answer_that_breaks_off_is_none(tmp_path):
             writer.close()
 
         broken = await asyncio.start_unix_server(break_off, tmp_path / "1.sock")
-        assert await a.place.ask("anything") == []
+        assert await a.place.ask("anything") == {1: None}
         broken.close()
+
+
+async def test_decisions_of_a_process_that_does_not_answer_are_said_to_be_missing(tmp_path):
+    async def break_off(reader, writer):
+        await reader.read()
+        writer.close()
+
+    async with fleet_of(Engine("w0")) as (client, _, here), fleet_of(Engine("w0")) as (other, _, there):
+        for asked in (client, other):
+            assert (await asked.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        places = [Siblings(tmp_path, n, metrics=bytes, answers=answers(parts)) for n, parts in enumerate((here, there))]
+        for place in places:
+            await place.start()
+        breaking = await asyncio.start_unix_server(break_off, tmp_path / "2.sock")
+        app = FastAPI()
+        app.include_router(control_routes(here, places[0]))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as asking:
+            found = (await asking.get("/v1/decisions")).json()
+        assert (len(found["data"]), found["missing"]) == (2, [2])
+        assert (await client.get("/v1/decisions")).json()["missing"] == []
+        breaking.close()
+        for place in places:
+            await place.close()
 
 
 def test_every_gauge_is_known_to_be_a_sum_or_the_same_everywhere():
