@@ -12,7 +12,6 @@ import structlog
 import zmq
 
 from lorafleet.kv.blocks import BlockHash
-from lorafleet.kv.events import Decoder, UndecodableBatch
 from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, Ledger, Tier
 from lorafleet.kv.subscribe import Endpoint, Follower, Hub
 from lorafleet.loops import forever
@@ -114,7 +113,6 @@ class _EngineRank:
         self.is_open = False
         self._feed = feed
         self._into = feed.into(rank)
-        self._decode = Decoder().decode
         self._at = 0.0
         traits = TRAITS.get(source.dialect, TRAITS["vllm"])
         if not source.agent_url:
@@ -128,16 +126,10 @@ class _EngineRank:
             # Only now: until the engine says something, what was known of it before is the best there is.
             self.is_open = True
             self._into.clear()
-        try:
-            batch = self._decode(payload)
-        except UndecodableBatch:
-            self.ledger.rejected["undecodable"] += 1
+        at, missed = self.ledger.read(payload)
+        if missed:
             self._doubt()
-            return
-        self.ledger.apply(batch)
-        if batch.has_lost_removal:
-            self._doubt()
-        self._at = batch.ts
+        self._at = at or self._at
 
     def drained(self) -> None:
         if self._at:

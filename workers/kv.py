@@ -15,7 +15,6 @@ import msgspec
 import structlog
 
 from lorafleet.kv.blocks import BlockHash
-from lorafleet.kv.events import Decoder, UndecodableBatch
 from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, Ledger, Tier
 from lorafleet.kv.subscribe import Endpoint, Follower, Hub
 from lorafleet.loops import Changes
@@ -202,7 +201,6 @@ class _Rank:
         self.number = number
         self.is_open = False
         self._ledgers = ledgers
-        self._decode = Decoder().decode
         traits = TRAITS.get(dialect, TRAITS["vllm"])
         self.ledger = Ledger(
             ledgers.base_model, ledgers.block_size, self, traits, most_blocks=KEPT_TIMES * ledgers.total_blocks
@@ -214,16 +212,11 @@ class _Rank:
     # --- what the engine says ------------------------------------------------------------------------------------
 
     def batch(self, payload: bytes) -> None:
-        try:
-            batch = self._decode(payload)
-        except UndecodableBatch:
-            self.ledger.rejected["undecodable"] += 1
-            self._unread("a batch of events")
-            return
-        self.ledger.apply(batch)
-        if batch.has_lost_removal:
-            self._unread("a removal")
-        self._ledgers.heard(batch.ts)
+        at, missed = self.ledger.read(payload)
+        if missed:
+            self._unread(missed)
+        if at:
+            self._ledgers.heard(at)
 
     def drained(self) -> None:
         if self._is_cleared or any(self._pending.values()):

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol
 
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
-from lorafleet.kv.events import Batch, Cleared, EngineHash, ExtraKeys, Removed, Stored
+from lorafleet.kv.events import Batch, Cleared, Decoder, EngineHash, ExtraKeys, Removed, Stored, UndecodableBatch
 
 Tier = Literal["device", "host", "storage"]
 TIERS: tuple[Tier, ...] = ("device", "host", "storage")
@@ -96,6 +96,7 @@ class Ledger:
         self.accepted: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self._told: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._decode = Decoder().decode
         self._sink = sink
         self._traits = traits
         self._most_blocks = most_blocks
@@ -142,6 +143,18 @@ class Ledger:
         if expected:
             for shelf in self._shelves.values():
                 shelf.more.clear()
+
+    def read(self, payload: bytes) -> tuple[float, str]:
+        """Apply a batch as its engine sent it. Returns the engine's time, 0.0 where it cannot be read, and what is
+        missed because it could not be read, or nothing.
+        """
+        try:
+            batch = self._decode(payload)
+        except UndecodableBatch:
+            self.rejected["undecodable"] += 1
+            return 0.0, "a batch of events"
+        self.apply(batch)
+        return batch.ts, "a removal" if batch.has_lost_removal else ""
 
     def apply(self, batch: Batch) -> None:
         """Apply the events of one step, in order."""
