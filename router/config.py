@@ -61,6 +61,12 @@ class RouterSettings(HouseSettings):
         default=30.0, gt=0, description="the same, for the one stream that finds out whether a failing replica is well"
     )
     idle_timeout_s: float = Field(default=120.0, gt=0, description="between two pieces of a streamed answer")
+    stream_keep_alive_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="say this often, by a comment, that a stream's first event is waited for; 0: never. The first one"
+        " is sent with status 200, and what fails after it is told in the stream",
+    )
     cold_start_timeout_s: float = Field(
         default=60.0, gt=0, description="how long a request waits for an adapter that is loaded nowhere"
     )

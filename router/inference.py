@@ -27,7 +27,7 @@ from router.flight import Flight
 from router.journey import Journey, door_of, header_lines
 from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
-from router.relay.events import Echo, Growing, Renamed, Undated, error_event
+from router.relay.events import Echo, Growing, Renamed, Undated, error_event, refusal_event
 from router.relay.front import Exchange, Handler
 from router.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cached_tokens
 from router.surface import generate
@@ -44,6 +44,8 @@ _TIMEOUT = TIMEOUT_HEADER.encode()
 _GENERATE = Route(path=generate.PATH, summary="Texts continued, in SGLang's native form", generates=True)
 _ITEM = ROUTES["POST", generate.ITEM_PATH]
 _PATHS = {path for _, path in ROUTES} | {generate.PATH}
+# A comment, which clients of event streams pass over.
+_WAITING = b": waiting\n\n"
 # Of one call to /generate; the others of it wait their turn.
 _ITEMS_AT_ONCE = 64
 
@@ -55,6 +57,7 @@ class Inference:
         self._parts = parts
         config = parts.config
         self._limits = Limits(config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes)
+        self._keep_alive_s = config.stream_keep_alive_s
         self._session_header = config.session_header.lower().encode()
         self._handlers: dict[tuple[str, str], Handler] = {
             key: partial(self._handle, route) for key, route in ROUTES.items()
@@ -101,6 +104,8 @@ class Inference:
                 if trace is not None:
                     trace.stage("read")
                 journey = Journey(self._parts, self._limits, caller, self._question(answer, exchange.body), trace)
+                if self._keep_alive_s and journey.question.streamed:
+                    answer.keep_alive(self._keep_alive_s)
                 work = answer.travel(journey)
         except Exception as exc:  # noqa: BLE001  (its client's, as an error)
             answer.refuse(exc)
@@ -196,6 +201,8 @@ class Inference:
         if batch.is_streamed:
             (journey,) = journeys
             journey.grows = generate.Growing(batch.names[0])
+            if self._keep_alive_s:
+                answer.keep_alive(self._keep_alive_s)
             answer.journey = journey
             await answer.travelled()
         else:
@@ -269,8 +276,9 @@ class _Answer(msgspec.Struct, eq=False):
     A journey that need not wait for anything but its engine is answered by plain calls, as what the engine says comes:
     a task for each costs more than routing does. Any other is `travelled` in a task.
 
-    code   of the error
-    more   further header lines
+    code       of the error
+    more       further header lines
+    said_next  when it is next said that a stream's first event is waited for
     """
 
     parts: Parts
@@ -281,6 +289,7 @@ class _Answer(msgspec.Struct, eq=False):
     code: str = ""
     more: str = ""
     journey: Journey | None = None
+    said_next: asyncio.TimerHandle | None = None
 
     def travel(self, journey: Journey) -> Work | None:
         """Answer by plain calls; or what does it in a task."""
@@ -361,6 +370,8 @@ class _Answer(msgspec.Struct, eq=False):
         if attempt.status < 400 and (attempt.streamed or not journey.background_id):
             # What the engine refuses was never prefilled, and is not in its cache; what it only queued is not yet.
             flight.first_token()
+        if self.said_next is not None:
+            self.said_next.cancel()
         target = flight.target
         parts.metrics.first_data.labels(target.base_model).observe(parts.clock() - question.read_at)
         about = _about(attempt, flight, shown_cached_tokens(parts, journey.caller, flight)) + journey.limit_headers()
@@ -387,13 +398,26 @@ class _Answer(msgspec.Struct, eq=False):
 
     # What goes to the client.
 
+    def keep_alive(self, every_s: float) -> None:
+        """Say so often that a stream's first event is waited for. With the first such word the answer has begun."""
+        self.said_next = asyncio.get_running_loop().call_later(every_s, self._say_waiting, every_s)
+
+    def _say_waiting(self, every_s: float) -> None:
+        self.begin(200, "content-type: text/event-stream; charset=utf-8\r\n")
+        self.exchange.send(_WAITING)
+        self.keep_alive(every_s)
+
     def whole(self, status: int, about: str, body: bytes) -> None:
         """An answer that is complete."""
+        if self.exchange.status is not None:
+            self.exchange.finish(refusal_event(status, body, self.route.errors))
+            return
         self.exchange.respond(status, self._headers(about), body)
 
     def begin(self, status: int, about: str) -> None:
-        """The head of a stream; the exchange's `send` and then `finish` follow."""
-        self.exchange.begin(status, self._headers(about + "cache-control: no-cache\r\n"))
+        """The head of a stream, unless it has gone already; the exchange's `send` and then `finish` follow."""
+        if self.exchange.status is None:
+            self.exchange.begin(status, self._headers(about + "cache-control: no-cache\r\n"))
 
     def finish(self, attempt: Attempt) -> None:
         """The end of a stream, or an error in its place."""
@@ -435,6 +459,8 @@ class _Answer(msgspec.Struct, eq=False):
         """It is over, however it ended."""
         exchange, journey = self.exchange, self.journey
         exchange.on_gone = None
+        if self.said_next is not None:
+            self.said_next.cancel()
         if journey is not None:
             self.journey = None
             journey.end()

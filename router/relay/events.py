@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from lorafleet.http import envelope
 from router.core.errors import StreamBroken
 from router.surface.routes import ErrorShape
 
@@ -117,6 +118,15 @@ def error_event(body: Mapping[str, Any], shape: ErrorShape = "openai") -> bytes:
     """The end of a stream that broke: an error in an event; for OpenAI's clients the usual last line, too."""
     data = b"data: " + msgspec.json.encode(body) + b"\n\n"
     return b"event: error\n" + data if shape == "anthropic" else data + b"data: [DONE]\n\n"
+
+
+def refusal_event(status: int, body: bytes, shape: ErrorShape = "openai") -> bytes:
+    """An engine's refusal, where a stream had begun before it came."""
+    try:
+        told = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        told = envelope(status, "", body.decode(errors="replace"))
+    return error_event(told, shape)
 
 
 def has_first_event(got: bytes) -> bool:
