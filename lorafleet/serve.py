@@ -1,7 +1,9 @@
 """Start a house's server: uvloop, a bound socket before anything else, and an orderly end on SIGTERM."""
 
 import asyncio
+import contextlib
 import errno
+import resource
 import signal
 import socket
 import time
@@ -169,10 +171,22 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def _allow_descriptors() -> None:
+    """Take all file descriptors that we may have.
+
+    Shells and systemd start programs with 1,024, for the sake of those that call select(): of a router's requests each
+    takes two. Engines inherit it, and vLLM 0.32 raises it itself (utils/system_utils.py set_ulimit).
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems say infinite and mean less
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def run(main: Callable[[], "asyncio.Future[None] | object"]) -> None:
-    """Run an async main under uvloop; Ctrl-C ends it without a traceback."""
+    """Run an async main under uvloop, with as many connections as may be; Ctrl-C ends it without a traceback."""
     import uvloop  # noqa: PLC0415  (only servers need it)
 
+    _allow_descriptors()
     try:
         uvloop.run(main())  # type: ignore[arg-type]
     except KeyboardInterrupt:

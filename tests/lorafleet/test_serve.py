@@ -41,6 +41,23 @@ async def served():
         await server.shutdown([sock])
 
 
+def test_a_server_may_have_as_many_connections_as_it_is_allowed_to() -> None:
+    code = """
+import asyncio, resource
+from lorafleet import serve
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+
+async def main():
+    print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard))
+
+serve.run(main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+
+
 @pytest.mark.parametrize("start", [b"GET / HTTP/1.1\r\n", b"GET /", b"GET / HTTP/1.1\r\nx: "])
 async def test_a_head_without_end_is_cut_off(start):
     piece = b"x: " + b"a" * 1000 + b"\r\n" if start.endswith(b"1.1\r\n") else b"a" * 1000
