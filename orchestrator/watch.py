@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -136,12 +137,28 @@ class Watcher:
             fresh = await _unless_away(agent)
             if fresh is not None and fresh.instance_id == worker_id:
                 self.hear(fresh)
-            elif engine is not None:
+            elif fresh is not None and fresh.transport.engine_url == report.transport.engine_url:
+                self._is_somebody_else(worker_id, entry, fresh)
+            else:
+                engine = engine or asyncio.create_task(
+                    self._agents.engine_models(report.transport.engine_url, timeout_s=timeout_s)
+                )
                 await self._judge_by_its_engine(worker_id, entry, engine)
         finally:
             for task in (agent, engine):
                 if task is not None:
                     task.cancel()
+
+    def _is_somebody_else(self, worker_id: str, entry: Entry, fresh: Metadata) -> None:
+        """Another worker has its agent's address and its engine's: a pod's address is used again, or a name changed."""
+        if self._is_heard_again(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
+            return
+        change = self._fleet.nobody_answers(worker_id)
+        if change.is_news:
+            log.warning("worker lost", worker_id=worker_id, instead=fresh.instance_id, agent_url=fresh.agent_url)
+        # With the very engine went nothing: all that it holds is the other worker's now.
+        is_same_engine = fresh.engine_boot_id != "" and fresh.engine_boot_id == entry.report.engine_boot_id
+        self._take(worker_id, replace(change, vanished=()) if is_same_engine else change)
 
     async def _judge_by_its_engine(
         self, worker_id: str, entry: Entry, engine: "asyncio.Task[frozenset[str] | None]"

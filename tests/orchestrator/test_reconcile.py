@@ -160,6 +160,34 @@ async def test_a_lost_workers_adapters_are_placed_elsewhere_at_once(house, clock
     assert "sql/v1" in other.loaded
 
 
+async def test_a_worker_whose_address_another_one_has_is_lost_and_what_it_held_is_placed(house, clock):
+    agent = await house.worker("w0")
+    await house.register(policy={"loading": "eager"})
+    await house.settle()
+    # A pod's address that is used again: another agent, and an engine that holds nothing.
+    agent.worker_id, agent.loaded, agent.engine_boot_id = "w1", {}, "e2"
+    house.agents = {"w1": agent}
+    clock.now += house.settings.lost_after_s + 1
+    await house.turn()
+    await house.settle()
+    assert (await house.http.get("/v1/workers/w0")).json()["state"] == "lost"
+    assert (await house.adapter())["workers"] == ["w1"]
+    assert "sql/v1" in agent.loaded
+
+
+async def test_a_worker_that_has_another_name_now_keeps_what_its_engine_holds_and_is_given_nothing_twice(house, clock):
+    agent = await house.worker("w0")
+    await ready(house)
+    await house.worker("spare")
+    agent.worker_id = "w1"
+    house.agents = {"w1": agent, "spare": house.agents["spare"]}
+    clock.now += house.settings.lost_after_s + 1
+    await house.turn()
+    assert await house.settle() == []
+    assert (await house.http.get("/v1/workers/w0")).json()["state"] == "lost"
+    assert (await house.adapter())["workers"] == ["w1"]
+
+
 async def test_a_worker_whose_engine_still_answers_is_left_alone_and_keeps_its_adapters(house, clock):
     agent = await house.worker()
     await house.worker("w1")
