@@ -312,7 +312,13 @@ class Reconciler:
         deleting = [adapter for adapter in self.store.adapters.values() if adapter.is_deleting]
         if not deleting:
             return
-        held = {lora_id for worker in self.observe().workers.values() for lora_id in worker.held}
+        # That a load failed is told by an agent for as long as it runs; there is nothing of it to wait for.
+        held = {
+            held.lora_id
+            for worker in self.observe().workers.values()
+            for held in worker.held.values()
+            if held.state != "failed"
+        }
         held |= self._underway.inspecting.keys()
         for adapter in deleting:
             if adapter.lora_id not in held:

@@ -553,6 +553,19 @@ async def test_deleting_waits_for_what_is_in_flight_and_then_unloads(house):
     assert (await house.catalog())["adapters"] == []
 
 
+async def test_an_adapter_that_could_not_be_loaded_somewhere_can_be_deleted(house):
+    agent = await house.worker()
+    await house.register()
+    await house.settle()
+    digest = (await house.adapter())["digest"]
+    # Agents tell of a load that failed until they end, or another one of it succeeds.
+    failed = {"lora_id": "sql/v1", "digest": digest, "engine_name": "", "state": "failed", "location": "disk"}
+    agent.loading["sql/v1"] = failed | {"error": "the engine refuses it"}
+    await house.turn()
+    assert (await house.http.delete("/v1/adapters/sql/v1")).status_code == 204
+    assert (await house.http.get("/v1/adapters/sql/v1")).status_code == 404
+
+
 async def test_a_drain_ends_at_its_deadline_whatever_routers_say(house, clock):
     agent = await house.worker()
     await ready(house)
