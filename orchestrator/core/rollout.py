@@ -224,7 +224,7 @@ def advance(rollout: Rollout, seen: Seen, now: float) -> tuple[Rollout, Targets 
     rollout = replace(rollout, old=rollout.old + seen.old, new=rollout.new + seen.new)
     if rollout.scale is None:
         rollout = replace(rollout, scale=_scale(rollout, seen))
-    why = _why_back(rollout)
+    why = _why_unusable(rollout, seen) or _why_back(rollout)
     if why is not None:
         return _back(rollout, why, now)
     if rollout.phase == "placing":
@@ -273,9 +273,6 @@ def _of(kind: type[Any], body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _placed(rollout: Rollout, seen: Seen, now: float) -> tuple[Rollout, Targets | None]:
     lacks = missing(rollout, seen)
-    for lora_id in _shares(rollout.after):
-        if lora_id in seen.unusable:
-            return _back(rollout, f"{lora_id} cannot be used: {seen.unusable[lora_id]}", now)
     if rollout.paused_at is not None:
         return rollout, None
     if lacks:
@@ -305,6 +302,14 @@ def _watched(rollout: Rollout, seen: Seen, now: float) -> Rollout:
         return replace(rollout, phase="done", since=now)
     scale = max(rollout.scale or 0, _scale(rollout, seen))
     return replace(rollout, phase="placing", step=rollout.step + 1, since=now, scale=scale)
+
+
+def _why_unusable(rollout: Rollout, seen: Seen) -> str | None:
+    """Routers refuse what cannot be used before any engine sees it: no count of errors would ever tell."""
+    for lora_id in _shares(rollout.after):
+        if lora_id in seen.unusable:
+            return f"{lora_id} cannot be used: {seen.unusable[lora_id]}"
+    return None
 
 
 def _why_back(rollout: Rollout) -> str | None:

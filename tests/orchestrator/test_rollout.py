@@ -126,6 +126,16 @@ def test_a_later_step_that_cannot_be_placed_goes_back():
     assert (rollout.phase, said) == ("rolled_back", [{OLD: 1.0}])
 
 
+def test_a_version_that_no_request_may_reach_any_more_goes_back_however_few_were_counted():
+    rollout, said = walked(a_rollout(), [(0, seen(4, 4)), (10, seen(4, 4, tally=Tally()))])
+    assert (rollout.phase, said) == ("watching", [{OLD: 0.9, NEW: 0.1}])
+    look = seen(4, 4, tally=Tally(), unusable={NEW: "adapter_refused: the engine says no"})
+    for now_paused in (rollout, paused(rollout, 15)):
+        ended, said = walked(now_paused, [(20, look)])
+        assert (ended.phase, said) == ("rolled_back", [{OLD: 1.0}])
+        assert ended.reason == "sql/v2 cannot be used: adapter_refused: the engine says no"
+
+
 def test_where_the_old_version_is_nowhere_nothing_is_waited_for_but_that_the_new_one_is_sound():
     assert walked(a_rollout(Step(1.0, 0)), [(0, seen(0, 0))])[1] == [{NEW: 1.0}]
     look = Seen(known=frozenset({OLD}))
