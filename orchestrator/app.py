@@ -15,7 +15,7 @@ import structlog
 from fastapi import FastAPI
 
 from lorafleet.auth import Keys, refuse_open_server
-from lorafleet.http import install_error_handlers
+from lorafleet.http import JsonBodies, install_error_handlers
 from lorafleet.kube.client import Kube, connect
 from lorafleet.kube.discovery import Slices
 from lorafleet.loops import forever
@@ -189,6 +189,7 @@ def build(
         retry_after_s=settings.lease_renew_s,
         clock=clock,
     )
+    app.add_middleware(JsonBodies)  # the outermost: also what is handed on is no longer than that
     return whole
 
 

@@ -554,6 +554,11 @@ class FleetEvent(_Wire):
     message: str = ""
 
 
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+"""Of counts and sums, what no fleet will ever come to: a router that says more has miscounted, and is told so."""
+
+
 class AdapterUse(_Wire):
     """Of one engine name on one worker, since the router's boot: counts and sums only grow.
 
@@ -565,14 +570,14 @@ class AdapterUse(_Wire):
 
     worker_id: str
     engine_name: str
-    requests: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    work_s: float = 0.0
-    errors: int = 0
-    first_tokens: int = 0
-    first_token_s: float = 0.0
-    in_flight: int = 0
+    requests: Count = 0
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    work_s: Seconds = 0.0
+    errors: Count = 0
+    first_tokens: Count = 0
+    first_token_s: Seconds = 0.0
+    in_flight: Count = 0
     last_dispatch_age_s: float | None = None
 
 
@@ -585,10 +590,10 @@ class AdapterHold(_Wire):
     """
 
     lora_id: str
-    held: int = 0
-    hold_s: float = 0.0
-    sheds: int = 0
-    waiting: int = 0
+    held: Count = 0
+    hold_s: Seconds = 0.0
+    sheds: Count = 0
+    waiting: Count = 0
 
 
 class UsageReport(_Wire):
@@ -603,7 +608,7 @@ class UsageReport(_Wire):
     revision_seen: int
     uses: tuple[AdapterUse, ...] = ()
     holds: tuple[AdapterHold, ...] = ()
-    waits_s: dict[str, float] = {}
+    waits_s: dict[str, Seconds] = {}
     wire: int = WIRE
 
 

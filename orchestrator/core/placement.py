@@ -75,7 +75,7 @@ class _Pass:
         for step in self._calm_removals(moves):
             removals.setdefault((step.lora_id, step.worker_id), step)
         if self.left > 0 and len(loads) < LOADS:
-            for load, leaves in islice(new_moves(board, moves), self.left):
+            for load, leaves in islice(new_moves(board, moves), min(self.left, LOADS)):
                 moves[load.lora_id, leaves] = load.worker_id
                 loads.append(load)
                 self.steps.add((load.lora_id, load.worker_id, "load"))

@@ -360,6 +360,11 @@ def test_a_fleet_without_workers_is_no_storm():
     assert place(intent(adapter("a")), fleet(worker("w0")), Demand(), forbidden, NOW).frozen is not None
 
 
+def test_any_number_of_moves_may_be_allowed():
+    rules = Rules(storm_moves_per_worker=10**30)
+    assert place(intent(adapter("a")), fleet(worker("w0", held("a"))), Demand(), rules, NOW).frozen is None
+
+
 def test_a_storm_ends_only_when_half_of_what_is_allowed_is_left_of_it():
     rules = Rules(storm_window_s=60.0, storm_moves_per_worker=4)
     calm = Storm(counts=((0, 3), (30, 5)))

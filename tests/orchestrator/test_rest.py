@@ -59,6 +59,64 @@ async def test_a_body_that_is_wrong_is_400_and_registers_nothing(house, body):
     assert (await house.http.get("/v1/adapters")).json()["data"] == []
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/adapters", '{"lora_id": "x", "source": "s", "tenants": ["\\ud800"]}'),
+        ("POST", "/v1/adapters", '{"lora_id": "x", "source": "s", "base_model": "\\udfff"}'),
+        ("POST", "/v1/orphans/adopt", '{"lora_ids": ["\\ud800"]}'),
+        ("PATCH", "/v1/policy", '{"target_utilisation": NaN}'),
+        ("POST", "/v1/adapters", "[" * 100_000),
+        ("POST", "/v1/adapters", "{"),
+        ("POST", "/v1/adapters", '{"lora_id": "x", "source": "s"}'.encode("utf-16")),
+    ],
+)
+async def test_what_only_python_takes_for_json_is_400_and_leaves_every_list_readable(house, method, path, body):
+    headers = {"content-type": "application/json"}
+    answer = await house.http.request(method, path, content=body, headers=headers)
+    assert (answer.status_code, code(answer)) == (400, "invalid_request")
+    assert answer.json()["error"]["message"].startswith("the body is not JSON: ")
+    for listed in ("/v1/adapters", "/v1/catalog", "/v1/history", "/v1/policy"):
+        assert (await house.http.get(listed)).status_code == 200
+
+
+async def test_a_body_that_is_not_said_to_be_json_is_400_that_names_the_header(house):
+    for said in ({}, {"content-type": "application/x-www-form-urlencoded"}):
+        answer = await house.http.post("/v1/adapters", content=json.dumps(SPEC), headers=said)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "content-type")
+        assert "expected application/json" in answer.json()["error"]["message"]
+
+
+async def test_a_body_that_is_too_large_is_413_before_anybody_reads_it(house):
+    async def parts():
+        for _ in range(17):
+            yield b" " * 2**20
+
+    async with serving(house.whole.app) as url, httpx.AsyncClient(base_url=url) as client:
+        headers = {"content-type": "application/json"}
+        for content in (b" " * 17 * 2**20, parts()):
+            answer = await client.post("/v1/adapters", content=content, headers=headers)
+            assert (answer.status_code, code(answer)) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("count", ["NaN", "1e400", "1e308", "-1", "1" + 400 * "0"])
+@pytest.mark.parametrize("name", ["work_s", "requests", "first_token_s"])
+async def test_a_router_that_counts_nonsense_is_refused_and_placement_goes_on(house, clock, name, count):
+    await house.worker()
+    await house.register()
+    await house.settle()
+    use = '{"worker_id": "w0", "engine_name": "sql/v1@0", "%s": %s}'
+    body = '{"router_id": "r", "boot_id": "b", "seq": %d, "revision_seen": 1, "uses": [%s]}'
+    for seq, said in ((1, "0"), (2, count)):
+        clock.now += 1
+        text = body % (seq, use % (name, said))
+        answer = await house.http.post("/v1/usage", content=text, headers={"content-type": "application/json"})
+    assert (answer.status_code, code(answer)) == (400, "invalid_request")
+    await house.ensure()
+    await house.settle()
+    assert (await house.adapter())["state"] == "ready"
+
+
 async def test_names_of_base_models_aliases_and_adapters_exclude_each_other(house):
     await house.worker(base_model="tiny-qwen")
     await house.register()
