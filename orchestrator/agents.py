@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from orchestrator.core.errors import LeaseLost, Permanent, Transient
 from workers.wire import (
@@ -160,7 +161,7 @@ class Agents:
 def _refusal(method: str, url: str, answer: httpx.Response) -> Transient | Permanent | LeaseLost:
     code, message = "worker_failed", f"{method} {url}: HTTP {answer.status_code}"
     try:
-        error = answer.json()["error"]
+        error = from_json(answer.content)["error"]  # stricter than Python's own: what it takes can be said again
         code, message = str(error["code"] or code), str(error["message"])
     except (ValueError, KeyError, TypeError):
         message = f"{message}: {answer.text[:200]!r}"

@@ -133,6 +133,9 @@ class SqliteFile:
             what = no_space(exc, self._path) or str(exc)
             self._db.rollback()
             raise StoreError(f"store {self._path}: nothing was written: {what}") from exc
+        except BaseException:
+            self._db.rollback()  # what SQLite has no form for, as an integer of over 64 bits: all or nothing here too
+            raise
 
     def _write(self, change: Change) -> None:
         if change.value is None:

@@ -21,6 +21,9 @@ from workers.wire import Metadata
 
 log = structlog.get_logger()
 
+MOST_AHEAD = 1 << 20
+"""Terms that an agent may have obeyed and our store knows nothing of; one a second would take twelve days."""
+
 
 class Watcher:
     """Keeps the fleet's reports true. `poke` asks for a pass."""
@@ -56,7 +59,14 @@ class Watcher:
         self._clock = clock
 
     def hear(self, report: Metadata) -> None:
-        """An agent's heartbeat."""
+        """An agent's heartbeat, or its answer. Not taken where its epoch is none that any of us can have had.
+
+        We would have to rise above it, and whoever could make it the highest number there is could end all terms.
+        """
+        if report.epoch > self._store.epoch + MOST_AHEAD:
+            what = {"worker_id": report.instance_id, "epoch": report.epoch, "ours": self._store.epoch}
+            log.warning("report not taken: nobody can have led under its epoch", **what)
+            return
         self._take(report.instance_id, self._fleet.hear(report))
         if report.epoch > self._store.epoch and self._is_leading():
             # Either somebody newer leads, or our store is an old copy. The lease knows; a new term goes above it.

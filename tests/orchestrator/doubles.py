@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from lorafleet.http import envelope
 from workers.wire import engine_name
@@ -43,6 +43,7 @@ class FakeAgent:
         self.made = []
         self.fail_made = 0
         self.refuse = {}
+        self.answers: dict[str, bytes] = {}  # verb -> the body of a 422 in place of doing it
         self.ranks = {}
         self.pins: dict[str, str] = {}  # source -> where those very bytes are, as of now
         self.running = 0
@@ -159,6 +160,8 @@ class FakeAgent:
             self.made.append((verb, body))
             if len(self.calls) in self.fail_calls or len(self.made) == self.fail_made:
                 return JSONResponse(envelope(503, "engine_unreachable", "the call that had to fail"), 503)
+            if verb in self.answers:
+                return Response(self.answers[verb], 422, media_type="application/json")
             if body.get("lora_id") in self.refuse:
                 code = self.refuse[body["lora_id"]]
                 return JSONResponse(envelope(422, code, f"{code} by the double"), 422)

@@ -94,6 +94,30 @@ async def test_a_restored_store_never_leaves_an_agent_refusing_everyone(house):
     assert agent.refused == []
 
 
+async def test_an_epoch_that_nobody_can_have_had_ends_no_term_and_is_not_written_down(house):
+    agent, liar = await house.worker("w0"), await house.worker("w1")
+    liar.epoch = 2**63 - 1
+    await house.beat()
+    assert house.reconciler.is_leading
+    house.reconciler.take_up()
+    assert house.store.epoch == 2
+    liar.state, liar.epoch = "draining", 2**70
+    house.agents = {"w0": agent}
+    await ready(house)
+    assert (await house.adapter())["workers"] == ["w0"]
+
+
+async def test_an_agents_error_that_cannot_be_written_as_text_keeps_no_list_and_no_catalog_from_anybody(house):
+    agent = await house.worker()
+    await house.register()
+    await house.settle()
+    await house.ensure()
+    agent.answers["load_lora"] = b'{"error": {"code": "adapter_refused", "message": "half a pair: \\ud800"}}'
+    await house.turn()
+    assert "\\ud800" in (await house.adapter())["error"]
+    assert (await house.http.get("/v1/catalog")).status_code == 200
+
+
 async def test_a_replaced_leader_is_refused_where_the_new_one_has_claimed_and_steps_down(open_house):
     old = open_house()
     agent = await old.worker()

@@ -21,6 +21,25 @@ from orchestrator.store import Store
 from tests.orchestrator.test_store_contract import ADAPTER
 
 
+@pytest.mark.parametrize("bad", [replace(ADAPTER, rank=2**70), replace(ADAPTER, quarantine="half a pair: \ud800")])
+def test_what_sqlite_has_no_form_for_is_not_written_and_leaves_nothing_half_done(tmp_path, bad):
+    store = Store(tmp_path / "s.db")
+
+    def put_both():
+        with store.together():
+            store.put_adapter(replace(ADAPTER, lora_id="before/v1"))
+            store.put_adapter(replace(bad, lora_id="bad/v1"))
+
+    with pytest.raises((OverflowError, UnicodeError)):
+        put_both()
+    assert list(store.adapters) == []
+    store.put_adapter(replace(ADAPTER, lora_id="after/v1"))
+    store.close()
+    again = Store(tmp_path / "s.db")
+    assert list(again.adapters) == ["after/v1"]
+    again.close()
+
+
 def test_revisions_grow_when_an_old_copy_of_the_store_is_put_back(tmp_path):
     Store(tmp_path / "s.db", wall=lambda: 1_000.0).close()
     shutil.copy(tmp_path / "s.db", tmp_path / "copy.db")
