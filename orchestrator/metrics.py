@@ -112,6 +112,17 @@ class Metrics:
         elif outcome == "ok" and operation == "unload":
             self.unload_seconds.observe(seconds)
 
+    def forget(self, lora_id: str) -> None:
+        """It is deleted: its series end, and its place is free."""
+        if lora_id in self.shown.names:
+            self.shown.names.discard(lora_id)
+            self._end_series(lora_id)
+
+    def _end_series(self, lora_id: str) -> None:
+        self.usage.remove(lora_id)
+        for reason in EVICTED:
+            self.evictions.remove(lora_id, reason)
+
     def evicted(self, lora_id: str, reason: str) -> None:
         self.evictions.labels(self.shown.label(lora_id), reason).inc()
 
@@ -128,9 +139,7 @@ class Metrics:
         now = self._usage()
         for lora_id in self.shown.choose({lora_id: rate for lora_id, (_, rate) in now.items()}):
             # Its series end: what they counted stays theirs, and what comes is counted as `other`.
-            self.usage.remove(lora_id)
-            for reason in EVICTED:
-                self.evictions.remove(lora_id, reason)
+            self._end_series(lora_id)
         for lora_id, (total, _) in now.items():
             grown = total - self._counted.get(lora_id, 0.0)
             if grown:
@@ -159,9 +168,10 @@ class Shown:
 
     def choose(self, rates: Mapping[str, float]) -> set[str]:
         """By these rates; returns the adapters that lost their place."""
-        if len(self.names) < self._most or len(rates) <= self._most:
-            return set()
         order = heapq.nlargest(2 * self._most, rates, key=lambda lora_id: (rates[lora_id], lora_id))
+        newcomers = [lora_id for lora_id in order[: self._most] if lora_id not in self.names]
+        if len(self.names) + len(newcomers) <= self._most:
+            return set()
         gone = self.names - set(order)
         self.names -= gone
         for lora_id in order:

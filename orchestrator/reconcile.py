@@ -324,6 +324,7 @@ class Reconciler:
             if adapter.lora_id not in held:
                 self.store.drop_adapter(adapter.lora_id)
                 self.demand.forget(adapter.lora_id)
+                self._metrics.forget(adapter.lora_id)
                 self._audit.served(adapter.lora_id)
                 log.info("adapter deleted", lora_id=adapter.lora_id)
 

@@ -30,6 +30,30 @@ def test_only_so_many_adapters_have_series_and_the_rest_are_one():
     assert shown.label("a") == REST
 
 
+def test_who_is_asked_for_now_takes_the_place_of_who_is_not_any_more():
+    shown = Shown(3)
+    for name in ("a/v1", "b/v1", "c/v1"):
+        shown.label(name)
+    assert shown.choose({"a/v1": 1.0}) == set()
+    assert shown.choose({"a/v1": 1.0, "a/v2": 5.0}) == {"b/v1", "c/v1"}
+    assert [shown.label(name) for name in ("a/v1", "a/v2")] == ["a/v1", "a/v2"]
+
+
+async def test_the_series_of_a_deleted_adapter_end(house, clock):
+    await house.worker()
+    await house.register()
+    await house.ensure()
+    await house.settle()
+    for seq, requests in ((1, 0), (2, 7)):
+        use = {"worker_id": "w0", "engine_name": "sql/v1@0", "requests": requests}
+        await house.usage(1, use, seq=seq)
+    assert 'lora_usage_requests_total{lora_id="sql/v1"} 7.0' in (await house.http.get("/metrics")).text
+    await house.http.delete("/v1/adapters/sql/v1")
+    clock.now += 60
+    await house.settle()
+    assert "sql/v1" not in (await house.http.get("/metrics")).text
+
+
 def test_every_request_is_counted_once_and_no_series_ever_falls():
     metrics, totals, rng = Metrics(), {}, Random(3)
     metrics.shown = Shown(3)
