@@ -116,7 +116,8 @@ class Registry:
             adapter = replace(adapter, tenants=_sorted(patch.tenants))
         if "secret_ref" in patch.model_fields_set:
             adapter = replace(adapter, secret=_secret(patch.secret_ref))
-        _check_bounds(adapter, self._store.rules)
+        if asdict_policy(adapter) != asdict_policy(before):
+            _check_bounds(adapter, self._store.rules)
         if adapter != before:
             with self._store.together():
                 self._store.put_adapter(adapter)
@@ -267,8 +268,11 @@ class Registry:
             known = ", ".join(sorted(self._fleet.entries)) or "none"
             raise NotFound(f"worker {worker_id!r} has not registered; known: {known}", code="worker_not_found")
         until = None if drain_s is None else self._wall() + drain_s
+        intent = None if state is None else WorkerIntent(state, until)
+        if intent == self._store.workers.get(worker_id):
+            return
         with self._store.together():
-            self._store.put_worker(worker_id, None if state is None else WorkerIntent(state, until))
+            self._store.put_worker(worker_id, intent)
             self._store.record(f"worker_{state or 'uncordoned'}", worker_id, {"drain_s": drain_s}, actor)
 
 

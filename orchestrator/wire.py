@@ -6,6 +6,7 @@ would be obeyed in silence; bodies between our own processes ignore them, so tha
 
 import re
 from itertools import pairwise
+from math import isfinite
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -153,6 +154,16 @@ class AliasSpec(_Written):
         le=86400,
         description="how long the new targets may take to be where the old ones are; 0 shifts at once, placed or not",
     )
+
+    @field_validator("targets")
+    @classmethod
+    def _add_up(cls, targets: tuple[AliasTarget, ...]) -> tuple[AliasTarget, ...]:
+        names = [target.lora_id for target in targets]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} is named twice; name it once, with the weight of both")
+        if not isfinite(sum(target.weight for target in targets)):
+            raise ValueError("the weights add up to more than a number can be; only their proportions count")
+        return targets
 
 
 class AliasPending(_Wire):

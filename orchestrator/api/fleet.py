@@ -77,6 +77,21 @@ def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: 
         else:
             reconciler.serve_again(worker_id)
         await reconciler.changed()
-        return views.worker(worker_id)
+        return views.worker(worker_id) if worker_id in reconciler.fleet.entries else _unheard(worker_id)
 
     return api
+
+
+def _unheard(worker_id: str) -> WorkerItem:
+    """One that was told something once, and has not been heard since our start, or for so long that it is forgotten."""
+    return WorkerItem(
+        id=worker_id,
+        agent_url="",
+        engine_url="",
+        base_model="",
+        state="lost",
+        zone="",
+        node="",
+        capacity={},
+        adapters=(),
+    )

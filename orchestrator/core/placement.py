@@ -70,6 +70,7 @@ class _Pass:
         board.needed = {lora_id: target.needed for lora_id, target in self.targets.items()}
         unplaced: dict[str, str] = {}
         loads = self._fill(unplaced)
+        unplaced |= self._unserved()
         removals = {(step.lora_id, step.worker_id): step for step in self._removals()}
         moves = unfinished(board)
         for step in self._calm_removals(moves):
@@ -198,6 +199,18 @@ class _Pass:
                 is_late = worker.drain_deadline is not None and self.board.now >= worker.drain_deadline
                 if is_empty or is_late:
                     yield worker.id
+
+    def _unserved(self) -> dict[str, str]:
+        """Adapters that nobody can look at, as no ready worker serves the base model that they were registered for."""
+        served = {name for worker in self.board.workers if worker.state == "ready" for name in worker.base_models}
+        if not served:
+            return {}
+        return {
+            adapter.lora_id: f"no ready worker serves {adapter.base_model!r}; those there are serve {sorted(served)}"
+            for adapter in self.board.intent.adapters.values()
+            if not adapter.is_inspected and not adapter.is_deleting
+            if adapter.base_model is not None and adapter.base_model not in served
+        }
 
     def _inspections(self) -> Iterable[Inspection]:
         board = self.board

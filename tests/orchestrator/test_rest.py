@@ -295,6 +295,55 @@ async def test_a_worker_that_never_registered_is_404_with_those_that_did(house):
     assert (await house.http.get("/v1/workers/w9")).status_code == 404
 
 
+async def test_a_worker_that_is_forgotten_can_still_be_uncordoned(open_house):
+    before = open_house()
+    await before.worker("w0")
+    await before.http.post("/v1/workers/w0/cordon")
+    await before.close()
+    house = open_house()
+    answer = await house.http.post("/v1/workers/w0/uncordon")
+    assert (answer.status_code, answer.json()["id"], answer.json()["state"]) == (200, "w0", "lost")
+    assert house.store.workers == {}
+    assert (await house.http.post("/v1/workers/w0/uncordon")).status_code == 404
+
+
+async def test_a_base_model_that_no_ready_worker_serves_is_named_with_those_that_are(house):
+    await house.register("x/v1", base_model="tiny-qwne")
+    await house.settle()
+    assert (await house.adapter("x/v1"))["error"] is None  # there may be one in a moment
+    await house.worker(base_model="tiny-qwen")
+    await house.settle()
+    says = "no ready worker serves 'tiny-qwne'; those there are serve ['tiny-qwen']"
+    assert (await house.adapter("x/v1"))["error"] == says
+    assert (await house.ensure("x/v1")).json()["error"] == says
+    await house.worker("w1", base_model="tiny-qwne")
+    await house.settle()
+    assert (await house.adapter("x/v1"))["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        ([{"lora_id": "sql/v1"}, {"lora_id": "sql/v1", "weight": 3}], "'sql/v1' is named twice"),
+        ([{"lora_id": "sql/v1", "weight": 1e308}, {"lora_id": "sql/v2", "weight": 1e308}], "add up"),
+    ],
+)
+async def test_an_alias_whose_targets_do_not_add_up_is_refused(house, targets, says):
+    await house.register("sql/v1")
+    await house.register("sql/v2")
+    answer = await house.http.put("/v1/aliases/sql", json={"targets": targets})
+    assert (answer.status_code, code(answer)) == (400, "invalid_request")
+    assert says in answer.json()["error"]["message"]
+
+
+async def test_who_may_use_an_adapter_can_be_changed_whatever_bounds_its_policy_has_by_now(house):
+    await house.register("sql/v1", policy={"min_replicas": 100})
+    answer = await house.http.patch("/v1/adapters/sql/v1", json={"tenants": ["acme"]})
+    assert (answer.status_code, answer.json()["tenants"]) == (200, ["acme"])
+    wrong = await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 65}})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "policy.min_replicas")
+
+
 async def test_metrics_count_operations_and_replicas_and_bound_their_labels(house):
     await house.worker()
     await house.register()

@@ -73,14 +73,19 @@ async def test_an_alias_is_pointed_elsewhere_only_as_it_was_seen(house):
 
 async def test_the_same_change_twice_is_one_change_and_one_line_of_history(house):
     alias = {"targets": [{"lora_id": "sql/v1"}]}
+    await house.worker()
     for _ in range(2):
         await house.register()
     for _ in range(2):
         assert (await house.http.put("/v1/aliases/sql", json=alias)).status_code in (200, 201)
         await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}})
         await house.http.patch("/v1/policy", json={"loading": "eager"})
+        assert (await house.http.post("/v1/workers/w0/cordon")).json()["state"] == "cordoned"
+    for _ in range(2):
+        assert (await house.http.post("/v1/workers/w0/uncordon")).json()["state"] == "ready"
     kinds = [entry["kind"] for entry in (await house.http.get("/v1/history")).json()["data"]]
-    assert sorted(kinds) == ["adapter_changed", "adapter_registered", "alias_set", "policy_changed"]
+    intent = ["adapter_changed", "adapter_registered", "alias_set", "policy_changed"]
+    assert sorted(kinds) == [*intent, "worker_cordoned", "worker_uncordoned"]
 
 
 async def test_the_second_of_two_deletions_finds_it_going_and_changes_nothing(house):
