@@ -12,6 +12,7 @@ import structlog
 
 from orchestrator.agents import SOURCE_CODES, Agents
 from orchestrator.audit import Audit
+from orchestrator.backend import Subject
 from orchestrator.catalog import CatalogBook
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.errors import Conflict, LeaseLost, Permanent, StoreError, Transient, Unavailable
@@ -114,7 +115,7 @@ class Actor:
         try:
             async with asyncio.timeout(deadline_s):
                 # What this follows from must not be forgotten once it is done.
-                await self._store.saved()
+                await self._store.saved(_follows_from(action))
                 await self._claim(action.worker_id)
                 await work
             end = _Ending("ok", "", "")
@@ -393,6 +394,12 @@ def _check_loaded(lora: LoadedLora, adapter: Adapter) -> None:
         raise Permanent(message, code="digest_mismatch")
     if lora.state != "ready":
         raise Transient(f"the worker answered state {lora.state!r} ({lora.error}), expected 'ready'")
+
+
+def _follows_from(action: Action) -> list[Subject]:
+    """What has to be durable before it."""
+    names = [name for name in (action.lora_id, action.evict, action.evict_after) if name]
+    return [*(("adapters", name) for name in names), ("workers", ""), ("policy", "")]
 
 
 def _key(action: Action) -> str:

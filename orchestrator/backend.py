@@ -1,6 +1,6 @@
 """Where intent is kept: the one interface that a file, or a cluster's own objects, has to offer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -39,6 +39,9 @@ class Stored:
 
 Table = Literal["adapters", "aliases", "rollouts", "workers", "tombstones", "policy", "counters"]
 
+Subject = tuple[Table, str]
+"""What a change is about: a table, and a key in it as `Change` has it."""
+
 
 class Change(NamedTuple):
     """One thing written, or with None taken away. `value` is what `Stored` has under that name and key."""
@@ -71,10 +74,10 @@ class Backend(Protocol):
         """Take these down, in this order; durable once `saved` returns. Raises StoreError, and then none of it is."""
         ...
 
-    async def saved(self) -> None:
-        """Until all that was written is durable, each change by itself or all together.
+    async def saved(self, about: Collection[Subject] | None = None) -> None:
+        """Until all that was written about these (None: about anything) is durable, one by one or all together.
 
-        Raises OrchestratorError when something of it was not to be: `read` then knows nothing of that any more. The
+        Raises OrchestratorError when something of that was not to be: `read` then knows nothing of it any more. The
         history may follow some seconds later.
         """
         ...

@@ -18,6 +18,7 @@ import structlog
 from orchestrator.acting import Actor
 from orchestrator.agents import Agents
 from orchestrator.audit import Audit
+from orchestrator.backend import Subject
 from orchestrator.catalog import CatalogBook
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
@@ -177,13 +178,13 @@ class Reconciler:
         """Something changed: pass now rather than at the next interval."""
         self._due.set()
 
-    async def changed(self) -> None:
-        """Intent changed: routers may see it now, a pass is due, and what was written is durable on return.
+    async def changed(self, *about: Subject) -> None:
+        """Intent about these changed: routers may see it now, a pass is due, and it is durable on return.
 
         Raises OrchestratorError when it is not.
         """
         self.taken_in()
-        await self.store.saved()
+        await self.store.saved(about)
 
     def taken_in(self) -> None:
         """Intent changed where it is kept: routers may see it now, and a pass is due."""

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from math import inf
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet import files
-from orchestrator.backend import Change, Entry, Stored, Tombstone, WorkerIntent
+from orchestrator.backend import Change, Entry, Stored, Subject, Tombstone, WorkerIntent
 from orchestrator.core.errors import StoreError
 from orchestrator.core.rollout import Rollout, as_json, from_json
 from orchestrator.core.state import Adapter, Rules
@@ -80,7 +80,7 @@ class SqliteFile:
     def close(self) -> None:
         self._db.close()
 
-    async def saved(self) -> None:
+    async def saved(self, about: Collection[Subject] | None = None) -> None:
         """It is: `write` waits for the disk."""
 
     async def catch_up(self) -> None:

@@ -5,14 +5,14 @@ writes are known here at once. Whoever promises somebody that a write stands awa
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 
-from orchestrator.backend import Backend, Change, Entry, Stored, Tombstone, WorkerIntent
+from orchestrator.backend import Backend, Change, Entry, Stored, Subject, Tombstone, WorkerIntent
 from orchestrator.core.errors import Unavailable
 from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import Adapter, Intent, Rules
@@ -80,9 +80,12 @@ class Store:
             raise Unavailable("the store has not been read yet", code="starting")
         self._take(self._backend.read())
 
-    async def saved(self) -> None:
-        """Until all that was written up to now is durable. Raises OrchestratorError when something was not to be."""
-        await self._backend.saved()
+    async def saved(self, about: Collection[Subject] | None = None) -> None:
+        """Until all that was written up to now about these (None: about anything) is durable.
+
+        Raises OrchestratorError when something of that was not to be.
+        """
+        await self._backend.saved(about)
 
     def let_go(self) -> None:
         """We lead no longer: what is not durable is given up."""

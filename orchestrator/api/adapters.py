@@ -72,7 +72,7 @@ def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views
             response.status_code = 200
             return await _dry_run(spec, registry, reconciler, views)
         adapter, is_new = registry.register(spec, actor)
-        await reconciler.changed()
+        await reconciler.changed(("adapters", spec.lora_id))
         response.status_code = 201 if is_new else 200
         return shown(adapter, response)
 
@@ -81,7 +81,7 @@ def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views
         """Register many; each is taken or refused on its own."""
         with store.together():
             results = [_registered(registry, spec, actor) for spec in body.adapters]
-        await reconciler.changed()
+        await reconciler.changed(*(("adapters", spec.lora_id) for spec in body.adapters))
         return BatchAnswer(data=tuple(results))
 
     @api.get("/v1/adapters", response_model=AdapterList)
@@ -99,7 +99,7 @@ def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views
         """Forget a failure and try again."""
         adapter = registry.unquarantine(lora_id, actor)
         reconciler.forget_failures(lora_id)
-        await reconciler.changed()
+        await reconciler.changed(("adapters", lora_id))
         return views.adapter(adapter)
 
     @api.get("/v1/adapters/{lora_id:path}")
@@ -117,7 +117,7 @@ def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views
     ) -> AdapterItem:
         """Change what is named of policy and tenants, keep the rest; in force at the next pass."""
         changed = registry.patch(lora_id, body, actor, if_match=if_match)
-        await reconciler.changed()
+        await reconciler.changed(("adapters", lora_id))
         return shown(changed, response)
 
     @api.delete(
@@ -130,10 +130,10 @@ def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views
         """Drain it everywhere, unload it, forget it: 204 when that is done at once, else 202."""
         registry.delete(lora_id, actor, if_match=if_match)
         reconciler.asked(lora_id, actor)
-        await reconciler.changed()
+        await reconciler.changed(("adapters", lora_id))
         if reconciler.is_settled:
             reconciler.run_pass()
-            await store.saved()
+            await store.saved([("adapters", lora_id)])
         return Response(status_code=202 if lora_id in store.adapters else 204)
 
     return api

@@ -76,7 +76,7 @@ def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: 
             reconciler.undrained(worker_id)
         else:
             reconciler.serve_again(worker_id)
-        await reconciler.changed()
+        await reconciler.changed(("workers", worker_id))
         return views.worker(worker_id) if worker_id in reconciler.fleet.entries else _unheard(worker_id)
 
     return api

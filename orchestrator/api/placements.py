@@ -103,7 +103,7 @@ def placement_routes(
     ) -> BatchAnswer:
         """Register orphans as they are, all or those named; nothing moves. Each is taken or refused on its own."""
         results = adopt(ask, fleet, store, registry, actor)
-        await reconciler.changed()
+        await reconciler.changed(*(("adapters", result.lora_id) for result in results))
         return BatchAnswer(data=tuple(results))
 
     return api

@@ -48,7 +48,7 @@ def policy_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> API
         response.headers["etag"] = registry.policy_etag()
         if response.headers["etag"] != before:
             reconciler.catalog.emit("policy_changed")
-            await reconciler.changed()
+            await reconciler.changed(("policy", ""))
         return policy
 
     return api

@@ -48,7 +48,7 @@ def rollout_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> AP
         )
         steps = [Step(step.weight, step.for_s) for step in spec.steps]
         rollout, is_new = rollouts.start(name, spec.to, steps, guard, actor, place_s=spec.place_s)
-        await reconciler.changed()
+        await reconciler.changed(("aliases", name))
         response.status_code = 201 if is_new else 200
         return rollout_item(rollout, rollouts)
 
@@ -63,7 +63,7 @@ def rollout_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> AP
         """Pause or resume it. Paused it goes no further, but still back when the new version is worse."""
         registry.alias(name)
         rollout = rollouts.pause(name, patch.paused, actor)
-        await reconciler.changed()
+        await reconciler.changed(("aliases", name))
         return rollout_item(rollout, rollouts)
 
     @api.delete("/v1/aliases/{name:path}/rollout")
@@ -71,7 +71,7 @@ def rollout_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> AP
         """End it: the alias points at once at what it did before."""
         registry.alias(name)
         rollout = rollouts.abort(name, actor)
-        await reconciler.changed()
+        await reconciler.changed(("aliases", name))
         return rollout_item(rollout, rollouts)
 
     return api

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 from lorafleet.kube.client import Kube
 from lorafleet.kube.errors import KubeError
 from lorafleet.kube.watch import follow
-from orchestrator.backend import Change, Entry, Stored
+from orchestrator.backend import Change, Entry, Stored, Subject
 from orchestrator.configmaps.drafts import KINDS, Drafts
 from orchestrator.configmaps.journal import Journal
 from orchestrator.configmaps.mirror import Mirror
@@ -88,8 +88,8 @@ class ConfigMaps:
                 loop = asyncio.get_running_loop()
                 self._journal_due = loop.call_later(_HISTORY_AFTER_S, self._write_the_journal)
 
-    async def saved(self) -> None:
-        await self.writer.saved()
+    async def saved(self, about: Collection[Subject] | None = None) -> None:
+        await self.writer.saved(None if about is None else {key for it in about for key in _keys(Change(*it, None))})
 
     async def catch_up(self) -> None:
         """The counters are asked for by name: whoever raises them does so from what nobody else has raised since."""

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -65,15 +65,21 @@ class Wish(NamedTuple):
 
 
 class _Ticket:
-    """Somebody waits for these keys."""
+    """One write of these keys, which somebody may wait for. `errors`: of those that were not to be."""
 
     def __init__(self, keys: Iterable[Key]) -> None:
-        self.left = set(keys)
-        self.error: OrchestratorError | None = None
+        self.keys = frozenset(keys)
+        self.left = set(self.keys)
+        self.errors: dict[Key, OrchestratorError] = {}
         self.over = asyncio.Event()
 
+    def is_about(self, keys: Collection[Key]) -> bool:
+        """Whether it writes one of these; a shard of deletions alone is somebody else's, who has it in common."""
+        return any(key in self.keys and key.table != "tombstones" for key in keys)
+
     def settle(self, key: Key, error: OrchestratorError | None = None) -> None:
-        self.error = self.error or error
+        if error is not None:
+            self.errors[key] = error
         self.left.discard(key)
         if not self.left:
             self.over.set()
@@ -128,14 +134,18 @@ class Writer:
         """Whether it waits to be written, or is being written."""
         return any(key in ticket.left for ticket in self._open)
 
-    async def saved(self) -> None:
-        """Until all that is promised now is written. Raises OrchestratorError, of the first that was not."""
-        waited_for = list(self._open)
+    async def saved(self, keys: Collection[Key] | None = None) -> None:
+        """Until all that is promised now of these (None: of any) is written.
+
+        Raises OrchestratorError, of the first of them that was not.
+        """
+        waited_for = [ticket for ticket in self._open if keys is None or ticket.is_about(keys)]
         for ticket in waited_for:
             await ticket.over.wait()
         for ticket in waited_for:
-            if ticket.error is not None:
-                raise ticket.error
+            for key, error in ticket.errors.items():
+                if keys is None or key in keys:
+                    raise error
 
     async def done(self) -> None:
         """Until nothing is left to write, promised or not."""
@@ -152,7 +162,8 @@ class Writer:
             "this orchestrator does not lead any more; it may or may not be written", code="not_leading"
         )
         for ticket in list(self._open):
-            ticket.error, ticket.left = error, set()
+            ticket.errors |= dict.fromkeys(ticket.left, error)
+            ticket.left.clear()
             ticket.over.set()
         self._open.clear()
 

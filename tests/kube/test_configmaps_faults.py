@@ -149,13 +149,24 @@ async def test_an_object_that_may_not_be_written_is_not_tried_without_end(seats,
     seat = await seats.lead()
     await until(lambda: server.count("update", "/my-sql"))
     for number in range(5):
-        await seat.backend.writer.done()  # or it would be told of what is refused to another
         seat.store.put_adapter(replace(SQL, lora_id=f"a{number}/v1"))
-        await seat.store.saved()
+        await seat.store.saved([("adapters", f"a{number}/v1")])
         seat.backend.mirror.doubt(f"nobody-{number}")
         await until(lambda: not seat.backend.mirror.doubtful)
     assert server.count("update", "/my-sql") <= 2
     assert "sql/v1" not in seat.store.adapters
+
+
+async def test_who_waits_for_one_object_is_not_told_of_what_is_refused_to_another(seat):
+    too_large = replace(PYTHON, tenants=tuple(f"tenant-{number:07}" for number in range(80_000)))
+    with seat.store.together():  # a batch: what is refused of it is refused to whoever asked for that alone
+        seat.store.put_adapter(SQL)
+        seat.store.put_adapter(too_large)
+    sql, python = [("adapters", "sql/v1")], [("adapters", "python/v1")]
+    found = await asyncio.gather(*map(seat.store.saved, (sql, python, sql + python, None)), return_exceptions=True)
+    assert found[0] is None
+    assert [type(error) for error in found[1:]] == [StoreError] * 3
+    await until(lambda: dict(seat.store.adapters) == {"sql/v1": SQL})
 
 
 async def test_no_object_goes_before_its_deletion_is_written_down(seats, kube):
