@@ -14,6 +14,7 @@ import typer
 
 from lorafleet import intent, rollout
 from lorafleet.failure import Failure
+from lorafleet.urls import path_of
 
 if TYPE_CHECKING:
     from lorafleet.client import Api
@@ -168,7 +169,7 @@ def adapters_show(context: typer.Context, lora_id: str) -> None:
 
     Example: lorafleet adapters show sql-expert/v1
     """
-    _show(context, f"/v1/adapters/{_path(lora_id)}")
+    _show(context, f"/v1/adapters/{path_of(lora_id)}")
 
 
 @adapters_app.command("add")
@@ -214,7 +215,7 @@ def adapters_rm(context: typer.Context, lora_id: str) -> None:
     Example: lorafleet adapters rm sql-expert/v1
     """
     with context.obj.orchestrator() as api:
-        api.call("DELETE", f"/v1/adapters/{_path(lora_id)}")
+        api.call("DELETE", f"/v1/adapters/{path_of(lora_id)}")
     typer.echo(f"{lora_id} is being removed")
 
 
@@ -225,7 +226,7 @@ def adapters_retry(context: typer.Context, lora_id: str) -> None:
     Example: lorafleet adapters retry sql-expert/v2
     """
     with context.obj.orchestrator() as api:
-        api.call("POST", f"/v1/adapters/{_path(lora_id)}/retry")
+        api.call("POST", f"/v1/adapters/{path_of(lora_id)}/retry")
     typer.echo(f"{lora_id} is tried again; see: lorafleet adapters show {lora_id}")
 
 
@@ -260,7 +261,7 @@ def aliases_set(
     """
     with context.obj.orchestrator() as api:
         body = {"targets": [_alias_target(target) for target in targets]}
-        item = api.call("PUT", f"/v1/aliases/{_path(name)}", body)
+        item = api.call("PUT", f"/v1/aliases/{path_of(name)}", body)
     typer.echo(f"{name} -> {', '.join(targets)}")
     if item["pending"]:
         lacks = "; ".join(f"{lora_id}: {what}" for lora_id, what in sorted(item["pending"]["lacks"].items()))
@@ -282,7 +283,7 @@ def aliases_rm(context: typer.Context, name: str) -> None:
     Example: lorafleet aliases rm sql-expert
     """
     with context.obj.orchestrator() as api:
-        api.call("DELETE", f"/v1/aliases/{_path(name)}")
+        api.call("DELETE", f"/v1/aliases/{path_of(name)}")
     typer.echo(f"{name} is removed")
 
 
@@ -346,7 +347,7 @@ def workers_drain(
 
 def _worker(context: typer.Context, worker: str, verb: str, result: str, body: Any = None) -> None:
     with context.obj.orchestrator() as api:
-        api.call("POST", f"/v1/workers/{_path(worker)}/{verb}", body)
+        api.call("POST", f"/v1/workers/{path_of(worker)}/{verb}", body)
     typer.echo(f"{worker} {result}")
 
 
@@ -597,12 +598,6 @@ def _show(context: typer.Context, path: str) -> None:
 
     with context.obj.orchestrator() as api:
         tables.show(tables.fields(api.call("GET", path)))
-
-
-def _path(name: str) -> str:
-    from urllib.parse import quote
-
-    return quote(name, safe="/")
 
 
 def main() -> None:

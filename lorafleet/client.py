@@ -30,12 +30,12 @@ class Api:
     ) -> Any:
         """The answer's JSON (None when it is empty); raises Failure for a server that is away or says no."""
         answer = self._answer(method, path, body, headers=headers, **query)
-        return answer.json() if answer.content else None
+        return self._json(path, answer) if answer.content else None
 
     def tagged(self, path: str) -> tuple[Any, str]:
         """The answer's JSON, and its ETag."""
         answer = self._answer("GET", path)
-        return answer.json(), answer.headers.get("etag", "")
+        return self._json(path, answer), answer.headers.get("etag", "")
 
     def download(self, path: str) -> bytes:
         """The answer as it is."""
@@ -48,11 +48,27 @@ class Api:
         try:
             answer = self._client.request(method, path, json=body, params=params, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            hint = f"; is the fleet up? ({self._flag} names another address)" if self._flag else ""
-            raise Failure(f"{self.url}: {exc}{hint}") from exc
+            raise Failure(f"{self.url}: {exc}{self._hint('is the fleet up')}") from exc
+        except ValueError as exc:  # NaN, or half a surrogate pair: nothing was sent
+            raise Failure(f"what was given cannot be sent as JSON: {exc}", status=2) from exc
         if answer.is_success:
             return answer
-        raise Refused(answer.status_code, *_reason(answer))
+        message, code = _reason(answer)
+        if code == "not_found":  # of the path: names that there are not have codes of their own
+            message = f"{self.url} has no {path}{self._hint('is it the right server')}"
+        raise Refused(answer.status_code, message, code)
+
+    def _json(self, path: str, answer: httpx.Response) -> Any:
+        try:
+            return answer.json()
+        except ValueError as exc:
+            raise self._is_another(path) from exc
+
+    def _is_another(self, path: str) -> Failure:
+        return Failure(f"{self.url} does not answer {path} as lorafleet does{self._hint('is it the right server')}")
+
+    def _hint(self, question: str) -> str:
+        return f"; {question}? ({self._flag} names another address)" if self._flag else ""
 
     def every(self, path: str) -> list[dict[str, Any]]:
         """All items of a list, page by page."""
@@ -60,6 +76,8 @@ class Api:
         cursor = None
         while True:
             page = self.call("GET", path, cursor=cursor)
+            if not isinstance(page, dict) or not isinstance(page.get("data"), list):
+                raise self._is_another(path)
             items += page["data"]
             cursor = page.get("next")
             if cursor is None:

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from lorafleet.failure import Failure
+from lorafleet.urls import path_of
 
 app = typer.Typer(no_args_is_help=True, help="Rollouts: move an alias to another version in steps.")
 Alias = Annotated[str, typer.Argument(help="the alias")]
@@ -100,7 +100,7 @@ def abort(context: typer.Context, alias: Alias) -> None:
 
 
 def _path(alias: str) -> str:
-    return f"/v1/aliases/{quote(alias)}/rollout"
+    return f"/v1/aliases/{path_of(alias)}/rollout"
 
 
 def _step(text: str) -> dict[str, float]:

@@ -1,6 +1,18 @@
-"""What counts as an address of HTTP."""
+"""What counts as an address of HTTP, and a name as part of one."""
 
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
+
+from lorafleet.failure import Failure
+
+
+def path_of(name: str) -> str:
+    """A name in a path, its '/' left as they are. Raises Failure for one that would lead elsewhere or is no text."""
+    if {".", ".."} & set(name.split("/")):
+        raise Failure(f"{name}: no name has a '.' or '..' between its slashes", status=2)
+    try:
+        return quote(name, safe="/")
+    except UnicodeEncodeError as exc:
+        raise Failure(f"{name!a} is not UTF-8", status=2) from exc
 
 
 def is_http(text: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -114,6 +115,51 @@ def test_an_adapter_that_is_not_registered_is_one_line_that_names_the_command_fo
     assert said.status == 1
     assert said.err.endswith("(lorafleet adapters add LORA_ID SOURCE)\n")
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["aliases", "set", "sql", "sql/v1=nan"], "cannot be sent as JSON"),
+        (["aliases", "set", "sql", "sql/\udcff"], "cannot be sent as JSON"),
+        (["adapters", "show", "sql/\udcff"], "'sql/\\udcff' is not UTF-8"),
+        (["adapters", "rm", "../aliases/sql"], "../aliases/sql: no name has a '.' or '..'"),
+        (["workers", "cordon", ".."], "..: no name has a '.' or '..'"),
+        (["rollout", "status", "x/../y"], "x/../y: no name has a '.' or '..'"),
+    ],
+)
+def test_what_is_no_name_and_no_number_is_one_line_and_not_sent(
+    run: Run, orchestrator: str, args: list[str], says: str
+) -> None:
+    said = run("--orchestrator-url", orchestrator, *args)
+    assert said.status == 2
+    assert says in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("answer", ["<html>", '{"foo": 1}', "[1]", '{"data": 1}', None])
+def test_a_server_that_is_another_is_one_line_that_names_the_flag(run: Run, answer: str | None) -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if answer else 404)
+            self.end_headers()
+            self.wfile.write((answer or '{"error": {"message": "Not Found", "code": "not_found"}}').encode())
+
+        def log_message(self, *_args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            said = run("--orchestrator-url", f"http://127.0.0.1:{server.server_port}", "adapters", "list")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert said.status == 1
+    assert "/v1/adapters" in said.err
+    assert said.err.endswith("is it the right server? (lorafleet --orchestrator-url names another address)\n")
+    assert len(said.err.splitlines()) == 1
 
 
 def test_a_kind_of_history_that_there_is_not_is_refused_with_those_there_are(
