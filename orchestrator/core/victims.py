@@ -92,4 +92,5 @@ def _is_spare(board: Board, adapter: Adapter, worker: Worker, held: Held) -> boo
     is_weighted = loading_of(adapter, board.policy) == "weighted"
     if is_weighted and loading_of(known, board.policy) != "weighted":
         return False
-    return board.copies(held.lora_id) > board.floor(known)
+    # A copy elsewhere that makes room for another load already, and is there for as long as it drains, counts no more.
+    return board.staying(held.lora_id, worker.id) >= board.floor(known)
