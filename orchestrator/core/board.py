@@ -113,15 +113,15 @@ class Board:
         return len(self.holders.get(lora_id, ()))
 
     def staying(self, lora_id: str, besides: str) -> int:
-        """Copies on other workers than this one that nobody is about to take away."""
+        """Copies on other workers than this one that are ready, and that nobody is about to take away."""
         return sum(
-            worker_id != besides and not self._is_leaving(lora_id, worker_id)
+            worker_id != besides and self._is_to_stay(lora_id, worker_id)
             for worker_id in self.holders.get(lora_id, ())
         )
 
-    def _is_leaving(self, lora_id: str, worker_id: str) -> bool:
+    def _is_to_stay(self, lora_id: str, worker_id: str) -> bool:
         held = self.observed.workers[worker_id].held.get(lora_id)
-        return (lora_id, worker_id) in self.observed.owed or (held is not None and held.state == "draining")
+        return held is not None and held.state == "ready" and (lora_id, worker_id) not in self.observed.owed
 
     def least(self, adapter: Adapter) -> int:
         return self.policy.min_replicas if adapter.min_replicas is None else adapter.min_replicas

@@ -92,5 +92,6 @@ def _is_spare(board: Board, adapter: Adapter, worker: Worker, held: Held) -> boo
     is_weighted = loading_of(adapter, board.policy) == "weighted"
     if is_weighted and loading_of(known, board.policy) != "weighted":
         return False
-    # A copy elsewhere that makes room for another load already, and is there for as long as it drains, counts no more.
+    # One that makes room already, and only drains still, counts no more; one whose load is under way, or named by this
+    # very pass, does not count yet.
     return board.staying(held.lora_id, worker.id) >= board.floor(known)

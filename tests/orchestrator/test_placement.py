@@ -341,11 +341,13 @@ def test_nobody_is_thrown_out_for_an_adapter_that_only_lost_its_place():
 
 
 @pytest.mark.parametrize("owed", [{}, {("a", "w0"): "c"}])
-def test_a_copy_that_is_on_its_way_out_does_not_let_the_last_of_a_minimum_go_too(owed):
+def test_a_copy_that_is_not_there_yet_or_not_any_more_does_not_let_the_last_of_a_minimum_go(owed):
     state = "ready" if owed else "draining"
     observed = fleet(worker("w0", held("a", state=state), slots=1), worker("w1", held("a"), slots=1), owed=owed)
     known = intent(adapter("a", min_replicas=1), adapter("b"))
     desired = place(known, observed, want("b"), Rules(), NOW)
     assert [(load.worker_id, load.evict) for load in desired.loads] == [("w0", "a")]
+    there = fleet(worker("w0", held("a", state="loading"), slots=1), worker("w1", held("a"), slots=1), busy={"w0": 1})
+    assert place(known, there, want("b"), Rules(), NOW).loads == ()
     busy = replace(observed, busy={"w0": 1})  # a load that waits for that very copy to be gone, say
     assert place(known, busy, want("b"), Rules(), NOW).loads == ()
