@@ -115,8 +115,7 @@ class Board:
     def staying(self, lora_id: str, besides: str) -> int:
         """Copies on other workers than this one that are ready, and that nobody is about to take away."""
         return sum(
-            worker_id != besides and self._is_to_stay(lora_id, worker_id)
-            for worker_id in self.holders.get(lora_id, ())
+            worker_id != besides and self._is_to_stay(lora_id, worker_id) for worker_id in self.holders.get(lora_id, ())
         )
 
     def _is_to_stay(self, lora_id: str, worker_id: str) -> bool:
