@@ -106,6 +106,7 @@ class Actor:
             self._tasks.spawn(self._guarded(action, self._load(action, adapter), settings.load_timeout_s))
         else:
             it.busy[action.worker_id] += 1
+            it.unloading.add((action.lora_id, action.worker_id))
             self._tasks.spawn(self._guarded(action, self._unload(action), settings.unload_timeout_s))
 
     async def _guarded(self, action: Action, work: Coroutine[Any, Any, None], deadline_s: float) -> None:
@@ -153,6 +154,8 @@ class Actor:
         if action.operation == "load":
             it.loading.pop((action.lora_id, action.worker_id), None)
             it.load_began.pop((action.lora_id, action.worker_id), None)
+        elif action.operation == "unload":
+            it.unloading.discard((action.lora_id, action.worker_id))
         self._metrics.ended(action.operation, end.outcome, duration_s)
         if end.outcome != "dropped":  # what is dropped was not ours to finish: nor is the store ours to write
             self._audit.ended(

@@ -291,7 +291,7 @@ class Reconciler:
     def _drained(self, observed: Observed) -> dict[Pair, bool]:
         now, routers = self._clock(), self.demand.live_routers(self._clock())
         return {
-            pair: worker is None or is_drained(drain, routers, worker, now)
+            pair: pair not in self._underway.unloading and (worker is None or is_drained(drain, routers, worker, now))
             for pair, drain in self._underway.drains.items()
             for worker in (observed.workers.get(drain.worker_id),)
         }

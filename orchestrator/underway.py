@@ -19,6 +19,7 @@ class Underway:
     loading       (lora_id, worker_id) -> digest; `load_began`: since when
     inspecting    lora_id -> worker_id that looks at its bytes
     leaving       workers that were told to drain
+    unloading     (lora_id, worker_id) that is on its way out: not told twice, as the second might end what comes after
     drains        (lora_id, worker_id) that takes no new requests
     owed          victims of loads that took the reserve -> what they made room for
     failures      what went wrong where, and until when that counts
@@ -30,6 +31,7 @@ class Underway:
     load_began: dict[Pair, float] = field(default_factory=dict)
     inspecting: dict[str, str] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
+    unloading: set[Pair] = field(default_factory=set)
     drains: dict[Pair, Drain] = field(default_factory=dict)
     owed: dict[Pair, str] = field(default_factory=dict)
     failures: FailureBook = field(default_factory=FailureBook)

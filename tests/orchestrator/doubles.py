@@ -49,6 +49,7 @@ class FakeAgent:
         self.running = 0
         self.engine_boot_id = "e1"
         self.hold_loads = None
+        self.hold_unloads = None
         self.load_s = 0.0
         self.loading = {}
         self.has_called = asyncio.Event()
@@ -204,6 +205,8 @@ class FakeAgent:
         return self.put(body["lora_id"], body["source"])
 
     async def unload_lora(self, body):
+        if self.hold_unloads is not None:
+            await self.hold_unloads.wait()
         held = self.loaded.get(body["lora_id"])
         if held is None or body.get("digest") not in (None, held["digest"]):
             return JSONResponse(envelope(404, "not_loaded", "not here"), 404)

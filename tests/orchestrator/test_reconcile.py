@@ -577,6 +577,26 @@ async def test_deleting_waits_for_what_is_in_flight_and_then_unloads(house):
     assert (await house.catalog())["adapters"] == []
 
 
+async def test_an_unload_that_is_under_way_is_not_started_again_however_many_actions_a_worker_may_have(house, clock):
+    agent = await house.worker()
+    await ready(house)
+    await house.http.patch("/v1/policy", json={"loads_per_worker": 3})
+    agent.hold_unloads = asyncio.Event()
+    await house.http.delete("/v1/adapters/sql/v1")
+    clock.now += house.store.rules.drain_deadline_s + 1
+    agent.has_called.clear()
+    started = []
+    for _ in range(4):
+        await house.beat()
+        started += house.reconciler.run_pass()
+        await asyncio.wait_for(agent.has_called.wait(), 5)
+    assert [action.operation for action in started] == ["unload"]
+    agent.hold_unloads.set()
+    await house.reconciler.settled()
+    await house.settle()
+    assert [verb for verb, _ in agent.operations() if verb == "unload_lora"] == ["unload_lora"]
+
+
 async def test_an_adapter_that_could_not_be_loaded_somewhere_can_be_deleted(house):
     agent = await house.worker()
     await house.register()
