@@ -67,6 +67,14 @@ class Fleet:
             is_news |= before != (entry.is_terminating, entry.report)
         return is_news
 
+    def other_of_the_name(self, report: Metadata, within_s: float) -> str | None:
+        """Where an agent of that name is that is not this one, and has spoken of late; None when there is none."""
+        entry = self.entries.get(report.instance_id)
+        if entry is None or entry.reach != "heard" or self._clock() - entry.heard_at >= within_s:
+            return None
+        is_other = entry.report.agent_url != report.agent_url and entry.report.agent_boot_id != report.agent_boot_id
+        return entry.report.agent_url if is_other else None
+
     def hear(self, report: Metadata) -> Change:
         """Take an agent's own word."""
         now = self._clock()

@@ -70,7 +70,10 @@ class Heartbeats:
         body = Heartbeat(metadata=metadata).model_dump_json()
         headers = {"content-type": "application/json", **self._headers}
         answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
-        answer.raise_for_status()
+        if answer.is_error:  # with the reason, which the operator of this worker has to read
+            raise httpx.HTTPStatusError(
+                f"HTTP {answer.status_code}: {answer.text[:500]}", request=answer.request, response=answer
+            )
         self._told = version
         told = HeartbeatAnswer.model_validate_json(answer.content)
         # Whoever answers heartbeats leads; commands of an older epoch are refused from now on.

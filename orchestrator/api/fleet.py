@@ -7,6 +7,7 @@ from fastapi import APIRouter, Body, Depends
 from lorafleet.auth import Keys, requires
 from orchestrator.api.given import Actor, Cursor, Limit, page_of
 from orchestrator.api.views import Views
+from orchestrator.core.errors import Conflict
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
 from orchestrator.wire import Heartbeat, HeartbeatAnswer, WorkerDrain, WorkerItem, WorkerList
@@ -35,8 +36,17 @@ def heartbeat_routes(keys: Keys, reconciler: Reconciler) -> APIRouter:
 
     @api.post("/v1/workers/register")
     async def heartbeat(body: Heartbeat) -> HeartbeatAnswer:
-        """An agent's report; the answer says how soon to send the next."""
-        reconciler.hear(body.metadata)
+        """An agent's report; the answer says how soon to send the next. 409 where another agent goes by its name."""
+        told = body.metadata
+        other = reconciler.fleet.other_of_the_name(told, reconciler.settings.probe_after_s)
+        if other is not None:
+            raise Conflict(
+                f"worker {told.instance_id!r} is at {other} and speaks from there; give the one at {told.agent_url}"
+                " another --instance-id, or stop one of them",
+                code="worker_id_taken",
+                param="metadata.instance_id",
+            )
+        reconciler.hear(told)
         return HeartbeatAnswer(
             epoch=reconciler.store.epoch,
             revision=reconciler.catalog.revision,

@@ -3,7 +3,7 @@
 OrchestratorError
 ├── RequestError            the caller's: 4xx, nothing was changed
 │   ├── NotFound            404
-│   ├── Conflict            409: immutable, adapter_failed, name_taken, in_use, …
+│   ├── Conflict            409: immutable, adapter_failed, name_taken, worker_id_taken, in_use, …
 │   ├── Stale               412: somebody else wrote in between (If-Match)
 │   ├── Unconditional       428: a whole replacement that does not say which version it replaces
 │   └── Expired             410: the event buffer no longer reaches back that far

@@ -48,6 +48,7 @@ class FakeAgent:
         self.pins: dict[str, str] = {}  # source -> where those very bytes are, as of now
         self.running = 0
         self.engine_boot_id = "e1"
+        self.agent_boot_id = "a1"
         self.hold_loads = None
         self.hold_unloads = None
         self.load_s = 0.0
@@ -116,7 +117,7 @@ class FakeAgent:
                 },
             },
             "load": {"running": self.running},
-            "agent_boot_id": "a1",
+            "agent_boot_id": self.agent_boot_id,
             "engine_boot_id": self.engine_boot_id,
             "epoch": self.epoch,
         }

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.core.state import Want
-from tests.orchestrator.doubles import FakeAgent, digest_of
+from tests.orchestrator.doubles import FakeAgent, digest_of, serving
 from workers.wire import engine_name
 
 SQL = "file:///sql/v1"
@@ -210,6 +210,27 @@ async def test_a_worker_that_has_another_name_now_keeps_what_its_engine_holds_an
     assert await house.settle() == []
     assert (await house.http.get("/v1/workers/w0")).json()["state"] == "lost"
     assert (await house.adapter())["workers"] == ["w1"]
+
+
+async def test_of_two_agents_by_one_name_the_second_is_refused_by_name_until_the_first_is_silent(house, clock):
+    first = await house.worker("worker-0")
+    await house.register(policy={"loading": "eager"})
+    await house.settle()
+    second = FakeAgent("worker-0")
+    second.url = await house.stack.enter_async_context(serving(second.app))
+    second.agent_boot_id = "a2"
+    answer = await house.http.post("/v1/workers/register", json=second.heartbeat())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "worker_id_taken")
+    assert first.url in answer.json()["error"]["message"]
+    assert second.url in answer.json()["error"]["message"]
+    assert (await house.http.get("/v1/workers/worker-0")).json()["agent_url"] == first.url
+    # An agent that has another address since it started is the same one.
+    first.url = first.url.replace("127.0.0.1", "localhost")
+    await house.beat()
+    house.agents = {}
+    clock.now += house.settings.probe_after_s
+    assert (await house.http.post("/v1/workers/register", json=second.heartbeat())).status_code == 200
+    assert (await house.http.get("/v1/workers/worker-0")).json()["agent_url"] == second.url
 
 
 async def test_a_worker_whose_engine_still_answers_is_left_alone_and_keeps_its_adapters(house, clock):
