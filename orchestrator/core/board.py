@@ -16,6 +16,7 @@ from orchestrator.core.state import (
     Intent,
     Load,
     Observed,
+    Pair,
     Rules,
     Worker,
 )
@@ -53,7 +54,11 @@ def is_same(adapter: Adapter, held: Held) -> bool:
 
 
 class Board:
-    """A pass's working state. `holders`: lora_id -> workers whose copy counts, those of loads named so far included."""
+    """A pass's working state.
+
+    holders  lora_id -> workers whose copy counts, those of loads named so far included
+    leaving  (lora_id, worker_id) that this pass takes away as one too many, or as the old half of a move
+    """
 
     def __init__(self, intent: Intent, observed: Observed, demand: Demand, policy: Rules, now: float) -> None:
         self.intent = intent
@@ -64,6 +69,7 @@ class Board:
         self.workers = [observed.workers[worker_id] for worker_id in sorted(observed.workers)]
         self.free = {w.id: usable_slots(w.slots, policy.reserve_slots) - w.occupied for w in self.workers}
         self.gone: dict[str, set[str]] = {w.id: set() for w in self.workers}
+        self.leaving: set[Pair] = set()
         self.begun: Counter[str] = Counter()
         self.targets: Mapping[str, int] = {}
         self.needed: Mapping[str, int] = {}
@@ -120,7 +126,9 @@ class Board:
 
     def _is_to_stay(self, lora_id: str, worker_id: str) -> bool:
         held = self.observed.workers[worker_id].held.get(lora_id)
-        return held is not None and held.state == "ready" and (lora_id, worker_id) not in self.observed.owed
+        if held is None or held.state != "ready":
+            return False
+        return (lora_id, worker_id) not in self.observed.owed and (lora_id, worker_id) not in self.leaving
 
     def least(self, adapter: Adapter) -> int:
         return self.policy.min_replicas if adapter.min_replicas is None else adapter.min_replicas

@@ -131,9 +131,11 @@ class _Pass:
         """Old halves of moves, which are finished in a storm as well, and surplus copies, which wait for its end."""
         for step in finished(self.board, moves):
             self.steps.add((step.lora_id, step.worker_id, "unload"))
+            self.board.leaving.add((step.lora_id, step.worker_id))
             yield step
         for step in surplus(self.board, [lora_id for lora_id, _ in moves]):
             if self._may_step((step.lora_id, step.worker_id, "unload")):
+                self.board.leaving.add((step.lora_id, step.worker_id))
                 yield step
 
     def _hungry(self) -> list[Adapter]:

@@ -24,22 +24,27 @@ def reload_s(adapter: Adapter) -> float:
     return LOAD_S + size_bytes / BYTES_PER_S
 
 
-def worth(board: Board, adapter: Adapter) -> float:
-    """What a copy saves: demand x reload cost; nothing for one above what is needed.
+def worth(board: Board, adapter: Adapter, at: str | None = None) -> float:
+    """What a copy (`at` that worker) saves: demand x reload cost; nothing for one above what is needed.
 
     Who was asked for a moment ago is about to be asked again, as a conversation goes on; among those silent for longer
     it is the habit that tells who comes back. Requests in the last minute rank worse than either: they favour a
     conversation that has ended over one that has just begun.
     """
-    if is_surplus(board, adapter.lora_id):
+    if is_surplus(board, adapter.lora_id, at):
         return 0.0
     last = board.demand.last.get(adapter.lora_id)
     recent = 0.0 if last is None else exp(-max(0.0, board.now - last) / RECENT_S)
     return (recent + HABIT * board.demand.habits.get(adapter.lora_id, 0.0)) * reload_s(adapter)
 
 
-def is_surplus(board: Board, lora_id: str) -> bool:
-    """Whether there are more copies than anybody needs, such as those that a crashed worker brings back."""
+def is_surplus(board: Board, lora_id: str, at: str | None = None) -> bool:
+    """Whether there are more copies than anybody needs, such as those that a crashed worker brings back.
+
+    at  a worker's copy: whether the others do without it. So of two that are one too many only one is, not each
+    """
+    if at is not None:
+        return board.staying(lora_id, at) >= max(1, board.needed.get(lora_id, 1))
     copies = board.copies(lora_id)
     return copies > 1 and copies > board.needed.get(lora_id, 1)
 
@@ -59,7 +64,7 @@ def victim(
     best: tuple[tuple[object, ...], Held, float] | None = None
     for held in spares(board, adapter, worker):
         known = board.intent.adapters[held.lora_id]
-        value = worth(board, known)
+        value = worth(board, known, worker.id)
         if below is not None and value >= below:
             continue
         if is_repair and value > 0 and habits.get(held.lora_id, 0.0) >= habit:
@@ -84,7 +89,7 @@ def _is_spare(board: Board, adapter: Adapter, worker: Worker, held: Held) -> boo
     demand = board.demand
     if held.lora_id in demand.wants or (held.lora_id, worker.id) in demand.in_use or held.lora_id in demand.backlog:
         return False
-    if board.now - held.since < board.policy.min_residency_s and not is_surplus(board, held.lora_id):
+    if board.now - held.since < board.policy.min_residency_s and not is_surplus(board, held.lora_id, worker.id):
         return False
     if board.failed(held.lora_id, worker.id) is not None:
         return False

@@ -351,3 +351,13 @@ def test_a_copy_that_is_not_there_yet_or_not_any_more_does_not_let_the_last_of_a
     assert place(known, there, want("b"), Rules(), NOW).loads == ()
     busy = replace(observed, busy={"w0": 1})  # a load that waits for that very copy to be gone, say
     assert place(known, busy, want("b"), Rules(), NOW).loads == ()
+
+
+def test_of_two_copies_one_is_too_many_and_the_other_is_worth_what_is_asked_of_it():
+    # The one on w0 goes already: another load must not take the hot adapter's last copy for another one too many.
+    going = worker("w0", held("hot", state="draining"), slots=1)
+    observed = fleet(going, worker("w1", held("hot"), held("cold"), slots=2), busy={"w0": 1})
+    known = intent(adapter("hot"), adapter("cold"), adapter("new"))
+    demand = replace(want("new"), habits={"hot": 5.0, "cold": 0.1}, last={"hot": NOW, "cold": NOW - 600})
+    (load,) = place(known, observed, demand, Rules(), NOW).loads
+    assert (load.worker_id, load.evict) == ("w1", "cold")
