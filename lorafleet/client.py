@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.failure import Failure
+from lorafleet.failure import Failure, printable
 
 
 class Api:
@@ -90,7 +90,7 @@ class Refused(Failure):
     def __init__(self, http_status: int, message: str, code: str) -> None:
         hints = {401: " (give --token KEY or set LORAFLEET_TOKEN)", 403: " (use a key that has the scope)"}
         commands = {"adapter_not_found": " (lorafleet adapters add LORA_ID SOURCE)"}
-        super().__init__(message + hints.get(http_status, "") + commands.get(code, ""))
+        super().__init__(printable(message) + hints.get(http_status, "") + commands.get(code, ""))
         self.http_status = http_status
 
 

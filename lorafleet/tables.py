@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from lorafleet.failure import printable
+
 _WIDE = 4000
 _TIME = "time (UTC)"
 _FILLING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
@@ -35,7 +37,7 @@ def show(what: RenderableType) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
     """A table. Numbers stand right; neither they nor times are broken across lines, nor any word."""
-    body = [[_text(cell) for cell in row] for row in rows]
+    body = [[printable(_text(cell)) for cell in row] for row in rows]
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         cells = [row[index] for row in body]

@@ -137,6 +137,25 @@ def test_what_is_no_name_and_no_number_is_one_line_and_not_sent(
     assert len(said.err.splitlines()) == 1
 
 
+def test_no_terminal_obeys_what_others_wrote(ask: Run, run: Run, orchestrator: str) -> None:
+    said = ask(
+        "adapters", "add", "esc/v1", "file:///\x1b[31mred", "--tenant", "a\x1b]0;title\x07", "--tenant", "b\nc\u202ed"
+    )
+    shown = [
+        said,
+        ask("adapters", "list"),
+        ask("adapters", "show", "esc/v1"),
+        ask("history", "--kind", "adapter_registered"),
+    ]
+    wrong = run("--orchestrator-url", orchestrator, "adapters", "add", "esc/v1", "file:///\x1b[32mgreen")
+    for text in [*(it.out for it in shown), wrong.err]:
+        assert all(line.isprintable() for line in text.splitlines())
+    assert r"\x1b[31mred" in shown[2].out
+    assert r"a\x1b]0;title\x07, b\nc\u202ed" in shown[1].out
+    assert wrong.status == 1
+    ask("adapters", "rm", "esc/v1")
+
+
 @pytest.mark.parametrize("answer", ["<html>", '{"foo": 1}', "[1]", '{"data": 1}', None])
 def test_a_server_that_is_another_is_one_line_that_names_the_flag(run: Run, answer: str | None) -> None:
     class Page(BaseHTTPRequestHandler):
