@@ -402,7 +402,8 @@ def _check_loaded(lora: LoadedLora, adapter: Adapter) -> None:
 def _follows_from(action: Action) -> list[Subject]:
     """What has to be durable before it."""
     names = [name for name in (action.lora_id, action.evict, action.evict_after) if name]
-    return [*(("adapters", name) for name in names), ("workers", ""), ("policy", "")]
+    adapters: list[Subject] = [("adapters", name) for name in names]
+    return [*adapters, *(("tombstones", name) for name in names), ("workers", ""), ("policy", "")]
 
 
 def _key(action: Action) -> str:

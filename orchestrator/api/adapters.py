@@ -133,7 +133,7 @@ def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views
         await reconciler.changed(("adapters", lora_id))
         if reconciler.is_settled:
             reconciler.run_pass()
-            await store.saved([("adapters", lora_id)])
+            await store.saved([("adapters", lora_id), ("tombstones", lora_id)])
         return Response(status_code=202 if lora_id in store.adapters else 204)
 
     return api

@@ -89,7 +89,7 @@ class ConfigMaps:
                 self._journal_due = loop.call_later(_HISTORY_AFTER_S, self._write_the_journal)
 
     async def saved(self, about: Collection[Subject] | None = None) -> None:
-        await self.writer.saved(None if about is None else {key for it in about for key in _keys(Change(*it, None))})
+        await self.writer.saved(None if about is None else {key for it in about for key in _keys(Change(*it, 0))})
 
     async def catch_up(self) -> None:
         """The counters are asked for by name: whoever raises them does so from what nobody else has raised since."""

@@ -73,9 +73,9 @@ class _Ticket:
         self.errors: dict[Key, OrchestratorError] = {}
         self.over = asyncio.Event()
 
-    def is_about(self, keys: Collection[Key]) -> bool:
-        """Whether it writes one of these; a shard of deletions alone is somebody else's, who has it in common."""
-        return any(key in self.keys and key.table != "tombstones" for key in keys)
+    def errors_about(self, keys: Collection[Key]) -> list[OrchestratorError]:
+        """Of these, and of the deletions that were written with them."""
+        return [error for key, error in self.errors.items() if key in keys or key.table == "tombstones"]
 
     def settle(self, key: Key, error: OrchestratorError | None = None) -> None:
         if error is not None:
@@ -139,13 +139,12 @@ class Writer:
 
         Raises OrchestratorError, of the first of them that was not.
         """
-        waited_for = [ticket for ticket in self._open if keys is None or ticket.is_about(keys)]
+        waited_for = [ticket for ticket in self._open if keys is None or not ticket.keys.isdisjoint(keys)]
         for ticket in waited_for:
             await ticket.over.wait()
         for ticket in waited_for:
-            for key, error in ticket.errors.items():
-                if keys is None or key in keys:
-                    raise error
+            for error in ticket.errors_about(ticket.keys if keys is None else keys):
+                raise error
 
     async def done(self) -> None:
         """Until nothing is left to write, promised or not."""
