@@ -7,7 +7,6 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +20,7 @@ _without_locals = structlog.processors.ExceptionRenderer(
 )
 # Of a few hundred bytes each: seconds of a bad minute, and a few MB.
 _MOST_LINES = 10_000
+_MOST_BYTES = 8 << 20
 _FLUSH_S = 1.0
 _FULL_PAUSE_S = 0.01
 
@@ -30,8 +30,7 @@ def configure(component: str, *, log_format: str = "json", level: str = "info") 
 
     No line raises or waits, see `Sink`.
     """
-    # Without a stderr, 2 is the descriptor of whatever was opened next.
-    descriptor = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
+    descriptor = _stderr()
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -44,13 +43,7 @@ def configure(component: str, *, log_format: str = "json", level: str = "info") 
         else [_without_locals, structlog.processors.JSONRenderer()]
     )
 
-    def dropped(lines: int) -> str:
-        event: Any = {"event": f"{lines} log lines were dropped", "lines": lines}
-        for processor in (*shared, *renderer):
-            event = processor(None, "warning", event)
-        return f"{event}\n"
-
-    sink = Sink(descriptor, dropped=dropped)
+    sink = Sink(descriptor, what="log lines")
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
@@ -68,6 +61,16 @@ def configure(component: str, *, log_format: str = "json", level: str = "info") 
     sys.excepthook = _log_last_error  # Python's own would wait for whoever reads stderr
 
 
+def _stderr() -> int:
+    # Without a stderr, 2 is the descriptor of whatever was opened next.
+    return os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
+
+
+def other_output(what: str) -> "Sink":
+    """A way to stderr for lines that are no log lines; however many there are, ours are not dropped for them."""
+    return Sink(_stderr(), what=what)
+
+
 class Sink:
     """A stream whose `write` neither raises nor waits: a thread of its own writes, to a file descriptor.
 
@@ -76,18 +79,18 @@ class Sink:
     that says how many. At the process's end what is still here is written for up to a second.
     """
 
-    def __init__(self, descriptor: int, *, dropped: Callable[[int], str], most_lines: int = _MOST_LINES) -> None:
-        """`dropped` makes the line that says how many were."""
+    def __init__(self, descriptor: int, *, what: str) -> None:
+        """`what` it is that may be dropped, as the line says that tells how many were."""
         self._descriptor = descriptor
-        self._say_dropped = dropped
-        self._most_lines = most_lines
+        self._what = what
         self._begin()
         # A child has none of our threads, and what waits here is ours to write.
         os.register_at_fork(after_in_child=self._begin)
         atexit.register(self.drain, _FLUSH_S)
 
     def _begin(self) -> None:
-        self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        self._waiting_bytes = 0
         self._lock = threading.RLock()  # a destructor may log in the middle of a line
         self._thread: threading.Thread | None = None
         self._dropped = 0
@@ -95,9 +98,14 @@ class Sink:
 
     def write(self, text: str) -> None:
         """Have this written soon, or drop it. One call is one line."""
+        self.write_bytes(text.encode(errors="backslashreplace"))
+
+    def write_bytes(self, line: bytes) -> None:
+        """As `write`."""
         with self._lock:
-            if self._waiting.qsize() < self._most_lines:
-                self._waiting.put(text)
+            if self._waiting.qsize() < _MOST_LINES and self._waiting_bytes < _MOST_BYTES:
+                self._waiting.put(line)
+                self._waiting_bytes += len(line)
             else:
                 self._dropped += 1
             self._see_to_thread()
@@ -129,21 +137,27 @@ class Sink:
                 self._own_up()
             if isinstance(item, threading.Event):
                 item.set()
-            elif not self._written(item):
+                continue
+            if not self._written(item):
                 self._drop(1)
+            with self._lock:
+                self._waiting_bytes -= len(item)
 
     def _own_up(self) -> None:
         lines = self._dropped
-        if self._written(self._say_dropped(lines)):
+        event: Any = {"event": f"{lines} {self._what} were dropped", "lines": lines}
+        for processor in structlog.get_config()["processors"]:
+            event = processor(None, "warning", event)
+        if self._written(f"{event}\n".encode()):
             self._drop(-lines)
 
     def _drop(self, lines: int) -> None:
         with self._lock:
             self._dropped += lines
 
-    def _written(self, text: str) -> bool:
+    def _written(self, line: bytes) -> bool:
         # Not by sys.stderr: a thread that waits in it when the interpreter ends holds its lock, and that aborts.
-        data = (b"\n" if self._is_torn else b"") + text.encode(errors="backslashreplace")
+        data = (b"\n" if self._is_torn else b"") + line
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]

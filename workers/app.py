@@ -16,6 +16,7 @@ import httpx
 import structlog
 from fastapi import FastAPI
 
+from lorafleet import logs
 from lorafleet.auth import Keys, refuse_open_server
 from lorafleet.http import install_error_handlers
 from lorafleet.loops import forever
@@ -95,7 +96,8 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
         boot_id=boot_id,
         agent_url=settings.advertise_url.rstrip("/") or _url(settings.host, port),
     )
-    supervisor = Supervisor(settings, agent, own_command=own_command, rng=rng)
+    echo = logs.other_output("lines of the engine's output").write_bytes if settings.engine_output else None
+    supervisor = Supervisor(settings, agent, own_command=own_command, echo=echo, rng=rng)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

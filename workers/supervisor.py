@@ -6,7 +6,6 @@ Every exit is a failure, because vLLM exits 0 when it crashes (0.32, seen runnin
 import asyncio
 import contextlib
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -24,7 +23,7 @@ from workers.core.restarts import Restarts
 from workers.engines.base import Engine
 from workers.engines.kinds import connect
 from workers.engines.launch import kv_config, launch
-from workers.engines.process import EngineProcess, free_port, is_listening, is_port_taken
+from workers.engines.process import Echo, EngineProcess, free_port, is_listening, is_port_taken
 from workers.wire import Transport
 
 log = structlog.get_logger()
@@ -44,12 +43,15 @@ class Supervisor:
         agent: Agent,
         *,
         own_command: Sequence[str] = (),
+        echo: Echo | None = None,
         rng: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`echo` is given what the engine prints."""
         self._settings = settings
         self._agent = agent
         self._own_command = tuple(own_command)
+        self._echo = echo
         self._rng = rng
         self._clock = clock
         self._port = _port_of((*own_command, *settings.engine_args)) or settings.engine_port
@@ -113,8 +115,7 @@ class Supervisor:
             raise EngineError("engine_start_failed", message)
         _make_private(self._settings.ipc_dir)
         start = launch(self._settings, port=self._port, topic=topic, own_command=self._own_command)
-        echo = sys.stderr.buffer if self._settings.engine_output else None
-        self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=echo)
+        self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=self._echo)
         engine = connect(self._settings.engine, self._url())
         stack.push_async_callback(engine.aclose)
         await self._until_healthy(engine)

@@ -39,15 +39,21 @@ class RunningWorker:
         )  # fmt: skip
 
     @contextlib.asynccontextmanager
-    async def running(self, *more: str, until_ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
-        """A client of the started agent; afterwards the agent is stopped if the test has not done it."""
+    async def running(
+        self, *more: str, until_ready: bool = True, stderr: int | None = None
+    ) -> AsyncIterator[httpx.AsyncClient]:
+        """A client of the started agent; afterwards the agent is stopped if the test has not done it.
+
+        stderr  a descriptor, in place of `agent.log`
+        """
         port_file = self.folder / "port"
         port_file.unlink(missing_ok=True)
         log = self.folder / "agent.log"
         with log.open("ab") as out:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "workers", *self.flags, "--port-file", str(port_file), *more,
-                stdout=out, stderr=out, env={**os.environ, "TMPDIR": tempfile.gettempdir()},
+                stdout=out, stderr=out if stderr is None else stderr,
+                env={**os.environ, "TMPDIR": tempfile.gettempdir()},
             )  # fmt: skip
         try:
             await until(lambda: port_file.exists() or self._ended(log))

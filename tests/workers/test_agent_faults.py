@@ -193,6 +193,45 @@ async def test_an_engine_whose_port_is_taken_is_not_mistaken_for_whoever_has_it(
         stranger.stop()
 
 
+async def test_a_stderr_that_nobody_reads_stops_neither_agent_nor_engine_and_what_it_missed_is_counted(worker):
+    talkative = f'yes "a line of the engine" | head -40000; exec {sys.executable} -m workers.engines.sim "$@"'
+    reader, writer = os.pipe()
+    try:
+        async with worker.running("--", "sh", "-c", talkative, "sim", stderr=writer) as client:
+            os.close(writer)
+            kept = (worker.state_dir / "engine.log").read_text().count("a line of the engine\n")
+            said = asyncio.create_task(asyncio.to_thread(_read_whole, reader))
+            assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
+        lines = (await said).splitlines()
+    finally:
+        os.close(reader)
+    told = [json.loads(line) for line in lines if b"of the engine's output were dropped" in line]
+    assert kept == 40_000
+    assert told
+    assert lines.count(b"a line of the engine") + sum(line["lines"] for line in told) >= kept
+    assert any(b'"event": "ready"' in line for line in lines)  # the agent's own are not among what was dropped
+
+
+def _read_whole(descriptor: int) -> bytes:
+    with open(descriptor, "rb", closefd=False) as file:
+        return file.read()
+
+
+async def test_an_agent_without_a_stderr_starts_its_engine(worker):
+    log = worker.folder / "agent.log"
+    closed = ("sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "workers", *worker.flags)
+    port_file = worker.folder / "port"
+    with log.open("ab") as out:
+        agent = await asyncio.create_subprocess_exec(*closed, "--port-file", str(port_file), stdout=out)
+    try:
+        await until(port_file.exists)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_file.read_text()}") as client:
+            await worker.ready(client)
+    finally:
+        agent.terminate()
+        await asyncio.wait_for(agent.wait(), 30)
+
+
 # --- the agent's own folders ----------------------------------------------------------------------------------------
 
 

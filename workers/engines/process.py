@@ -8,10 +8,10 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import TypeAlias
 
 import structlog
 
@@ -23,12 +23,15 @@ _GUARD = Path(__file__).with_name("guard.py")
 _TAIL_LINES = 40
 _LOG_BYTES = 32 << 20
 
+Echo: TypeAlias = Callable[[bytes], None]
+"""Is given each line of an engine's output; neither raises nor waits."""
+
 
 class EngineProcess:
     """An engine under its guard, in a process group of its own. Start it once; a restart is a new one."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, *, log_file: Path, pid_file: Path, echo: BinaryIO | None
+        self, process: asyncio.subprocess.Process, *, log_file: Path, pid_file: Path, echo: Echo | None
     ) -> None:
         self._process = process
         self._echo = echo
@@ -37,7 +40,7 @@ class EngineProcess:
         self._reader = asyncio.create_task(self._read(log_file))
 
     @classmethod
-    async def start(cls, launch: Launch, *, state_dir: Path, echo: BinaryIO | None = None) -> "EngineProcess":
+    async def start(cls, launch: Launch, *, state_dir: Path, echo: Echo | None = None) -> "EngineProcess":
         """Its output goes into `engine.log`, and on to `echo`. Raises OSError when the command cannot be run."""
         pid_file = state_dir / "engine.pid"
         pid_file.unlink(missing_ok=True)
@@ -114,9 +117,7 @@ class EngineProcess:
                 file.write(line)
                 self._tail.append(line.decode(errors="replace").rstrip()[:500])
                 if self._echo is not None:
-                    with contextlib.suppress(OSError):  # nobody reads it any more, or the disk is full
-                        self._echo.write(line)
-                        self._echo.flush()
+                    self._echo(line)
 
 
 class _Log:
