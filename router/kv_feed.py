@@ -1,6 +1,7 @@
 """One worker's cached blocks, followed: its agent's ledger while that answers, else its engine's own events."""
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,9 @@ _TURN_BYTES = 2000 * 8
 # A request that asked for repetitions may be on its way for this long after predictions agree again.
 _REPEATS_LINGER_S = 60.0
 _RETAKE_S = 10.0
+# A snapshot that was no good for so long was in vain. After the second such one in a row the next waits, and longer
+# each time: it is megabytes, and nothing says that it will be better.
+_IN_VAIN_S, _FIRST_PAUSE_S, _MOST_PAUSE_S = 10.0, 2.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,8 @@ class Feed:
         self._epoch = ""
         self._seq = 0
         self._is_whole = True
-        self._taken_at = 0.0
+        self._asked_at = self._taken_at = 0.0
+        self._in_vain = 0
         self._is_lost = False
         self._repeats_until = 0.0
 
@@ -310,6 +315,7 @@ class Feed:
     async def _follow_once(self) -> None:
         """A snapshot if we have none, and the stream that follows it, until it ends or breaks."""
         if not self._epoch:
+            await asyncio.sleep(self._pause_s())
             await self._take_snapshot()
         pool, url = self._pool, self.source.agent_url
         path = f"/v1/kv/stream?{urlencode({'epoch': self._epoch, 'since': self._seq})}"
@@ -368,6 +374,7 @@ class Feed:
 
     async def _take_snapshot(self) -> None:
         source, token = self.source, self._feeds.token
+        self._asked_at = self._clock()
         taken = _SNAPSHOT.decode(
             await fetch(
                 self._pool,
@@ -422,8 +429,15 @@ class Feed:
                 await asyncio.sleep(0)
 
     def _retake(self) -> None:
-        """Begin again with a snapshot, as soon as the stream has been left."""
+        """Begin again with a snapshot, as soon as the stream has been left; one in vain after the other, later."""
         self._epoch = ""
+        self._in_vain = self._in_vain + 1 if self._clock() - self._asked_at < _IN_VAIN_S else 0
+
+    def _pause_s(self) -> float:
+        if self._in_vain < 2:
+            return 0.0
+        longest = min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._in_vain - 2, 10))
+        return longest * random.uniform(0.5, 1.0)
 
     def _fall_back_if_silent(self) -> None:
         if self._followers or not self.source.events or self._clock() - self._heard_at < self._feeds.fall_back_after_s:

@@ -438,6 +438,27 @@ async def test_after_a_frame_that_cannot_be_read_all_is_taken_again(bad):
         await feeds.close()
 
 
+async def test_snapshots_that_no_readable_frame_follows_are_taken_less_and_less_often():
+    asked_at = []
+
+    async def snapshot(_request):
+        asked_at.append(time.monotonic())
+        return Response(msgspec.msgpack.encode(KvSnapshot("e.1", 0, "m", 2, (KvRank(0, pack_hashes(BLOCKS)),))))
+
+    async def stream(_request):
+        frame = msgspec.msgpack.encode(OF_A_LATER_AGENT)
+        return Response(len(frame).to_bytes(4, "big") + frame)
+
+    app = Starlette(routes=[Route("/v1/kv/snapshot", snapshot), Route("/v1/kv/stream", stream)])
+    async with serving(app) as url, following(follow=False) as (feeds, _trust):
+        feeds.follow(source(agent_url=url, ledger=KV_HASHING))
+        await until(lambda: len(asked_at) == 3)
+        assert depth(feeds, range(6)) == 3
+        await feeds.close()
+    once_more, then = asked_at[1] - asked_at[0], asked_at[2] - asked_at[1]
+    assert once_more < 1 < then
+
+
 async def test_while_a_snapshot_is_taken_again_what_was_known_before_counts():
     many = [number << 20 for number in range(1, 10_001)]
     snapshots = [pack_hashes([*many, *BLOCKS]), pack_hashes([*many, *BLOCKS[:2]])]
