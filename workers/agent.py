@@ -287,8 +287,9 @@ class Agent:
         await self._loader.look(lambda: self.state in {"ready", "draining"})
 
     async def tidy(self) -> None:
-        """Renew the leases on what is wanted here, keep the cache within its limit, and forget what is gone."""
+        """Save what is not yet, renew leases on what is wanted, keep the cache's limit, and forget what is gone."""
         known = frozenset(record.digest for record in self.records.all())
+        self.records.save()
         self.counts.save()
         lost, gone = await self.cache.sweep(self.residency.wanted(), known, self._intake.in_use)
         self.residency.deleted(gone)

@@ -121,6 +121,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                agent.records.save()
                 agent.counts.save()
                 await agent.link.close_ledgers()
                 await supervisor.stop()

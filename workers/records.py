@@ -10,6 +10,8 @@ from pathlib import Path
 
 import structlog
 
+from lorafleet.files import what_failed
+
 log = structlog.get_logger()
 
 
@@ -42,7 +44,8 @@ class Records:
     """The records of one state folder, held in memory and written through.
 
     A process that is killed loses nothing. A machine that crashes may lose the last few milliseconds: the wait for the
-    disk is a thread's, because the event loop would wait as long as a small adapter's load takes.
+    disk is a thread's, because the event loop would wait as long as a small adapter's load takes. What a full disk
+    does not take is said once and written by `save`: until then a process that is killed loses it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,6 +55,7 @@ class Records:
         self._folder.mkdir(parents=True, exist_ok=True)
         self.revision = 0  # grows whenever an adapter comes or goes
         self._sorted: tuple[Record, ...] | None = None
+        self._unsaved: set[Path] = set()
         self._records = {record.engine_name: record for record in _read_all(self._folder)}
         self.epoch = _read_epoch(self._epoch_file)
 
@@ -70,9 +74,7 @@ class Records:
     def put(self, record: Record) -> Record:
         self.revision += record.engine_name not in self._records
         self.keep(record)
-        path = self._folder / _file_name(record.engine_name)
-        write_whole(path, asdict(record), is_flushed=False)
-        self._flusher.submit(_flush, path)
+        self.write(self._folder / _file_name(record.engine_name), asdict(record))
         return record
 
     def remove(self, record: Record) -> None:
@@ -80,7 +82,10 @@ class Records:
         self._records.pop(record.engine_name, None)
         self._sorted = None
         self.revision += 1
-        (self._folder / _file_name(record.engine_name)).unlink(missing_ok=True)
+        path = self._folder / _file_name(record.engine_name)
+        self._unsaved.discard(path)
+        with contextlib.suppress(OSError):  # it comes back with a restart, which finds no files and forgets it again
+            path.unlink(missing_ok=True)
 
     def keep(self, record: Record) -> None:
         """Change what is in memory alone; it reaches the disk with the next `put`. For counts of use."""
@@ -93,8 +98,33 @@ class Records:
     def raise_epoch(self, epoch: int) -> None:
         """Remember the highest epoch seen; a lower one changes nothing."""
         if epoch > self.epoch:
-            write_whole(self._epoch_file, {"epoch": epoch})
             self.epoch = epoch
+            self.write(self._epoch_file, {"epoch": epoch}, is_flushed=True)
+
+    def save(self) -> None:
+        """Write what the disk did not take before."""
+        if self._epoch_file in self._unsaved:
+            self.write(self._epoch_file, {"epoch": self.epoch}, is_flushed=True)
+        if self._unsaved:
+            for record in self.all():
+                path = self._folder / _file_name(record.engine_name)
+                if path in self._unsaved:
+                    self.write(path, asdict(record))
+
+    def write(self, path: Path, value: object, *, is_flushed: bool = False) -> bool:
+        """Whether a file of this state folder is written; one that is not costs what a crash would forget."""
+        try:
+            write_whole(path, value, is_flushed=is_flushed)
+        except OSError as exc:
+            if not self._unsaved:
+                why = what_failed(exc, path.parent)
+                log.error("the worker's record is not kept", path=str(path), error=why)  # noqa: TRY400
+            self._unsaved.add(path)
+            return False
+        self._unsaved.discard(path)
+        if not is_flushed:
+            self._flusher.submit(_flush, path)
+        return True
 
 
 def _file_name(engine_name: str) -> str:
@@ -125,7 +155,7 @@ def _read_epoch(path: Path) -> int:
         raise OSError(message) from exc
 
 
-def write_whole(path: Path, value: object, *, is_flushed: bool = True) -> None:
+def write_whole(path: Path, value: object, *, is_flushed: bool) -> None:
     """JSON on disk, whole or not at all. Raises OSError. `is_flushed`: also if the machine crashes right afterwards."""
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:

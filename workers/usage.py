@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 
 from orchestrator.wire import UsageReport
-from workers.records import Records, write_whole
+from workers.records import Records
 
 log = structlog.get_logger()
 
@@ -53,13 +53,12 @@ class Usage:
         return used
 
     def save(self) -> None:
-        """Write what changed since the last time."""
+        """Write what changed since the last time; again the next time where the disk does not take it."""
         if self._is_saved:
             return
         counts = {each.engine_name: [each.request_count, each.last_used] for each in self._records.all()}
         routers = [[*key, seq, taken] for key, (seq, taken) in self._routers.items()]
-        write_whole(self._file, {"adapters": counts, "routers": routers})
-        self._is_saved = True
+        self._is_saved = self._records.write(self._file, {"adapters": counts, "routers": routers})
 
     def _restore(self) -> None:
         try:

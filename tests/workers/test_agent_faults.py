@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import struct
 import sys
@@ -243,6 +244,68 @@ async def test_an_engine_log_that_cannot_be_written_stops_neither_engine_nor_age
         os.kill(worker.engine_pid, signal.SIGKILL)
         await until(lambda: not (worker.state_dir / "engine.pid").exists())
         await worker.ready(client)
+
+
+async def test_a_full_disk_costs_no_unload_no_lease_no_engine_and_no_request(worker):
+    async with worker.running("--cache-grace-s", "1", "--engine-args=--sim-decode-tokens-per-s=20") as client:
+        digests = {lora_id: (await post(client, "load_lora", lora_id=lora_id)).json()["digest"] for lora_id in THREE}
+        full(worker.process.pid)
+        assert (await post(client, "unload_lora", lora_id=THREE[0], epoch=7)).status_code == 200
+        again = await post(client, "load_lora", lora_id=THREE[0], digest=digests[THREE[0]], epoch=7)
+        assert again.status_code == 200
+        assert (await post(client, "unload_lora", lora_id=THREE[1], epoch=7)).status_code == 200
+        assert code(await post(client, "unload_lora", lora_id=THREE[1], epoch=6)) == "stale_epoch"
+
+        before = await metadata(client)
+        await client.post("/v1/usage", json=counted(before.lora.loaded_loras[0].engine_name))
+        [lease] = (worker.cache_dir / digests[THREE[2]] / ".users").iterdir()
+        renewed_at = lease.stat().st_mtime
+        await until(lambda: lease.stat().st_mtime > renewed_at)
+
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while (await metadata(client)).engine_boot_id in {"", before.engine_boot_id}:
+                await asyncio.sleep(0.02)
+        await worker.ready(client)
+        assert await loaded(client) == {THREE[0], THREE[2]}
+
+        url = (await metadata(client)).transport.engine_url
+        ask = {"model": "tiny-qwen", "prompt": "a", "max_tokens": 40, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=url, timeout=30) as engine:
+            answer = asyncio.create_task(engine.post("/v1/completions", json=ask))
+            async with asyncio.timeout(10):
+                while not (await metadata(client)).load.running:
+                    await asyncio.sleep(0.02)
+            worker.process.send_signal(signal.SIGTERM)
+            assert (await answer).json()["usage"]["completion_tokens"] == 40  # the engine is drained all the same
+        assert await asyncio.wait_for(worker.process.wait(), 30) == 0
+
+
+async def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(worker):
+    async with worker.running("--cache-grace-s", "1") as client:
+        for lora_id in THREE:
+            await post(client, "load_lora", lora_id=lora_id)
+        full(worker.process.pid)
+        await post(client, "unload_lora", lora_id=THREE[0], epoch=7)
+        full(worker.process.pid, False)
+        epoch = worker.state_dir / "epoch.json"
+        await until(lambda: epoch.exists() and json.loads(epoch.read_text()) == {"epoch": 7})
+        worker.process.kill()
+        await worker.process.wait()
+    async with worker.running() as client:
+        assert await loaded(client) == {THREE[1], THREE[2]}
+        assert code(await post(client, "unload_lora", lora_id=THREE[1], epoch=6)) == "stale_epoch"
+
+
+def full(pid: int, is_full: bool = True) -> None:
+    """Let a process, and what it starts, write to no file any more, as on a full disk."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if is_full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def counted(engine_name: str) -> dict:
+    """A router's report of one request."""
+    use = {"worker_id": "worker-0", "engine_name": engine_name, "requests": 1}
+    return {"router_id": "r", "boot_id": "b", "seq": 1, "uses": [use], "revision_seen": 0}
 
 
 async def test_a_second_agent_on_the_same_state_folder_is_refused(worker):

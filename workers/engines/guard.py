@@ -26,8 +26,11 @@ def main() -> int:
     child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, preexec_fn=die_with_guard)  # noqa: PLW1509, S603
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(sys.argv[1], "w", encoding="ascii") as file:  # noqa: PTH123  (pathlib costs start-up time)
-        file.write(str(child.pid))
+    try:
+        with open(sys.argv[1], "w", encoding="ascii") as file:  # noqa: PTH123  (pathlib costs start-up time)
+            file.write(str(child.pid))
+    except OSError as exc:  # a full disk: whoever looks for the number finds none
+        sys.stderr.write(f"{sys.argv[1]}: {exc}\n")
     threading.Thread(target=_kill_when_alone, daemon=True).start()
     code = child.wait()
     return code if code >= 0 else 128 - code

@@ -43,7 +43,7 @@ class EngineProcess:
     async def start(cls, launch: Launch, *, state_dir: Path, echo: Echo | None = None) -> "EngineProcess":
         """Its output goes into `engine.log`, and on to `echo`. Raises OSError when the command cannot be run."""
         pid_file = state_dir / "engine.pid"
-        pid_file.unlink(missing_ok=True)
+        _forget(pid_file)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
@@ -97,7 +97,7 @@ class EngineProcess:
             async with asyncio.timeout(2.0):
                 await asyncio.shield(self._reader)
         self._reader.cancel()
-        self._pid_file.unlink(missing_ok=True)
+        _forget(self._pid_file)
 
     def kill(self) -> None:
         """SIGKILL for every process of the group."""
@@ -158,6 +158,11 @@ class _Log:
         if self._path.exists() and self._path.stat().st_size > _LOG_BYTES:
             self._path.replace(self._path.with_suffix(".log.1"))
         self._file = self._path.open("ab", buffering=0)
+
+
+def _forget(pid_file: Path) -> None:
+    with contextlib.suppress(OSError):  # a disk that can only be read keeps no engine from its start
+        pid_file.unlink(missing_ok=True)
 
 
 def _inherited() -> dict[str, str]:
