@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import random
@@ -17,6 +18,8 @@ import pytest
 from lorafleet.tiny import make_adapter
 from tests.engines import start_engine
 from tests.workers.running import RunningWorker, code, group_of, is_running, loaded, post, until
+from workers.engines.launch import Launch
+from workers.engines.process import EngineProcess
 from workers.wire import Metadata
 
 HASTY = ("--health-timeout-s", "0.3", "--hang-after-s", "1")
@@ -165,6 +168,24 @@ async def test_an_attached_engine_that_restarts_is_given_its_adapters_again(atta
         finally:
             other.terminate()
             await asyncio.wait_for(other.wait(), 30)
+
+
+async def test_waiting_for_an_engines_end_over_and_over_leaves_nothing_behind(tmp_path):
+    process = await EngineProcess.start(Launch(("sleep", "60"), {}), state_dir=tmp_path)
+    try:
+        before = kept()
+        for _ in range(100):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    await process.wait()
+        assert kept() < before + 10
+    finally:
+        await process.stop(within_s=5)
+
+
+def kept() -> int:
+    gc.collect()
+    return sum(isinstance(each, asyncio.Future) for each in gc.get_objects())
 
 
 # --- an engine command of one's own ---------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ class EngineProcess:
         self._pid_file = pid_file
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reader = asyncio.create_task(self._read(log_file))
+        # Once, for all who ask: asyncio keeps each waiter until the exit, also of those who waited for a second only.
+        self._exit = asyncio.create_task(process.wait())
 
     @classmethod
     async def start(cls, launch: Launch, *, state_dir: Path, echo: Echo | None = None) -> "EngineProcess":
@@ -72,7 +74,7 @@ class EngineProcess:
 
     async def wait(self) -> int:
         """Its exit status, once nothing of its group is left. vLLM exits 0 on a crash too."""
-        code = await self._process.wait()
+        code = await asyncio.shield(self._exit)
         self.kill()
         return code
 
