@@ -281,7 +281,8 @@ class Agent:
     # --- what is done every so often -----------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Look at the folder and at the engine's own list, and put the record right where they differ."""
+        """Look at the folders and at the engine's own list, and put the record right where they differ."""
+        await self.cache.look()
         if await self.library.scan():
             self.residency.changed()
         await self._loader.look(lambda: self.state in {"ready", "draining"})
@@ -303,7 +304,7 @@ class Agent:
         self.metrics.cache_held_bytes.set(self.cache.held_bytes)
         self.metrics.cache_limit_bytes.set(self.cache.disk.max_bytes)
         self.metrics.cache_adapters.set(self.cache.adapters)
-        self.metrics.disk_free_bytes.set(self.cache.disk.free_bytes())
+        self.metrics.disk_free_bytes.set(self.cache.free_bytes)
 
     # --- what is told --------------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class Cache:
     ) -> None:
         self.disk = disk
         self.used_bytes, self.held_bytes, self.adapters = 0, 0, 0  # at the last sweep; held: what cannot go
+        self.free_bytes = 0  # at the last look
         self.rules = rules
         self._sources, self._prefixes = sources, source_prefixes
         self._fetch_deadline_s = fetch_deadline_s
@@ -114,6 +115,11 @@ class Cache:
         """Give a verified temporary folder its name. If another agent was faster, its copy is used once checked."""
         # Not left half-way, or whoever clears up after a cancelled fetch would take files from under the new name.
         return await settled(asyncio.to_thread(self._install, partial, digest))
+
+    async def look(self) -> None:
+        """See how much is free. In a thread, because a network file system may not answer."""
+        with contextlib.suppress(OSError):
+            self.free_bytes = await asyncio.to_thread(self.disk.free_bytes)
 
     def path(self, digest: str) -> Path:
         return self.disk.path(digest)

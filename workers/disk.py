@@ -57,8 +57,8 @@ class Disk:
         outlives_s  how much longer our engine may go on without us; our leases reach so far into the future
         listed      digests that the engine at a URL serves; nothing where none answers
         """
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve()
+        self._exist()
         self.max_bytes = max_bytes
         self._user = user
         self._grace_s = grace_s
@@ -215,6 +215,7 @@ class Disk:
         again  what names the bytes: the folder holds what an earlier download of the same left; empty for a new one
         """
         path = self.folder / f"{PARTIAL}{self._user}-again-{hashlib.sha256(again.encode()).hexdigest()[:24]}"
+        self._exist()
         if not again or path in self._in_use:
             path = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{self._user}-", dir=self.folder))
         self._in_use.add(path)
@@ -240,6 +241,10 @@ class Disk:
         folder = self._look(digest, wanted, now)
         return not folder.is_held and now - folder.used_at >= self._grace_s
 
+    def _exist(self) -> None:
+        """Also after somebody deleted all of it, as caches are deleted."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+
     def _now(self) -> float:
         clock = self.folder / f".clock-{self._user}"
         try:
@@ -251,6 +256,7 @@ class Disk:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Nobody else claims or deletes; some network file systems know no locks, and go without."""
+        self._exist()
         handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             deadline = time.monotonic() + _LOCK_S

@@ -281,7 +281,7 @@ class Residency:
                 device_slots=settings.max_loras,
                 host_slots=settings.max_cpu_loras,
                 ghosts=slots.ghosts,
-                disk_free_bytes=self._cache.disk.free_bytes(),
+                disk_free_bytes=self._cache.free_bytes,
             ),
         )
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+from pathlib import Path
 
 import httpx
 from aiohttp import web
@@ -11,7 +12,7 @@ from aiohttp import web
 from lorafleet.tiny import make_adapter
 from tests.engines import start_engine
 from tests.workers.kills import SlowCable, remote
-from tests.workers.running import RunningWorker, loaded, post
+from tests.workers.running import RunningWorker, loaded, post, until
 
 
 async def test_files_that_are_lost_are_fetched_once_while_the_cache_is_swept(worker, tmp_path):
@@ -26,6 +27,22 @@ async def test_files_that_are_lost_are_fetched_once_while_the_cache_is_swept(wor
         async with worker.running(*flags) as client:
             assert await loaded(client) == {"far/v1"}
         assert size < cable.carried < 1.5 * size
+
+
+async def test_a_cache_that_is_deleted_whole_is_made_anew_while_the_worker_serves(worker):
+    async with worker.running("--cache-grace-s", "1") as client:
+        held = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
+        known = (await post(client, "load_lora", lora_id="legal/v2")).json()
+        await post(client, "unload_lora", lora_id="legal/v2")
+        shutil.rmtree(worker.cache_dir)
+        told = await client.get("/metadata")
+        assert told.status_code == 200
+        assert told.json()["lora"]["capacity"]["disk_free_bytes"] > 0
+        assert (await client.get("/metrics")).status_code == 200
+        again = await post(client, "load_lora", lora_id="legal/v2", digest=known["digest"])
+        assert again.status_code == 200
+        weights = Path(held["path"]) / "adapter_model.safetensors"
+        await until(weights.exists)
 
 
 async def test_what_an_attached_engine_holds_and_the_record_forgot_is_wanted_again(
