@@ -16,6 +16,7 @@ from tests.serving import serving
 from tests.workers.running import code, group_of, is_running, loaded, post, sse, until
 from workers.wire import AvailableLoras, Metadata, engine_name
 
+JSON = {"content-type": "application/json"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
 
 
@@ -207,6 +208,21 @@ async def test_no_path_leads_out_of_the_allowed_folders(worker, agent_adapters, 
         (root / "within").symlink_to(agent_adapters / "legal" / "v2")
         within = await post(client, "inspect_lora", lora_id="a/v1", source=str(root / "within"))
         assert within.status_code == 200
+
+
+async def test_what_is_no_text_or_no_path_is_a_400_and_keeps_nobody_from_being_told(worker):
+    half = "\ud800"  # of a surrogate pair: JSON can say it, UTF-8 cannot
+    strange = [{"digest": half}, {"evict": half}, {"secret": half}, {"source": f"/{half}"}, {"lora_path": f"/{half}"}]
+    async with worker.running() as client:
+        for wrong in strange:
+            body = json.dumps({"lora_id": "sql-expert/v1", **wrong})
+            refused = await client.post("/v1/admin/load_lora", content=body, headers=JSON)
+            assert (code(refused), wrong) == ("invalid_request", wrong)
+        for call in ("load_lora", "inspect_lora"):
+            for source in ("/a\0b", "file:///a%00b"):
+                refused = await post(client, call, lora_id="sql-expert/v1", source=source)
+                assert (code(refused), source) == ("source_invalid", source)
+        assert (await client.get("/metadata")).status_code == 200
 
 
 async def test_inspecting_installs_and_loads_nothing(worker, agent_adapters):

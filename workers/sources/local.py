@@ -35,7 +35,10 @@ class LocalSource:
 
     def _allowed(self, path: Path, ref: str) -> Path:
         # Judged before it is looked at: whether a path outside the roots exists is nobody's business.
-        resolved = path.resolve()
+        try:
+            resolved = path.resolve()
+        except ValueError as exc:
+            raise SourceError("source_invalid", f"source {ref!r}: not a path: {exc}") from exc
         if not any(resolved.is_relative_to(root) for root in self._roots):
             roots = ", ".join(str(root) for root in self._roots) or "none"
             raise SourceError(
