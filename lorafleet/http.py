@@ -19,10 +19,6 @@ log = structlog.get_logger()
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
-MOST_BODY_BYTES = 16 * 2**20
-"""A batch of a thousand adapters takes a few hundred KB, a router's counts of 20,000 pairs 2 MB. The body is read
-before anybody is asked for a key, and 70 MB of JSON kept one process busy for 15 s: longer than a lease lasts."""
-
 
 class HttpError(Exception):
     """An answer that is an error. A house's own error tree has the same attributes and need not derive from this."""
@@ -74,55 +70,39 @@ def error_response(exc: Any) -> JSONResponse:
 
 
 class JsonBodies:
-    """ASGI middleware: a body is read whole, up to `most_bytes`, and one of JSON goes on only if all would read it so.
+    """ASGI middleware: a body of JSON is read whole, and goes on only if all would read it so.
 
     Python's own reader takes NaN, Infinity and halves of surrogate pairs: what cannot be said again in any answer, and
     poisons the sums and lists that it gets into.
     """
 
-    def __init__(self, app: ASGIApp, *, most_bytes: int = MOST_BODY_BYTES) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._most_bytes = most_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or "json" not in Request(scope).headers.get("content-type", ""):
             await self._app(scope, receive, send)
             return
-        request = Request(scope)
+        parts, is_more = [], True
+        while is_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return  # whoever sent it has left, or has been refused
+            parts.append(message.get("body", b""))
+            is_more = message.get("more_body", False)
+        body = b"".join(parts)
         try:
-            body = await self._read(request, receive)
-            if body and "json" in request.headers.get("content-type", ""):
+            if body:
                 _check_json(body)
         except HttpError as exc:
             await error_response(exc)(scope, receive, send)
             return
-        if body is None:
-            return  # whoever sent it has left
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> Message:
             return waiting.pop() if waiting else await receive()
 
         await self._app(scope, again, send)
-
-    async def _read(self, request: Request, receive: Receive) -> bytes | None:
-        """The body; None when it broke off. Raises HttpError 413."""
-        said = request.headers.get("content-length", "")
-        self._check_size(int(said) if said.isdecimal() else 0)
-        parts, size, is_more = [], 0, True
-        while is_more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size, is_more = size + len(parts[-1]), message.get("more_body", False)
-            self._check_size(size)
-        return b"".join(parts)
-
-    def _check_size(self, size: int) -> None:
-        if size > self._most_bytes:
-            message = f"the request's body is larger than {self._most_bytes} bytes; send what it holds in several"
-            raise HttpError(413, "body_too_large", message)
 
 
 def _check_json(body: bytes) -> None:

@@ -13,8 +13,11 @@ from types import FrameType
 
 import structlog
 import uvicorn
-from starlette.types import ASGIApp
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from lorafleet.http import envelope
 
 log = structlog.get_logger()
 
@@ -24,6 +27,9 @@ ProtocolFactory = Callable[..., asyncio.Protocol]
 # Request line and headers together; nginx and Apache take about as much.
 _MOST_HEAD_BYTES = 64 * 2**10
 _LOOK_EVERY_S = 0.1
+# A router's report with a hundred thousand (worker, adapter) is 10 MB. A body is read before its caller is asked for a
+# key, and 70 MB of JSON kept a process busy for 15 s: longer than a lease lasts.
+_MOST_BODY_BYTES = 16 * 2**20
 
 
 class PortInUse(OSError):
@@ -98,7 +104,7 @@ def tell_port(port_file: Path, port: int) -> None:
 def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = None) -> uvicorn.Config:
     """How every house serves; `http` makes its protocols, where it has some of its own."""
     return uvicorn.Config(
-        app,
+        app if http else _BoundedBody(app),
         http=http or _BoundedHead,  # type: ignore[arg-type]  # anything that makes protocols will do
         ws="none",
         lifespan="on",
@@ -146,6 +152,45 @@ class _BoundedHead(HttpToolsProtocol):
         self._head_bytes += size_bytes
         if self._head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The request's head is larger than {_MOST_HEAD_BYTES} bytes.")
+
+
+class _BoundedBody:
+    """The app, with a bound on what it is given of a body: FastAPI takes all of it before anybody is asked for a key.
+
+    Beyond it the caller has its answer, and the app a caller that has left.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        taken = int(declared) if declared.isdigit() and int(declared) > _MOST_BODY_BYTES else 0
+        is_answered = is_refused = False
+
+        async def bounded_receive() -> Message:
+            nonlocal taken, is_refused
+            if taken <= _MOST_BODY_BYTES:
+                message = await receive()
+                taken += len(message.get("body", b""))
+                if taken <= _MOST_BODY_BYTES:
+                    return message
+            if not is_answered:
+                is_refused = True
+                why = f"the request's body is larger than {_MOST_BODY_BYTES} bytes; send what it holds in several"
+                await JSONResponse(envelope(413, "body_too_large", why), 413)(scope, receive, send)
+            return {"type": "http.disconnect"}
+
+        async def bounded_send(message: Message) -> None:
+            nonlocal is_answered
+            if not is_refused:
+                is_answered = True
+                await send(message)
+
+        await self._app(scope, bounded_receive, bounded_send)
 
 
 class _Server(uvicorn.Server):

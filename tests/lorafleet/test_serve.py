@@ -89,6 +89,23 @@ async def test_large_bodies_follow_each_other_on_one_connection():
         assert (await client.post(f"http://{host}:{port}/", content=pieces())).text == "100000"
 
 
+@pytest.mark.parametrize("is_declared", [True, False])
+async def test_a_body_without_end_is_refused_before_it_is_taken(is_declared):
+    size = 16 * 2**20 + 1
+
+    async def pieces():
+        for start in range(0, size, 2**20):
+            yield bytes(min(2**20, size - start))
+
+    headers = {"content-length": str(size)} if is_declared else {}
+    async with served() as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        fits = await client.post("/", content=bytes(16 * 2**20))
+        assert fits.text == str(16 * 2**20)
+        refused = await client.post("/", content=pieces(), headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+        assert (await client.post("/", content=b"123")).text == "3"
+
+
 async def test_a_head_of_many_headers_that_fits_is_served():
     async with served() as (host, port), httpx.AsyncClient() as client:
         headers = {f"x-{n}": "v" * 100 for n in range(300)}
