@@ -11,7 +11,7 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -167,7 +167,10 @@ class Cache:
         folders = await asyncio.to_thread(self.disk.folders, wanted)
         self.used_bytes, self.adapters = sum(folder.size_bytes for folder in folders), len(folders)
         self.held_bytes = sum(folder.size_bytes for folder in folders if folder.is_held)
-        return lost, [digest for digest in known - wanted if not self.path(digest).exists()]
+        return lost, await asyncio.to_thread(self._missing, known - wanted)
+
+    def _missing(self, digests: Collection[str]) -> list[str]:
+        return [digest for digest in digests if not self.path(digest).exists()]
 
     def _renew(self, wanted: frozenset[str]) -> list[str]:
         self.disk.clean()

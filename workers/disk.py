@@ -65,6 +65,7 @@ class Disk:
         self._lease_s = lease_s
         self._outlives_s = outlives_s
         self._in_use: set[Path] = set()
+        self._sizes: dict[str, int] = {}  # of installed adapters, which never change
         self._listed = listed
         self.engine_url = ""
         """Our engine, for those who wonder whether it still runs when we have fallen silent."""
@@ -86,8 +87,13 @@ class Disk:
 
     def usage(self) -> tuple[int, int]:
         """Bytes and number of the installed adapters."""
-        folders = self.folders(frozenset())
-        return sum(folder.size_bytes for folder in folders), len(folders)
+        sizes = {}
+        for name in os.listdir(self.folder):  # noqa: PTH208  (names alone, of thousands)
+            if not name.startswith("."):
+                with contextlib.suppress(OSError):  # on its way out
+                    sizes[name] = self._size(name)
+        self._sizes = sizes
+        return sum(sizes.values()), len(sizes)
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.folder).free
@@ -132,6 +138,7 @@ class Disk:
                     (old / leases.USERS).rename(by / leases.USERS)
                 old.rename(Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._user}-", dir=self.folder)) / digest)
             by.rename(old)
+            self._sizes.pop(digest, None)
         self.claim(digest)
 
     # --- room ----------------------------------------------------------------------------------------------------
@@ -229,9 +236,16 @@ class Disk:
 
     def _look(self, digest: str, wanted: frozenset[str], now: float) -> Folder:
         path = self.path(digest)
-        size = sum(each.stat().st_size for each in path.iterdir() if is_adapter_file(each.name))
+        size = self._size(digest)
         is_held = digest in wanted or self._has_user(path, now)
         return Folder(digest, size, leases.used_at(path), is_held)
+
+    def _size(self, digest: str) -> int:
+        known = self._sizes.get(digest)
+        if known is None:
+            files = [each for each in self.path(digest).iterdir() if is_adapter_file(each.name)]
+            known = self._sizes[digest] = sum(each.stat().st_size for each in files)
+        return known
 
     def _has_user(self, path: Path, now: float) -> bool:
         return leases.has_other(path, self._user, now=now, lease_s=self._lease_s)

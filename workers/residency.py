@@ -155,8 +155,9 @@ class Residency:
         if not digests:
             return
         self._metrics.cache_deleted.inc(len(digests))
+        forgotten = frozenset(digests) - self.wanted()
         for record in self.records.all():
-            if record.digest in digests and record.digest not in self.wanted():
+            if record.digest in forgotten:
                 self.records.remove(record)
                 self.events.add(
                     "DELETED_FROM_DISK", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from workers.intake import Intake
 from workers.library import Library
 from workers.link import Link
 from workers.metrics import Metrics
-from workers.records import Records
+from workers.records import Record, Records
 from workers.residency import Residency, timestamp
 from workers.sources.local import LocalSource
 from workers.wire import InspectRequest
@@ -184,6 +186,55 @@ async def test_of_a_full_cache_only_what_is_in_use_counts_as_held(tmp_path):
     assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 100, 2)
     await cache.sweep(NOBODY, NOBODY, lists)
     assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 0, 2)
+
+
+def test_how_much_room_there_is_costs_no_look_into_each_of_thousands_of_adapters(tmp_path):
+    crowded = disk(tmp_path, max_bytes=1 << 30)
+    for number in range(2000):
+        put(crowded, str(number))
+    first, again = cpu_s(crowded.usage), cpu_s(crowded.usage)
+    assert again < first / 3
+    put(crowded, "another")
+    shutil.rmtree(crowded.path("0"))
+    assert crowded.usage() == (200_000, 2000)
+
+
+def cpu_s(step) -> float:
+    began = time.process_time()
+    step()
+    return time.process_time() - began
+
+
+def test_a_cache_that_lost_thousands_of_adapters_is_forgotten_in_well_under_a_second(tmp_path):
+    holds = residency(tmp_path)
+    digests = [f"{number:064x}" for number in range(5000)]
+    for digest in digests:
+        holds.records.keep(
+            Record(
+                lora_id=digest,
+                digest=digest,
+                engine_name=digest,
+                path="",
+                source="",
+                base_model="",
+                rank=8,
+                size_bytes=1,
+            )
+        )
+    assert cpu_s(lambda: holds.deleted(digests)) < 1
+    assert holds.records.all() == ()
+
+
+def residency(folder) -> Residency:
+    settings = WorkerSettings(model="m")
+    return Residency(
+        settings=settings,
+        cache=Cache(disk(folder / "cache"), sources={}, rules=Rules(64, frozenset()), fetch_deadline_s=1),
+        library=Library(None, Rules(64, frozenset())),
+        records=Records(folder),
+        events=Events(boot_id="b", size=1000, now=timestamp),
+        metrics=Metrics(),
+    )
 
 
 def test_a_claim_that_comes_while_a_folder_is_being_deleted_keeps_it_or_finds_it_gone(tmp_path):
