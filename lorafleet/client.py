@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from lorafleet.failure import Failure, printable
+from lorafleet.urls import plain_key
 
 
 class Api:
@@ -15,7 +16,11 @@ class Api:
     def __init__(self, url: str, token: str = "", *, flag: str = "", timeout_s: float = 30.0) -> None:
         self.url = url.rstrip("/")
         self._flag = flag
-        headers = {"authorization": f"Bearer {token}"} if token else {}
+        try:
+            key = plain_key(token)
+        except ValueError as exc:
+            raise Failure(f"--token, or LORAFLEET_TOKEN: {exc}", status=2) from exc
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         # Loopback and cluster addresses: a proxy from the environment would only be in the way.
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
 

@@ -19,7 +19,7 @@ from pydantic_settings import (
 from pydantic_settings.exceptions import SettingsError as Unparsed
 
 from lorafleet import yamls
-from lorafleet.urls import is_http
+from lorafleet.urls import is_http, plain_key
 
 S = TypeVar("S", bound="HouseSettings")
 
@@ -48,7 +48,9 @@ class HouseSettings(BaseSettings):
     port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     key_files: tuple[Path, ...] = Field(default=(), description="hashed API keys; re-read when they change")
     allow_open: bool = Field(default=False, description="serve without keys on an address that is not loopback")
-    token: str = Field(default="", description="bearer key for our own calls to other houses", repr=False)
+    token: Annotated[str, AfterValidator(plain_key)] = Field(
+        default="", description="bearer key for our own calls to other houses", repr=False
+    )
     log_format: str = Field(default="json", pattern="^(json|console)$", description="json or console")
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$", description="least level logged")
     port_file: Path | None = Field(default=None, description="write the listening port here once serving")

@@ -1,4 +1,4 @@
-"""What counts as an address of HTTP, and a name as part of one."""
+"""What counts as an address of HTTP, a name as part of one, and a key in its headers."""
 
 from urllib.parse import quote, urlsplit
 
@@ -23,3 +23,14 @@ def is_http(text: str) -> bool:
     except ValueError:  # a port that is no number, a bracket that does not close
         return False
     return is_whole and parts.scheme in {"http", "https"} and not any(map(str.isspace, text))
+
+
+def plain_key(text: str) -> str:
+    """A key without the white space that files and secrets have around it.
+
+    raises ValueError for what no header can hold; libraries' own errors would repeat the key
+    """
+    key = text.strip()
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError("must be one key: one word of printable ASCII")
+    return key

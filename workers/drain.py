@@ -12,6 +12,8 @@ import time
 import urllib.request
 from typing import Any
 
+from lorafleet.urls import plain_key
+
 # Routers hear of it at once, and look by themselves every second: what one of them was sending arrives within this.
 _HEARD_S = 2.0
 
@@ -35,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 def _drain(deadline_s: float) -> Any:
     port = os.environ.get("LORAFLEET_WORKERS_PORT", "8090")
-    token = os.environ.get("LORAFLEET_WORKERS_TOKEN", "")
+    token = plain_key(os.environ.get("LORAFLEET_WORKERS_TOKEN", ""))
     host = os.environ.get("LORAFLEET_WORKERS_HOST", "")
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104  (not bound, asked)
     request = urllib.request.Request(

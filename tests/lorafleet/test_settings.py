@@ -2,6 +2,8 @@ import pytest
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from lorafleet.client import Api
+from lorafleet.failure import Failure
 from lorafleet.settings import HouseSettings, SettingsError, load, load_or_exit
 from orchestrator.config import OrchestratorSettings
 from router.config import RouterSettings
@@ -135,3 +137,23 @@ def test_of_several_orchestrators_each_has_to_be_an_address():
     )
     with pytest.raises(SettingsError, match="orchestrator-url: 'b:2' must be"):
         load(WorkerSettings, [*several, "http://a:1,b:2"], prog="it")
+
+
+def test_a_token_is_what_its_file_has_without_the_line_break(monkeypatch):
+    monkeypatch.setenv("LORAFLEET_EXAMPLE_TOKEN", "lf-secret\n")
+    assert loaded().token == "lf-secret"
+
+
+@pytest.mark.parametrize("token", ["lf-secret\nlf-other", "lf-secret two", "lf-sécret", "lf-secret\x7f"])
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch, capsys, token):
+    monkeypatch.setenv("LORAFLEET_EXAMPLE_TOKEN", token)
+    with pytest.raises(SystemExit) as ended:
+        load_or_exit(Example, [], prog="example")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("example: token: must be one key")
+    assert "lf-" not in said
+    with pytest.raises(Failure) as refused:
+        Api("http://127.0.0.1:1", token)
+    assert "lf-" not in str(refused.value)
+    assert refused.value.status == 2

@@ -25,6 +25,7 @@ async def test_the_hook_drains_the_agent_with_the_agents_own_key_and_a_pod_stops
     async with worker.running("--key-files", str(keys)) as client:
         assert await drain(client) == (0, "not drained: HTTP Error 401: Unauthorized\n")
         assert (await client.get("/ready")).is_success
-        assert await drain(client, LORAFLEET_WORKERS_TOKEN="own") == (0, "drained\n")
+        assert "own" not in (await drain(client, LORAFLEET_WORKERS_TOKEN="own\nother"))[1]
+        assert await drain(client, LORAFLEET_WORKERS_TOKEN="own\n") == (0, "drained\n")
         assert not (await client.get("/ready")).is_success
     assert (await drain(client))[0] == 0
