@@ -128,6 +128,9 @@ class Agent:
         await self._loader.preload()
         if is_new:
             await self._warm()
+        if not self.library.looked.is_set():
+            self.set_state("starting", "the adapters in lora_path are read")
+            await self.library.looked.wait()
         if self.link.engine is not engine:
             raise EngineError("engine_down", "the engine went away while its adapters were loaded again")
         self.metrics.engine_up.set(1)
@@ -190,6 +193,7 @@ class Agent:
         self.cache.is_stopping = True
         self._begin_drain()
         self._loader.stop()
+        self.library.stop()
         self.events.close()
         self.link.end_streams()
 

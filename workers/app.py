@@ -103,7 +103,6 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(cache.disk.clean)
         await cache.look()
-        await agent.library.scan()
         async with httpx.AsyncClient(trust_env=False) as client:
             tasks = [
                 asyncio.create_task(supervisor.run()),

@@ -35,6 +35,15 @@ class Library:
         self._rules = rules
         self.revision = 0  # grows with every scan that found a change
         self._seen: dict[str, tuple[_Stamp, Shelved]] = {}
+        self._is_stopping = False
+        self.looked = asyncio.Event()
+        """Set after the first scan, which reads every adapter."""
+        if folder is None:
+            self.looked.set()
+
+    def stop(self) -> None:
+        """Whatever has not been read yet is not read any more: this process ends."""
+        self._is_stopping = True
 
     @property
     def adapters(self) -> tuple[Shelved, ...]:
@@ -56,7 +65,12 @@ class Library:
         """Look again; whether anything changed. New and changed adapters are read through once."""
         if self.folder is None:
             return False
-        found = await asyncio.to_thread(self._scan, self.folder)
+        try:
+            found = await asyncio.to_thread(self._scan, self.folder)
+        finally:
+            self.looked.set()
+        if self._is_stopping:
+            return False
         changed = found != self._seen
         self._seen = found
         self.revision += changed
@@ -65,6 +79,8 @@ class Library:
     def _scan(self, root: Path) -> dict[str, tuple[_Stamp, Shelved]]:
         found: dict[str, tuple[_Stamp, Shelved]] = {}
         for folder, subfolders, names in os.walk(root):
+            if self._is_stopping:
+                break
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             if CONFIG_NAME not in names or Path(folder) == root:
                 continue

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from aiohttp import web
 from lorafleet.tiny import make_adapter
 from tests.engines import start_engine
 from tests.workers.kills import SlowCable, remote
-from tests.workers.running import RunningWorker, loaded, post, until
+from tests.workers.running import SIM, RunningWorker, loaded, post, until
+from workers.core.manifest import Rules
+from workers.library import Library
 
 
 async def test_files_that_are_lost_are_fetched_once_while_the_cache_is_swept(worker, tmp_path):
@@ -43,6 +46,33 @@ async def test_a_cache_that_is_deleted_whole_is_made_anew_while_the_worker_serve
         assert again.status_code == 200
         weights = Path(held["path"]) / "adapter_model.safetensors"
         await until(weights.exists)
+
+
+async def test_an_agent_answers_and_starts_its_engine_while_it_reads_a_large_folder_and_is_ready_when_it_has(
+    agent_model, tmp_path
+):
+    adapters, many = tmp_path / "many", 1000
+    [*files] = make_adapter(tmp_path / "one", "a").iterdir()
+    for number in range(many):
+        folder = adapters / f"a{number}"
+        folder.mkdir(parents=True)
+        for file in files:
+            os.link(file, folder / file.name)
+    worker = RunningWorker(agent_model, adapters, tmp_path, *SIM)
+    async with worker.running(until_ready=False) as client:
+        told = (await client.get("/metadata")).json()
+        assert told["lora"]["available_count"] < many
+        await until((worker.state_dir / "engine.pid").exists)
+        assert (await client.get("/metadata")).json()["lora"]["available_count"] < many
+        await worker.ready(client)
+        assert (await client.get("/metadata")).json()["lora"]["available_count"] == many
+
+
+async def test_a_folder_is_read_no_further_once_its_agent_stops(agent_adapters):
+    library = Library(agent_adapters, Rules(64, frozenset(), "off"))
+    library.stop()
+    assert await library.scan() is False
+    assert library.adapters == ()
 
 
 async def test_what_an_attached_engine_holds_and_the_record_forgot_is_wanted_again(
