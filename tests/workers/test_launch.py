@@ -11,6 +11,7 @@ from lorafleet.vllm_page import parse_metrics
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, RequestError, SourceError, WorkerError
 from workers.engines.launch import launch
+from workers.engines.process import without_secrets
 
 COMMON = {"model": "/models/m", "served_model_name": "m"}
 
@@ -140,3 +141,20 @@ process_start_time_seconds 1.7e+09
     assert (found.computed_tokens, found.steps) == (60.0, 7.0)
     assert (found.token_gaps, found.gap_seconds) == (40.0, 0.8)
     assert (found.block_size, found.total_kv_blocks, found.started_at) == (32, 256, 1.7e9)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("vllm serve --hf-token t0p --port 1", "vllm serve --hf-token *** --port 1"),
+        ("vllm serve --hf-token=t0p", "vllm serve --hf-token=***"),
+        ("env HF_TOKEN=t0p AWS_SECRET_ACCESS_KEY=t0p A=b vllm", "env HF_TOKEN=*** AWS_SECRET_ACCESS_KEY=*** A=b vllm"),
+    ],
+)
+def test_a_command_is_logged_without_what_is_secret_in_it(command, shown):
+    assert " ".join(without_secrets(command.split())) == shown
+
+
+def test_a_shells_words_are_logged_without_what_is_secret_in_them():
+    said = without_secrets(["sh", "-c", "export HF_TOKEN='t 0 p'; API_KEY=t0p exec vllm \"$@\""])
+    assert said[2] == 'export HF_TOKEN=***; API_KEY=*** exec vllm "$@"'

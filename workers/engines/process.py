@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -22,6 +23,9 @@ log = structlog.get_logger()
 _GUARD = Path(__file__).with_name("guard.py")
 _TAIL_LINES = 40
 _LOG_BYTES = 32 << 20
+
+_SECRET_NAME = re.compile(r"(?:key|token|password|secret)$", re.IGNORECASE)
+_GIVEN_SECRET = re.compile(r"(\w*(?:key|token|password|secret))=(?:'[^']*'|\"[^\"]*\"|\S+)", re.IGNORECASE)
 
 Echo: TypeAlias = Callable[[bytes], None]
 """Is given each line of an engine's output; neither raises nor waits."""
@@ -60,7 +64,7 @@ class EngineProcess:
             start_new_session=True,
             limit=1 << 20,
         )
-        log.info("engine started", pid=process.pid, command=" ".join(_without_secrets(launch.command)))
+        log.info("engine started", pid=process.pid, command=" ".join(without_secrets(launch.command)))
         return cls(process, log_file=state_dir / "engine.log", pid_file=pid_file, echo=echo)
 
     @property
@@ -172,14 +176,12 @@ def _inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
 
 
-def _without_secrets(command: Sequence[str]) -> list[str]:
-    """The command as it may stand in a log."""
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """The command as it may stand in a log: also one that begins with `env` or a shell, which may be given a token."""
     shown, is_secret = [], False
     for word in command:
-        flag, is_joined, _ = word.partition("=")
-        names_one = flag.startswith("-") and flag.endswith(("key", "token", "password", "secret"))
-        shown.append("***" if is_secret else f"{flag}=***" if names_one and is_joined else word)
-        is_secret = names_one and not is_joined
+        shown.append("***" if is_secret else _GIVEN_SECRET.sub(r"\1=***", word))
+        is_secret = word.startswith("-") and _SECRET_NAME.search(word) is not None
     return shown
 
 
