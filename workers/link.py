@@ -81,6 +81,7 @@ class Link:
         self.trust()
         await self.close_ledgers()
         self._load.forget_reading()
+        self._metrics.rates(Rates())
 
     def require(self) -> Engine:
         """The engine; raises EngineError `engine_down` while there is none."""
@@ -153,6 +154,8 @@ class Link:
         ledgers, self._kv = self._kv, None
         self.transport = self.transport.model_copy(update={"kv_ledger": 0})
         if ledgers is not None:
+            ledgers.measure()
+            self._metrics.no_ledger()
             await ledgers.close()
 
     # --- its counters --------------------------------------------------------------------------------------------

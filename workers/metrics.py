@@ -128,6 +128,11 @@ class Metrics:
                     each.remove(oldest, self._worker_id)
         return lora_id, self._worker_id
 
+    def no_ledger(self) -> None:
+        """There is no engine whose blocks could be known."""
+        for gauge in (self.kv_blocks, self.kv_bytes, self.kv_whole):
+            gauge.set(0)
+
     def rates(self, learned: Rates) -> None:
         """Show what the engine's counters have taught; 0 until measured."""
         for name, gauge in self._rates.items():

@@ -1,6 +1,10 @@
 """The agent's metrics: adapters by name, and only so many of them."""
 
 import asyncio
+import os
+import signal
+
+import httpx
 
 from tests.workers.running import post
 from workers.metrics import MOST_NAMED, Metrics
@@ -57,3 +61,27 @@ async def test_the_limit_of_the_cache_and_what_of_it_is_in_use_are_told(worker):
             while f"lorafleet_workers_disk_held_bytes {float(size)}" not in page:
                 page = (await client.get("/metrics")).text.splitlines()
         assert "lorafleet_workers_disk_limit_bytes 1e+08" in page
+
+
+async def test_of_an_engine_that_is_gone_no_figure_is_left(worker):
+    slow = ("--crash-loop-after", "1", "--crash-loop-retry-s", "60")
+    async with worker.running(*slow) as client:
+        url = (await client.get("/metadata")).json()["transport"]["engine_url"]
+        async with httpx.AsyncClient(timeout=30) as engine:
+            ask = {"model": "tiny-qwen", "prompt": "hello " * 200, "max_tokens": 20}
+            assert (await engine.post(f"{url}/v1/completions", json=ask)).is_success
+        names = ("kv_blocks", "kv_ledger_bytes", "kv_ledger_whole", "decode_tokens_per_s", "engine_up")
+        async with asyncio.timeout(20):
+            while 0.0 in (await told(client, names)).values():
+                await asyncio.sleep(0.05)
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while (await told(client, ["engine_up"]))["engine_up"]:
+                await asyncio.sleep(0.05)
+        assert await told(client, names) == dict.fromkeys(names, 0.0)
+
+
+async def told(client, names) -> dict[str, float]:
+    lines = [line.split() for line in (await client.get("/metrics")).text.splitlines() if not line.startswith("#")]
+    values = {line[0]: float(line[-1]) for line in lines}
+    return {name: values[f"lorafleet_workers_{name}"] for name in names}
