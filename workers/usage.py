@@ -47,7 +47,8 @@ class Usage:
             if record is not None and new > 0:
                 self._records.keep(replace(record, request_count=record.request_count + new, last_used=self._now()))
                 used.append(name)
-        # What a report leaves out has not been counted back to zero.
+        # What a report leaves out has not been counted back to zero. The one that has been silent for longest is first.
+        self._routers.pop(key, None)
         self._routers[key] = (report.seq, counts | mine)
         self._is_saved = self._is_saved and not mine
         return used

@@ -53,6 +53,16 @@ def test_requests_are_counted_once_also_by_an_agent_that_crashed_between_two_sav
     assert records.all()[0].request_count == 14
 
 
+def test_a_router_that_starts_over_and_over_has_no_other_ones_requests_counted_twice(tmp_path):
+    records = Records(tmp_path)
+    records.put(record(1))
+    usage = Usage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+    for start in range(300):
+        usage.take(report(start, 1000 + start, router="lives on"))
+        usage.take(report(1, 0, router=f"start {start}"))
+    assert records.all()[0].request_count == 1299
+
+
 def test_damaged_counts_cost_the_counts_alone(tmp_path):
     (tmp_path / "usage.json").write_text("[1")
     records = Records(tmp_path)
