@@ -10,13 +10,14 @@ from workers.core.errors import SourceError
 from workers.core.manifest import PICKLES, WEIGHTS_NAME
 
 _SCRIPT = Path(__file__).with_name("unpickle.py")
-_TORCH_MISSING = 3
+_TORCH_MISSING, _NOT_WRITTEN = 3, 4
 
 
 async def unpickled(folder: Path) -> None:
     """Puts safetensors in the place of pickled weights, if there are any; the digest is theirs.
 
-    raises  SourceError `adapter_pickled` for what is not a state dict, `source_extra_missing` without torch
+    raises  SourceError `adapter_pickled` for what is not a state dict, `source_extra_missing` without torch,
+            `source_failed` when the conversion was killed; OSError when the disk does not take the result
     """
     pickle = next((folder / name for name in PICKLES if (folder / name).exists()), None)
     if pickle is None:
@@ -35,6 +36,13 @@ async def unpickled(folder: Path) -> None:
     if process.returncode == _TORCH_MISSING:
         message = f"{pickle.name} needs torch and safetensors beside this agent to be converted; install them"
         raise SourceError("source_extra_missing", message)
+    if process.returncode == _NOT_WRITTEN:
+        number = int(said)
+        raise OSError(number, os.strerror(number))
+    assert process.returncode is not None
+    if process.returncode < 0:
+        why = f"its conversion was ended by signal {-process.returncode}, as for a lack of memory"
+        raise SourceError("source_failed", f"{pickle.name}: {why}", retry_after_s=30)
     if process.returncode != 0:
         why = said.decode(errors="replace")[:100] or f"status {process.returncode}"
         message = f"{pickle.name} is no state dict that torch reads with weights_only ({why}); accepted is one, or"

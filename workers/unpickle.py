@@ -1,16 +1,19 @@
 """Turns pickled weights into safetensors: `python unpickle.py PICKLE SAFETENSORS`, in a process of its own.
 
 By torch's `weights_only`, which makes tensors and plain containers and calls nothing else. The agent never imports
-torch: it would cost it several hundred MB. Exit status 3 says that torch or safetensors is missing.
+torch: it would cost it several hundred MB. Exit status 3 says that torch or safetensors is missing, 4 that the disk did
+not take the result: then the error's number is on stderr.
 """
 
+import re
 import sys
 
 
 def main() -> int:
-    """1 with one line on stderr, the error's class, for what is not a state dict of tensors."""
+    """The exit status; 1 with one line on stderr, the error's class, for what is not a state dict of tensors."""
     try:
         import torch  # noqa: PLC0415  (whether it is here is the question)
+        from safetensors import SafetensorError  # noqa: PLC0415
         from safetensors.torch import save_file  # noqa: PLC0415
     except ImportError:
         return 3
@@ -19,6 +22,10 @@ def main() -> int:
         # Copies: safetensors refuses tensors that share memory.
         save_file({name: tensor.detach().clone().contiguous() for name, tensor in found.items()}, sys.argv[2])
     except Exception as exc:  # noqa: BLE001  (whatever is in the file)
+        # safetensors (0.8, in Rust) has no other words for what the disk said.
+        if isinstance(exc, SafetensorError) and (number := re.search(r"\(os error (\d+)\)", str(exc))):
+            sys.stderr.write(number[1])
+            return 4
         sys.stderr.write(type(exc).__name__)
         return 1
     return 0

@@ -1,14 +1,21 @@
 """Adapters whose weights are a pickle: refused, or converted in a process of its own where a setting allows it."""
 
+import asyncio
+import os
 import pickle
+import resource
+import signal
+from pathlib import Path
 
 import pytest
 
 from lorafleet.tiny import make_adapter
+from tests.workers.running import until
 from workers.cache import Cache
 from workers.core.errors import SourceError
 from workers.core.manifest import Rules
 from workers.disk import Disk
+from workers.pickled import unpickled
 from workers.sources.local import LocalSource
 from workers.verify import read_manifest
 
@@ -68,6 +75,32 @@ class Caller:
         import os
 
         return os.mkdir, (self.folder,)
+
+
+async def test_a_conversion_that_a_full_disk_or_a_lack_of_memory_ends_says_nothing_of_the_adapter(tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save({"a": torch.zeros(1000)}, tmp_path / BIN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            await unpickled(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    converting = asyncio.create_task(unpickled(tmp_path))
+    await until(children)
+    for child in children():
+        os.kill(child, signal.SIGKILL)
+    with pytest.raises(SourceError, match="signal 9") as refused:
+        await converting
+    assert refused.value.code == "source_failed"
+    assert (tmp_path / BIN).exists()
+
+
+def children() -> list[int]:
+    """Of this process, those that convert."""
+    found = [each for path in Path("/proc/self/task").glob("*/children") for each in path.read_text().split()]
+    return [int(each) for each in found if b"unpickle.py" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("allow_pickle", [True, False])
