@@ -69,7 +69,8 @@ class Heartbeats:
         metadata = self._agent.metadata()
         body = Heartbeat(metadata=metadata).model_dump_json()
         headers = {"content-type": "application/json", **self._headers}
-        answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
+        async with asyncio.timeout(timeout_s):  # the client's own is for each piece of an answer
+            answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
         if answer.is_error:  # with the reason, which the operator of this worker has to read
             raise httpx.HTTPStatusError(
                 f"HTTP {answer.status_code}: {answer.text[:500]}", request=answer.request, response=answer

@@ -9,6 +9,7 @@ import socket
 import httpx
 import pytest
 from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 
 from lorafleet.tiny import make_adapter
 from orchestrator.wire import Heartbeat
@@ -316,6 +317,24 @@ async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_c
         async with serving(app, port=port):
             await beat_with({"sql-expert/v1"})
             assert code(await post(client, "unload_lora", epoch=2, lora_id="sql-expert/v1")) == "stale_epoch"
+
+
+async def test_an_answer_to_a_heartbeat_that_never_ends_is_given_up_and_the_next_one_sent(worker):
+    beats = []
+    app = FastAPI()
+
+    async def trickle():
+        while True:
+            yield b" "
+            await asyncio.sleep(0.5)
+
+    @app.post("/v1/workers/register")
+    async def register(heartbeat: Heartbeat):
+        beats.append(heartbeat)
+        return StreamingResponse(trickle()) if len(beats) == 1 else {"epoch": 3, "revision": 1, "interval_s": 1.0}
+
+    async with serving(app) as orchestrator, worker.running("--orchestrator-url", orchestrator):
+        await until(lambda: len(beats) > 1)
 
 
 async def test_an_engine_that_cannot_start_is_reported_with_its_last_words_and_tried_again(worker):
