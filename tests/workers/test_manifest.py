@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import safetensors
@@ -435,3 +436,24 @@ def test_a_header_that_cannot_be_there_is_not_read(start, size):
     with pytest.raises(SourceError) as refused:
         header_bytes(start, size, "x")
     assert refused.value.code == "weights_corrupt"
+
+
+def test_many_copies_of_embeddings_are_held_against_a_base_model_of_many_names_in_well_under_a_second():
+    names = {f"model.language_model.layers.{number}.self_attn.q_proj": (32, 64) for number in range(1000)}
+    base = BaseModel(names, has_other_names=True)
+    copies = {f"m{number}.embed_tokens.base_layer.weight": Tensor("F32", (1, 1)) for number in range(2000)}
+    began = time.process_time()
+    with pytest.raises(SourceError, match="holds no LoRA tensor"):
+        inspect(json.dumps(CONFIG).encode(), copies, replace(RULES, base=base))
+    assert time.process_time() - began < 0.5
+
+
+def test_more_patterns_than_can_be_held_against_all_modules_are_refused():
+    many = {f"layers.{number}.q_proj": 8 for number in range(20_000)}
+    held = {}
+    for number in range(1000):
+        held |= tensors(module=f"model.layers.{number}.self_attn.q_proj")
+    began = time.process_time()
+    with pytest.raises(SourceError, match="rank_pattern has 20000 keys for 1000 modules"):
+        inspect(json.dumps(CONFIG | {"rank_pattern": many}).encode(), held, replace(RULES, base=None))
+    assert time.process_time() - began < 10

@@ -14,7 +14,7 @@ from typing import Literal
 
 from workers.core.base_model import BaseModel, Names
 from workers.core.errors import SourceError
-from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES, LoraConfig, parse_config
+from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES, LoraConfig, invalid_config, parse_config
 from workers.core.tensors import Shape, Tensor
 
 __all__ = [
@@ -45,6 +45,9 @@ _BASE_COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>(?:.+\.)?(?:embed_t
 _DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PARTS = frozenset(["q_proj", "qkv_proj"])
+
+# Of a key of rank_pattern against a module's name, a microsecond each: one key a module is fine for 4,000 modules.
+_MOST_MATCHES = 16_000_000
 
 BaseModelCheck = Literal["name", "exact", "off"]
 
@@ -143,6 +146,9 @@ def inspect(config: bytes, tensors: Mapping[str, Tensor], rules: Rules) -> Descr
     _check_base(said.base_model, rules)
     _check_rank(said.max_rank, rules)
     modules = _modules(tensors, rules.base)
+    if len(said.ranks) * len(modules) > _MOST_MATCHES:
+        message = f"rank_pattern has {len(said.ranks)} keys for {len(modules)} modules"
+        raise invalid_config(f"{message}; accepted are fewer: each is held against each, here and in the engine")
     for module, halves in modules.items():
         _check_halves(module, halves, said)
     if rules.base:
@@ -191,9 +197,10 @@ class _Halves:
 
 def _modules(tensors: Mapping[str, Tensor], base: BaseModel | None) -> dict[str, _Halves]:
     found: dict[str, dict[str, Shape]] = {}
+    names = base.named() if base else None
     for name, tensor in tensors.items():
         if copied := _BASE_COPY.fullmatch(name):
-            _check_copy(name, copied["module"], tensor, base)
+            _check_copy(name, copied["module"], tensor, names)
             continue
         match = _TENSOR.fullmatch(name)
         if not match:
@@ -226,9 +233,9 @@ def _paired(module: str, shapes: Mapping[str, Shape]) -> _Halves:
     return _Halves(shapes["A"], shapes["B"], module.rpartition(".")[2] == "embed_tokens")
 
 
-def _check_copy(name: str, module: str, tensor: Tensor, base: BaseModel | None) -> None:
+def _check_copy(name: str, module: str, tensor: Tensor, names: Names | None) -> None:
     """PEFT may save the base model's embeddings beside an adapter. The engine leaves them out: they must not matter."""
-    shape = base.named().find(module) if base else None
+    shape = names.find(module) if names else None
     if shape is not None and tensor.shape != shape:
         message = f"tensor {name!r} is {list(tensor.shape)}, the base model's is {list(shape)}: tokens were added"
         raise SourceError("shape_mismatch", f"{message}; accepted are adapters for the base model's own vocabulary")
