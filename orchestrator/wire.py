@@ -351,6 +351,10 @@ class DemandChange(_Written):
         return self
 
 
+MOST_SUPPOSED = 2000
+"""A pass over so many takes about a second; over a hundred thousand no plan ended within a minute."""
+
+
 class MoreWorkers(_Written):
     """`count` empty workers like one that there is; `like` left out means the first that is ready."""
 
@@ -375,6 +379,14 @@ class PlanRequest(_Written):
     adapter_policies: dict[LoraId, AdapterPolicy] = Field(default={}, max_length=10_000)
     adapters: tuple[SupposedAdapter, ...] = Field(default=(), max_length=1000, description="registered besides")
     passes: int = Field(default=30, ge=1, le=200)
+
+    @field_validator("workers_more")
+    @classmethod
+    def _can_be_thought_through(cls, more: tuple[MoreWorkers, ...]) -> tuple[MoreWorkers, ...]:
+        total = sum(it.count for it in more)
+        if total > MOST_SUPPOSED:
+            raise ValueError(f"{total} more workers are supposed, at most {MOST_SUPPOSED} can be")
+        return more
 
 
 class TargetChange(_Wire):

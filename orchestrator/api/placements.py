@@ -55,6 +55,8 @@ def placement_routes(
 ) -> APIRouter:
     api = APIRouter(tags=["placements"], dependencies=[Depends(requires(keys, "admin"))])
     fleet, store = reconciler.fleet, reconciler.store
+    # One at a time: they share a core anyway, and there are few threads, by which the lease is kept too.
+    supposing = asyncio.Lock()
 
     @api.get("/v1/placements")
     async def placements(wanted: Annotated[Wanted, Query()]) -> PlacementList:
@@ -80,7 +82,8 @@ def placement_routes(
         scene = _scene(reconciler, clock())
         hypothesis = _hypothesis(ask, scene)
         # In a thread: on a large fleet this is seconds of work, and heartbeats must not wait for it.
-        outcome = await asyncio.to_thread(what_if, scene, hypothesis, load_s=views.load_s(), passes=ask.passes)
+        async with supposing:
+            outcome = await asyncio.to_thread(what_if, scene, hypothesis, load_s=views.load_s(), passes=ask.passes)
         return views.outcome(outcome)
 
     @api.post("/v1/rebalance")

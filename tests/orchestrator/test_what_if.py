@@ -1,11 +1,15 @@
 """What would happen if: the same decisions as the passes to come would make, with their cost, and nothing is done."""
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from orchestrator.core.state import Adapter, Demand, Held, Intent, Observed, Rules, Worker
 from orchestrator.core.what_if import Hypothesis, Scene, what_if
+from orchestrator.lease import FileLease
 
 NOW = 10_000.0
 RULES = Rules(reserve_slots=0)
@@ -183,3 +187,28 @@ async def test_a_hypothesis_about_what_is_not_there_is_refused_by_name(house, bo
     found, answer = await plan(house, body)
     assert found == status
     assert says in answer["error"]["message"]
+
+
+async def test_however_many_plans_are_asked_for_the_lease_is_looked_at_meanwhile(house, tmp_path):
+    await house.worker()
+    with house.store.together():
+        for number in range(300):
+            known = {"loading": "eager", "min_replicas": 4, "base_model": "tiny-qwen", "rank": 8}
+            house.store.put_adapter(Adapter(lora_id=f"a{number}", source="s", digest=f"{number:064}", **known))
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    lease = FileLease(tmp_path / "lease", holder="x")
+    ask = {"workers_more": [{"count": 30}], "passes": 20}
+    plans = [asyncio.create_task(house.http.post("/v1/placements/plan", json=ask)) for _ in range(4)]
+    while not any(thread.name.startswith("ThreadPool") for thread in threading.enumerate()):
+        await asyncio.sleep(0.001)
+    assert await lease.read() is None
+    assert not any(plan.done() for plan in plans)
+    assert {answer.status_code for answer in await asyncio.gather(*plans)} == {200}
+    lease.close()
+
+
+async def test_more_workers_than_can_be_thought_through_are_refused(house):
+    await house.worker()
+    answer = await house.http.post("/v1/placements/plan", json={"workers_more": [{"count": 1000}] * 3})
+    assert answer.status_code == 400
+    assert "3000 more workers are supposed, at most 2000" in answer.json()["error"]["message"]
