@@ -30,6 +30,7 @@ _TAIL_CHUNKS = 3
 _AT_ONCE_S = 0.05
 _LOST = {
     "connection": "no connection",
+    "no_descriptors": "no connection, because this router has no file descriptor left",
     "no_answer": "it broke off before its answer began",
     "begun_only": "it broke off when its answer had begun and nothing more",
     "no_answer_in_time": "no answer in time",
@@ -324,7 +325,8 @@ async def open_attempt(pool: Pool, call: Call, limits: Limits, *, anew: bool = F
         connection = await pool.connect(call.origin)
     except EngineLost as exc:
         # Where an engine that has just broken off does not listen any more, it died.
-        raise _unreachable(call, lost or exc) from (lost or exc)
+        why = lost if lost is not None and exc.reason == "connection" else exc
+        raise _unreachable(call, why) from why
     attempt = await _decided(connection, call, limits)
     attempt.check()
     return attempt

@@ -6,6 +6,7 @@ could otherwise be taken for the answer to somebody else's request.
 """
 
 import asyncio
+import errno
 import functools
 import re
 import ssl
@@ -22,6 +23,7 @@ _MOST_HEAD_BYTES = 64 * 2**10
 # How often deadlines are looked at: no timer is made per request or chunk.
 _SWEEP_EVERY_S = 0.25
 _NEVER = float("inf")
+_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _HOST = re.compile(r"[A-Za-z0-9._~:%-]+")
 
 Headers = Mapping[bytes, bytes]
@@ -30,8 +32,8 @@ Headers = Mapping[bytes, bytes]
 class EngineLost(ConnectionError):
     """An engine that gave no answer, or half of one.
 
-    reason  "connection" (never connected: nothing was sent), "no_answer" (closed, reset, or not HTTP),
-            "no_answer_in_time" (its deadline passed)
+    reason  "connection" (never connected: nothing was sent), "no_descriptors" (as that, and it is ourselves who have
+            none left), "no_answer" (closed, reset, or not HTTP), "no_answer_in_time" (its deadline passed)
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -407,7 +409,7 @@ class Pool:
         return None
 
     async def connect(self, origin: Origin) -> Connection:
-        """A new connection, ready for `send`; raises EngineLost("connection")."""
+        """A new connection, ready for `send`; raises EngineLost, "connection" or "no_descriptors"."""
         loop = self._loop = asyncio.get_running_loop()
         self._require_open(origin)
         tls = self._tls_context() if origin.tls else None
@@ -418,7 +420,8 @@ class Pool:
         except TimeoutError as exc:
             raise EngineLost("connection", f"{origin.url}: not connected in {self._connect_s} s") from exc
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a host name may be no name at all
-            raise EngineLost("connection", f"{origin.url}: {exc}") from exc
+            is_ours = isinstance(exc, OSError) and exc.errno in _NO_DESCRIPTORS
+            raise EngineLost("no_descriptors" if is_ours else "connection", f"{origin.url}: {exc}") from exc
         except BaseException:
             connection.close()  # uvloop may have connected it already, or be about to
             raise
