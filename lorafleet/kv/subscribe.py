@@ -236,6 +236,8 @@ class Hub:
         self.tail_poll_s = tail_poll_s
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # libzmq's own bound is 1,023, and at a start each rank takes two: 64 engines of eight ranks would be too many.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._followers: dict[Follower, int] = {}
         self._busy: list[Follower] = []
         self._tick_at: asyncio.TimerHandle | None = None

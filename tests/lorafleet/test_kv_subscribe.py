@@ -1,6 +1,7 @@
 """Batches once and in order, whatever the sockets lose."""
 
 import contextlib
+import resource
 import uuid
 
 import msgspec
@@ -180,6 +181,20 @@ async def test_many_engines_share_one_hub_and_a_forgotten_one_is_silent():
         await until(lambda: all(len(t.numbers) == c + 100 for t, c in zip(told[1:], counts[1:], strict=True)))
         assert all(each.numbers == list(range(len(each.numbers))) for each in told)
         assert len(told[0].numbers) == counts[0]
+
+
+async def test_a_fleet_of_over_a_thousand_ranks_is_followed(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    hub = Hub(tail_poll_s=60.0)
+    told = [Told() for _ in range(1100)]
+    try:
+        for number, each in enumerate(told):
+            hub.follow(Endpoint(f"ipc://{tmp_path}/{number}", "", "kv"), each)
+        await until(lambda: all(each.openings for each in told))
+    finally:
+        await hub.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def test_an_endpoint_that_cannot_be_connected_to_is_refused():
