@@ -48,7 +48,8 @@ class WorkerSettings(HouseSettings):
     )
     engine_shutdown_s: int = Field(default=20, ge=0, description="seconds the engine may take to finish requests")
     device_profile: Literal["auto", "cpu", "gpu"] = Field(
-        default="auto", description="cpu: the settings that make vLLM's CPU build light; auto: look at the build"
+        default="auto",
+        description="cpu: the settings that an engine needs on a CPU; auto: by vLLM's build, or SGLANG_USE_CPU_ENGINE",
     )
 
     model: str = Field(default="", description="folder (or, on a GPU, hub name) of the base model")

