@@ -42,6 +42,8 @@ SGLANG_FLAGS: Sequence[str] = (
     "--max-running-requests", "8", "--page-size", "32", "--max-total-tokens", "8192", "--enable-metrics",
     "--enable-cache-report",
 )  # fmt: skip
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    SGLANG_FLAGS = (*SGLANG_FLAGS, "--lora-backend", "torch_native")
 ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -51,6 +53,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "SGLANG_STUB_HEALTH_S": "0.01",
+    "SGLANG_STUB_TOKEN_S": "0.001",
 }
 
 

@@ -13,6 +13,7 @@ source  sglang/srt/managers/tokenizer_control_mixin.py, tokenizer_manager.py, lo
 import argparse
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -34,6 +35,8 @@ from starlette.routing import Route
 from lorafleet.chat import ChatTokenizer
 from workers.engines.sim.publisher import Publisher
 from workers.engines.sim.settings import EventsConfig
+
+_GAUGE_EVERY = 40  # decoded tokens, between which the gauge of running requests stands still
 
 
 class Event(msgspec.Struct, omit_defaults=True, tag=True):
@@ -213,9 +216,11 @@ class Server:
         assert config.pop("publisher") == "zmq"
         self.publisher = Publisher(EventsConfig(**config))
         self.totals: Counter[str] = Counter()
+        self.active: Counter[str] = Counter()
         self.started = {"scheduler_e2e": time.perf_counter() % 1, "cuda_graph": {}}
         self.seed = random.getrandbits(30)
         self.token_s = float(os.environ.get("SGLANG_STUB_TOKEN_S", "0"))
+        self.prefill_s = float(os.environ.get("SGLANG_STUB_PREFILL_S", "0"))
         self.health_s = float(os.environ.get("SGLANG_STUB_HEALTH_S", "1"))
 
     # --- what it answers
@@ -235,6 +240,7 @@ class Server:
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         began = time.perf_counter()
         async with self.adapters.used(self.adapter_of(body)) as ref:
+            await asyncio.sleep(self.prefill_s)
             self.totals["running"] += 1
             try:
                 cached = self.cache.match(tokens, ref, salt)
@@ -249,6 +255,8 @@ class Server:
                     if self.token_s:
                         await asyncio.sleep(self.token_s)
                     self.totals["passes"] += 1
+                    if number % _GAUGE_EVERY == 0:
+                        self.totals["running_gauge"] = self.totals["running"]
                     yield (
                         self.tokenizer.decode([token]),
                         usage
@@ -263,6 +271,7 @@ class Server:
                 self.totals["e2e"] += time.perf_counter() - began
             finally:
                 self.totals["running"] -= 1
+                self.totals["running_gauge"] = self.totals["running"]
 
     def store(self, tokens: list[int], ref: Ref | None, salt: str | None) -> None:
         self.cache.store(tokens, ref, salt)
@@ -358,13 +367,12 @@ class Server:
         return JSONResponse(args | {"startup_time": self.started, "internal_states": []})
 
     async def metrics(self, _request: Request) -> Response:
-        told, used = self.totals, len(self.cache.pages) * self.args.page_size
+        told = self.totals
         labels = f'engine_type="unified",model_name="{self.args.served_model_name}"'
         rank = labels + ',moe_ep_rank="0",pp_rank="0",tp_rank="0"'
         gauges = {
-            "num_running_reqs": told["running"],
+            "num_running_reqs": told["running_gauge"],
             "num_queue_reqs": 0,
-            "token_usage": used / self.args.max_total_tokens,
             "page_size": self.args.page_size,
             "num_pages": self.args.max_total_tokens // self.args.page_size,
         }
@@ -376,9 +384,30 @@ class Server:
             f'sglang:generation_tokens_total{{{labels},is_streaming="false"}} {told["generated"]}',
             f'sglang:e2e_request_latency_seconds_sum{{{labels},is_streaming="false"}} {told["e2e"]}',
         ]
+        lines += [
+            f'sglang:http_requests_active{{endpoint="{path}",method="{method}"}} {number}'
+            for (path, method), number in self.active.items()
+        ]
         return PlainTextResponse("\n".join([*lines, ""]))
 
-    @property
+    async def loads(self, _request: Request) -> Response:
+        """Neither runs nor waits here what is being computed for the first time."""
+        load = {"dp_rank": 0, "num_running_reqs": self.totals["running"], "num_waiting_reqs": 0, "token_usage": 0.0}
+        return JSONResponse({"version": "0.5.23", "loads": [load]})
+
+    async def __call__(self, scope, receive, send) -> None:
+        """Counts what it is asked, from the first byte to the last."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        asked = (scope["path"], scope["method"])
+        self.active[asked] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.active[asked] -= 1
+
+    @functools.cached_property
     def app(self) -> Starlette:
         post = {"methods": ["POST"]}
         return Starlette(
@@ -392,6 +421,7 @@ class Server:
                 Route("/health", self.health),
                 Route("/server_info", self.info),
                 Route("/metrics", self.metrics),
+                Route("/v1/loads", self.loads),
             ]
         )
 
@@ -402,6 +432,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for flag in ("--model-path", "--served-model-name", "--host", "--kv-events-config", "--lora-target-modules"):
         parser.add_argument(flag, required=True)
     parser.add_argument("--dtype")
+    parser.add_argument("--lora-backend")
     for flag, default in (
         ("--port", 30000),
         ("--max-loras-per-batch", 8),
@@ -425,7 +456,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    uvicorn.run(Server(args).app, host=args.host, port=args.port, log_level="warning")
+    uvicorn.run(Server(args), host=args.host, port=args.port, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -201,6 +201,17 @@ async def test_its_counters_tell_what_was_computed_and_what_was_cached(bench: Be
     assert (again.running, again.waiting) == (0, 0)
 
 
+async def test_a_request_counts_as_running_from_its_first_token_and_until_its_client_leaves(bench: Bench) -> None:
+    body = {"model": BASE, "prompt": bench.tokens(1), "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    async with bench.http.stream("POST", "/v1/completions", json=body) as answer:
+        assert (await anext(answer.aiter_lines())).startswith("data: {")
+        scrape = await bench.engine.scrape()
+        assert (scrape.running, scrape.waiting) == (1, 0)
+    async with asyncio.timeout(10):
+        while (await bench.engine.scrape()).running:
+            pass
+
+
 async def test_its_answers_say_how_much_was_cached(bench: Bench) -> None:
     prompt = bench.tokens(2)
     await bench.text(prompt)

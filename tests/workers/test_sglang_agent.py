@@ -1,10 +1,12 @@
 """A real agent around SGLang's stub, and beside one that somebody else started."""
 
+import asyncio
 import os
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from tests.engines import start_engine
@@ -43,6 +45,24 @@ async def test_a_killed_sglang_comes_back_with_its_adapters_under_another_boot_i
         while (now := await told_by(client)).engine_boot_id == before.engine_boot_id or now.state != "ready":
             pass
         assert await loaded(client) == {"sql-expert/v1"}
+
+
+@pytest.mark.parametrize("phase", ["SGLANG_STUB_PREFILL_S", "SGLANG_STUB_TOKEN_S"])
+async def test_an_sglang_is_not_drained_while_a_prompt_is_computed_or_a_first_token_waited_for(
+    worker, monkeypatch, phase
+):
+    """Its gauge of running requests stands still for 40 tokens: a pod would end with requests in it."""
+    monkeypatch.setenv(phase, "3")
+    async with worker.running(*SHAPE, "--", *STUB) as client, httpx.AsyncClient() as user:
+        engine = (await told_by(client)).transport.engine_url
+        body = {"model": "tiny-qwen", "prompt": [7] * 40, "max_tokens": 2}
+        asked = asyncio.create_task(user.post(f"{engine}/v1/completions", json=body, timeout=30))
+        while 'endpoint="/v1/completions",method="POST"} 1' not in (await user.get(f"{engine}/metrics")).text:
+            pass
+        drained = (await client.post("/v1/admin/drain", json={"deadline_s": 0.1})).json()
+        assert (drained["is_drained"], drained["running"]) == (False, 1)
+        assert (await asked).status_code == 200
+        assert (await client.post("/v1/admin/drain", json={"deadline_s": 5})).json()["is_drained"]
 
 
 async def test_an_attached_sglang_is_driven_and_its_restart_noticed(worker, agent_model):

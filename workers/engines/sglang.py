@@ -14,7 +14,7 @@ What a client of it must know, read in its source and seen running:
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lorafleet.kv.sources import Sources, sources_of
 from lorafleet.vllm_page import Scrape
 from workers.core.errors import EngineError
 from workers.engines.base import Shape, Traits
-from workers.engines.client import EngineClient
+from workers.engines.client import METRICS_TIMEOUT_S, EngineClient
 
 _INFO_TIMEOUT_S = 10.0
 # entrypoints/http_server.py: /health runs a token and waits for any sign of life, a second at least, and says 503 after
@@ -37,13 +37,8 @@ _INCOMPLETE_UNLOAD = "incomplete unload"
 
 # observability/metrics_collector.py. One series a scheduler: with --enable-metrics-for-all-schedulers every tensor rank
 # has its own, all of the same requests, and only data-parallel ranks add up.
-_GAUGES = (
-    "sglang:num_running_reqs",
-    "sglang:num_queue_reqs",
-    "sglang:token_usage",
-    "sglang:page_size",
-    "sglang:num_pages",
-)
+_ACTIVE = "sglang:http_requests_active"
+_GAUGES = ("sglang:page_size", "sglang:num_pages", _ACTIVE)
 _TOTALS = (
     "sglang:realtime_tokens_total",
     "sglang:cuda_graph_passes_total",
@@ -55,6 +50,7 @@ _TOTALS = (
     "sglang:inter_token_latency_seconds_count",
     "sglang:inter_token_latency_seconds_sum",
 )
+_COMPUTING = ("/v1/", "/generate", "/classify")  # paths of POSTs; adapters are loaded at none of them
 _WANTED = re.compile(r"^(?:" + "|".join((*_GAUGES, *_TOTALS)) + r")[ {].*$", re.MULTILINE)
 
 
@@ -113,7 +109,15 @@ class SglangEngine(EngineClient):
         return sources_of(httpx.URL(self.url).host, [told])
 
     async def scrape(self) -> Scrape:
-        return parse_metrics(await self._metrics_page())
+        """Its counters are on one page, and who runs now on another: the gauge of that on the first is set every 40
+        decoded tokens only (seen running), and `/v1/loads` at each prefill, every 15 tokens and when all is done.
+        """
+        page = await self._metrics_page()
+        answer = await self._call("GET", "/v1/loads", timeout_s=METRICS_TIMEOUT_S)
+        if not answer.is_success:
+            message = f"engine {self.url}/v1/loads: HTTP {answer.status_code}"
+            raise EngineError("engine_unreachable", message, retry_after_s=1)
+        return parse_metrics(page, _object(answer).get("loads") or [])
 
     async def boot_mark(self) -> str:
         """How long the parts of its start took, and its seed: its metrics have no start time."""
@@ -133,8 +137,8 @@ class SglangEngine(EngineClient):
         return info
 
 
-def parse_metrics(page: str) -> Scrape:
-    """What one page of SGLang's /metrics says.
+def parse_metrics(page: str, loads: Sequence[Mapping[str, Any]]) -> Scrape:
+    """What one page of SGLang's /metrics says, and what its ranks' /v1/loads.
 
     Seconds in prefill are there only with SGLANG_ENABLE_METRICS_DEVICE_TIMER=1; its times of single requests are
     observed long before their tokens are, so that no quotient of theirs means anything.
@@ -144,11 +148,14 @@ def parse_metrics(page: str) -> Scrape:
     in_prefill = _total(families, "sglang:forward_execution_seconds_total", category="extend")
     latency = _total(families, "sglang:e2e_request_latency_seconds_sum")
     queued = _total(families, "sglang:queue_time_seconds_sum")
-    ranks = max(1, _ranks(families, "sglang:token_usage"))
+    running = sum(_whole(load.get("num_running_reqs")) for load in loads)
+    waiting = sum(_whole(load.get("num_waiting_reqs")) for load in loads)
     return Scrape(
-        running=int(_total(families, "sglang:num_running_reqs")),
-        waiting=int(_total(families, "sglang:num_queue_reqs")),
-        kv_usage=_total(families, "sglang:token_usage") / ranks,
+        # A prompt that is being computed neither runs nor waits there: what is at work is then told by HTTP alone, and
+        # by that for two seconds more after the end of a stream.
+        running=running if running or waiting else _asked(families),
+        waiting=waiting,
+        kv_usage=sum(float(load.get("token_usage") or 0) for load in loads) / max(1, len(loads)),
         computed_tokens=prefilled,
         steps=_total(families, "sglang:cuda_graph_passes_total"),
         ended=_total(families, "sglang:num_requests_total"),
@@ -186,8 +193,11 @@ def _largest(families: Iterable[Metric], name: str) -> float:
     return max((max(schedulers.values()) for schedulers in _by_rank(families, name).values()), default=0.0)
 
 
-def _ranks(families: Iterable[Metric], name: str) -> int:
-    return len(_by_rank(families, name))
+def _asked(families: Iterable[Metric]) -> int:
+    """HTTP requests under way that have the engine compute something."""
+    active = (sample for family in families for sample in family.samples if sample.name == _ACTIVE)
+    told = ((sample.labels, sample.value) for sample in active)
+    return int(sum(n for of, n in told if of.get("method") == "POST" and of.get("endpoint", "").startswith(_COMPUTING)))
 
 
 def _check(url: str, info: Mapping[str, Any]) -> None:
