@@ -66,6 +66,7 @@ class Ref:
     name: str
     path: str
     digest: bytes
+    is_deadly: bool
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -152,7 +153,7 @@ class Adapters:
         async with self.lock:
             if name in self.registry:
                 raise Refused(f"Failed to load LoRA adapter {name} because it is already loaded")
-            ref = Ref(name, path, _read_adapter(name, Path(path), self.max_rank))
+            ref = Ref(name, path, _read_adapter(name, Path(path), self.max_rank), _is_deadly(Path(path)))
             self.registry[name] = self.ever[name] = ref
             while self.max_loaded is not None and len(self.registry) > self.max_loaded:
                 await self._unload(next(iter(self.registry)))
@@ -183,6 +184,8 @@ class Adapters:
             except (Refused, OSError) as exc:
                 raise Refused(f"Failed to implicitly load LoRA adapter {name}: {exc}") from exc
         ref = self.registry[name]
+        if ref.is_deadly:
+            os._exit(1)
         self.registry.move_to_end(name)
         self.running[ref.id] += 1
         try:
@@ -204,6 +207,17 @@ def _read_adapter(name: str, path: Path, max_rank: int) -> bytes:
             " and that the target modules are included in `--lora-target-modules`."
         )
     return hashlib.sha256((path / "adapter_model.safetensors").read_bytes()).digest()
+
+
+def _is_deadly(path: Path) -> bool:
+    """What SGLang loads and dies of at the first request: other ranks than r, half of a module that it fuses."""
+    rank = json.loads((path / "adapter_config.json").read_text())["r"]
+    with (path / "adapter_model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    shapes = {name: entry["shape"] for name, entry in header.items() if name.endswith("lora_A.weight")}
+    leaves = {name.split(".")[-3] for name in shapes}
+    halves = (leaves & {"k_proj", "v_proj"} and "q_proj" not in leaves) or "gate_proj" not in leaves >= {"up_proj"}
+    return bool(halves) or any(shape[0] != rank for shape in shapes.values())
 
 
 class Server:

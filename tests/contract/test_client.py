@@ -18,6 +18,7 @@ from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import TRAITS, Ledger, Tier
 from router.dress import dialect_of
 from tests.engines import RunningEngine, start_engine
+from tests.workers.broken import Case, pairs
 from workers.core.errors import EngineError
 from workers.engines.base import Engine
 from workers.engines.kinds import connect
@@ -296,6 +297,54 @@ async def test_a_bare_name_gets_the_base_models_answer_so_no_list_can_be_had_by_
     answer = await bench.http.post("/v1/completions", json=body)
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["text"] == await bench.text(prompt)
+
+
+ATTENTION = {"self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "self_attn.v_proj": (128, 256)}
+GATED = {"mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256), "mlp.down_proj": (256, 512)}
+
+
+def of(*leaves: str) -> dict[str, Any]:
+    """An adapter on these modules alone."""
+    modules = {name: shape for name, shape in (ATTENTION | GATED).items() if name.split(".")[1] in leaves}
+    return {"config": {"target_modules": list(leaves)}, "tensors": lambda _: pairs(modules=modules)}
+
+
+@only_sglang
+@pytest.mark.parametrize(
+    ("flaw", "said"),
+    [
+        ({"config": {"use_rslora": True}, "tensors": of("q_proj", "v_proj")["tensors"]}, "use_rslora"),
+        ({"config": {"alpha_pattern": {"q_proj": 4}}, "tensors": of("q_proj", "v_proj")["tensors"]}, "alpha_pattern"),
+        (
+            {
+                "config": {"rank_pattern": {"down_proj": 4}},
+                "tensors": lambda _: pairs(modules=GATED) | pairs(4, modules={"mlp.down_proj": (256, 512)}),
+            },
+            "rank 4, r is 8",
+        ),
+        (of("q_proj"), "q_proj alone"),
+        (of("q_proj", "k_proj"), "k_proj, q_proj alone"),
+        (of("v_proj"), "v_proj alone"),
+        (of("k_proj", "v_proj"), "k_proj, v_proj alone"),
+        (of("up_proj"), "up_proj alone"),
+    ],
+)
+async def test_an_adapter_that_it_would_die_of_or_scale_otherwise_is_refused(
+    bench: Bench, tmp_path: Path, flaw: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(EngineError, match=said) as refused:
+        await bench.engine.load("flawed@1", Case("flawed", None, **flaw).write(tmp_path), timeout_s=30)
+    assert refused.value.code == "adapter_refused"
+    assert await bench.engine.adapters() == {}
+
+
+@only_sglang
+@pytest.mark.parametrize("leaves", [("q_proj", "v_proj"), ("gate_proj",), ("down_proj",)])
+async def test_an_adapter_on_some_modules_is_taken_and_answers(
+    bench: Bench, tmp_path: Path, leaves: tuple[str, ...]
+) -> None:
+    await bench.engine.load("part@1", Case("part", None, **of(*leaves)).write(tmp_path), timeout_s=30)
+    assert await bench.text(bench.tokens(1), "part@1")
 
 
 @only_sglang

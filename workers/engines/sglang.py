@@ -11,6 +11,7 @@ What a client of it must know, read in its source and seen running:
 - An unload waits for the adapter's requests, and no load begins meanwhile (managers/tokenizer_control_mixin.py).
 """
 
+import asyncio
 import hashlib
 import json
 import re
@@ -27,6 +28,7 @@ from lorafleet.vllm_page import Scrape
 from workers.core.errors import EngineError
 from workers.engines.base import Shape, Traits
 from workers.engines.client import METRICS_TIMEOUT_S, EngineClient
+from workers.engines.sglang_adapters import refusal_of
 
 _INFO_TIMEOUT_S = 10.0
 # entrypoints/http_server.py: /health runs a token and waits for any sign of life, a second at least, and says 503 after
@@ -61,6 +63,9 @@ class SglangEngine(EngineClient):
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
         """Raises EngineError: `adapter_refused` with the engine's reason, `engine_timeout`, `engine_unreachable`."""
+        base = Path(str((await self._info()).get("model_path") or ""))
+        if why := await asyncio.to_thread(refusal_of, path, base):
+            raise EngineError("adapter_refused", f"load {name}: {why}; see docs/engines.md")
         body = {"lora_name": name, "lora_path": str(path)}
         try:
             answer = await self._call("POST", "/load_lora_adapter", body=body, timeout_s=timeout_s)

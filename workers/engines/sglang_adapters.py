@@ -1,0 +1,84 @@
+"""Which adapters SGLang 0.5.23 does not serve as they were trained, of those that an agent's checks let pass.
+
+It loads most of them with 200. Then it dies of the first request on one, or answers it with weights that are scaled
+otherwise (lora/lora.py LoRAAdapter, lora/mem_pool.py load_lora_weight_to_buffer; each seen running).
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from workers.core.errors import SourceError
+from workers.core.manifest import WEIGHTS_NAME
+from workers.core.peft import CONFIG_NAME
+from workers.verify import read_base_model, read_tensors
+
+_A = (".lora_A.weight", ".lora_embedding_A")
+_PREFIX = "base_model.model."
+
+
+def refusal_of(folder: Path, base: Path | None) -> str:
+    """Why it is not to be loaded, or "". Reads a config and a header; of what it can't read the engine knows more.
+
+    base  the base model's folder, where it is at hand
+    """
+    try:
+        config = json.loads((folder / CONFIG_NAME).read_bytes())
+        tensors = read_tensors(folder / WEIGHTS_NAME)
+    except (OSError, ValueError, SourceError):
+        return ""
+    if not isinstance(config, dict):
+        return ""
+    ranks = {
+        name.removeprefix(_PREFIX).removesuffix(suffix): tensor.shape[0]
+        for name, tensor in tensors.items()
+        for suffix in _A
+        if name.endswith(suffix) and tensor.shape
+    }
+    return _scaled_otherwise(config) or _of_two_ranks(config, ranks) or _half_of_what_is_fused(ranks, _gated(base))
+
+
+def _scaled_otherwise(config: Mapping[str, Any]) -> str:
+    """It scales by lora_alpha / r, whatever else a config says."""
+    if config.get("use_rslora") and config.get("r") != 1:
+        return "use_rslora: SGLang scales by lora_alpha / r all the same; accepted is lora_alpha times sqrt(r) instead"
+    alphas = config.get("alpha_pattern") or {}
+    if isinstance(alphas, dict) and any(alpha != config.get("lora_alpha") for alpha in alphas.values()):
+        return "alpha_pattern: SGLang scales every module by lora_alpha / r; accepted is one lora_alpha"
+    return ""
+
+
+def _of_two_ranks(config: Mapping[str, Any], ranks: Mapping[str, int]) -> str:
+    other = next((module for module, rank in ranks.items() if rank != config.get("r")), None)
+    if other is None:
+        return ""
+    message = f"module {other} has rank {ranks[other]}, r is {config.get('r')!r}: SGLang dies of such a one"
+    return f"{message}; accepted is one rank"
+
+
+def _half_of_what_is_fused(modules: Iterable[str], is_gated: Callable[[str], bool]) -> str:
+    """Query, key and value are one module there, and so are gate and up: k and up may be left out, others not."""
+    leaves: dict[str, set[str]] = {}
+    for module in modules:
+        parent, _, leaf = module.rpartition(".")
+        leaves.setdefault(parent, set()).add(leaf)
+    for parent, found in leaves.items():
+        if found & {"q_proj", "k_proj", "v_proj"} and not found >= {"q_proj", "v_proj"}:
+            named = ", ".join(sorted(found & {"q_proj", "k_proj", "v_proj"}))
+            return f"{parent} has {named} alone: SGLang dies of such a one; accepted are q_proj and v_proj together"
+        if "up_proj" in found and "gate_proj" not in found and is_gated(f"{parent}.gate_proj"):
+            return f"{parent} has up_proj alone: SGLang dies of such a one; accepted is up_proj with gate_proj"
+    return ""
+
+
+def _gated(base: Path | None) -> Callable[[str], bool]:
+    """Whether the base model has this gate; where nobody can tell it is said to."""
+    try:
+        found = read_base_model(base) if base is not None and base.is_dir() else None
+    except (OSError, ValueError, SourceError):
+        found = None
+    if found is None:
+        return lambda _gate: True
+    names = found.named()
+    return lambda gate: names.find(gate) is not None
