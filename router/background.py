@@ -82,13 +82,13 @@ class Background:
         self._most_of_tenant = max(1, int(most * tenant_share))
         self._timeout_s = timeout_s
         self._idle_s = idle_s
-        self._running: dict[str, list[_Running]] = {}
+        self._running: dict[str, _Running] = {}
         self._tenants: Counter[str] = Counter()
         self._is_closed = False
 
     def __len__(self) -> int:
         """How many are followed."""
-        return self._tenants.total()
+        return len(self._running)
 
     def check_room(self, tenant: str) -> None:
         """Raises Saturated when one more would be too many."""
@@ -103,42 +103,38 @@ class Background:
             )
 
     def follow(self, response_id: str, there: Incarnation, tenant: str, over: Over, *, shown_tokens: int = 0) -> None:
-        """Tell `over` when this response is: its usage, or None where nobody knows it, and how many of its tokens a
-        client has been sent.
+        """Tell `over` when this response, the only one of its id, is: its usage, or None where nobody knows it, and how
+        many of its tokens a client has been sent.
         """
         if self._is_closed:
             over(None, shown_tokens)
             return
-        running = _Running(response_id, there, tenant, over, shown_tokens)
-        # A client may name several alike: its engine keeps the last that was queued or ended, and answers for all.
-        self._running.setdefault(response_id, []).append(running)
+        running = self._running[response_id] = _Running(response_id, there, tenant, over, shown_tokens)
         self._tenants[tenant] += 1
         running.task = asyncio.create_task(self._until_over(running))
 
     def seen(self, response_id: str, body: bytes) -> None:
         """A client was told this of a response, which may be its end."""
-        if response_id in self._running and _is_over(body):
-            for running in list(self._running[response_id]):
-                self._end(running, usage_of("responses", body))
+        running = self._running.get(response_id)
+        if running is not None and _is_over(body):
+            self._end(running, usage_of("responses", body))
 
     def shown(self, response_id: str, tokens: int) -> None:
         """A client was sent so many of its tokens."""
-        for running in self._running.get(response_id, ()):
+        running = self._running.get(response_id)
+        if running is not None:
             running.shown_tokens = max(running.shown_tokens, tokens)
 
     async def close(self) -> None:
         """Follow none any more."""
         self._is_closed = True
-        found = [running for alike in self._running.values() for running in alike]
+        found = list(self._running.values())
         for running in found:
             self._end(running, None)
         await asyncio.gather(*(running.task for running in found if running.task), return_exceptions=True)
 
     def _end(self, running: _Running, usage: EngineUsage | None) -> None:
-        alike = self._running[running.response_id]
-        alike.remove(running)
-        if not alike:
-            del self._running[running.response_id]
+        del self._running[running.response_id]
         self._tenants[running.tenant] -= 1
         if not self._tenants[running.tenant]:
             del self._tenants[running.tenant]

@@ -429,8 +429,12 @@ class Journey(msgspec.Struct, eq=False):
         given = self.question.decoded.get("request_id")
         if given is not None and not isinstance(given, str):
             return ""  # for the engine to refuse
+        is_background = self.question.decoded.get("background")
+        if is_background and given is not None:
+            # Of two with one id the engine keeps one, and its end would be taken for the other's.
+            given = f"{given}-{token_hex(8)}"
         response_id = tagged_response_id(given, token_hex(16), tenant=self.caller.tenant, worker=replica.id)
-        if self.question.decoded.get("background"):
+        if is_background:
             self.background_id = response_id
         return response_id
 

@@ -268,16 +268,20 @@ async def test_one_tenant_does_not_take_all_that_may_be_under_way(tmp_path):
         assert statuses == [200, 429, 200]
 
 
-async def test_several_of_one_name_are_over_together():
+async def test_several_of_one_name_are_several_and_each_counts_until_it_is_over():
     engine = Keeper("w0")
     busy = Control(figures=Load(running=1))
     async with fleet(engine, control=busy) as (client, _, parts):
-        for _ in range(3):
-            assert (await client.post(RESPONSES, json=ASK | {"request_id": "mine"})).status_code == 200
-        assert (len(engine.kept), len(parts.background)) == (1, 3)
+        for name in ("mine", "mine", "m" * 128):
+            assert (await client.post(RESPONSES, json=ASK | {"request_id": name})).status_code == 200
+        assert [name.partition("-")[0] for name in engine.kept][:2] == ["mine", "mine"]
+        assert (len(engine.kept), len(parts.background)) == (3, 3)
+        first = next(iter(engine.kept.values()))
+        first |= {"status": "completed", "usage": USAGE}
+        await until(lambda: len(parts.background) == 2)
+        assert in_flight(parts) == [("w0", 2)]
         engine.over()
         await over(parts)
-        assert not len(parts.background)
 
 
 async def test_a_router_that_stops_waits_for_none_and_leaves_no_task(tmp_path):
