@@ -56,6 +56,7 @@ class Watcher:
         self._is_leading = is_leading
         self._on_lease_lost = on_lease_lost
         self._claimed: dict[str, int] = {}
+        self._refused: dict[str, int] = {}  # worker_id -> our epoch that it refused last
         self._clock = clock
 
     def hear(self, report: Metadata) -> None:
@@ -82,18 +83,34 @@ class Watcher:
             fresh = await self._agents.claim(
                 entry.report.agent_url, key=f"claim-{epoch}", timeout_s=self._settings.probe_timeout_s
             )
+        except LeaseLost as exc:
+            self._judge_refusal(worker_id, epoch, exc)
+            raise
         except Transient as exc:
             if exc.code not in ("not_found", "method_not_allowed"):
                 raise
             # An agent of the version before: our first action there tells it the epoch.
         else:
+            self._refused.pop(worker_id, None)
             if fresh.instance_id == worker_id:
                 self.hear(fresh)
         self._claimed[worker_id] = epoch
 
+    def _judge_refusal(self, worker_id: str, epoch: int, exc: LeaseLost) -> None:
+        """Raises Transient where it is this one agent's trouble: one that cannot be claimed must end no more terms.
+
+        It refused us before, the lease was still ours then, and though we are above that epoch and above all that it
+        reports, it refuses again. It is not acted on; that needs no other leader.
+        """
+        if self._is_leading() and self._refused.get(worker_id, epoch) < epoch:
+            message = f"worker {worker_id} refuses epoch {epoch}, though it reports none above it; restart its agent"
+            raise Transient(f"{message}: {exc}", code="stale_epoch") from exc
+        self._refused[worker_id] = epoch
+
     def claim_all(self) -> None:
         """Claim everybody, each in its own task; whoever cannot be reached now is claimed before it is acted on."""
         self._claimed.clear()
+        self._refused = {name: at for name, at in self._refused.items() if name in self._fleet.entries}
         for worker_id in self._fleet.entries:
             self._tasks.spawn(self._try_to_claim(worker_id))
 

@@ -107,6 +107,29 @@ async def test_an_epoch_that_nobody_can_have_had_ends_no_term_and_is_not_written
     assert (await house.adapter())["workers"] == ["w0"]
 
 
+async def test_an_agent_that_refuses_every_epoch_and_reports_none_ends_one_term_and_no_more(house):
+    class Contrary(FakeAgent):
+        def metadata(self):
+            return super().metadata() | {"epoch": 0}
+
+    contrary = Contrary("w1", slots=64)
+    contrary.epoch = 10**9
+    await house.worker("w0")
+    await house.join(contrary)
+    await house.register()
+    while house.reconciler.is_leading:  # perhaps somebody newer leads: the lease is looked at
+        house.reconciler.ensure("sql/v1", Want(replicas=2))
+        await house.turn()
+    await house.whole.leadership.step()
+    await house.reconciler.settled()
+    assert house.reconciler.is_leading
+    await house.ensure(replicas=2)
+    await house.settle()
+    assert (await house.adapter())["workers"] == ["w0"]
+    assert "w1 refuses epoch" in (await house.adapter())["error"]
+    assert house.store.epoch == 2
+
+
 async def test_an_agents_error_that_cannot_be_written_as_text_keeps_no_list_and_no_catalog_from_anybody(house):
     agent = await house.worker()
     await house.register()
