@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from lorafleet import logs
 from lorafleet.auth import Keys, refuse_open_server
+from lorafleet.files import write_whole
 from lorafleet.http import install_error_handlers
 from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
@@ -156,7 +157,7 @@ def disk_of(settings: WorkerSettings) -> Disk:
     """The cache folder under a name that no other agent has, also after a restart. Raises OSError."""
     file = settings.state / "agent_id"
     if not file.exists():
-        file.write_text(uuid.uuid4().hex[:12])
+        write_whole(file, uuid.uuid4().hex[:12].encode())  # half of it would be a name that others have, too
     settings.cache_dir.mkdir(parents=True, exist_ok=True)
     return Disk(
         settings.cache_dir,

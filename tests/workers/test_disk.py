@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from lorafleet.tiny import make_adapter
 from tests.workers.running import SIM, RunningWorker, code, loaded, post, until
+from workers.app import disk_of
 from workers.cache import Cache
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
@@ -186,6 +188,19 @@ async def test_of_a_full_cache_only_what_is_in_use_counts_as_held(tmp_path):
     assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 100, 2)
     await cache.sweep(NOBODY, NOBODY, lists)
     assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 0, 2)
+
+
+def test_an_agent_that_a_full_disk_kept_from_its_first_start_has_a_name_of_its_own_at_the_next(tmp_path):
+    settings = WorkerSettings(model="m", state_dir=tmp_path, cache_dir=tmp_path / "cache")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            disk_of(settings)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    disk_of(settings)
+    assert len((tmp_path / "agent_id").read_text()) == 12
 
 
 def test_how_much_room_there_is_costs_no_look_into_each_of_thousands_of_adapters(tmp_path):
