@@ -335,6 +335,15 @@ class Server:
             said += text
         return JSONResponse(head | {"choices": [choice(said, delta=False)], "usage": usage})
 
+    async def respond(self, request: Request) -> Response:
+        """From the base model, whatever adapter `model` names."""
+        body = await request.json()
+        chat = {"messages": [{"role": "user", "content": body["input"]}], "max_tokens": body["max_output_tokens"]}
+        said = "".join([text async for text, _ in self.generate(chat, self.tokenizer.chat_ids(chat)) if text])
+        content = [{"type": "output_text", "text": said, "annotations": []}]
+        message = {"id": "msg_1", "type": "message", "role": "assistant", "content": content}
+        return JSONResponse({"id": "resp_1", "object": "response", "model": body["model"], "output": [message]})
+
     async def tokenize(self, request: Request) -> Response:
         body = await request.json()
         if body.get("messages") is not None:
@@ -428,6 +437,7 @@ class Server:
             routes=[
                 Route("/v1/chat/completions", self.chat, **post),
                 Route("/v1/completions", self.complete, **post),
+                Route("/v1/responses", self.respond, **post),
                 Route("/tokenize", self.tokenize, **post),
                 Route("/v1/models", self.models),
                 Route("/load_lora_adapter", self.load, **post),

@@ -348,6 +348,23 @@ async def test_an_adapter_on_some_modules_is_taken_and_answers(
 
 
 @only_sglang
+async def test_a_response_is_the_base_models_whatever_adapter_is_named(bench: Bench) -> None:
+    await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
+
+    async def said(path: str, model: str, body: dict[str, Any]) -> str:
+        answer = await bench.http.post(path, json={"model": model, "temperature": 0} | body)
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        return str(told["output"][0]["content"][0]["text"] if "output" in told else told["choices"][0])
+
+    response, chat = {"input": "hi", "max_output_tokens": 8}, {"messages": [{"role": "user", "content": "hi"}]}
+    adapter = bench.dialect.model(BASE, "sql/v1@1")
+    assert await said("/v1/responses", adapter, response) == await said("/v1/responses", BASE, response)
+    path = "/v1/chat/completions"
+    assert await said(path, adapter, chat | {"max_tokens": 8}) != await said(path, BASE, chat | {"max_tokens": 8})
+
+
+@only_sglang
 async def test_an_unloaded_adapter_comes_back_when_it_is_asked_for_and_is_listed_again(
     bench: Bench, tmp_path: Path
 ) -> None:
