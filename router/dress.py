@@ -171,10 +171,12 @@ class Dialect:
 
     model  (base model, engine name or "") -> what goes into `model`, and comes back in the answer
     dress  (body, that name, wishes) -> the bytes to send
+    paths  at which that name selects the adapter; None: at each. Elsewhere the base model answers under its name
     """
 
     model: Callable[[str, str], str]
     dress: Callable[..., bytes]
+    paths: frozenset[str] | None = None
 
 
 def _vllm_model(base_model: str, engine_name: str) -> str:
@@ -191,20 +193,39 @@ def _sglang_model(base_model: str, engine_name: str) -> str:
     return f"{base_model}:{engine_name}" if engine_name else base_model
 
 
+# SGLang 0.5.23: all others take an adapter's name and leave it at that (entrypoints/openai/serving_*.py); /v1/responses
+# and /v1/score, seen running, answer from the base model, with 200.
+_SGLANG_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+
 # By the kind that a worker's agent reports (`transport.dialect` of its metadata). The sim speaks vLLM's.
 DIALECTS: Mapping[str, Dialect] = {
     "vllm": Dialect(_vllm_model, dress_vllm),
-    "sglang": Dialect(_sglang_model, dress_sglang),
+    "sglang": Dialect(_sglang_model, dress_sglang, _SGLANG_PATHS),
 }
 
 
-def dialect_of(kind: str, *, engine_name: str) -> Dialect:
+def dialect_of(kind: str, *, engine_name: str, path: str = "/v1/completions") -> Dialect:
     """How to speak to this kind of engine.
 
-    raises  ReplicaUnreachable for an adapter on a kind that we do not know: it might answer from the base model
+    raises  ReplicaUnreachable for an adapter on a kind that we do not know: it might answer from the base model;
+            BadBody at a path where a known one would. Another replica is not asked for: the adapter would be loaded
+            on one after the other
     """
     known = DIALECTS.get(kind)
     if known is not None:
+        if engine_name and known.paths is not None and path not in known.paths:
+            message = f"this adapter is served by {kind}, which answers {path} from the base model"
+            raise BadBody(f"{message}; there are /v1/chat/completions, /v1/completions and /v1/messages", param="model")
         return known
     if engine_name:
         raise ReplicaUnreachable(

@@ -391,7 +391,7 @@ class Journey(msgspec.Struct, eq=False):
     def _call(self, flight: Flight, tokens: Tokens) -> Call:
         parts, question, ask = self.parts, self.question, flight.prompt.ask
         route, replica = question.route, flight.replica
-        dialect = dialect_of(replica.dialect, engine_name=ask.engine_name)
+        dialect = dialect_of(replica.dialect, engine_name=ask.engine_name, path=route.path)
         model = dialect.model(flight.target.base_model, ask.engine_name)
         sends_ids = (
             tokens.source == "local"

@@ -64,3 +64,10 @@ class TestTwoSglangWorkers(FleetSuite):
             listed = fleet.get(f"{metadata['transport']['engine_url']}/v1/models")["data"]
             names = {lora["engine_name"] for lora in metadata["lora"]["loaded_loras"] if lora["state"] == "ready"}
             assert {item["id"] for item in listed if item["parent"]} == names
+
+    def test_what_sglang_answers_from_the_base_model_alone_is_refused_for_an_adapter(self, fleet: Fleet) -> None:
+        body = {"input": fresh_prompt(), "max_output_tokens": 8}
+        url = f"{fleet.router}/v1/responses"
+        assert fleet.http("POST", url, json=body | {"model": "tiny-qwen"}).status_code == 200
+        refused = fleet.http("POST", url, json=body | {"model": SQL})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request_body")

@@ -58,6 +58,28 @@ async def test_sglang_is_asked_for_base_and_adapter_and_the_client_sees_the_name
     assert {body["model"] for body in engine.bodies} == {f"{BASE}:{engine_name('sql/v1', DIGEST)}"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/responses", {"input": "x", "stream": True}),
+        ("/v1/score", {"query": "x", "items": ["y"]}),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+        ("/classify", {"input": "x"}),
+        ("/v1/systemone", {"state": "x", "questions": []}),
+    ],
+)
+async def test_where_sglang_answers_for_an_adapter_from_the_base_model_it_is_not_asked(path, body):
+    engine = Engine("w0")
+    async with fleet(engine, control=speaking(with_sql("w0"), w0="sglang")) as (client, _, parts):
+        refused = await client.post(path, json={**body, "model": "sql/v1"})
+        assert refused.status_code == 400, refused.text
+        assert f"sglang, which answers {path} from the base model" in refused.json()["error"]["message"]
+        assert (await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})).status_code == 200
+        assert parts.mind.load.in_flight_tokens(BASE) == 0
+    assert [body["model"] for body in engine.bodies] == [f"{BASE}:{engine_name('sql/v1', DIGEST)}"]
+
+
 async def test_sglangs_own_errors_reach_the_client_in_openais_envelope():
     async def refuses(engine, body):
         told = {"object": "error", "message": "too long", "type": "BadRequestError", "param": None, "code": 400}
