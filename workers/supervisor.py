@@ -216,7 +216,8 @@ class Supervisor:
         assert self._process is not None
         code = await self._process.wait()
         await self._process.end()
-        return f"{what} with status {code}; its output ends:\n{self._process.tail}"
+        # The first line stands alone where everybody may read it: see `/ready`.
+        return f"{what} (status {code})\nits output ends:\n{self._process.tail}"
 
     def _host(self) -> str:
         """Where the engine is reached from here."""

@@ -411,7 +411,7 @@ async def test_readiness_gives_strangers_no_line_of_the_engines_output(worker):
     async with worker.running("--engine-args=--hf-token=very-secret", *quiet, until_ready=False) as client:
         await until_state(client, "engine_down")
         said = (await client.get("/ready")).json()["error"]["message"]
-        assert "did not start" in said
+        assert said == "engine_down: the engine did not start (status 2)"
         assert "very-secret" not in said
     assert "very-secret" not in (worker.folder / "agent.log").read_text().split("its output ends")[0]
 
