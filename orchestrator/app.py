@@ -189,7 +189,7 @@ def build(
         retry_after_s=settings.lease_renew_s,
         clock=clock,
     )
-    app.add_middleware(JsonBodies)  # the outermost: also what is handed on is no longer than that
+    app.add_middleware(JsonBodies)  # the outermost: what is handed on to the leader is looked at, too
     return whole
 
 

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from lorafleet import logs
 from lorafleet.auth import Keys, refuse_open_server
 from lorafleet.files import write_whole
-from lorafleet.http import install_error_handlers
+from lorafleet.http import JsonBodies, install_error_handlers
 from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
 from workers.agent import Agent
@@ -135,6 +135,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     )
     app.include_router(build_router(agent, keys))
     install_error_handlers(app, WorkerError)
+    app.add_middleware(JsonBodies)
     return Worker(app, agent)
 
 

@@ -3,10 +3,10 @@
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 WIRE = 1
 KV_HASHING = 1
@@ -30,18 +30,6 @@ AgentEventType = Literal[
     "SUSPECT",
     "TRUSTED",
 ]
-
-
-def _told_on(text: str) -> str:
-    """The same; raises ValueError for half a surrogate pair, which no answer and no heartbeat could repeat."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        raise ValueError("must be text: half a surrogate pair is none") from exc
-    return text
-
-
-Text = Annotated[str, AfterValidator(_told_on)]
 
 
 class _Wire(BaseModel):
@@ -200,21 +188,21 @@ class LoadRequest(_Wire):
     secret  name/key of the credentials for the source, a file below this worker's `secrets_dir`
     """
 
-    lora_id: Text
-    lora_path: Text | None = None
-    source: Text | None = None
-    base_model: Text | None = None
-    digest: Text | None = None
-    secret: Text | None = None
-    evict: Text | None = None
+    lora_id: str
+    lora_path: str | None = None
+    source: str | None = None
+    base_model: str | None = None
+    digest: str | None = None
+    secret: str | None = None
+    evict: str | None = None
     wire: int = WIRE
 
 
 class UnloadRequest(_Wire):
     """`POST /v1/admin/unload_lora`. Without a digest every version of the adapter goes."""
 
-    lora_id: Text
-    digest: Text | None = None
+    lora_id: str
+    digest: str | None = None
     wire: int = WIRE
 
 
@@ -224,11 +212,11 @@ class InspectRequest(_Wire):
     digest  as it was registered: the caller compares it, and a worker that cannot read the bytes has to believe it
     """
 
-    lora_id: Text
-    source: Text
-    base_model: Text | None = None
-    digest: Text | None = None
-    secret: Text | None = None
+    lora_id: str
+    source: str
+    base_model: str | None = None
+    digest: str | None = None
+    secret: str | None = None
     wire: int = WIRE
 
 
