@@ -80,7 +80,7 @@ class JsonBodies:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or "json" not in Request(scope).headers.get("content-type", ""):
+        if scope["type"] != "http" or "json" not in Request(scope).headers.get("content-type", "").lower():
             await self._app(scope, receive, send)
             return
         parts, is_more = [], True

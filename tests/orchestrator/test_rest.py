@@ -71,9 +71,9 @@ async def test_a_body_that_is_wrong_is_400_and_registers_nothing(house, body):
         ("POST", "/v1/adapters", '{"lora_id": "x", "source": "s"}'.encode("utf-16")),
     ],
 )
-async def test_what_only_python_takes_for_json_is_400_and_leaves_every_list_readable(house, method, path, body):
-    headers = {"content-type": "application/json"}
-    answer = await house.http.request(method, path, content=body, headers=headers)
+@pytest.mark.parametrize("said", ["application/json", "Application/JSON; charset=utf-8"])
+async def test_what_only_python_takes_for_json_is_400_and_leaves_every_list_readable(house, method, path, body, said):
+    answer = await house.http.request(method, path, content=body, headers={"content-type": said})
     assert (answer.status_code, code(answer)) == (400, "invalid_request")
     assert answer.json()["error"]["message"].startswith("the body is not JSON: ")
     for listed in ("/v1/adapters", "/v1/catalog", "/v1/history", "/v1/policy"):
