@@ -152,7 +152,7 @@ def test_a_changed_file_is_in_force_at_once_and_a_broken_one_changes_nothing(tmp
 
 @contextlib.contextmanager
 def no_more_files():
-    """Nothing can be opened, though everything is there: a failure that no stamp of a file shows."""
+    """Nothing can be opened or connected to, though everything is there."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:

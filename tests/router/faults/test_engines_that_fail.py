@@ -1,12 +1,11 @@
 """Engines that refuse, break off at any byte, hang, trickle or talk nonsense, behind a whole router."""
 
 import asyncio
-import contextlib
 import json
-import resource
 
 import pytest
 
+from tests.lorafleet.test_auth import no_more_files
 from tests.router.faults.house import (
     BASE,
     DONE,
@@ -51,24 +50,13 @@ async def test_an_engine_that_refuses_is_passed_over_and_a_fleet_that_does_is_a_
         assert "127.0.0.1" not in answer.text
 
 
-@contextlib.contextmanager
-def no_descriptors():
-    """No connection can be had, though everybody is there."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 async def test_that_the_router_has_no_descriptors_left_is_not_held_against_an_engine():
     async with house(1, breaker_failures=1) as router:
         assert (await router.ask("first")).status_code == 200
         for waiting in list(router.parts.pool._idle.values()):
             for connection in list(waiting):
                 connection.close()
-        with no_descriptors():
+        with no_more_files():
             refused = await router.ask("x")
         assert error_of(refused) == (503, "no_replica")
         assert not router.parts.mind.breaker._shut
