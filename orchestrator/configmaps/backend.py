@@ -243,8 +243,8 @@ class ConfigMaps:
 
     def is_leaving(self, table: str, key: str, name: str) -> bool:
         """Whether this very object is to be deleted, because what it says is."""
-        found = self.mirror.objects.get(name)
-        return found is not None and self.drafts.leaving.get((table, key)) == (name, uid_of(found))
+        wish = self.drafts.left(table, key)
+        return wish is not None and wish.name == name
 
     def remember(self, lora_id: str) -> None:
         """So that its deletion is noticed, even if no orchestrator is there to see it."""

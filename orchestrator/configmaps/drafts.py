@@ -76,7 +76,7 @@ class Drafts:
         if table == "adapters":
             self.tables.known.pop(key, None)
 
-    def _left(self, table: str, key: str) -> Wish | None:
+    def left(self, table: str, key: str) -> Wish | None:
         """The very object that it stood in is to go; not one that somebody made in its place."""
         name, uid = self.leaving.get((table, key), ("", ""))
         found = self.mirror.objects.get(name)
@@ -122,7 +122,7 @@ class Drafts:
     def _adapter(self, lora_id: str) -> Wish | None:
         adapter = self.tables.adapters.get(lora_id)
         if adapter is None:
-            return self._left("adapters", lora_id)
+            return self.left("adapters", lora_id)
         name = self.tables.home("adapters", lora_id)
         if name in self.lost:
             return None
@@ -140,7 +140,7 @@ class Drafts:
     def _alias(self, alias: str) -> Wish | None:
         targets, rollout = self.tables.aliases.get(alias), self.tables.rollouts.get(alias)
         if targets is None:
-            return self._left("aliases", alias)
+            return self.left("aliases", alias)
         name = self.tables.home("aliases", alias)
         if name in self.lost:
             return None
