@@ -73,7 +73,8 @@ class Mirror:
         try:
             yield
         finally:
-            del self._ours[name]
+            if self._ours.get(name) is body:  # and not what is written of it besides: a status, say
+                del self._ours[name]
 
     def wrote(self, found: Json) -> None:
         """The API server's answer to our own write, or to a question by name."""

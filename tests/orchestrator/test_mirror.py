@@ -63,3 +63,18 @@ def test_an_object_that_we_have_deleted_is_there_again_in_a_cluster_that_was_put
     mirror.is_gone("m")
     mirror.listed([config_map(3, old="1")])
     assert mirror.objects["m"]["data"] == {"old": "1"}
+
+
+def test_two_writes_of_one_object_at_once_end_in_any_order() -> None:
+    mirror = Mirror()
+    mirror.event("ADDED", config_map(5))
+    mirror.changed.clear()
+    first, second = config_map(5, status="1"), config_map(5, text="1")
+    one, other = mirror.writing("m", first), mirror.writing("m", second)
+    with one:
+        other.__enter__()
+    mirror.event("MODIFIED", config_map(6, text="1"))
+    assert mirror.changed == set()
+    other.__exit__(None, None, None)
+    mirror.event("MODIFIED", config_map(7, text="2"))
+    assert mirror.changed == {"m"}
