@@ -110,7 +110,7 @@ class ColdStarts:
     async def until_resident(
         self,
         lora_id: str,
-        excluded: Excluded = frozenset(),
+        excluded: Callable[[], Excluded] = frozenset,
         *,
         tenant: str = "",
         size_bytes: int = 0,
@@ -119,6 +119,7 @@ class ColdStarts:
     ) -> Adapter:
         """The adapter, once some replica reports its exact digest as ready; at once when one does already.
 
+        excluded     what failed this request, as things stand
         tenant       who is held; see `tenant_share` and `tenant_adapters`
         size_bytes   what the request holds while it is
         deadline_at  when, by `clock`, nobody wants its answer any more
@@ -128,7 +129,7 @@ class ColdStarts:
                 orchestrator says so; after `timeout_s` NoCapacity when there was no room, else ColdStartTimeout;
                 DeadlineExceeded where its deadline is earlier than that
         """
-        adapter = self.resident(lora_id, excluded)
+        adapter = self.resident(lora_id, excluded())
         if adapter is not None:
             return adapter
         if not is_displaced:
@@ -197,13 +198,15 @@ class ColdStarts:
     def _usual_load_s(self) -> float:
         return median(self._loads_s) if self._loads_s else _DEFAULT_RETRY_S
 
-    async def _wait(self, lora_id: str, excluded: Excluded, flight: _Flight, deadline_at: float | None) -> Adapter:
+    async def _wait(
+        self, lora_id: str, excluded: Callable[[], Excluded], flight: _Flight, deadline_at: float | None
+    ) -> Adapter:
         def settled() -> bool:
-            return flight.task.done() or self.resident(lora_id, excluded) is not None
+            return flight.task.done() or self.resident(lora_id, excluded()) is not None
 
         left_s = inf if deadline_at is None else max(0.0, deadline_at - self.clock())
         await self.discovery.changes.until(settled, timeout_s=min(self.timeout_s, left_s))
-        adapter = self.resident(lora_id, excluded)
+        adapter = self.resident(lora_id, excluded())
         if adapter is not None:
             if not flight.is_measured:
                 flight.is_measured = True

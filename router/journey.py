@@ -9,6 +9,7 @@ import msgspec
 import structlog
 
 from lorafleet.auth import Caller
+from router.core.decision import NOTHING
 from router.core.dispatch import Prompt
 from router.core.errors import AnswerTooLarge, NoReplica, ReplicaUnreachable
 from router.core.fleet import Excluded, Incarnation, Replica
@@ -46,6 +47,8 @@ _DEATHS = frozenset({"no_answer", "begun_only", "engine_dead", "first_event_erro
 _MAX_DEATHS = 2
 # What may be the doing of what ran; that nobody was there, or had no room or no such adapter, is the fleet's.
 _FAULTS = _DEATHS | {"no_answer_in_time"}
+# What says of an engine that it is gone, which one that answers afterwards is not.
+_BROKE_OFF = frozenset({"connection", "no_answer", "begun_only"})
 
 
 class Journey(msgspec.Struct, eq=False):
@@ -54,6 +57,7 @@ class Journey(msgspec.Struct, eq=False):
     target, tokens, prompt  what it asks for, once that is known
     only                    the engine that keeps the earlier response, where it follows up on one
     excluded, deaths        replicas that failed it, and how many of them it may have killed
+    broke_off               those of them that seemed to be gone, and since when
     flight, call, attempt   of the try under way, or of the one that was answered
     background_id           of a response that its engine goes on with when we have answered, or its client has left
     """
@@ -70,6 +74,7 @@ class Journey(msgspec.Struct, eq=False):
     prompt: Prompt | None = None
     only: Incarnation | None = None
     excluded: Excluded = frozenset()
+    broke_off: Mapping[Incarnation, float] = NOTHING
     tries: int = 0
     deaths: int = 0
     flight: Flight | None = None
@@ -263,6 +268,8 @@ class Journey(msgspec.Struct, eq=False):
         flight.end(is_error=exc.reason in _FAULTS)
         self.flight = self.call = self.attempt = self.prompt = None
         self.excluded |= {flight.replica.incarnation}
+        if exc.reason in _BROKE_OFF:
+            self.broke_off = {**self.broke_off, flight.replica.incarnation: self.parts.clock()}
         # An engine that is up and says no will not be another one soon; one that died may be.
         self._is_refused = exc.reason == "engine_unavailable"
         self._note(exc, flight)
@@ -357,9 +364,16 @@ class Journey(msgspec.Struct, eq=False):
     async def _warm(self, *, is_displaced: bool = False) -> None:
         target = self.target
         assert target is not None
-        warmed = await warm(self.parts, self.caller, target, self.question, self.excluded, is_displaced=is_displaced)
-        if warmed is not target:
-            self.target, self.prompt = warmed, None
+        warmed = await warm(self.parts, self.caller, target, self.question, self._barred, is_displaced=is_displaced)
+        barred = self._barred()
+        if warmed is not target or barred != self.excluded:
+            self.target, self.excluded, self.prompt = warmed, barred, None
+
+    def _barred(self) -> Excluded:
+        """Who failed it. One that broke it off and lives on hung, or closed an idle connection late: asked again it may
+        do better, and there may be nobody else.
+        """
+        return self.excluded - self.parts.discovery.fleet.living(self.broke_off) if self.broke_off else self.excluded
 
     def _asked(self, only: Incarnation | None = None) -> Prompt:
         assert self.target is not None

@@ -1,7 +1,7 @@
 """read -> resolve -> tokenize -> hash -> match -> decide, one function a stage, and what they hand on."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from random import getrandbits
@@ -175,14 +175,21 @@ def warm_at_once(parts: Parts, target: Target) -> Target | None:
 
 
 async def warm(
-    parts: Parts, caller: Caller, target: Target, question: Question, excluded: Excluded, *, is_displaced: bool = False
+    parts: Parts,
+    caller: Caller,
+    target: Target,
+    question: Question,
+    excluded: Callable[[], Excluded],
+    *,
+    is_displaced: bool = False,
 ) -> Target:
     """The target with an adapter that some replica holds; waits for a cold one, and for one whose holders died.
 
+    excluded      what failed this request, as things stand
     is_displaced  every replica went while it waited for room: the base model's is waited for, too
     """
     if target.adapter is None:
-        if excluded or is_displaced:
+        if excluded() or is_displaced:
             await _until_back(parts, target.base_model, excluded)
         return target
     adapter = await parts.cold.until_resident(
@@ -202,12 +209,12 @@ def _held(target: Target, adapter: Adapter) -> Target:
     return Target(adapter.base_model or target.base_model, adapter, target.asked)
 
 
-async def _until_back(parts: Parts, base_model: str, excluded: Excluded) -> None:
+async def _until_back(parts: Parts, base_model: str, excluded: Callable[[], Excluded]) -> None:
     """Wait for a replica that has not failed this request, or for one that did to have started again."""
 
     def is_back() -> bool:
-        replicas = parts.discovery.fleet.roster(base_model).replicas
-        return any(r.state == "ready" and r.incarnation not in excluded for r in replicas)
+        replicas, barred = parts.discovery.fleet.roster(base_model).replicas, excluded()
+        return any(r.state == "ready" and r.incarnation not in barred for r in replicas)
 
     await parts.discovery.changes.until(is_back, timeout_s=parts.config.failover_wait_s)
 

@@ -3,6 +3,7 @@
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
@@ -199,6 +200,17 @@ class Fleet:
     def roster(self, base_model: str) -> Roster:
         """The replicas of a base model, whatever their state."""
         return self._rosters.get(base_model, _NOBODY)
+
+    def living(self, since: Mapping[Incarnation, float]) -> Excluded:
+        """Of these, the ready ones whose engine has answered its agent, or us, after the time given for each."""
+        found = [self.replicas.get(worker) for worker, _ in since]
+        return frozenset(
+            replica.incarnation
+            for replica in found
+            if replica is not None
+            and replica.state == "ready"
+            and replica.report.at > since.get(replica.incarnation, inf)
+        )
 
     def holding(self, engine_name: str, excluded: Container[Incarnation] = ()) -> list[Replica]:
         """The ready replicas that report this exact adapter and digest, are not draining it and not excluded."""

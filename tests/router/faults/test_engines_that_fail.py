@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.lorafleet.test_auth import no_more_files
+from tests.router.doubles import Control
 from tests.router.faults.house import (
     BASE,
     DONE,
@@ -21,6 +22,7 @@ from tests.router.faults.house import (
     saying,
     sound,
 )
+from workers.wire import Load
 
 CLEAN = b"".join(EVENTS)
 FIRST_EVENT_AT = len(STREAM_HEAD) + len(pieces(EVENTS[0])) - len(b"\r\n")
@@ -260,6 +262,27 @@ async def test_a_response_that_no_engine_gets_beyond_its_begin_opens_no_circuit(
             assert router.play.asked[f"p{n}"] == 2
         replicas = parts.discovery.fleet.replicas.values()
         assert {parts.mind.breaker.state(replica, parts.clock()) for replica in replicas} == {"closed"}
+
+
+@pytest.mark.parametrize("lora_id", [None, "sql/v1"])
+@pytest.mark.parametrize("read_age_s", [0.0, 3600.0])
+async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_broke_a_request_off(lora_id, read_age_s):
+    control = Control(figures=Load(read_age_s=read_age_s))
+    control.add_adapter("sql/v1", on=["w0"])
+    named = {} if lora_id is None else {"lora_id": lora_id}
+    async with house(1, control=control, failover_wait_s=1.0, cold_start_timeout_s=1.0) as router:
+        answer = await router.ask("once", saying(b"", "reset"), **named)
+        if read_age_s:
+            # Its agent has not heard from it either.
+            assert answer.status_code == 503
+            assert router.play.asked["once"] == 1
+        else:
+            assert answer.status_code == 200
+            assert router.play.asked["once"] == 2
+            # Twice says more of the request than of the engine; the first on an idle connection says nothing.
+            answer = await router.ask("always", *[saying(b"", "reset")] * 4, **named)
+            assert error_of(answer) == (503, "no_replica")
+            assert router.play.asked["always"] == 3
 
 
 async def test_what_a_dying_engine_had_in_flight_is_retried_once_each_and_one_at_a_time():
