@@ -14,9 +14,17 @@ log = structlog.get_logger()
 
 # Somebody else is not there, or says no: nothing that a traceback of ours would explain.
 _AWAY = (OSError, TimeoutError, httpx.HTTPError)
+_FIRST_BACKOFF_S = 0.2
 _GRAIN_S = 0.1
 # Of calls that were put off, as many are made in one go as begin within this.
 _AT_ONCE_S = 0.0005
+
+
+def backoff_s(failures: int, first_s: float, most_s: float, rng: random.Random | None = None) -> float:
+    """How long to wait after so many failures in a row, 1 or more: doubling from `first_s` on, and drawn between half
+    of it and all, so that who failed together does not come back together.
+    """
+    return min(most_s, first_s * 2.0 ** min(failures - 1, 30)) * (rng or random).uniform(0.5, 1.0)
 
 
 async def forever(
@@ -39,7 +47,6 @@ async def forever(
     on_failure  called when the fault is ours, for a count of it; that somebody is away has figures of its own
     about       what else the log says of this loop: whom it follows
     """
-    uniform = random.uniform if rng is None else rng.uniform
     failures = 0
     while True:
         if poke is not None:
@@ -59,7 +66,7 @@ async def forever(
                 log.warning(
                     "loop step failed", loop=name, **about, failures=failures, error=repr(exc), exc_info=is_ours
                 )
-            pause_s = min(most_backoff_s, 0.1 * 2.0 ** min(failures, 10)) * uniform(0.5, 1.0)
+            pause_s = backoff_s(failures, _FIRST_BACKOFF_S, most_backoff_s, rng)
         if poke is None or failures:
             await asyncio.sleep(pause_s)
         else:

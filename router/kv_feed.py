@@ -1,7 +1,6 @@
 """One worker's cached blocks, followed: its agent's ledger while that answers, else its engine's own events."""
 
 import asyncio
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ import zmq
 from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, Ledger, Tier
 from lorafleet.kv.subscribe import Endpoint, Follower, Hub
-from lorafleet.loops import forever
+from lorafleet.loops import backoff_s, forever
 from router.core.index import Draft, KvIndex, WorkerId
 from router.core.trust import Trust
 from router.metrics import Metrics
@@ -434,10 +433,7 @@ class Feed:
         self._in_vain = self._in_vain + 1 if self._clock() - self._asked_at < _IN_VAIN_S else 0
 
     def _pause_s(self) -> float:
-        if self._in_vain < 2:
-            return 0.0
-        longest = min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._in_vain - 2, 10))
-        return longest * random.uniform(0.5, 1.0)
+        return backoff_s(self._in_vain - 1, _FIRST_PAUSE_S, _MOST_PAUSE_S) if self._in_vain > 1 else 0.0
 
     def _fall_back_if_silent(self) -> None:
         if self._followers or not self.source.events or self._clock() - self._heard_at < self._feeds.fall_back_after_s:

@@ -28,6 +28,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet import serve
+from lorafleet.loops import backoff_s
 from lorafleet.sockets import socket_folder
 
 log = structlog.get_logger()
@@ -38,7 +39,7 @@ _BACKLOG = 2048
 _SERVING = b"s"
 # A process that ran for so long before it died begins again with the shortest pause.
 _STEADY_S = 60.0
-_MOST_PAUSE_S = 30.0
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 30.0
 # After the second signal, and beyond what an orderly stop may take: then SIGKILL.
 _FORCED_S = 2.0
 _MARGIN_S = 10.0
@@ -270,7 +271,7 @@ class _Parent:
                 process, line = await self._start(slot)
             except OSError as exc:  # the machine is out of memory or processes; the others serve on
                 failures += 1
-                pause_s = self._pause_s(failures)
+                pause_s = backoff_s(failures, _FIRST_PAUSE_S, _MOST_PAUSE_S, self._chance)
                 log.warning("process cannot be started", slot=slot, error=repr(exc), again_in_s=round(pause_s, 3))
                 await _either(self._stopping, pause_s)
                 continue
@@ -289,7 +290,7 @@ class _Parent:
                     log.error("no process can start", status=status)
                     self._stopping.set()
                     return
-            pause_s = self._pause_s(failures)
+            pause_s = backoff_s(failures, _FIRST_PAUSE_S, _MOST_PAUSE_S, self._chance)
             log.warning(
                 "process ended; another takes its place",
                 slot=slot,
@@ -299,9 +300,6 @@ class _Parent:
                 pause_s=round(pause_s, 3),
             )
             await _either(self._stopping, pause_s)
-
-    def _pause_s(self, failures: int) -> float:
-        return min(_MOST_PAUSE_S, 0.1 * 2.0 ** min(failures, 10)) * self._chance.uniform(0.5, 1.0)
 
     async def _start(self, slot: int) -> tuple[asyncio.subprocess.Process, socket.socket]:
         ours, theirs = socket.socketpair()

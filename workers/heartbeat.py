@@ -7,12 +7,13 @@ from random import Random
 import httpx
 import structlog
 
+from lorafleet.loops import backoff_s
 from orchestrator.wire import Heartbeat, HeartbeatAnswer
 from workers.agent import Agent
 
 log = structlog.get_logger()
 
-_MOST_BACKOFF_S = 10.0
+_FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.4, 10.0
 _LAST_S = 2.0
 _WARMING_S = 0.1  # a worker that only waits to hear that it is warm asks more often
 _GATHER_S = 0.02  # a load changes several things within milliseconds: they go out together
@@ -84,7 +85,7 @@ class Heartbeats:
 
     async def _pause(self, told: int, failures: int) -> None:
         if failures:
-            await asyncio.sleep(min(_MOST_BACKOFF_S, 0.2 * 2.0 ** min(failures, 6)) * self._rng.uniform(0.5, 1.0))
+            await asyncio.sleep(backoff_s(failures, _FIRST_BACKOFF_S, _MOST_BACKOFF_S, self._rng))
             return
         every_s = min(self._every_s, _WARMING_S) if self._agent.is_warming else self._every_s
         every_s *= self._rng.uniform(0.8, 1.0)

@@ -16,6 +16,7 @@ import structlog
 
 from lorafleet.kube.client import Json, Kube
 from lorafleet.kube.errors import Gone, KubeError, Unreachable, refusal
+from lorafleet.loops import backoff_s
 
 log = structlog.get_logger()
 
@@ -193,8 +194,7 @@ class _Follower:
         return self.failures in (1, 10) or self.failures % 100 == 0
 
     def _pause_s(self) -> float:
-        first, most = self.times.pause_s
-        return min(most, first * 2.0 ** min(self.failures - 1, 20)) * self.rng.uniform(0.5, 1.0)
+        return backoff_s(self.failures, *self.times.pause_s, self.rng)
 
 
 def _metadata(found: Json) -> Json:

@@ -17,6 +17,7 @@ import structlog
 from lorafleet.kube.client import Json, Kube
 from lorafleet.kube.errors import Conflict as Collision
 from lorafleet.kube.errors import Forbidden, KubeError, NotFound, Unreachable
+from lorafleet.loops import backoff_s
 from orchestrator.configmaps.mirror import Mirror
 from orchestrator.configmaps.objects import lean, name_of
 from orchestrator.core.errors import OrchestratorError, StoreError, Unavailable
@@ -26,7 +27,7 @@ log = structlog.get_logger()
 AT_ONCE = 16
 """Writes in flight; a guess that leaves an API server of a small cluster room for others."""
 _TRIES = 8
-_PAUSE_S = (0.1, 2.0)
+_PAUSE_S = (0.2, 2.0)
 _BUSY = frozenset({429, 500, 502, 503, 504})
 # A server that was away and has just started forbids everything until it has read its Roles: 1.36 for a second or two.
 _STARTING_S = 5.0
@@ -230,8 +231,7 @@ class Writer:
                 if not may_pass:
                     raise _refused(exc) from exc
                 failures += 1
-                pause_s = min(_PAUSE_S[1], _PAUSE_S[0] * 2.0 ** min(failures, 10)) * self._rng.uniform(0.5, 1.0)
-                await asyncio.sleep(max(pause_s, exc.retry_after_s or 0.0))
+                await asyncio.sleep(max(backoff_s(failures, *_PAUSE_S, self._rng), exc.retry_after_s or 0.0))
             else:
                 return
 

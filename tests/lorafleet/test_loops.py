@@ -6,7 +6,15 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from lorafleet.loops import Changes, Later, forever
+from lorafleet.loops import Changes, Later, backoff_s, forever
+
+
+def test_waits_after_failures_double_up_to_the_most_and_nobody_waits_as_long_as_the_next():
+    waits = [[backoff_s(failures, 0.2, 5.0, random.Random(seed)) for seed in range(50)] for failures in range(1, 8)]
+    for full, drawn in zip([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], waits, strict=True):
+        assert full / 2 <= min(drawn) < max(drawn) <= full
+        assert len(set(drawn)) == 50
+    assert 2.5 <= backoff_s(10**6, 0.2, 5.0) <= 5.0
 
 
 async def test_a_loop_survives_its_worst_round_and_counts_it():
