@@ -21,7 +21,7 @@ import yaml
 from lorafleet import commands, demo, files, welcome
 from lorafleet.auth import hash_key, new_key
 from lorafleet.failure import Failure
-from lorafleet.processes import Child, Guard, clean_environment
+from lorafleet.processes import Child, Guard, clean_environment, left_out
 from lorafleet.progress import Steps
 from lorafleet.sockets import socket_folder
 
@@ -86,6 +86,8 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as self._group:
                 with self.steps:
+                    if names := left_out():
+                        self.steps.say(f"not used here: {', '.join(names)} (a fleet of `up` has its own settings)")
                     await self._bring_up()
                 if self.options.once:
                     for keeper in self._keepers:

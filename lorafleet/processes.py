@@ -82,6 +82,12 @@ def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def left_out() -> list[str]:
+    """Settings of houses in our environment, which no child gets."""
+    houses = tuple(f"LORAFLEET_{house}_" for house in ("ROUTER", "ORCHESTRATOR", "WORKERS"))
+    return sorted(name for name in os.environ if name.startswith(houses))
+
+
 def clean_environment(mark: str) -> dict[str, str]:
     """Our environment without any setting of a house (a stray one would steer the fleet), and with the fleet's mark."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}

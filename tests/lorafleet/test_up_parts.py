@@ -18,7 +18,7 @@ import pytest
 from lorafleet import commands, welcome
 from lorafleet.failure import Failure
 from lorafleet.fleet import Options, adapter_folders
-from lorafleet.processes import Child, Guard, clean_environment, kill_marked, marked
+from lorafleet.processes import Child, Guard, clean_environment, kill_marked, left_out, marked
 from lorafleet.progress import Steps
 from lorafleet.up import check, run
 
@@ -123,6 +123,7 @@ def test_no_setting_of_ours_reaches_a_child_from_outside(monkeypatch: pytest.Mon
     monkeypatch.setenv("LORAFLEET_TOKEN", "secret")
     environment = clean_environment("mark")
     assert {name for name in environment if name.startswith("LORAFLEET_")} == {"LORAFLEET_FLEET_MARK"}
+    assert left_out() == ["LORAFLEET_ROUTER_PORT"]
 
 
 def test_steps_are_whole_lines_with_the_time_where_nobody_watches() -> None:
