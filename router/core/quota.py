@@ -116,11 +116,7 @@ class Quotas:
 
         raises  RateLimited; nothing has been counted then
         """
-        account = self._accounts.get(key_id)
-        if account is None:
-            account = self._opened(key_id, limits, now)
-        elif account.limits is not limits and account.limits != limits:
-            self._reconcile(account, limits, now)
+        account = self._account(key_id, limits, now)
         most = limits.concurrent_requests
         if most is not None and account.running >= self._whole(most):
             self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
@@ -140,9 +136,7 @@ class Quotas:
 
         raises  RateLimited; nothing has been counted then
         """
-        account = self._accounts.get(key_id) or self._opened(key_id, limits, now)
-        if account.limits != limits:
-            self._reconcile(account, limits, now)
+        account = self._account(key_id, limits, now)
         at_once = min(at_once, items)
         most = limits.concurrent_requests
         if most is not None:
@@ -201,7 +195,6 @@ class Quotas:
             prompt_tokens = granted.charged_tokens if prompt_tokens is None else prompt_tokens
             account.tokens.now(now)
             account.tokens.level -= completion_tokens + prompt_tokens - granted.charged_tokens
-            account.tokens.now(now)
 
     def headers(self, granted: Granted, now: float) -> dict[str, str]:
         """The usual headers: where its key stands, of the limits that it has."""
@@ -211,6 +204,14 @@ class Quotas:
         """Drop the keys whose accounts are as good as new."""
         for key_id in [key_id for key_id, account in self._accounts.items() if _is_idle(account, now)]:
             del self._accounts[key_id]
+
+    def _account(self, key_id: str, limits: Limits, now: float) -> _Account:
+        account = self._accounts.get(key_id)
+        if account is None:
+            return self._opened(key_id, limits, now)
+        if account.limits is not limits and account.limits != limits:
+            self._reconcile(account, limits, now)
+        return account
 
     def _opened(self, key_id: str, limits: Limits, now: float) -> _Account:
         if len(self._accounts) >= self._sweep_at:

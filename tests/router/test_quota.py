@@ -96,6 +96,8 @@ def test_a_batch_is_taken_whole_or_not_at_all_and_gives_back_once_what_was_never
     with pytest.raises(RateLimited) as caught:
         quotas.take_batch("k", limits, 0.0, 6, at_once=64)
     assert (caught.value.limit, caught.value.retry_after_s) == ("requests_per_minute", pytest.approx(10.0))
+    last = quotas.take_batch("other", limits, 0.0, 1, at_once=64)
+    assert quotas.take_batch("other", limits, 0.0, 5, at_once=2).at_once == 2 * last.at_once == 2
     batch = quotas.take_batch("k", limits, 0.0, 5, at_once=64)
     assert (len(batch.items), batch.at_once) == (5, 2)
     with pytest.raises(RateLimited):
@@ -140,6 +142,15 @@ def test_other_limits_count_at_once_and_do_not_forget_what_was_taken():
         quotas.take("k", KeyLimits(requests_per_minute=20), 0.0)
     refused(quotas, KeyLimits(requests_per_minute=20), 0.0)
     quotas.take("k", KeyLimits(concurrent_requests=100), 0.0)
+    with pytest.raises(RateLimited):
+        quotas.take_batch("k", KeyLimits(requests_per_minute=1), 0.0, 2, at_once=64)
+
+
+def test_what_an_answer_costs_is_taken_off_a_full_account_however_long_it_took():
+    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=600)
+    granted = quotas.take("k", limits, 0.0, 100)
+    quotas.settle(granted, 600.0, completion_tokens=600)
+    assert refused(quotas, limits, 600.0).retry_after_s == pytest.approx(0.1)
 
 
 def test_a_lower_limit_makes_no_debt_and_a_debt_is_paid_off_in_the_same_time():
