@@ -128,6 +128,19 @@ def test_each_opening_in_a_row_is_twice_as_long_up_to_a_limit_and_calm_makes_it_
     assert book.state() == "half_open"
 
 
+def test_one_that_answers_between_its_failures_is_left_alone_for_longer_each_time():
+    book = Book(open_s=2.0, most_open_s=100.0)
+    for open_s in (2.0, 4.0, 8.0, 16.0):
+        book.fail(times=5)
+        book.now += open_s - 0.5
+        assert book.state() == "open"
+        book.now += 0.5
+        book.send()
+        book.answer()
+        assert book.state() == "closed"
+        book.now += 90.0
+
+
 def test_chance_makes_an_opening_longer_and_never_shorter():
     lengths = []
     for seed in range(50):
@@ -202,11 +215,31 @@ def test_a_trial_that_does_not_end_is_not_waited_for_and_another_request_tries()
 
 
 def test_a_replica_that_fails_far_more_often_than_the_others_is_ejected():
-    book = Book()
+    book = Book(eject_share=0.25)
     for _ in range(20):
         for i in range(4):
             book.answer(i, sent_at=99.0)
         book.fail(0, sent_at=99.0)
+    assert book.told == [("w0", "open", "outlier")]
+
+
+def test_a_replica_that_fails_now_and_then_is_not_ejected():
+    book = Book()
+    for n in range(200):
+        for i in range(4):
+            book.answer(i, sent_at=99.0)
+        if n % 4 == 0:
+            book.fail(0, sent_at=99.0)
+    assert book.told == []
+
+
+def test_of_two_that_fail_far_more_often_one_stays_where_only_one_may_go():
+    book = Book(replicas=6, eject_share=0.2)
+    for _ in range(20):
+        for i in range(6):
+            book.answer(i, sent_at=99.0)
+        for i in range(2):
+            book.fail(i, sent_at=99.0)
     assert book.told == [("w0", "open", "outlier")]
 
 
