@@ -104,7 +104,7 @@ class Trust:
         """`error_share` of every worker that has been compared with."""
         for worker, entry in self._workers.items():
             if entry.prompt_tokens:
-                yield worker, entry.tokens_off / entry.prompt_tokens
+                yield worker, self.error_share(worker)
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone."""

@@ -138,6 +138,7 @@ def test_one_that_answers_between_its_failures_is_left_alone_for_longer_each_tim
         book.send()
         book.answer()
         assert book.state() == "closed"
+        assert book.told[-2:] == [("w0", "open", "no_answer"), ("w0", "closed", "answered")]
         book.now += 90.0
 
 
@@ -183,6 +184,7 @@ def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_o
     book.fail(times=5)
     book.breaker.forget("w0")
     assert not book.breaker._circuits
+    assert not book.breaker.shut(book.now)
 
 
 def test_a_circuit_that_goes_with_its_engine_is_told_as_closed_where_another_took_its_place_and_not_where_none_did():

@@ -1,3 +1,4 @@
+from math import e
 from random import Random
 from statistics import median
 
@@ -104,9 +105,13 @@ def test_what_comes_after_forget_leaves_nothing_behind():
 def test_the_error_is_tokens_off_per_prompt_token_and_the_past_fades():
     trust = opened()
     assert trust.error_share(W) == 0.0
+    assert not dict(trust.error_shares())
     trust.compared(W, 500, 0, 1000, 0.0)
     trust.compared(W, 0, 100, 1000, 0.0)
     assert trust.error_share(W) == pytest.approx(0.3)
+    trust.compared(W, 500, 500, 1000, 300.0)
+    assert trust.error_share(W) == pytest.approx(600 / e / (2000 / e + 1000))
+    assert dict(trust.error_shares()) == {W: trust.error_share(W)}
     trust.compared(W, 500, 500, 1000, 3000.0)
     assert trust.error_share(W) < 0.001
     trust.compared(W, 10, 0, 0, 3000.0)  # no prompt tokens: nothing to compare with
