@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -251,6 +252,39 @@ def test_never_do_two_believe_that_they_may_act(steps, may_be_deleted):
                 one.wrote(wanted, mine)
         acting = [n for n, other in enumerate(them) if other.left_s(now + offsets[n]) > 0]
         assert len(acting) <= 1
+
+
+def test_it_is_known_when_somebody_elses_hold_is_over():
+    one = Candidate(holder="one", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
+    theirs = Hold(holder="other", url="http://other", beat=7, duration_s=9.0)
+    assert one.free_in_s(100.0) == 0.0
+    one.look(theirs, 100.0)
+    one.look(theirs, 103.0)
+    assert (one.free_in_s(103.0), one.other(103.0)) == (6.0, theirs)
+    assert one.wanted(108.9, is_holder_gone=False) is None
+    assert (one.free_in_s(109.0), one.other(109.0)) == (0.0, None)
+    one.look(replace(theirs, beat=8, is_released=True), 110.0)
+    assert (one.free_in_s(110.0), one.other(110.0)) == (0.0, None)
+    mine = one.wanted(110.0, is_holder_gone=False)
+    assert mine.beat == 9
+    one.wrote(mine, 110.0)
+    assert (one.free_in_s(111.0), one.other(111.0)) == (0.0, None)
+
+
+def test_a_record_that_was_deleted_is_written_again_by_its_holder_alone_and_never_as_it_was():
+    mine = Candidate(holder="mine", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
+    mine.look(None, 100.0)
+    first = mine.wanted(100.0, is_holder_gone=False)
+    mine.wrote(first, 100.0)
+    other = Candidate(holder="other", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
+    other.look(first, 100.0)
+    for one in (mine, other):
+        one.look(None, 101.0)
+    assert other.wanted(101.0, is_holder_gone=False) is None
+    again = mine.wanted(101.0, is_holder_gone=False)
+    assert again.beat > first.beat
+    # Its own time is over, and it cannot know who else has written meanwhile.
+    assert mine.wanted(104.5, is_holder_gone=False) is None
 
 
 async def test_the_file_changes_only_by_whoever_saw_its_last_state(tmp_path):

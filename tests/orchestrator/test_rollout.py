@@ -2,10 +2,11 @@
 
 import json
 from dataclasses import replace
+from math import hypot, sqrt
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.rollout import (
@@ -176,6 +177,42 @@ def test_two_versions_that_do_alike_are_not_told_apart_by_chance():
                 rolled_back += 1
                 break
     assert rolled_back < 10
+
+
+def bounds(tally):
+    """Wilson's interval by its definition: the rates that lie within 2.576 of their own deviations of what was seen."""
+
+    def edge(seen, end):
+        near, far = seen, end
+        for _ in range(100):
+            middle = (near + far) / 2
+            is_in = abs(seen - middle) <= 2.576 * sqrt(middle * (1 - middle) / tally.requests)
+            near, far = (middle, far) if is_in else (near, middle)
+        return near
+
+    return edge(tally.error_rate, 0.0), edge(tally.error_rate, 1.0)
+
+
+COUNTS = st.integers(10, 2000).flatmap(lambda n: st.builds(Tally, st.just(n), st.integers(0, n)))
+
+
+@given(COUNTS, COUNTS)
+def test_a_version_is_worse_where_newcombes_interval_of_the_difference_lies_above_nothing(old, new):
+    increase = new.error_rate - old.error_rate
+    spread = hypot(new.error_rate - bounds(new)[0], bounds(old)[1] - old.error_rate)
+    assume(abs(increase - spread) > 1e-9)
+    guard = Guard(max_error_rate_increase=0.0, min_requests=10)
+    assert (worse(guard, old, new) is not None) == (increase > max(0.0, spread))
+
+
+def test_first_tokens_are_compared_once_there_are_enough_of_both():
+    assert (
+        worse(GUARD, Tally(100, 0, 50, 5.0), Tally(100, 0, 50, 7.6))
+        == "first token after 0.152 s on average, against 0.1 s"
+    )
+    assert worse(GUARD, Tally(100, 0, 50, 5.0), Tally(100, 0, 50, 7.4)) is None
+    assert worse(GUARD, Tally(100, 0, 49, 4.9), Tally(100, 0, 50, 50.0)) is None
+    assert worse(GUARD, Tally(100, 0, 50, 5.0), Tally(100, 0, 49, 49.0)) is None
 
 
 def test_a_version_with_a_tenth_more_errors_is_found_within_a_few_hundred_requests():

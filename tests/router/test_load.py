@@ -327,6 +327,9 @@ def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():
     assert small.crowding(9999.0) == large.crowding(9999.0) == log(0.05)
     book.begin("small", "", 0.1, 120.0, prompt_tokens=8000)
     assert book.own("small").crowding(120.0) == pytest.approx(log((8000 / 2.718281828 + 8000) / 16000))
+    # More crowded than others is who has more than the least crowded of them has.
+    both = (a_replica("small", total_kv_blocks=1000), a_replica("large", total_kv_blocks=4000))
+    assert book.owns("m", both).uncrowded(0.0) == book.own("large").placed < book.own("small").placed
 
 
 def test_what_an_engine_had_of_others_is_over_when_nobody_tells_of_it_any_more_and_what_is_ours_goes_on():
