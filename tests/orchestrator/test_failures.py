@@ -38,6 +38,47 @@ def test_a_success_and_a_long_peace_end_the_row():
     assert fail(book, 5000.0).until == 5000.0 + first
 
 
+def test_a_row_goes_on_through_the_wait_and_as_long_again_and_is_one_adapters_own():
+    book = FailureBook()
+    lasts_s = fail(book, 0.0).until
+    fail(book, 0.0, ("b", "w0"))
+    book.expire(lasts_s + 59.0)
+    assert book.current == {} == book._of
+    book.forget("b")
+    assert fail(book, lasts_s + 59.0).until == lasts_s + 59.0 + 2 * lasts_s
+    assert fail(book, 1000.0, ("b", "w0")).until == 1000.0 + lasts_s
+
+
+STEPS = st.tuples(
+    st.sampled_from(["add", "add", "succeeded", "forget", "expire"]), st.sampled_from("ab"), st.sampled_from("xyz")
+)
+
+
+@given(st.lists(STEPS, max_size=40))
+def test_what_is_told_of_an_adapter_is_what_counts_of_its_failures(steps):
+    book, known, now = FailureBook(), {}, 0.0
+    for step, lora_id, worker in steps:
+        now += 20.0
+        pair = (lora_id, worker)
+        if step == "add":
+            known[pair] = fail(book, now, pair)
+        elif step == "succeeded":
+            book.succeeded(pair)
+            known.pop(pair, None)
+        elif step == "forget":
+            book.forget(lora_id)
+            known = {pair: failure for pair, failure in known.items() if pair[0] != lora_id}
+        else:
+            book.expire(now)
+            known = {pair: failure for pair, failure in known.items() if failure.until > now}
+        assert book.current == known
+        assert book.adapters == {lora_id for lora_id, _ in known}
+        for name in "ab":
+            counting = [failure for (n, _), failure in known.items() if n == name and failure.until > now]
+            assert book.count(name, now) == len(counting)
+            assert book.newest(name, now) == max(counting, key=lambda failure: failure.until, default=None)
+
+
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_chance_only_ever_shortens_and_by_no_more_than_a_quarter(seed, times):
     book, now = FailureBook(), 100.0
