@@ -49,10 +49,12 @@ def test_the_linter_has_nothing_to_say(name):
 @pytest.mark.parametrize("name", FILES)
 def test_images_are_pinned_labelled_and_not_root(name):
     stages = [index for index, (word, _) in enumerate(instructions(name)) if word == "FROM"]
+    given = [rest.partition("=") for word, rest in instructions(name)[: stages[0]] if word == "ARG"]
+    defaults = {f"${{{key}}}": value for key, _, value in given}
     bounds = [*stages, len(instructions(name))]
     for begin, end in pairwise(bounds):
         stage = instructions(name)[begin:end]
-        image = stage[0][1].split()[0]
+        image = defaults.get(stage[0][1].split()[0], stage[0][1].split()[0])
         assert re.fullmatch(r"[a-z/-]+:v?\d+\.\d+\.\d+[a-z0-9.-]*(@sha256:[0-9a-f]{64})?", image), image
         if stage[0][1].endswith("AS build"):
             continue
