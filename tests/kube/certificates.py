@@ -35,31 +35,28 @@ class Certificate:
         return context
 
 
-def made_for(address: str) -> Certificate:
-    """Good for a day."""
+def made_for(address: str, *, is_sparse: bool = False) -> Certificate:
+    """Good for a day.
+
+    is_sparse  as EKS makes them: nothing about the keys, neither which they are nor what they may be used for
+    """
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kubernetes")])
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kube-apiserver")])
     alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
     identifier = x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key())
-    ca = (
-        _builder(issuer, issuer, ca_key)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(identifier, critical=False)
-        .add_extension(_usage(signs=True), critical=True)
-        .sign(ca_key, hashes.SHA256())
-    )
-    server = (
-        _builder(subject, issuer, key)
-        .add_extension(alternative, critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
-        .add_extension(_usage(signs=False), critical=True)
-        .sign(ca_key, hashes.SHA256())
-    )
+    authority = x509.BasicConstraints(ca=True, path_length=None)
+    ca = _builder(issuer, issuer, ca_key).add_extension(authority, critical=True)
+    server = _builder(subject, issuer, key).add_extension(alternative, critical=False)
+    if not is_sparse:
+        issued_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier)
+        ca = ca.add_extension(identifier, critical=False).add_extension(_usage(signs=True), critical=True)
+        server = server.add_extension(issued_by, critical=False).add_extension(_usage(signs=False), critical=True)
     key_pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return Certificate(_pem(ca), _pem(server), key_pem.decode())
+    signed = [_pem(each.sign(ca_key, hashes.SHA256())) for each in (ca, server)]
+    return Certificate(*signed, key_pem.decode())
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:

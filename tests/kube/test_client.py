@@ -1,20 +1,15 @@
 """The client of the API server: how it finds one, who it is there, and what it makes of every answer."""
 
 import asyncio
+import contextlib
 import json
-import ssl
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
+from collections.abc import AsyncIterator
 
 import pytest
 import uvicorn
 import yaml
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,6 +18,7 @@ from starlette.routing import Route
 from lorafleet.kube.client import Kube, connect
 from lorafleet.kube.errors import Conflict, Forbidden, Gone, KubeConfigError, KubeError, NotFound, Unreachable
 from lorafleet.serve import bind
+from tests.kube.certificates import Certificate, made_for
 from tests.serving import serving
 
 
@@ -212,30 +208,29 @@ async def test_a_kubeconfig_without_its_context_is_refused_by_name(tmp_path):
         await connect(path, environ={})
 
 
-def _account(folder, host: str, token: str):
-    """A pod's folder, and the server's own certificate for this address."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kube-apiserver")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(host))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "ca.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (folder / "key.pem").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
+def _account(folder, host: str, token: str) -> Certificate:
+    """A pod's folder, and the server's certificate for this address."""
+    certificate = made_for(host, is_sparse=True)
+    (folder / "ca.crt").write_text(certificate.ca_pem)
     (folder / "namespace").write_text("tenants\n")
     (folder / "token").write_text(f"{token}\n")
-    return {"ssl_certfile": str(folder / "ca.crt"), "ssl_keyfile": str(folder / "key.pem")}
+    return certificate
+
+
+@contextlib.asynccontextmanager
+async def _serving_tls(app, host: str, certificate: Certificate, folder) -> AsyncIterator[int]:
+    """The port."""
+    (folder / "server.pem").write_text(certificate.pem + certificate.key_pem)
+    sock = bind(host, 0)
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ssl_certfile=folder / "server.pem")
+    server = uvicorn.Server(config)
+    serves = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serves
+        sock.close()
 
 
 _IN_A_POD = """
@@ -257,16 +252,13 @@ asyncio.run(main())
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_in_a_pod_its_account_is_used_over_tls_and_the_kubernetes_library_is_not_imported(tmp_path, api, host):
     api.answer = lambda request: JSONResponse({"token": request.headers["authorization"]})
-    files = _account(tmp_path, host, "pod-token")
-    sock = bind(host, 0)
-    server = uvicorn.Server(uvicorn.Config(api.app, log_config=None, lifespan="off", **files))
-    serves = asyncio.create_task(server.serve(sockets=[sock]))
-    environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(sock.getsockname()[1])}
-    command = [sys.executable, "-c", _IN_A_POD, str(tmp_path)]
-    try:
+    certificate = _account(tmp_path, host, "pod-token")
+    async with _serving_tls(api.app, host, certificate, tmp_path) as port:
+        environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(port)}
+        command = [sys.executable, "-c", _IN_A_POD, str(tmp_path)]
         done = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, done.stderr
-        url = f"https://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        url = f"https://{f'[{host}]' if ':' in host else host}:{port}"
         assert done.stdout.strip() == f"tenants {url} {{'token': 'Bearer pod-token'}}"
 
         kube = await connect(environ=environ, account=tmp_path)
@@ -287,21 +279,25 @@ async def test_in_a_pod_its_account_is_used_over_tls_and_the_kubernetes_library_
             await kube.get("/version")
         assert await kube.get("/version") == {"token": "Bearer t"}, "an authority that changes is read again"
         await kube.close()
-    finally:
-        server.should_exit = True
-        await serves
-        sock.close()
 
 
-async def test_a_kubeconfig_of_https_brings_its_own_authority(tmp_path):
-    _account(tmp_path, "127.0.0.1", "t")
-    path = kubeconfig(tmp_path / "config", "https://127.0.0.1:1")
-    config = yaml.safe_load(path.read_text())
-    config["clusters"][0]["cluster"]["certificate-authority"] = str(tmp_path / "ca.crt")
-    path.write_text(yaml.safe_dump(config))
-    kube = await connect(environ={"KUBECONFIG": f"{tmp_path}/none:{path}"})
-    assert kube._access.tls.verify_mode is ssl.CERT_REQUIRED
-    await kube.close()
+async def test_a_kubeconfig_of_https_brings_its_own_authority(tmp_path, api):
+    certificate = _account(tmp_path, "127.0.0.1", "t")
+    async with _serving_tls(api.app, "127.0.0.1", certificate, tmp_path) as port:
+        path = kubeconfig(tmp_path / "config", f"https://127.0.0.1:{port}")
+        config = yaml.safe_load(path.read_text())
+        config["clusters"][0]["cluster"]["certificate-authority"] = str(tmp_path / "ca.crt")
+        path.write_text(yaml.safe_dump(config))
+        kube = await connect(environ={"KUBECONFIG": f"{tmp_path}/none:{path}"})
+        assert await kube.get("/version") == {"kind": "Thing"}
+        await kube.close()
+
+        del config["clusters"][0]["cluster"]["certificate-authority"]
+        path.write_text(yaml.safe_dump(config))
+        kube = await connect(path, environ={})
+        with pytest.raises(Unreachable, match="CERTIFICATE_VERIFY_FAILED"):
+            await kube.get("/version")
+        await kube.close()
 
 
 async def test_neither_house_imports_what_only_a_laptop_needs():
