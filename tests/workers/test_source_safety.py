@@ -230,6 +230,23 @@ def zipped(*members: tuple[str, bytes, int]) -> bytes:
     return packed.getvalue()
 
 
+def many_headers(size_bytes: int, count: int) -> bytes:
+    """One member with so many extended headers of its own, of so many bytes each."""
+    member = tarfile.TarInfo("x" * size_bytes).tobuf(tarfile.PAX_FORMAT)
+    header = member[: -tarfile.BLOCKSIZE]
+    return gzip.compress(header * (count - 1) + member + bytes(2 * tarfile.BLOCKSIZE), 1)
+
+
+def of_method(packed: bytes, method: int) -> bytes:
+    """The zip with another method of compression said of all its members."""
+    deflated, said = (zipfile.ZIP_DEFLATED.to_bytes(2, "little"), method.to_bytes(2, "little"))
+    for start, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        parts = packed.split(start)
+        assert all(part[at - 4 : at - 2] == deflated for part in parts[1:])
+        packed = start.join([parts[0], *(part[: at - 4] + said + part[at - 2 :] for part in parts[1:])])
+    return packed
+
+
 GOOD = (("a/adapter_config.json", CONFIG), ("a/adapter_model.safetensors", b"weights"))
 FILE, LINK = stat.S_IFREG | 0o644, stat.S_IFLNK | 0o777
 PLAIN = tuple((name, data, FILE) for name, data in GOOD)
@@ -247,6 +264,7 @@ ARCHIVES = {
     "too many": ("a.tar.gz", tar(*((f"f{number}", b"") for number in range(1001))), "source_too_big"),
     "bomb": ("a.tar.gz", tar(*GOOD, ("zeros", bytes(20 << 20))), "source_too_big"),
     "header bomb": ("a.tar.gz", tar(("x" * (5 << 20), b"")), "source_invalid"),
+    "header chain": ("a.tar.gz", many_headers(3 << 20, 3), "source_invalid"),
     "cut": ("a.tar.gz", tar(*GOOD, ("b.bin", Random(1).randbytes(200_000)))[:100_000], "source_invalid"),
     "not a tar": ("a.tar.gz", gzip.compress(b"hello" * 1000), "source_invalid"),
     "not a gzip": ("a.tar.gz", b"hello", "source_invalid"),
@@ -254,6 +272,7 @@ ARCHIVES = {
     "zip parent": ("a.zip", zipped(*PLAIN, ("../x.safetensors", b"", FILE)), "source_unsafe"),
     "zip windows": ("a.zip", zipped(*PLAIN, ("..\\x.safetensors", b"", FILE)), "source_unsafe"),
     "zip bomb": ("a.zip", zipped(*PLAIN, ("a/z.safetensors", bytes(20 << 20), FILE)), "source_too_big"),
+    "zip zstandard": ("a.zip", of_method(zipped(*PLAIN), 93), "source_invalid"),
     "not a zip": ("a.zip", b"hello" * 100, "source_invalid"),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from workers.sources.base import Transfer
 
 _CHUNK_BYTES = 1 << 20
 _MAX_MEMBERS = 1000
-# tarfile reads an extended header, and zipfile a directory, in one piece: what asks for more than this is a bomb.
+# tarfile keeps a member's extended headers in memory, and zipfile a directory: what asks for more than this is a bomb.
 _MAX_READ_BYTES = 4 << 20
 
 _DAMAGED = (
@@ -134,10 +134,14 @@ def _zip_members(packed: Path) -> Entries:
             if kind != "file" or not _is_wanted(PurePosixPath(info.filename).name):
                 yield member, None
                 continue
+            if info.compress_type not in _METHODS:
+                raise zipfile.BadZipFile
             with archive.open(info) as content:
                 yield member, content
 
 
+# Of every Python: 3.14 knows Zstandard, too, and one fleet would take and refuse the same archive.
+_METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA}
 _KINDS = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
 
 
@@ -158,18 +162,25 @@ def _tar_kind(info: tarfile.TarInfo) -> str:
 
 
 class _Careful(io.RawIOBase):
-    """A file that refuses to be read in huge pieces; for libraries that believe the sizes in a header."""
+    """A file that refuses to be read on and on; for libraries that believe the sizes in a header.
+
+    source  CPython: tarfile and zipfile seek before they read a piece of a member, and not within one member's headers.
+            tarfile reads a header in one piece, and since 2026 (gh-151497) in pieces of 1 MiB.
+    """
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
         self._file = file
+        self._left = _MAX_READ_BYTES
 
     def read(self, size: int = -1) -> bytes:
-        data = self._file.read(min(size, _MAX_READ_BYTES + 1) if size >= 0 else _MAX_READ_BYTES + 1)
-        if len(data) > _MAX_READ_BYTES:
-            raise ValueError("a header or directory that is read in one piece is too big")
+        data = self._file.read(min(size, self._left + 1) if size >= 0 else self._left + 1)
+        self._left -= len(data)
+        if self._left < 0:
+            raise ValueError("headers, or a directory, are too big")
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        self._left = _MAX_READ_BYTES
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
