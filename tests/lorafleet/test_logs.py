@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from lorafleet.loops import log
 
 BEGIN = """
-import asyncio, logging, os, signal, sys, threading, time
+import asyncio, logging, os, signal, sys, threading, time, warnings
 import structlog
 from lorafleet import logs
 logs.configure("test")
@@ -140,10 +140,10 @@ def test_a_pipe_that_somebody_made_non_blocking_loses_nothing():
         assert [line["n"] for line in lines_of(process.stderr.read())] == list(range(3000))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_writes_its_own_lines_and_none_of_its_parents():
     text = """
         log.info("before")
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork of a process with threads
         pid = os.fork()
         if pid == 0:
             log.info("child")

@@ -105,6 +105,8 @@ def children() -> list[int]:
 
 @pytest.mark.parametrize("allow_pickle", [True, False])
 async def test_a_pickle_is_not_fetched_beside_proper_weights_nor_where_it_is_not_allowed(tmp_path, allow_pickle):
+    if allow_pickle:
+        pytest.importorskip("torch")  # what reads the one that is left
     folder = make_adapter(tmp_path, "a/v1")
     (folder / BIN).write_bytes(b"anything")
     it = cache(tmp_path, allow_pickle=allow_pickle)

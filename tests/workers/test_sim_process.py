@@ -143,7 +143,7 @@ def test_runtime_loading_is_off_unless_the_environment_allows_it(model_dir: Path
     [
         (["--max-lroas", "2"], "unrecognized arguments: --max-lroas 2"),
         (["--max-loras", "2", "--max-cpu-loras", "1"], "max_cpu_loras (1) must be >= max_loras (2)."),
-        (["--max-lora-rank", "12"], "invalid choice: 12"),
+        (["--max-lora-rank", "12"], "--max-lora-rank: invalid choice"),
         (["--num-gpu-blocks-override", "2", "--max-model-len", "64"], "give more blocks or a shorter length"),
         (["--kv-events-config", '{"topick": "x"}'], "topick"),
     ],
