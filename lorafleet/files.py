@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NOTHING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
 def write_whole(path: Path, content: bytes, *, mode: int = 0o600) -> None:
@@ -25,6 +26,20 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o600) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def mode_of(path: Path) -> int:
+    """`st_mode` of the file or folder, links followed; 0 when nothing is there.
+
+    raises  OSError where that cannot be told, as behind a folder that is not ours to search. So do `Path.exists()` and
+            its like up to Python 3.13; from 3.14 on they say that nothing is there.
+    """
+    try:
+        return path.stat().st_mode
+    except OSError as exc:
+        if exc.errno not in _NOTHING:
+            raise
+        return 0
 
 
 def is_full(exc: OSError) -> bool:

@@ -10,7 +10,7 @@ import yaml
 
 from lorafleet.auth import SCOPES, KeyFileError, Keys, hash_key, new_key
 from lorafleet.failure import Failure
-from lorafleet.files import what_failed, write_whole
+from lorafleet.files import mode_of, what_failed, write_whole
 
 
 def add_key(
@@ -51,11 +51,12 @@ def _append(path: Path, entry: dict[str, object]) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        before = path.read_text() if path.exists() else ""
+        mode = mode_of(path)
+        before = path.read_text() if mode else ""
         if before.strip():
             Keys([path])  # refuses what no server would read
         entries = (yaml.safe_load(before) or {}).get("keys", [])
         after = yaml.safe_dump({"keys": [*entries, entry]}, sort_keys=False)
-        write_whole(path, after.encode(), mode=path.stat().st_mode & 0o777 if path.exists() else 0o600)
+        write_whole(path, after.encode(), mode=mode & 0o777 if mode else 0o600)
     finally:
         os.close(folder)

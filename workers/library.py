@@ -7,6 +7,7 @@ from pathlib import Path
 
 import structlog
 
+from lorafleet.files import mode_of
 from orchestrator.wire import checked_lora_id
 from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, Manifest, Rules, is_adapter_file
@@ -108,7 +109,7 @@ class Library:
 def _stamp(path: Path) -> _Stamp:
     rows = []
     for file in sorted(path.iterdir()):
-        if is_adapter_file(file.name) and file.exists():
+        if is_adapter_file(file.name) and mode_of(file):
             status = file.stat()
             rows.append((file.name, status.st_size, status.st_mtime_ns))
     return tuple(rows)

@@ -6,9 +6,11 @@ Headers first, in milliseconds whatever the size; the digest reads every byte, a
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from lorafleet.files import mode_of
 from workers.core import manifest as manifests
 from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
@@ -102,5 +104,5 @@ def _check_files(files: list[Path], rules: Rules) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    if not path.is_file():  # opening a FIFO would wait for a writer for ever
+    if not stat.S_ISREG(mode_of(path)):  # opening a FIFO would wait for a writer for ever
         raise SourceError("adapter_invalid", f"{path.name} is not a regular file; accepted are files")

@@ -43,6 +43,14 @@ def test_on_a_full_disk_the_old_file_stays_and_nothing_of_the_new_one(tmp_path: 
     assert (path.read_bytes(), [it.name for it in tmp_path.iterdir()]) == (b"", ["f"])
 
 
+def test_a_key_file_that_cannot_be_looked_at_is_not_taken_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "k.yaml"
+    path.symlink_to(tmp_path / ("x" * 300))  # for root, too, an error, as behind a folder that is not ours to search
+    with pytest.raises(Failure, match="File name too long"):
+        add_key(path, None, ["infer"])
+    assert path.is_symlink()
+
+
 @pytest.mark.usefixtures("full")
 def test_a_key_for_which_there_is_no_room_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(Failure, match=f"k.yaml: no space left in {tmp_path}: make room$"):

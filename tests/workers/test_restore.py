@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import httpx
+import pytest
 from aiohttp import web
 
 from lorafleet.tiny import make_adapter
@@ -16,6 +17,7 @@ from tests.workers.kills import SlowCable, remote
 from tests.workers.running import SIM, RunningWorker, loaded, post, until
 from workers.core.manifest import Rules
 from workers.library import Library
+from workers.verify import read_manifest
 
 
 async def test_files_that_are_lost_are_fetched_once_while_the_cache_is_swept(worker, tmp_path):
@@ -73,6 +75,19 @@ async def test_a_folder_is_read_no_further_once_its_agent_stops(agent_adapters):
     library.stop()
     assert await library.scan() is False
     assert library.adapters == ()
+
+
+async def test_an_adapter_whose_weights_cannot_be_looked_at_is_left_out_and_not_said_to_be_wrong(tmp_path):
+    rules = Rules(64, frozenset(), "off")
+    folder = make_adapter(tmp_path, "a/v1")
+    weights = folder / "adapter_model.safetensors"
+    weights.unlink()
+    weights.symlink_to(tmp_path / ("x" * 300))
+    library = Library(tmp_path, rules)
+    assert await library.scan() is False
+    assert library.adapters == ()
+    with pytest.raises(OSError, match="File name too long"):
+        read_manifest(folder, rules)
 
 
 async def test_what_an_attached_engine_holds_and_the_record_forgot_is_wanted_again(

@@ -21,6 +21,7 @@ from workers.core.retry import Retry
 from workers.sources import archive
 from workers.sources.base import Limits, Transfer, source_for
 from workers.sources.guard import GuardedTransport
+from workers.sources.local import LocalSource
 from workers.sources.objects import ObjectSource
 from workers.sources.web import WebSource
 
@@ -195,6 +196,17 @@ def test_allowed_prefixes_end_at_a_slash():
         assert not is_below(ref, allowed), ref
     with pytest.raises(SourceError, match="source_prefixes"):
         source_for("s3://other/a", {"s3": ObjectSource("s3", LIMITS)}, allowed)
+
+
+async def test_a_folder_that_cannot_be_looked_at_is_not_said_to_be_missing(tmp_path):
+    source = LocalSource([tmp_path], max_bytes=10 << 20)
+    for name, target in (("circle", "circle"), ("gone", "nowhere"), ("unknown", "x" * 300)):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    for name in ("circle", "gone"):
+        error = await refusal(source, f"file://{tmp_path / name}", tmp_path / "into")
+        assert (error.code, name) == ("source_not_found", name)
+    with pytest.raises(OSError, match="File name too long"):  # the cache makes it one that is tried again
+        await source.fetch(f"file://{tmp_path / 'unknown'}", tmp_path / "into", Transfer())
 
 
 async def test_a_library_that_is_not_installed_is_named_with_the_command_that_brings_it(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from lorafleet.files import mode_of
 from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_names
 from workers.sources.base import Transfer, settled
@@ -29,14 +30,14 @@ class LocalSource:
         if not path.is_absolute():
             raise SourceError("source_invalid", f"source {ref!r}: a relative path depends on who reads it; give /path")
         found = self._allowed(path, ref)
-        if not found.is_dir():
+        if not stat.S_ISDIR(mode_of(found)):
             raise SourceError("source_not_found", f"source {ref!r}: no such folder")
         return found
 
     def _allowed(self, path: Path, ref: str) -> Path:
         # Judged before it is looked at: whether a path outside the roots exists is nobody's business.
         try:
-            resolved = path.resolve()
+            resolved = Path(os.path.realpath(path))  # unlike `resolve()`, on no Python raises for links in a circle
         except ValueError as exc:
             raise SourceError("source_invalid", f"source {ref!r}: not a path: {exc}") from exc
         if not any(resolved.is_relative_to(root) for root in self._roots):
