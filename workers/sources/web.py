@@ -136,7 +136,9 @@ class _Download:
             raise SourceError("source_invalid", message) from None
         # Without the foreign error: its words, and the addresses in it, may hold a signature.
         except (httpx.TransportError, httpx.InvalidURL) as exc:
-            raise Transient(type(exc).__name__, has_moved=self.target.tell() > began) from None
+            # httpcore keeps of the ssl module's error only the words (1.0).
+            why = ": its certificate is not accepted" if "CERTIFICATE_VERIFY_FAILED" in str(exc) else ""
+            raise Transient(f"{type(exc).__name__}{why}", has_moved=self.target.tell() > began) from None
 
     def _judge(self, answer: httpx.Response) -> None:
         status = answer.status_code
