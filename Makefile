@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "lorafleet needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
 	       "name another: make PYTHON=python3.12 $(or $(MAKECMDGOALS),install)" >&2; exit 2; }
-	@test -x $(BIN)/python || { echo "== virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/pip || { echo "== virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== torch $(TORCH) for the CPU"
 	@$(BIN)/pip install "torch==$(TORCH)+cpu" || \
 	  $(BIN)/pip install "torch==$(TORCH)+cpu" --extra-index-url $(TORCH_CPU)
