@@ -146,7 +146,7 @@ class Cache:
         if self.path(manifest.digest).exists() or await asyncio.to_thread(self.disk.has_room, manifest.size_bytes):
             return []
         gone, missing = await asyncio.to_thread(self.disk.make_room, manifest.size_bytes, await in_use())
-        if missing:
+        if missing and not self.path(manifest.digest).exists():  # another agent may have been faster, meanwhile
             used, _ = await asyncio.to_thread(self.disk.usage)
             raise SourceError(
                 "disk_full",

@@ -20,7 +20,7 @@ from workers.app import disk_of
 from workers.cache import Cache
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
-from workers.core.manifest import Rules
+from workers.core.manifest import Manifest, Rules
 from workers.core.shelf import Folder, to_free
 from workers.credentials import Credentials
 from workers.disk import Disk
@@ -321,6 +321,22 @@ def test_an_adapter_without_a_lease_can_be_used_where_none_can_be_written(tmp_pa
     (mine.path("here") / ".users").write_text("")  # no folder: as full a disk as a lease can meet
     assert mine.claim("here")
     assert not mine.claim("elsewhere")
+
+
+async def test_an_adapter_that_another_agent_installed_meanwhile_needs_no_room(tmp_path):
+    mine = disk(tmp_path, max_bytes=150)
+    cache = Cache(mine, sources={}, rules=Rules(64, frozenset(), "off"), fetch_deadline_s=10)
+    manifest = Manifest(digest="new", rank=8, base_model="", size_bytes=100, modules=1)
+    put(mine, "held")
+
+    async def in_use(*arriving: str) -> frozenset[str]:
+        for digest in arriving:
+            put(mine, digest)
+        return frozenset({"held"})
+
+    with pytest.raises(SourceError, match="50 bytes too few"):
+        await cache.make_room(manifest, in_use)
+    assert await cache.make_room(manifest, lambda: in_use("new")) == []
 
 
 class FullOnce:
