@@ -35,7 +35,7 @@ def main() -> None:
     tasks = [(name, scene, seed) for scene, name, seed in product(scenes, CONTENDERS, seeds)]
     found: Found = {}
     with ProcessPoolExecutor(options.processes) as pool:
-        for (name, scene, _), figures in zip(tasks, pool.map(_do, tasks), strict=True):
+        for (name, scene, _), figures in zip(tasks, pool.map(run, *zip(*tasks, strict=True)), strict=True):
             found.setdefault((scene.name, name), []).append(figures)
             sys.stderr.write(f"\r{sum(map(len, found.values()))}/{len(tasks)} runs   ")
     sys.stderr.write("\n")
@@ -56,11 +56,6 @@ def _quick(scene: Scene) -> Scene:
     if scene.flash is not None:
         return replace(scene, lasts_s=400, warm_s=60, flash=(100, 160, 2.0), lost=200, back=300)
     return replace(scene, lasts_s=400, warm_s=200)
-
-
-def _do(task: tuple[str, Scene, int]) -> Figures:
-    name, scene, seed = task
-    return run(name, scene, seed)
 
 
 def _compare(scenes: Sequence[Scene], found: Found) -> None:

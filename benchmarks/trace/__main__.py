@@ -6,29 +6,20 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
 
 from benchmarks.trace.engine import Hardware
-from benchmarks.trace.ideals import Ideals, ideals
-from benchmarks.trace.measure import GOOD, Case, Figures, names, run
+from benchmarks.trace.ideals import Ideals
+from benchmarks.trace.measure import GOOD, Case, Figures, names
 from benchmarks.trace.table import by_case, show
-from benchmarks.trace.workload import WHERE_FROM, Line, drawn, read, requests_of
+from benchmarks.trace.tasks import Task, begin, do
+from benchmarks.trace.workload import WHERE_FROM, Line, drawn, read
 from router.core.cost import Costs
 
 VARIABLE = "LORAFLEET_TRACE"
 CAPACITIES, LOADS, ROUTERS, REPORTS_S, SEEDS = (750, 2000), (0.5, 1.0, 1.5, 2.0, 3.0), (1, 4), (1.0, 5.0), 3
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One run, or the ideals of one case where `policy` is empty."""
-
-    policy: str
-    case: Case
-    seed: int
 
 
 def main() -> None:
@@ -44,8 +35,8 @@ def main() -> None:
     tasks += [Task(policy, case, seed) for case in cases for policy in options.policies for seed in seeds]
     found: dict[Task, Figures | Ideals] = {}
     began = time.monotonic()
-    with ProcessPoolExecutor(options.processes, initializer=_begin, initargs=(lines, options)) as pool:
-        running = {pool.submit(_do, task): task for task in tasks}
+    with ProcessPoolExecutor(options.processes, initializer=begin, initargs=(lines, options)) as pool:
+        running = {pool.submit(do, task): task for task in tasks}
         for done in as_completed(running):
             task = running[done]
             if done.exception() is not None:
@@ -61,41 +52,6 @@ def main() -> None:
         figures = {p: [found[Task(p, case, seed)] for seed in seeds] for p in options.policies}
         rows += by_case(case, bound, figures)  # type: ignore[arg-type]
     show(rows, GOOD, _what(options, lines), options.json)
-
-
-_shared: list[tuple[list[Line], argparse.Namespace]] = []
-
-
-def _begin(lines: list[Line], options: argparse.Namespace) -> None:
-    """In each process: what all of its tasks share."""
-    _shared.append((lines, options))
-
-
-def _do(task: Task) -> Figures | Ideals:
-    lines, options = _shared[0]
-    case = task.case
-    if not task.policy:
-        return ideals(requests_of(lines, seed=task.seed, load=case.load, routers=1), 8 * case.capacity)
-    figures, _, _ = run(
-        task.policy,
-        lines,
-        case,
-        task.seed,
-        hardware=_hardware(options, case.capacity),
-        late_binding_s=options.late_binding,
-        costs=replace(Costs(), **dict(options.cost)),
-    )
-    return figures
-
-
-def _hardware(options: argparse.Namespace, capacity: int) -> Hardware:
-    return Hardware(
-        blocks=capacity,
-        load_s=options.load_s,
-        max_loras=options.max_loras,
-        max_cpu_loras=options.max_cpu_loras,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-    )
 
 
 def _apart(cases: Iterable[Case]) -> list[Case]:
