@@ -3,11 +3,13 @@
 import os
 import shutil
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +51,20 @@ def test_revisions_grow_when_an_old_copy_of_the_store_is_put_back(tmp_path):
     restored = Store(tmp_path / "copy.db", wall=lambda: 2_001.0)
     assert restored.next_revision() > last
     restored.close()
+
+
+def test_orchestrators_that_start_together_on_a_new_store_all_have_it(tmp_path):
+    """By chance: where nobody waits for anybody one of nearly every round finds a table that is there already."""
+    together = Barrier(3)
+
+    def start(number):
+        together.wait()
+        Store(tmp_path / f"{number}.db").close()
+
+    with ThreadPoolExecutor(3) as pool:
+        for number in range(10):
+            for one in [pool.submit(start, number) for _ in range(3)]:
+                one.result()
 
 
 SCHEMAS = Path(__file__).parent / "schemas"
