@@ -33,7 +33,7 @@ _UNDER_WAY = frozenset({"queued", "in_progress"})
 _FIRST_LOOK_S = 0.5
 _LATE_SHARE = 0.25
 _MOST_PAUSE_S = 10.0
-# A worker that is found at another address is nowhere for a moment.
+# A worker that is found at another address, or whose agent has started anew, is nowhere for a moment.
 _ABSENT_S = 10.0
 # How soon one of those that are under way may be over: a guess.
 _RETRY_S = 10.0
@@ -165,7 +165,7 @@ class Background:
         while True:
             await asyncio.sleep(min(_MOST_PAUSE_S, _FIRST_LOOK_S + _LATE_SHARE * (clock() - began_at)))
             replica = self._replica_of(running.there[0])
-            if replica is None:
+            if replica is None or not replica.engine_url:  # an agent that has just started has yet to find its engine
                 absent_at = min(absent_at, clock())
                 if clock() - absent_at > _ABSENT_S:
                     return None

@@ -179,20 +179,24 @@ async def test_one_that_stays_queued_is_over_when_its_engine_has_had_nothing_to_
     assert len(asked) >= 3
 
 
-async def test_a_worker_that_is_nowhere_for_a_moment_works_on():
+@pytest.mark.parametrize("how", ["gone", "its agent starts anew"])
+async def test_a_worker_that_is_nowhere_for_a_moment_works_on(how):
     looks = []
+    nowhere = None if how == "gone" else a_replica("w0", engine_url="", engine_boot_id="", state="starting")
 
     def replica_of(worker):
         looks.append(worker)
-        return None if len(looks) == 1 else a_replica(worker, engine_boot_id="b")
+        return nowhere if len(looks) == 1 else a_replica(worker, engine_boot_id="b")
 
     async def ask(replica, response_id):
         return json.dumps({"status": "completed", "usage": USAGE}).encode()
 
     over = asyncio.get_running_loop().create_future()
     background = Background(ask, replica_of, most=1, tenant_share=1.0, timeout_s=60.0)
-    background.follow("r", ("w0", "b"), "", lambda usage, tokens: over.set_result(usage.completion_tokens))
-    assert await over == USAGE["output_tokens"]
+    background.follow("r", ("w0", "b"), "", lambda usage, tokens: over.set_result(usage))
+    usage = await over
+    assert usage is not None
+    assert usage.completion_tokens == USAGE["output_tokens"]
 
 
 async def test_one_that_takes_longer_than_it_may_counts_no_longer(tmp_path):
