@@ -21,6 +21,7 @@ from lorafleet.kube.discovery import Slices
 from lorafleet.loops import forever
 from lorafleet.plain import engines_by_id
 from lorafleet.serve import bind, serve
+from lorafleet.transport import Transport
 from orchestrator.agents import Agents
 from orchestrator.api import build_router
 from orchestrator.api.examples import with_examples
@@ -95,7 +96,9 @@ def build(
         clock=clock,
     )
     client = httpx.AsyncClient(
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), mounts={SCHEME: plain}
+        transport=Transport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
+        mounts={SCHEME: plain},
+        trust_env=False,
     )
     fleet, metrics = Fleet(clock=clock, wall=wall), Metrics()
     leadership = _leadership(settings, kube, url, clock, wall)

@@ -134,7 +134,11 @@ class Forwarder:
         try:
             while not self._is_stopping():
                 if (await asyncio.wait([coming], timeout=_LOOK_EVERY_S))[0]:
-                    if (piece := coming.result()) is None:
+                    try:
+                        piece = coming.result()
+                    except httpx.HTTPError:
+                        return  # it died: who follows comes again
+                    if piece is None:
                         return
                     yield piece
                     coming = asyncio.ensure_future(anext(pieces, None))

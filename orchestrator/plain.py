@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from lorafleet.http import envelope
 from lorafleet.loops import forever
+from lorafleet.transport import Transport
 from orchestrator.plain_hand import Allowed, Hand, PlainWorker, Refused
 from workers.wire import (
     ClaimRequest,
@@ -56,7 +57,7 @@ class PlainWorkers(httpx.AsyncBaseTransport):
         self._every_s = every_s
         self._clock = clock
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=False)
+        self._client = httpx.AsyncClient(transport=Transport(), timeout=timeout_s, headers=headers, trust_env=False)
         self._hands: dict[str, Hand] = {}
 
     async def run(self, hear: Callable[[Metadata], object]) -> None:

@@ -28,6 +28,7 @@ from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.loops import forever
 from lorafleet.plain import engines_by_id, tells_start
 from lorafleet.settings import load_or_exit
+from lorafleet.transport import Transport
 from router import multi
 from router.api import answers, control_routes, describe_inference, exposed, health_routes
 from router.background import Background
@@ -145,7 +146,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     control = httpx.AsyncClient(
         timeout=config.control_timeout_s,
         headers={"authorization": f"Bearer {config.token}"} if config.token else {},
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+        transport=Transport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
         trust_env=False,
     )
     tokenizers = Tokenizers(

@@ -22,6 +22,7 @@ from lorafleet.files import write_whole
 from lorafleet.http import JsonBodies, install_error_handlers
 from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
+from lorafleet.transport import Transport
 from workers.agent import Agent
 from workers.api import build_router
 from workers.cache import Cache
@@ -104,7 +105,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(cache.disk.clean)
         await cache.look()
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(transport=Transport(), trust_env=False) as client:
             tasks = [
                 asyncio.create_task(supervisor.run()),
                 asyncio.create_task(_loop("scrape", agent.link.scrape, settings.scrape_s, metrics)),

@@ -111,6 +111,19 @@ async def test_a_stream_of_events_ends_in_order_when_the_orchestrator_that_forwa
         await asyncio.wait_for(leader.left.wait(), 5)
 
 
+async def test_a_stream_of_events_ends_in_order_when_the_leader_dies():
+    async def die(_reader, writer):
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head + b"b\r\ndata: one\n\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(die, "127.0.0.1", 0) as leader:
+        url = f"http://127.0.0.1:{leader.sockets[0].getsockname()[1]}"
+        async with forwarding(standby(url)) as client:
+            assert (await client.get("/v1/events")).content == b"data: one\n\n"
+
+
 async def test_what_was_forwarded_once_is_not_forwarded_again(leader):
     async with forwarding(standby(leader.url)) as client:
         for method in ("GET", "POST"):

@@ -40,6 +40,15 @@ async def test_an_adapter_is_inspected_then_loaded_when_somebody_asks_and_then_n
     assert await house.turn() == []
 
 
+async def test_agents_are_called_directly_whatever_proxy_the_environment_names(open_house, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    house = open_house()
+    agent = await house.worker()
+    await house.register()
+    await house.turn()
+    assert agent.operations() == [("inspect_lora", "sql/v1")]
+
+
 async def test_a_branch_is_fetched_from_the_commit_that_was_inspected_and_nothing_else_is_taken_for_one(house):
     agent = await house.worker()
     commit, elsewhere = f"hf://acme/sql@{'c' * 40}", f"hf://acme/other@{'c' * 40}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from lorafleet.transport import Transport
 from workers.core.errors import EngineError
 
 MODELS_TIMEOUT_S = 10.0
@@ -18,8 +19,8 @@ class EngineClient:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        limits = httpx.Limits(max_keepalive_connections=4, keepalive_expiry=2.0)
-        self._client = httpx.AsyncClient(base_url=url, timeout=10.0, limits=limits, trust_env=False)
+        transport = Transport(limits=httpx.Limits(max_keepalive_connections=4, keepalive_expiry=2.0))
+        self._client = httpx.AsyncClient(base_url=url, timeout=10.0, transport=transport, trust_env=False)
 
     async def aclose(self) -> None:
         await self._client.aclose()
