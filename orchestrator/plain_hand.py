@@ -10,6 +10,7 @@ import httpx
 import structlog
 
 from lorafleet.plain import PlainEngine
+from lorafleet.vllm_errors import is_ending
 from workers.wire import (
     AvailableLora,
     ClaimRequest,
@@ -193,7 +194,7 @@ class Hand:
     async def _unload(self, name: str) -> None:
         refusal = await self._refusal("unload_lora_adapter", {"lora_name": name}, what=f"unload {name}")
         if refusal is not None and refusal.code != "source_not_found":  # gone already
-            raise refusal
+            raise Refused(503, "engine_failed", str(refusal))
 
     async def _refusal(self, route: str, body: Mapping[str, str], *, what: str) -> Refused | None:
         answer = await self._client.post(f"{self.worker.engine_url}/v1/{route}", json=body, timeout=_ENGINE_S)
@@ -202,7 +203,8 @@ class Hand:
         message = f"{what}: the engine answered {answer.status_code}: {answer.text[:500]}"
         # Only these speak of the adapter (vLLM 0.32, seen running); whatever else it is, it may pass.
         codes = {400: "adapter_refused", 404: "source_not_found", 500: "adapter_refused"}
-        return Refused(422, codes.get(answer.status_code, "engine_unreachable"), message)
+        code = "engine_failed" if is_ending(answer.text) else codes.get(answer.status_code, "engine_unreachable")
+        return Refused(422, code, message)
 
     async def _get(self, path: str) -> bytes:
         try:

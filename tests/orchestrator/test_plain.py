@@ -198,6 +198,37 @@ async def test_only_what_an_engine_says_of_the_adapter_itself_is_held_against_it
         assert item["state"] == ("failed" if code else "registered")
 
 
+@pytest.mark.parametrize("fails", ["unload", "load"])
+async def test_an_engine_that_fails_to_unload_or_is_dying_is_not_held_against_the_adapter_to_come(house_of, fails):
+    old = {"id": f"team/old@{DIGEST[:12]}", "root": "/adapters/old", "parent": "tiny-qwen"}
+    models = {"data": [{"id": "tiny-qwen", "owned_by": "vllm"}, *([old] if fails == "unload" else [])]}
+
+    def fail(_request):
+        return PlainTextResponse("no" if fails == "unload" else "EngineCore encountered an issue.", 500)
+
+    failing = Starlette(
+        routes=[
+            Route("/health", lambda _: PlainTextResponse("")),
+            Route("/metrics", lambda _: PlainTextResponse("")),
+            Route("/v1/models", lambda _: JSONResponse(models)),
+            Route(f"/v1/{fails}_lora_adapter", fail, methods=["POST"]),
+            Route("/v1/load_lora_adapter", lambda _: PlainTextResponse(""), methods=["POST"]),
+        ]
+    )
+    async with serving(failing) as url:
+        house = house_of(engines=(f"e0={url}",), engine_slots=1, engine_roots=("/adapters",))
+        for lora_id in (SQL, "team/old"):
+            await house.register(lora_id, source="file:///adapters/sql", base_model="tiny-qwen", digest=DIGEST)
+        await house.http.patch("/v1/policy", json={"min_residency_s": 0, "drain_deadline_s": 0})
+        await house.settle()
+        await house.ensure(SQL)
+        for _ in range(3):
+            await house.turn()
+        item = await house.adapter(SQL)
+        assert f"{fails} team/" in item["error"]
+        assert item["state"] == "registered"
+
+
 async def test_an_engine_that_does_not_allow_it_is_given_no_adapter(house_of, model, shelf):
     closed = start_engine("sim", model, environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
     try:

@@ -80,14 +80,14 @@ class SglangEngine(EngineClient):
             raise
         if _is_done(answer) or await self._has(name, path):
             return
-        raise _refused("load", name, answer)
+        raise EngineError("adapter_refused", _said("load", name, answer))
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
         """Returns when the adapter's requests have ended: SGLang waits for them, and takes no new ones."""
         answer = await self._call("POST", "/unload_lora_adapter", body={"lora_name": name}, timeout_s=timeout_s)
         if _is_done(answer) or name not in await self.adapters():
             return
-        raise _refused("unload", name, answer)
+        raise EngineError("engine_failed", _said("unload", name, answer))
 
     async def shape(self) -> Shape:
         """Raises EngineError `engine_start_failed` where the engine was not started as an agent needs it."""
@@ -221,9 +221,8 @@ def _check(url: str, info: Mapping[str, Any]) -> None:
         raise EngineError("engine_start_failed", f"engine {url}: {'; '.join(wrong)}; see docs/engines.md")
 
 
-def _refused(what: str, name: str, answer: httpx.Response) -> EngineError:
-    message = f"{what} {name}: the engine answered {answer.status_code}: {_reason(answer)}"
-    return EngineError("adapter_refused", message)
+def _said(what: str, name: str, answer: httpx.Response) -> str:
+    return f"{what} {name}: the engine answered {answer.status_code}: {_reason(answer)}"
 
 
 def _is_done(answer: httpx.Response) -> bool:

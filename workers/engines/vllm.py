@@ -1,11 +1,11 @@
 """vLLM 0.32's HTTP, which the sim speaks too: adapters, health, metrics."""
 
 from pathlib import Path
-from typing import NoReturn
 
 import httpx
 
 from lorafleet.kv.sources import Sources, sources_of
+from lorafleet.vllm_errors import is_ending
 from lorafleet.vllm_page import Scrape, parse_metrics
 from workers.core.errors import EngineError
 from workers.engines.base import Shape, Traits
@@ -20,7 +20,9 @@ class VllmEngine(EngineClient):
     traits = Traits(dialect="vllm", keeps_ghosts=True, loads_at_once=2)
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
-        """Raises EngineError: `adapter_refused` with the engine's reason, `engine_timeout`, `engine_unreachable`."""
+        """Raises EngineError: `adapter_refused` with the engine's reason, `engine_failed` with what is wrong with the
+        engine itself, `engine_timeout`, `engine_unreachable`.
+        """
         body = {"lora_name": name, "lora_path": str(path)}
         try:
             answer = await self._call("POST", "/v1/load_lora_adapter", body=body, timeout_s=timeout_s)
@@ -31,12 +33,13 @@ class VllmEngine(EngineClient):
             raise
         if answer.is_success or await self._has(name, path):
             return
-        self._refuse(f"load {name}", answer)
+        said = _said(f"load {name}", answer)
+        raise EngineError("engine_failed" if is_ending(said) else "adapter_refused", said)
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
         answer = await self._call("POST", "/v1/unload_lora_adapter", body={"lora_name": name}, timeout_s=timeout_s)
         if not answer.is_success and answer.status_code != 404:
-            self._refuse(f"unload {name}", answer)
+            raise EngineError("engine_failed", _said(f"unload {name}", answer))
 
     async def shape(self) -> Shape:
         """Block size and count from vllm:cache_config_info, length and name from /v1/models."""
@@ -66,13 +69,14 @@ class VllmEngine(EngineClient):
     async def scrape(self) -> Scrape:
         return parse_metrics(await self._metrics_page())
 
-    def _refuse(self, what: str, answer: httpx.Response) -> NoReturn:
-        try:
-            error = answer.json()
-            text = str((error.get("error") or error)["message"])  # flat before 2025
-        except (ValueError, KeyError, TypeError, AttributeError):
-            text = answer.text[:500]
-        raise EngineError("adapter_refused", f"{what}: the engine answered {answer.status_code}: {text}")
+
+def _said(what: str, answer: httpx.Response) -> str:
+    try:
+        error = answer.json()
+        text = str((error.get("error") or error)["message"])  # flat before 2025
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = answer.text[:500]
+    return f"{what}: the engine answered {answer.status_code}: {text}"
 
 
 def _mark(scrape: Scrape) -> str:

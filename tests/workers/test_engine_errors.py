@@ -1,0 +1,51 @@
+"""What an engine's error is held against: the adapter it was about, or the engine."""
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from tests.serving import serving
+from workers.core.errors import EngineError
+from workers.engines.sglang import SglangEngine
+from workers.engines.vllm import VllmEngine
+
+
+def _failing(said: str) -> Starlette:
+    """An engine that holds one adapter and fails whatever it is told to do with adapters."""
+
+    async def fail(_request):
+        return JSONResponse({"error": {"message": said}, "error_message": said}, 500)
+
+    async def models(_request):
+        return JSONResponse({"data": [{"id": "tiny"}, {"id": "sql/v1@1", "root": "/sql", "parent": "tiny"}]})
+
+    paths = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/unload_lora_adapter")
+    return Starlette(routes=[Route("/v1/models", models), *(Route(path, fail, methods=["POST"]) for path in paths)])
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_an_unload_that_fails_is_the_engines_fault_as_somebody_elses_load_may_wait_for_it(kind):
+    async with serving(_failing("no")) as url:
+        engine = kind(url)
+        with pytest.raises(EngineError, match=r"unload sql/v1@1: the engine answered 500: no") as failed:
+            await engine.unload("sql/v1@1", timeout_s=5)
+        await engine.aclose()
+    assert failed.value.code == "engine_failed"
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("Call to add_lora method failed: LoRA rank 64 is greater than max_lora_rank 16.", "adapter_refused"),
+        ("Call to add_lora method failed: Server shutting down", "engine_failed"),
+        ("EngineCore encountered an issue. See stack trace (above) for the root cause.", "engine_failed"),
+    ],
+)
+async def test_a_load_that_an_ending_engine_fails_is_not_held_against_the_adapter(tmp_path, said, code):
+    async with serving(_failing(said)) as url:
+        engine = VllmEngine(url)
+        with pytest.raises(EngineError, match="load legal/v1@2") as failed:
+            await engine.load("legal/v1@2", tmp_path, timeout_s=5)
+        await engine.aclose()
+    assert failed.value.code == code
