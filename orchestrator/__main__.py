@@ -8,7 +8,7 @@ from lorafleet.kube.errors import KubeConfigError
 from lorafleet.settings import load_or_exit
 from orchestrator.app import main
 from orchestrator.config import OrchestratorSettings
-from orchestrator.core.errors import StoreError
+from orchestrator.core.errors import StoreError, Unavailable
 
 PROG = "python -m orchestrator"
 
@@ -19,7 +19,7 @@ def run() -> None:
     logs.configure("orchestrator", log_format=settings.log_format, level=settings.log_level)
     try:
         serve.run(lambda: main(settings))
-    except (StoreError, KeyFileError, KubeConfigError, OSError) as exc:
+    except (StoreError, Unavailable, KeyFileError, KubeConfigError, OSError) as exc:
         print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
         raise SystemExit(2) from exc
 

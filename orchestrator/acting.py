@@ -3,7 +3,8 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -128,7 +129,8 @@ class Actor:
             end = _Ending("dropped", exc.code, str(exc))
         except Permanent as exc:
             end = _Ending("refused", exc.code, str(exc))
-            self._refused(action, exc)
+            with _as_far_as_written():
+                self._refused(action, exc)
         except Transient as exc:
             end = _Ending("failed", exc.code, str(exc))
             self._failed(action, exc.code, str(exc), exc.retry_after_s)
@@ -158,9 +160,10 @@ class Actor:
             it.unloading.discard((action.lora_id, action.worker_id))
         self._metrics.ended(action.operation, end.outcome, duration_s)
         if end.outcome != "dropped":  # what is dropped was not ours to finish: nor is the store ours to write
-            self._audit.ended(
-                action, who=who, outcome=end.outcome, duration_s=duration_s, code=end.code, error=end.error
-            )
+            with _as_far_as_written():
+                self._audit.ended(
+                    action, who=who, outcome=end.outcome, duration_s=duration_s, code=end.code, error=end.error
+                )
 
     def _failed(self, action: Action, code: str, message: str, retry_after_s: float | None) -> None:
         """It counts against this adapter on this worker, for longer each time in a row."""
@@ -353,6 +356,15 @@ class Actor:
         if entry is None or not entry.report.agent_url:
             raise Transient(f"worker {worker_id} has no agent_url in its report", code="worker_unreachable")
         return entry.report.agent_url
+
+
+@contextmanager
+def _as_far_as_written() -> Iterator[None]:
+    """What has happened on the fleet has happened, whether the store takes a note of it or not."""
+    try:
+        yield
+    except (StoreError, Unavailable) as exc:
+        log.warning("how an action ended is not written down", error=str(exc))
 
 
 def _inspection_of(adapter: Adapter) -> InspectRequest:

@@ -71,7 +71,9 @@ class Backend(Protocol):
         ...
 
     def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> None:
-        """Take these down, in this order; durable once `saved` returns. Raises StoreError, and then none of it is."""
+        """Take these down, in this order; durable once `saved` returns. Raises StoreError or Unavailable, and then
+        none of it is.
+        """
         ...
 
     async def saved(self, about: Collection[Subject] | None = None) -> None:

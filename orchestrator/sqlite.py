@@ -14,7 +14,7 @@ from typing import Any
 
 from lorafleet import files
 from orchestrator.backend import Change, Entry, Stored, Subject, Tombstone, WorkerIntent
-from orchestrator.core.errors import StoreError
+from orchestrator.core.errors import StoreError, Unavailable
 from orchestrator.core.rollout import Rollout, as_json, from_json
 from orchestrator.core.state import Adapter, Rules
 
@@ -66,7 +66,8 @@ _NO_SPACE_BYTES = 2**20
 class SqliteFile:
     """A Backend; what `write` takes is one transaction.
 
-    Raises StoreError when the file is no store of ours, damaged, or of a newer version.
+    Raises StoreError when the file is no store of ours, damaged, or of a newer version, and Unavailable while another
+    process keeps it from being written.
 
     history_kept   entries of each kind; older ones go, so that many loads push out no change of policy
     """
@@ -135,6 +136,12 @@ class SqliteFile:
         except sqlite3.Error as exc:
             what = no_space(exc, self._path) or str(exc)
             self._db.rollback()
+            if _is_busy(exc):
+                raise Unavailable(
+                    f"store {self._path}: nothing was written: another process is in the middle of a write",
+                    code="store_unreachable",
+                    retry_after_s=_BUSY_S,
+                ) from exc
             raise StoreError(f"store {self._path}: nothing was written: {what}") from exc
         except BaseException:
             self._db.rollback()  # what SQLite has no form for, as an integer of over 64 bits: all or nothing here too
@@ -259,6 +266,10 @@ def _check(db: sqlite3.Connection, path: str) -> None:
         )
 
 
+def _is_busy(exc: sqlite3.Error) -> bool:
+    return getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF == sqlite3.SQLITE_BUSY
+
+
 def _use_wal(db: sqlite3.Connection) -> None:
     """SQLite waits for others' locks, but not always when it changes the mode: of three that did so together one was
     refused at once, in one of 300 tries (3.40, seen running).
@@ -268,7 +279,7 @@ def _use_wal(db: sqlite3.Connection) -> None:
         try:
             db.execute("PRAGMA journal_mode = WAL")
         except sqlite3.OperationalError as exc:
-            if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+            if not _is_busy(exc) or time.monotonic() > deadline:
                 raise
             time.sleep(_BUSY_PAUSE_S)
         else:

@@ -1,6 +1,9 @@
 """Passes against agents that are served for real."""
 
 import asyncio
+import gc
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -761,6 +764,37 @@ async def test_nothing_is_loaded_before_the_fleet_has_had_time_to_speak(tmp_path
     await house.settle()
     assert (await house.http.get("/ready")).status_code == 200
     assert list(agent.loaded) == ["sql/v1"]
+
+
+@pytest.mark.parametrize("refusal", [None, "adapter_refused"])
+async def test_a_store_that_another_process_writes_refuses_for_a_while_and_no_action_breaks(
+    open_house, tmp_path, refusal
+):
+    house = open_house()
+    agent = await house.worker()
+    await house.register()
+    await house.settle()
+    agent.hold_loads = asyncio.Event()
+    if refusal:
+        agent.refuse["sql/v1"] = refusal
+    await house.ensure()
+    unhandled = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unhandled.append(context))
+    house.store._backend._db.execute("PRAGMA busy_timeout = 0")
+    with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
+        house.reconciler.run_pass()
+        other.execute("BEGIN IMMEDIATE")
+        refused = await house.http.post("/v1/adapters", json={"lora_id": "late/v1", "source": "file:///late"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unreachable")
+        assert int(refused.headers["retry-after"]) > 0
+        agent.hold_loads.set()
+        await house.reconciler.settled()
+    gc.collect()
+    assert unhandled == []
+    assert (await house.adapter("late/v1"))["error"]["code"] == "adapter_not_found"
+    assert house.reconciler.loading_on("sql/v1") == []
+    await house.turn()
+    assert (await house.ensure()).json()["ready"] == ([] if refusal else ["w0"])
 
 
 async def test_one_slow_load_delays_no_other_worker(house):
