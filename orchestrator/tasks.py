@@ -22,9 +22,13 @@ class Tasks:
             await asyncio.wait(set(self._tasks))
 
     def cancel(self) -> None:
-        """Everything under way ends as soon as it can."""
+        """Everything under way ends as soon as it can, and not before it has begun.
+
+        A task that is cancelled in the turn of the loop that made it never runs, nor does what it would do at its end.
+        """
+        loop = asyncio.get_running_loop()
         for task in self._tasks:
-            task.cancel()
+            loop.call_soon(task.cancel)
 
     async def drop(self) -> None:
         """Cancel everything and wait for its end."""

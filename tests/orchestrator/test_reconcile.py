@@ -797,6 +797,23 @@ async def test_a_store_that_another_process_writes_refuses_for_a_while_and_no_ac
     assert (await house.ensure()).json()["ready"] == ([] if refusal else ["w0"])
 
 
+@pytest.mark.parametrize("operation", ["inspect", "load"])
+async def test_what_a_term_began_in_its_last_moment_is_begun_again_in_the_next(house, operation):
+    agent = await house.worker()
+    await house.register()
+    if operation == "load":
+        await house.settle()
+        await house.ensure()
+    await house.beat()
+    assert [action.operation for action in house.reconciler.run_pass()] == [operation]
+    house.reconciler.end_term()  # as of a leader that wakes after its lease is over: a pass was due, too
+    await house.reconciler.settled()
+    calls = len(agent.calls)
+    house.reconciler.begin_term()
+    await house.settle()
+    assert agent.operations()[calls:] == [(f"{operation}_lora", "sql/v1")]
+
+
 async def test_one_slow_load_delays_no_other_worker(house):
     slow, fast = await house.worker("w0"), await house.worker("w1")
     slow.hold_loads = asyncio.Event()
