@@ -104,6 +104,8 @@ class Actor:
             it.busy[action.worker_id] += 1
             it.loading[pair] = adapter.digest or ""
             it.load_began[pair] = self._clock()
+            if action.evict is not None:
+                it.evicting.add((action.evict, action.worker_id))
             self._tasks.spawn(self._guarded(action, self._load(action, adapter), settings.load_timeout_s))
         else:
             it.busy[action.worker_id] += 1
@@ -156,6 +158,8 @@ class Actor:
         if action.operation == "load":
             it.loading.pop((action.lora_id, action.worker_id), None)
             it.load_began.pop((action.lora_id, action.worker_id), None)
+            if action.evict is not None:
+                it.evicting.discard((action.evict, action.worker_id))
         elif action.operation == "unload":
             it.unloading.discard((action.lora_id, action.worker_id))
         self._metrics.ended(action.operation, end.outcome, duration_s)

@@ -175,6 +175,7 @@ class Fleet:
         draining: Iterable[Pair],
         inspecting: Mapping[str, str],
         owed: Mapping[Pair, str],
+        evicting: Iterable[Pair],
         digests: Callable[[str], str | None],
     ) -> Observed:
         """The fleet now.
@@ -200,6 +201,7 @@ class Fleet:
             inspecting=inspecting,
             loads_in_flight=len(loading),
             owed=owed,
+            evicting=frozenset(evicting),
         )
 
     def _worker(self, entry: Entry, intent: WorkerIntent | None, digests: Callable[[str], str | None]) -> Worker:

@@ -47,6 +47,7 @@ class Reads:
             draining=it.drains,
             inspecting=it.inspecting,
             owed=it.owed,
+            evicting=it.evicting,
             digests=self.digest,
         )
         return replace(seen, memory=self.view.desired.memory)

@@ -20,6 +20,7 @@ class Underway:
     inspecting    lora_id -> worker_id that looks at its bytes
     leaving       workers that were told to drain
     unloading     (lora_id, worker_id) that is on its way out: not told twice, as the second might end what comes after
+    evicting      (lora_id, worker_id) that makes room for a load on its way there: no other load's to name
     drains        (lora_id, worker_id) that takes no new requests
     owed          victims of loads that took the reserve -> what they made room for
     failures      what went wrong where, and until when that counts
@@ -32,6 +33,7 @@ class Underway:
     inspecting: dict[str, str] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
     unloading: set[Pair] = field(default_factory=set)
+    evicting: set[Pair] = field(default_factory=set)
     drains: dict[Pair, Drain] = field(default_factory=dict)
     owed: dict[Pair, str] = field(default_factory=dict)
     failures: FailureBook = field(default_factory=FailureBook)

@@ -128,7 +128,8 @@ class Board:
         held = self.observed.workers[worker_id].held.get(lora_id)
         if held is None or held.state != "ready":
             return False
-        return (lora_id, worker_id) not in self.observed.owed and (lora_id, worker_id) not in self.leaving
+        pair = lora_id, worker_id
+        return pair not in self.observed.owed and pair not in self.observed.evicting and pair not in self.leaving
 
     def least(self, adapter: Adapter) -> int:
         return self.policy.min_replicas if adapter.min_replicas is None else adapter.min_replicas

@@ -182,6 +182,8 @@ class Observed:
     loads_in_flight: int = 0
     owed: Mapping[Pair, str] = field(default_factory=dict)
     """named victims of loads that took the reserve, and what they made room for: they leave as soon as they drained"""
+    evicting: frozenset[Pair] = frozenset()
+    """named victims of loads that are on their way: each is gone when its load is there"""
     memory: Memory = field(default_factory=Memory)
     """what the last pass left in `Desired.memory`"""
 

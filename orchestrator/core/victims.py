@@ -86,6 +86,8 @@ def _is_spare(board: Board, adapter: Adapter, worker: Worker, held: Held) -> boo
         return False
     if held.state not in ("ready", "draining") or held.lora_id in board.gone[worker.id]:
         return False
+    if (held.lora_id, worker.id) in board.observed.evicting:
+        return False
     demand = board.demand
     if held.lora_id in demand.wants or (held.lora_id, worker.id) in demand.in_use or held.lora_id in demand.backlog:
         return False

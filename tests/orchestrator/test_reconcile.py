@@ -988,3 +988,27 @@ async def test_a_weighted_fleet_shares_its_slots_by_weight(house):
     await house.settle()
     counts = {name: (await house.adapter(name))["replicas"]["ready"] for name in "abc"}
     assert counts == {"a": 4, "b": 2, "c": 2}
+
+
+async def test_two_loads_on_one_worker_at_a_time_take_two_victims(house):
+    agent = await house.worker(slots=2)
+    await house.http.patch("/v1/policy", json={"loads_per_worker": 2, "min_residency_s": 0, "drain_deadline_s": 0})
+    for name in ("a", "b", "c", "d"):
+        await house.register(name)
+    for name in ("a", "b"):
+        await house.ensure(name)
+        await house.settle()
+    agent.hold_loads = asyncio.Event()
+    for name in ("c", "d"):
+        await house.ensure(name)
+        for _ in range(2):  # one pass has the victim drain, the next one names it
+            await house.beat()
+            house.reconciler.run_pass()
+    agent.hold_loads.set()
+    await house.reconciler.settled()
+    assert sorted(body["evict"] for verb, body in agent.calls if verb == "load_lora" and body.get("evict")) == [
+        engine_name("a", digest_of("file:///a")),
+        engine_name("b", digest_of("file:///b")),
+    ]
+    await house.settle()
+    assert sorted(agent.loaded) == ["c", "d"]
