@@ -109,8 +109,7 @@ class Stream:
         self._news.set()
 
     def close(self) -> None:
-        if not self._ended:
-            self._connection.close()
+        self._connection.leave(self)
 
 
 async def fetch(
@@ -124,7 +123,7 @@ async def fetch(
     try:
         return await whole.done
     except asyncio.CancelledError:
-        connection.close()
+        connection.leave(whole)
         raise
 
 

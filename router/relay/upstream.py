@@ -196,6 +196,11 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
 
+    def leave(self, sink: Sink) -> None:
+        """`close`, if this one's answer is still awaited: once it is there the connection may be somebody else's."""
+        if self._sink is sink:
+            self.close()
+
     @property
     def said_nothing(self) -> bool:
         """Whether not a byte has come since the last answer."""

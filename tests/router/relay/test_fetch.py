@@ -77,6 +77,27 @@ async def test_one_that_is_cancelled_leaves_no_connection(pool):
         assert not pool.connections
 
 
+async def test_one_that_is_cancelled_as_its_answer_comes_takes_the_connection_from_nobody(pool, monkeypatch):
+    release, is_free = pool._release, asyncio.Event()
+
+    def and_tell(connection):
+        release(connection)
+        is_free.set()  # whoever waits for this runs before whoever waits for the answer
+
+    async def second():
+        await is_free.wait()
+        first.cancel()
+        return await fetch(pool, agent.url, "/second", timeout_s=5)
+
+    monkeypatch.setattr(pool, "_release", and_tell)
+    async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody") as agent:
+        first = asyncio.create_task(fetch(pool, agent.url, "/first", timeout_s=5))
+        async with asyncio.timeout(3):
+            assert await second() == b"body"
+        assert first.cancelled()
+        assert agent.connections == 1
+
+
 async def test_a_stream_comes_as_it_is_sent_and_its_connection_is_used_again(pool):
     more = asyncio.Event()
 
