@@ -157,6 +157,8 @@ class Inference:
         replica = parts.discovery.fleet.replicas.get(WorkerId(worker))
         if replica is None:
             raise gone(response_id, worker, param="id")
+        if not replica.engine_url:
+            raise NoReplica(f"worker {worker!r}, which keeps this response, is starting", retry_after_s=1.0)
         target = exchange.path.encode() + (b"?" + exchange.query if exchange.query else b"")
         timeout = _text(exchange.headers, _TIMEOUT)
         question = read(parts, answer.request_id, route, b"", target=target, timeout=timeout)

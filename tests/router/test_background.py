@@ -297,3 +297,19 @@ async def test_a_router_that_stops_waits_for_none_and_leaves_no_task(tmp_path):
     assert not [task for task in asyncio.all_tasks() if "_until_over" in repr(task)]
     parts.background.follow("late", ("w0", "first"), "", lambda usage, tokens: engine.aborted.set())
     assert engine.aborted.is_set(), "what comes when it has stopped is over at once"
+
+
+async def test_one_whose_worker_has_an_agent_that_just_started_is_to_be_asked_for_again():
+    engine = Keeper("w0")
+    async with fleet(engine, control=Control(figures=Load(running=1))) as (client, control, parts):
+        response_id = (await client.post(RESPONSES, json=ASK)).json()["id"]
+        # It has yet to find its engine, and whether that is the one it was.
+        address, control.workers["w0"] = control.workers["w0"], ""
+        control.starting, control.boot_id = frozenset({"w0"}), ""
+        await until(lambda: not parts.discovery.fleet.replicas["w0"].engine_url)
+        answer = await client.get(f"{RESPONSES}/{response_id}")
+        assert error_of(answer) == (503, "no_replica")
+        assert "retry-after" in answer.headers
+        control.workers["w0"], control.starting, control.boot_id = address, frozenset(), "first"
+        await until(lambda: parts.discovery.fleet.replicas["w0"].engine_url)
+        assert (await client.get(f"{RESPONSES}/{response_id}")).status_code == 200

@@ -9,6 +9,7 @@ Network = IPv4Network | IPv6Network
 _NEVER_PUBLIC = (
     ip_network("192.0.0.0/24"),  # IETF protocols; Oracle's cloud answers with its metadata at 192.0.0.192
     ip_network("168.63.129.16/32"),  # Azure's host, on a public address
+    ip_network("fec0::/10"),  # a site's own, until RFC 3879; networks of that time still use them
 )
 _NAT64 = ip_network("64:ff9b::/96")
 
