@@ -68,7 +68,12 @@ class Watcher:
             what = {"worker_id": report.instance_id, "epoch": report.epoch, "ours": self._store.epoch}
             log.warning("report not taken: nobody can have led under its epoch", **what)
             return
-        self._take(report.instance_id, self._fleet.hear(report))
+        known = self._fleet.entries.get(report.instance_id)
+        is_same_engine = known is not None and known.report.engine_boot_id == report.engine_boot_id
+        change = self._fleet.hear(report)
+        if is_same_engine and not self._is_leading():
+            change = replace(change, vanished=())  # by the doing of whoever leads, whose drains we do not know
+        self._take(report.instance_id, change)
         if report.epoch > self._store.epoch and self._is_leading():
             # Either somebody newer leads, or our store is an old copy. The lease knows; a new term goes above it.
             message = f"worker {report.instance_id} has obeyed epoch {report.epoch}, ours is {self._store.epoch}"

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from orchestrator.core.state import Want
 from tests.orchestrator.doubles import FakeAgent, digest_of, serving
@@ -878,6 +879,20 @@ async def test_a_drained_worker_serves_again_once_it_is_uncordoned(house):
     assert not agent.drained
     await ready(house)
     assert [call for call in agent.calls if call[0] == "undrain"] == [("undrain", {"wire": 1})]
+
+
+async def test_who_does_not_lead_takes_for_lost_what_went_with_an_engine_and_not_what_the_leader_unloads(house):
+    await house.worker()
+    await ready(house)
+    report = house.reconciler.fleet.entries["w0"].report
+    empty = report.model_copy(update={"lora": report.lora.model_copy(update={"loaded_loras": ()})})
+    await house.whole.leadership.release()
+    with capture_logs() as told:
+        house.reconciler.hear(empty)
+        assert told == []
+        house.reconciler.hear(report)
+        house.reconciler.hear(empty.model_copy(update={"engine_boot_id": "another"}))
+    assert [(line["event"], line["lora_id"]) for line in told] == [("adapter lost its place", "sql/v1")]
 
 
 async def test_a_worker_in_which_a_load_hangs_is_given_nothing_new(house):
