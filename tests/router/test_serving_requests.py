@@ -178,6 +178,7 @@ async def test_a_request_whose_only_replica_died_waits_for_it_to_start_again():
         engine, control = Engine("w0", dies), with_sql("w0")
         engine.died = False
         control.ensure = ready_on_w0
+        control.figures = Load(read_age_s=3600.0)  # its agent hears nothing of it either
         async with fleet(engine, control=control) as (client, _, parts):
             asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
             await until(lambda engine=engine: engine.died)
