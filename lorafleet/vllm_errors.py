@@ -1,10 +1,10 @@
 """vLLM's errors that tell of the engine and not of what it was asked for."""
 
-_ENDING = (
-    "EngineCore encountered an issue",  # v1/engine/exceptions.py EngineDeadError
-    "Server shutting down",  # v1/engine/core.py, to a load after SIGTERM
-    "cannot schedule new futures after shutdown",
-)
+DEAD = "EngineCore encountered an issue"
+"""v1/engine/exceptions.py EngineDeadError."""
+SHUTTING_DOWN = "cannot schedule new futures after shutdown"
+"""With 500, while SIGTERM waits for requests in flight (seen running)."""
+_ENDING = (DEAD, SHUTTING_DOWN, "Server shutting down")  # the last: v1/engine/core.py, to a load after SIGTERM
 
 
 def is_ending(text: str) -> bool:

@@ -8,6 +8,7 @@ from functools import partial
 
 import msgspec
 
+from lorafleet.vllm_errors import DEAD, SHUTTING_DOWN
 from router.core.errors import ReplicaUnreachable, StreamBroken
 from router.relay.events import MAX_EVENT_BYTES, Renamed, event_error, has_first_event
 from router.relay.front import Exchange
@@ -16,10 +17,7 @@ from router.relay.upstream import Connection, EngineLost, Headers, Origin, Pool
 from router.surface.routes import Route, is_begun_only
 from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
 
-# vLLM 0.32 answers so, with 500, while SIGTERM waits for requests in flight (seen running).
-_SHUTTING_DOWN = b"cannot schedule new futures after shutdown"
-# vLLM 0.32 v1/engine/exceptions.py EngineDeadError.
-_DEAD = b"EngineCore encountered an issue"
+_SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), DEAD.encode()
 # SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
 _NOT_LOADED = (b"Got LoRA adapter that has never been loaded", b"Failed to implicitly load LoRA adapter")
 _EVENT_STREAM = b"text/event-stream"
