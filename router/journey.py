@@ -335,7 +335,10 @@ class Journey(msgspec.Struct, eq=False):
                 prompt = self.prompt = self._asked(self.only)
             assert self.target is not None
             try:
-                self.flight = await decided(parts, self.caller, self.target, question, prompt, tokens.source)
+                is_again = self.tries > 1
+                self.flight = await decided(
+                    parts, self.caller, self.target, question, prompt, tokens.source, is_again=is_again
+                )
             except Displaced as exc:
                 log.info("displaced while waiting", request_id=question.request_id, why=str(exc))
                 await self._warm(is_displaced=True)

@@ -333,15 +333,23 @@ def _begun(
 
 
 async def decided(
-    parts: Parts, caller: Caller, target: Target, question: Question, prompt: Prompt, tokens_from: Source
+    parts: Parts,
+    caller: Caller,
+    target: Target,
+    question: Question,
+    prompt: Prompt,
+    tokens_from: Source,
+    *,
+    is_again: bool = False,
 ) -> Flight:
     """match and decide, when there is room: the request is then on its way.
 
+    is_again  it was sent before, and failed there
     raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
     """
     began_at = parts.clock()
     begin = partial(_begun, parts, target, question, prompt, tokens_from, asked_at=began_at)
-    if prompt.ask.excluded or not question.route.computes:
+    if is_again or not question.route.computes:
         # One that failed somewhere has waited its turn already: what failed it must not cost it another.
         return begin(parts.mind.decide(prompt, began_at))
     adapter = target.adapter

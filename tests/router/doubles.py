@@ -21,6 +21,8 @@ from workers.wire import Load, LoadedLora, LoraInfo, Metadata, ModelCard, Runtim
 
 DIGEST = "ab" * 32
 BASE = "tiny-qwen"
+# Of an engine that has died: its agent has heard nothing of it since.
+UNHEARD = Load(read_age_s=3600.0)
 CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.lorafleet.test_auth import no_more_files
-from tests.router.doubles import Control
+from tests.router.doubles import UNHEARD, Control
 from tests.router.faults.house import (
     BASE,
     DONE,
@@ -22,7 +22,6 @@ from tests.router.faults.house import (
     saying,
     sound,
 )
-from workers.wire import Load
 
 CLEAN = b"".join(EVENTS)
 FIRST_EVENT_AT = len(STREAM_HEAD) + len(pieces(EVENTS[0])) - len(b"\r\n")
@@ -265,21 +264,25 @@ async def test_a_response_that_no_engine_gets_beyond_its_begin_opens_no_circuit(
 
 
 @pytest.mark.parametrize("lora_id", [None, "sql/v1"])
-@pytest.mark.parametrize("read_age_s", [0.0, 3600.0])
-async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_broke_a_request_off(lora_id, read_age_s):
-    control = Control(figures=Load(read_age_s=read_age_s))
+@pytest.mark.parametrize("is_heard", [True, False])
+async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_broke_a_request_off(
+    lora_id, is_heard, monkeypatch
+):
+    control = Control() if is_heard else Control(figures=UNHEARD)
     control.add_adapter("sql/v1", on=["w0"])
     named = {} if lora_id is None else {"lora_id": lora_id}
     async with house(1, control=control, failover_wait_s=1.0, cold_start_timeout_s=1.0) as router:
-        answer = await router.ask("once", saying(b"", "reset"), **named)
-        if read_age_s:
-            # Its agent has not heard from it either.
+        # Nor does it wait in the line a second time.
+        monkeypatch.setattr(router.parts.waiting, "admitted", None)
+        await router.connect()
+        answer = await router.ask("once", *[saying(b"", "reset")] * 2, **named)
+        if not is_heard:
             assert answer.status_code == 503
-            assert router.play.asked["once"] == 1
+            assert router.play.asked["once"] == 2  # the first on an idle connection says nothing
         else:
             assert answer.status_code == 200
-            assert router.play.asked["once"] == 2
-            # Twice says more of the request than of the engine; the first on an idle connection says nothing.
+            assert router.play.asked["once"] == 3
+            # Twice says more of the request than of the engine.
             answer = await router.ask("always", *[saying(b"", "reset")] * 4, **named)
             assert error_of(answer) == (503, "no_replica")
             assert router.play.asked["always"] == 3
