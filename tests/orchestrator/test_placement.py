@@ -226,25 +226,25 @@ def test_an_unknown_adapter_is_never_a_victim():
     assert "no free slot" in desired.unplaced["a"]
 
 
-AGO = {"a": NOW - 600.0, "b": NOW - 600.0, "c": NOW - 600.0}
+AGO = {"ash": NOW - 600.0, "oak": NOW - 600.0, "yew": NOW - 600.0}
 LEAST = {
-    "asked for longest ago": ({}, {"a": NOW - 5.0, "b": NOW - 20.0, "c": NOW - 60.0}, {}),
-    "asked for least by habit": ({"a": 0.3, "b": 5.0, "c": 0.1}, AGO, {}),
-    "brought back soonest": ({"a": 1.0, "b": 1.0, "c": 1.0}, AGO, {"a": 10**10, "b": 5 * 10**9}),
-    "least of what is recent and habit together": ({"b": 0.3, "c": 0.2}, {"a": NOW - 20.0}, {}),
-    "nobody's by habit, though it was asked for once": ({"a": 0.2, "b": 0.2}, {"c": NOW - 60.0}, {}),
+    "asked for longest ago": ({}, {"ash": NOW - 5.0, "oak": NOW - 20.0, "yew": NOW - 60.0}, {}),
+    "asked for least by habit": ({"ash": 0.3, "oak": 5.0, "yew": 0.1}, AGO, {}),
+    "brought back soonest": ({"ash": 1.0, "oak": 1.0, "yew": 1.0}, AGO, {"ash": 10**10, "oak": 5 * 10**9}),
+    "least of what is recent and habit together": ({"oak": 0.3, "yew": 0.2}, {"ash": NOW - 20.0}, {}),
+    "nobody's by habit, though it was asked for once": ({"ash": 0.2, "oak": 0.2}, {"yew": NOW - 60.0}, {}),
 }
 
 
 @pytest.mark.parametrize("why", LEAST)
 def test_the_victim_is_the_one_that_is_missed_least_and_it_is_named(why):
     habits, last, sizes = LEAST[why]
-    observed = fleet(worker("w0", held("a"), held("b"), held("c"), slots=4))
-    adapters = intent(*[adapter(name, size_bytes=sizes.get(name)) for name in "abc"], adapter("new"))
+    observed = fleet(worker("w0", held("ash"), held("oak"), held("yew"), slots=4))
+    adapters = intent(*[adapter(name, size_bytes=sizes.get(name)) for name in AGO], adapter("new"))
     demand = replace(want("new"), habits=habits, last=last)
     (load,) = place(adapters, observed, demand, Rules(reserve_slots=1), NOW).loads
-    assert load.evict == "c"
-    assert "c" in load.reason
+    assert load.evict == "yew"
+    assert "yew" in load.reason
 
 
 def test_a_weighted_adapter_throws_out_no_other():

@@ -15,7 +15,20 @@ from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from router.relay.front import front
 from router.surface.routes import ROUTES
-from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, echo, error_of, fleet, until, with_sql
+from tests.router.doubles import (
+    BASE,
+    CHAT,
+    DIGEST,
+    UNHEARD,
+    Control,
+    Engine,
+    chunk,
+    echo,
+    error_of,
+    fleet,
+    until,
+    with_sql,
+)
 from workers.wire import Load, Metadata
 
 SQL = f"sql/v1@{DIGEST[:12]}"
@@ -178,7 +191,7 @@ async def test_a_request_whose_only_replica_died_waits_for_it_to_start_again():
         engine, control = Engine("w0", dies), with_sql("w0")
         engine.died = False
         control.ensure = ready_on_w0
-        control.figures = Load(read_age_s=3600.0)  # its agent hears nothing of it either
+        control.figures = UNHEARD
         async with fleet(engine, control=control) as (client, _, parts):
             asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
             await until(lambda engine=engine: engine.died)
