@@ -184,7 +184,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         holds=usage.holds,
     )
     cold = ColdStarts(
-        control,
+        partial(fetch, agents, token=config.token),
         discovery,
         metrics,
         config.orchestrator_url.rstrip("/"),

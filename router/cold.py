@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
+from typing import Protocol
+from urllib.parse import quote
 
-import httpx
 import structlog
+from pydantic_core import from_json
 
 from orchestrator.wire import EnsureAnswer, EnsureRequest
 from router.core.admission import Bounds, Room
@@ -28,6 +30,8 @@ from router.core.fleet import Adapter, Excluded, Replica
 from router.core.homes import rendezvous_home
 from router.discovery import Discovery
 from router.metrics import Metrics
+from router.relay.fetch import Refused
+from router.relay.upstream import EngineLost
 from router.usage import Holds
 from workers.wire import LoadRequest
 
@@ -41,6 +45,12 @@ _DEFAULT_RETRY_S = 5.0
 _MEASURED_LOADS = 50
 # The orchestrator goes on for so long with an adapter that nobody waits for any more; its `wanted_for_s`.
 _WANTED_FOR_S = 60.0
+
+
+class Post(Protocol):
+    """A body of JSON to a path below a house's URL, and what it answers; may raise EngineLost and Refused."""
+
+    async def __call__(self, url: str, path: str, *, body: bytes, timeout_s: float) -> bytes: ...
 
 
 @dataclass(slots=True)
@@ -59,13 +69,14 @@ class _Flight:
 class ColdStarts:
     """Brings an adapter to where a request can run; see `until_resident`.
 
+    post                      how orchestrator and agents are asked
     max_held, max_held_bytes  requests that may wait at once, and what they hold in memory
     tenant_share              of either, for one tenant
     tenant_adapters           that may be brought for one tenant at once
     holds                     told of each request that waited or was turned away
     """
 
-    client: httpx.AsyncClient
+    post: Post
     discovery: Discovery
     metrics: Metrics
     orchestrator_url: str
@@ -239,7 +250,7 @@ class ColdStarts:
             except RouterError as exc:
                 self.metrics.cold_starts.labels(exc.code).inc()
                 raise
-            except (httpx.HTTPError, ValueError) as exc:
+            except (EngineLost, Refused, ValueError) as exc:
                 log.warning("orchestrator away, asking the adapter's home itself", lora_id=lora_id, error=repr(exc))
                 placed = await self._load_at_home(lora_id)
             self.metrics.cold_starts.labels("asked" if placed is None else "placed").inc()
@@ -249,16 +260,18 @@ class ColdStarts:
 
     async def _ensure(self, lora_id: str) -> str | None:
         """Where the orchestrator says that it is ready, or None: not yet."""
-        answer = await self.client.post(
-            f"{self.orchestrator_url}/v1/adapters/{lora_id}/ensure",
-            content=EnsureRequest(wait_s=_ENSURE_WAIT_S).model_dump_json(),
-            headers={"content-type": "application/json"},
-            timeout=httpx.Timeout(5.0, read=_ENSURE_WAIT_S + 5.0),
-        )
-        if answer.status_code in _REFUSALS:
-            raise _REFUSALS[answer.status_code](_message(answer))
-        answer.raise_for_status()
-        told = EnsureAnswer.model_validate_json(answer.content)
+        try:
+            answer = await self.post(
+                self.orchestrator_url,
+                f"/v1/adapters/{quote(lora_id)}/ensure",
+                body=EnsureRequest(wait_s=_ENSURE_WAIT_S).model_dump_json().encode(),
+                timeout_s=_ENSURE_WAIT_S + 5.0,
+            )
+        except Refused as exc:
+            if exc.status in _REFUSALS:
+                raise _REFUSALS[exc.status](_message(exc)) from exc
+            raise
+        told = EnsureAnswer.model_validate_json(answer)
         flight = self._flights.get(lora_id)
         if flight is not None:
             flight.expected_s = told.expected_s
@@ -283,17 +296,18 @@ class ColdStarts:
             secret=adapter.secret,
         )
         try:
-            answer = await self.client.post(
-                f"{home.agent_url}/v1/admin/load_lora",
-                json=wanted.model_dump(exclude_none=True),
-                timeout=self.timeout_s,
+            await self.post(
+                home.agent_url,
+                "/v1/admin/load_lora",
+                body=wanted.model_dump_json(exclude_none=True).encode(),
+                timeout_s=self.timeout_s,
             )
-        except httpx.HTTPError as exc:
+        except (EngineLost, Refused) as exc:
+            if isinstance(exc, Refused) and exc.status == 409 and _error(exc).get("code") == "no_free_slot":
+                raise NoCapacity(_message(exc), retry_after_s=self._usual_load_s()) from exc
             log.warning("home does not load it", lora_id=lora_id, worker=home.id, error=repr(exc))
             return None
-        if answer.status_code == 409 and _code(answer) == "no_free_slot":
-            raise NoCapacity(_message(answer), retry_after_s=self._usual_load_s())
-        return home.id if answer.is_success else None
+        return home.id
 
     def _homes(self, adapter: Adapter) -> list[Replica]:
         roster = self.discovery.fleet.roster(adapter.base_model or "")
@@ -303,18 +317,14 @@ class ColdStarts:
 _REFUSALS: dict[int, Callable[[str], RouterError]] = {404: ModelNotFound, 409: AdapterFailed}
 
 
-def _error(answer: httpx.Response) -> dict[str, object]:
+def _error(refused: Refused) -> dict[str, object]:
     try:
-        error = answer.json()["error"]
+        error = from_json(refused.body)["error"]
     except (ValueError, KeyError, TypeError):
         return {}
     return error if isinstance(error, dict) else {}
 
 
-def _message(answer: httpx.Response) -> str:
-    told = _error(answer).get("message")
-    return without_addresses(str(told)) if told else f"the control plane answered {answer.status_code}"
-
-
-def _code(answer: httpx.Response) -> str:
-    return str(_error(answer).get("code") or "")
+def _message(refused: Refused) -> str:
+    told = _error(refused).get("message")
+    return without_addresses(str(told)) if told else f"the control plane answered {refused.status}"

@@ -11,20 +11,23 @@ _MOST_UNREAD_BYTES = 1 << 20
 
 
 class Refused(ConnectionError):
-    """The answer's status is not 200; `status` is 0 where it was, and the answer was refused all the same."""
+    """The answer's status is not 200, and `body` what came with it; `status` is 0 where it was, and the answer was
+    refused all the same.
+    """
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, body: bytes = b"") -> None:
         super().__init__(message)
         self.status = status
+        self.body = body
 
 
 class _Whole:
     """Takes an answer in; see Sink."""
 
-    def __init__(self, connection: Connection, url: str, most_bytes: int) -> None:
+    def __init__(self, connection: Connection, what: str, most_bytes: int) -> None:
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._connection = connection
-        self._url = url
+        self._what = what
         self._most_bytes = most_bytes
         self._status = 0
         self._pieces: list[bytes] = []
@@ -38,7 +41,7 @@ class _Whole:
         self._size_bytes += len(data)
         if self._size_bytes > self._most_bytes:
             self._connection.close()
-            self.lost(EngineLost("no_answer", f"{self._url}: an answer of over {self._most_bytes} bytes"))
+            self.lost(EngineLost("no_answer", f"{self._what}: an answer of over {self._most_bytes} bytes"))
 
     def end(self) -> None:
         if self.done.done():
@@ -47,7 +50,7 @@ class _Whole:
         if self._status == 200:
             self.done.set_result(body)
         else:
-            self.done.set_exception(Refused(f"GET {self._url}: {self._status} {body[:200]!r}", self._status))
+            self.done.set_exception(Refused(f"{self._what}: {self._status} {body[:200]!r}", self._status, body))
 
     def lost(self, exc: EngineLost) -> None:
         if not self.done.done():
@@ -113,18 +116,44 @@ class Stream:
 
 
 async def fetch(
-    pool: Pool, url: str, path: str, *, token: str = "", timeout_s: float, most_bytes: int = 64 * 2**20
+    pool: Pool,
+    url: str,
+    path: str,
+    *,
+    token: str = "",
+    body: bytes | None = None,
+    timeout_s: float,
+    most_bytes: int = 64 * 2**20,
 ) -> bytes:
-    """The body that a GET of `path` below `url` answers. Raises EngineLost, Refused, and ValueError for a bad URL."""
-    connection = await _connected(pool, url)
-    whole = _Whole(connection, url + path, most_bytes)
-    connection.deadline = asyncio.get_running_loop().time() + timeout_s
-    connection.send(_get(connection.origin, path, token), whole)
-    try:
-        return await whole.done
-    except asyncio.CancelledError:
-        connection.leave(whole)
-        raise
+    """The body that a GET of `path` below `url` answers, or with a `body` of JSON a POST of that.
+
+    It is sent once more, on a new connection, where its peer closes a kept one instead of answering: so only what may
+    be asked twice.
+
+    raises  EngineLost, Refused, and ValueError for a bad URL
+    """
+    origin = Origin.parse(url)
+    method = "GET" if body is None else "POST"
+    request = _request(method, origin, path, token, body)
+
+    async def asked(connection: Connection) -> bytes:
+        whole = _Whole(connection, f"{method} {url}{path}", most_bytes)
+        connection.deadline = asyncio.get_running_loop().time() + timeout_s
+        connection.send(request, whole)
+        try:
+            return await whole.done
+        except asyncio.CancelledError:
+            connection.leave(whole)
+            raise
+
+    kept = pool.idle(origin)
+    if kept is not None:
+        try:
+            return await asked(kept)
+        except EngineLost as exc:
+            if exc.reason != "no_answer" or not kept.said_nothing:
+                raise
+    return await asked(await pool.connect(origin))
 
 
 @asynccontextmanager
@@ -133,10 +162,11 @@ async def stream(pool: Pool, url: str, path: str, *, token: str = "", idle_s: fl
 
     raises  EngineLost, and ValueError for a bad URL
     """
-    connection = await _connected(pool, url)
+    origin = Origin.parse(url)
+    connection = pool.idle(origin) or await pool.connect(origin)
     answer = Stream(connection, idle_s)
     connection.deadline = asyncio.get_running_loop().time() + idle_s
-    connection.send(_get(connection.origin, path, token), answer)
+    connection.send(_request("GET", origin, path, token), answer)
     try:
         await answer.begun
         yield answer
@@ -144,12 +174,11 @@ async def stream(pool: Pool, url: str, path: str, *, token: str = "", idle_s: fl
         answer.close()
 
 
-async def _connected(pool: Pool, url: str) -> Connection:
-    origin = Origin.parse(url)
-    return pool.idle(origin) or await pool.connect(origin)
-
-
-def _get(origin: Origin, path: str, token: str) -> bytes:
-    authorization = f"authorization: Bearer {token}\r\n" if token else ""
-    head = f"{path} HTTP/1.1\r\nhost: {origin.host_header.decode()}\r\naccept-encoding: identity\r\n{authorization}\r\n"
-    return b"GET " + origin.prefix + head.encode("latin-1")
+def _request(method: str, origin: Origin, path: str, token: str, body: bytes | None = None) -> bytes:
+    lines = [f"{path} HTTP/1.1", f"host: {origin.host_header.decode()}", "accept-encoding: identity"]
+    if token:
+        lines.append(f"authorization: Bearer {token}")
+    if body is not None:
+        lines += ["content-type: application/json", f"content-length: {len(body)}"]
+    head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+    return b"%b %b%b%b" % (method.encode(), origin.prefix, head, body or b"")

@@ -41,8 +41,45 @@ async def test_the_body_comes_whole_and_the_connection_is_used_again(pool):
 
 async def test_another_status_than_200_is_refused_with_what_was_answered(pool):
     async with answering(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 6\r\n\r\nno key") as agent:
-        with pytest.raises(Refused, match="/metadata: 401 b'no key'"):
+        with pytest.raises(Refused, match="/metadata: 401 b'no key'") as refused:
             await fetch(pool, agent.url, "/metadata", timeout_s=5)
+        assert (refused.value.status, refused.value.body) == (401, b"no key")
+
+
+async def test_a_body_is_posted(pool):
+    posted = asyncio.Queue()
+
+    async def script(engine, reader, writer):
+        while True:
+            posted.put_nowait(await reader.readuntil(b"\r\n\r\n") + await reader.readexactly(2))
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody")
+
+    async with Engine(script) as agent:
+        for _ in range(2):
+            assert await fetch(pool, agent.url, "/load", body=b"{}", timeout_s=5) == b"body"
+        assert agent.connections == 1
+        said = posted.get_nowait()
+        assert said.startswith(b"POST /load HTTP/1.1\r\n")
+        assert said.endswith(b"\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+
+
+async def test_what_a_kept_connection_closes_on_is_asked_once_more_and_what_a_new_one_does_is_not(pool):
+    asked = []
+
+    async def script(engine, reader, writer):
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        if len(asked) < 3:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody")
+        if len(asked) == 1:
+            asked.append(await reader.readuntil(b"\r\n\r\n"))
+        await finished(writer)
+
+    async with Engine(script) as agent:
+        assert await fetch(pool, agent.url, "/metadata", timeout_s=5) == b"body"
+        with pytest.raises(EngineLost):
+            await fetch(pool, agent.url, "/metadata", timeout_s=5)
+        assert agent.connections == 2
+        assert len(asked) == 3
 
 
 @pytest.mark.parametrize(
