@@ -17,7 +17,7 @@ from orchestrator.backend import Subject
 from orchestrator.catalog import CatalogBook
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.errors import Conflict, LeaseLost, Permanent, StoreError, Transient, Unavailable
-from orchestrator.core.failures import ANYWHERE, LONGEST_S
+from orchestrator.core.failures import ANYWHERE, ENGINES_NO, LONGEST_S, blamed
 from orchestrator.core.plan import Action, Drain
 from orchestrator.core.state import Adapter, Held
 from orchestrator.fleet import Fleet
@@ -33,8 +33,6 @@ log = structlog.get_logger()
 # Failures of the moment, and how long one counts: less than a restart takes, more than a pass.
 PASSING_CODES = frozenset({"worker_unreachable", "engine_unreachable", "engine_down", "not_ready", "draining"})
 PASSING_S = 1.0
-# What an engine says of bytes whose digest is the registered one: no other engine will take them.
-QUARANTINE_CODES = frozenset({"adapter_refused"})
 MOST_TRIED = 3
 """Workers that look for an adapter at its source before it counts as absent everywhere; a guess, nothing measured."""
 
@@ -123,7 +121,7 @@ class Actor:
                 await self._claim(action.worker_id)
                 await work
             end = _Ending("ok", "", "")
-            self._underway.failures.succeeded((action.lora_id, action.worker_id))
+            self._succeeded(action)
         except LeaseLost as exc:
             end = _Ending("dropped", exc.code, str(exc))
             self._on_lease_lost(str(exc))
@@ -169,6 +167,12 @@ class Actor:
                     action, who=who, outcome=end.outcome, duration_s=duration_s, code=end.code, error=end.error
                 )
 
+    def _succeeded(self, action: Action) -> None:
+        failures = self._underway.failures
+        failures.succeeded((action.lora_id, action.worker_id))
+        if action.operation != "unload":
+            failures.succeeded((action.lora_id, ANYWHERE))  # somebody found good bytes, or an engine took them
+
     def _failed(self, action: Action, code: str, message: str, retry_after_s: float | None) -> None:
         """It counts against this adapter on this worker, for longer each time in a row."""
         expiry_s = self._store.rules.failure_expiry_s
@@ -188,21 +192,25 @@ class Actor:
         self._catalog.emit(f"{action.operation}_failed", **where, message=f"{code}: {message}")
 
     def _refused(self, action: Action, exc: Permanent) -> None:
-        """An agent says that source or bytes are wrong.
+        """An agent says that source or bytes are wrong, or that its engine refuses bytes of the registered digest.
 
-        The engine's own refusal of bytes that have their registered digest is the adapter's fault for good:
-        quarantine. All else is wrong with one worker's way to them; the digest was found right before. Unless nobody
-        ever found good bytes: then the failure is everybody's, until somebody looks again.
+        The latter may be the adapter's fault for good: quarantine. All else is wrong with one worker's way to the
+        bytes; the digest was found right before. Unless nobody ever found good ones: then the failure is everybody's,
+        until somebody looks again.
         """
         self._failed(action, exc.code, str(exc), None)
         adapter = self._store.adapters.get(action.lora_id)
         if adapter is None or adapter.is_deleting:
             return
-        if adapter.is_inspected:
-            if exc.code in QUARANTINE_CODES:
-                self._store.put_adapter(replace(adapter, quarantine=f"{exc.code}: {exc}"))
-                log.warning("adapter quarantined", lora_id=action.lora_id, code=exc.code, error=str(exc))
-        elif not self._has_others_to_ask(action, adapter, exc.code):
+        blame = "worker"
+        if not adapter.is_inspected:
+            blame = "worker" if self._has_others_to_ask(action, adapter, exc.code) else "fleet"
+        elif exc.code == ENGINES_NO:
+            blame = blamed(adapter, self._reads.observe(), self._clock())
+        if blame == "adapter":
+            self._store.put_adapter(replace(adapter, quarantine=f"{exc.code}: {exc}"))
+            log.warning("adapter quarantined", lora_id=action.lora_id, code=exc.code, error=str(exc))
+        elif blame == "fleet":
             self._failed(replace(action, worker_id=ANYWHERE), exc.code, str(exc), None)
             log.warning("adapter failed", lora_id=action.lora_id, code=exc.code, error=str(exc))
 

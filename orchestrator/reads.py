@@ -92,12 +92,14 @@ class Reads:
         return round(max(0.0, median - (self._clock() - min(began))) if began else median, 3)
 
     def quarantine(self, lora_id: str) -> str | None:
-        """Why the adapter cannot be loaded anywhere: the engine refused its bytes, or nobody finds good ones."""
+        """Why the adapter cannot be loaded anywhere: engines refuse its bytes, or nobody finds good ones."""
         adapter = self._store.adapters.get(lora_id)
         if adapter is None or adapter.quarantine is not None:
             return None if adapter is None else adapter.quarantine
-        failure = None if adapter.is_inspected else self._underway.failures.shared(lora_id, self._clock())
-        return None if failure is None else f"{failure.code}: {failure.message}"
+        failure = self._underway.failures.shared(lora_id, self._clock())
+        if failure is None or self.ready_on(lora_id):
+            return None
+        return f"{failure.code}: {failure.message}"
 
     def last_error(self, lora_id: str) -> str | None:
         """Why the adapter is not, or not often enough, where it should be."""

@@ -238,7 +238,7 @@ class Rollouts:
         return Seen(
             ready={lora_id: len(ready.get(lora_id, ())) for lora_id in ids},
             most={lora_id: self._most(adapter) for lora_id, adapter in adapters.items()},
-            unusable={lora_id: wrong for lora_id in ids if (wrong := _wrong(adapters.get(lora_id)))},
+            unusable={lora_id: wrong for lora_id in ids if (wrong := self._wrong(lora_id))},
             unplaced={lora_id: said for lora_id, said in why.items() if said is not None},
             known=frozenset(lora_id for lora_id, adapter in adapters.items() if adapter.is_inspected),
             old=sum((counted[lora_id] for lora_id in rollout.old_ids if lora_id in counted), Tally()),
@@ -270,6 +270,13 @@ class Rollouts:
     def _most(self, adapter: Adapter) -> int:
         return self._store.rules.max_replicas if adapter.max_replicas is None else adapter.max_replicas
 
+    def _wrong(self, lora_id: str) -> str | None:
+        """Why routers refuse what worked before."""
+        adapter = self._store.adapters.get(lora_id)
+        if adapter is None or adapter.is_deleting:
+            return "it is deleted"
+        return self._reads.quarantine(lora_id) if adapter.is_inspected else None
+
     def _raised(self, adapter: Adapter, least: int) -> Adapter:
         loading = adapter.loading or self._store.rules.loading
         own = self._store.rules.min_replicas if loading != "lazy" else 0
@@ -280,12 +287,6 @@ class Rollouts:
 
 def _key(rollout: Rollout) -> tuple[str, float]:
     return rollout.alias, rollout.began_at
-
-
-def _wrong(adapter: Adapter | None) -> str | None:
-    if adapter is None or adapter.is_deleting:
-        return "it is deleted"
-    return adapter.quarantine
 
 
 def _grown(now: Tally, before: Tally) -> Tally:

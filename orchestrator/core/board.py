@@ -153,21 +153,13 @@ class Board:
         """Ready workers of the base model with slots for adapters of this rank, by id."""
         key = (base_model, rank)
         if key not in self._able:
-            self._able[key] = [
-                worker
-                for worker in self.workers
-                if worker.state == "ready"
-                and base_model in worker.base_models
-                and rank <= worker.max_lora_rank
-                and worker.slots > 0
-            ]
+            self._able[key] = [worker for worker in self.workers if worker.fits(base_model, rank)]
         return self._able[key]
 
     def can_load(self, adapter: Adapter, worker: Worker) -> bool:
         """Whether this worker is one of the adapter's `able`."""
-        fits = adapter.base_model in worker.base_models and (adapter.rank or 0) <= worker.max_lora_rank
-        is_open = worker.state == "ready" and worker.slots > 0
-        return fits and is_open and self.failed(adapter.lora_id, worker.id) is None
+        fits = worker.fits(adapter.base_model, adapter.rank or 0)
+        return fits and self.failed(adapter.lora_id, worker.id) is None
 
     def able(self, adapter: Adapter) -> list[Worker]:
         """Workers that could load it now: they fit, and it has not failed there of late."""

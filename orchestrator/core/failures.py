@@ -2,14 +2,43 @@
 
 from collections.abc import Set
 from random import Random
+from typing import Literal
 
-from orchestrator.core.state import Failure, Pair
+from orchestrator.core.state import Adapter, Failure, Observed, Pair
 
 ANYWHERE = ""
 """The worker_id of a failure that every worker shares: nobody has found good bytes at an adapter's source."""
+ENGINES_NO = "adapter_refused"
+"""The code of an engine's own refusal, of bytes that have their registered digest."""
+MOST_REFUSALS = 2
+"""Engines that refuse an adapter before no other is asked, until somebody says so."""
 LONGEST_S = 3600.0
 _JITTER = 0.25
 """Expiries are up to this much shorter, so that what failed together is not tried again together."""
+
+
+def blamed(adapter: Adapter, observed: Observed, now: float) -> Literal["worker", "fleet", "adapter"]:
+    """Who is to blame that an engine has refused an adapter; the refusal is among the failures observed.
+
+    One engine's word is not enough: it says the same of bytes that it cannot use and of memory that it has not got.
+    Where another holds them the bytes are good ("worker"), and where another may be asked that one is. Two that refuse
+    settle it ("adapter"). If there is only this one the adapter can be nowhere for now, and is tried there again
+    ("fleet").
+    """
+    lora_id = adapter.lora_id
+    if any(
+        lora_id in worker.held
+        and worker.held[lora_id].state == "ready"
+        and worker.held[lora_id].digest == adapter.digest
+        for worker in observed.workers.values()
+    ):
+        return "worker"
+    failures = {id_: observed.failures.get((lora_id, id_)) for id_ in observed.workers}
+    current = {id_: failure for id_, failure in failures.items() if failure is not None and failure.until > now}
+    if sum(failure.code == ENGINES_NO for failure in current.values()) >= MOST_REFUSALS:
+        return "adapter"
+    fitting = (w.id for w in observed.workers.values() if w.fits(adapter.base_model, adapter.rank or 0))
+    return "worker" if any(id_ not in current for id_ in fitting) else "fleet"
 
 
 class FailureBook:

@@ -115,6 +115,11 @@ class Worker:
     is_terminating: bool = False
     reported_at: float = 0.0
 
+    def fits(self, base_model: str | None, rank: int) -> bool:
+        """Whether it is ready for an adapter of this base model and rank, full or not."""
+        is_open = self.state == "ready" and self.slots > 0
+        return is_open and base_model in self.base_models and rank <= self.max_lora_rank
+
     @property
     def occupied(self) -> int:
         return sum(held.state in OCCUPYING for held in self.held.values())

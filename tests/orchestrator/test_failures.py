@@ -1,13 +1,14 @@
 """How long a failure counts."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.failures import ANYWHERE, FailureBook
-from orchestrator.core.state import Observed
+from orchestrator.core.failures import ANYWHERE, ENGINES_NO, FailureBook, blamed
+from orchestrator.core.state import Adapter, Failure, Held, Observed, Worker
 
 PAIR = ("a", "w0")
 
@@ -105,3 +106,40 @@ def test_a_failure_anywhere_counts_on_every_worker_and_forgetting_an_adapter_for
     book.forget("a")
     assert list(book.current) == [("b", "w1")]
     assert book.adapters == {"b"}
+
+
+BAD = Adapter(lora_id="a", source="s", digest="d", base_model="m", rank=8)
+GOOD_THERE = Held(lora_id="a", digest="d", engine_name="a", state="ready", since=0.0)
+
+
+def one(name, failed=None, *, until=60.0, **shape):
+    worker = Worker(
+        id=name, **{"state": "ready", "base_models": frozenset({"m"}), "slots": 4, "max_lora_rank": 8} | shape
+    )
+    return worker, Failure(until=until, code=failed, message="no") if failed else None
+
+
+@pytest.mark.parametrize(
+    ("others", "blame"),
+    [
+        ([], "fleet"),
+        ([one("w1")], "worker"),
+        ([one("w1", ENGINES_NO)], "adapter"),
+        ([one("w1", ENGINES_NO), one("w2")], "adapter"),
+        ([one("w1", ENGINES_NO, until=10.0)], "worker"),
+        ([one("w1", "engine_unreachable")], "fleet"),
+        ([one("w1", held={"a": GOOD_THERE})], "worker"),
+        ([one("w1", ENGINES_NO), one("w2", state="cordoned", held={"a": GOOD_THERE})], "worker"),
+        ([one("w1", ENGINES_NO), one("w2", held={"a": replace(GOOD_THERE, digest="other")})], "adapter"),
+        ([one("w1", ENGINES_NO), one("w2", held={"a": replace(GOOD_THERE, state="failed")})], "adapter"),
+        ([one("w1", state="cordoned")], "fleet"),
+        ([one("w1", base_models=frozenset({"other"}))], "fleet"),
+        ([one("w1", max_lora_rank=4)], "fleet"),
+        ([one("w1", slots=0)], "fleet"),
+    ],
+)
+def test_one_engines_refusal_is_its_own_unless_nobody_else_can_be_asked_and_two_are_the_adapters(others, blame):
+    fleet = [one("w0", ENGINES_NO), *others]
+    failures = {("a", worker.id): failure for worker, failure in fleet if failure is not None}
+    observed = Observed(workers={worker.id: worker for worker, _ in fleet}, failures=failures)
+    assert blamed(BAD, observed, 10.0) == blame

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
+from orchestrator.core.board import rendezvous
 from orchestrator.core.state import Want
 from tests.orchestrator.doubles import FakeAgent, digest_of, serving
 from workers.wire import engine_name
@@ -303,13 +304,16 @@ async def test_an_engine_that_restarts_empty_gets_back_what_it_held(house):
     assert list(agent.loaded) == ["sql/v1"]
 
 
-async def test_bytes_of_the_right_digest_that_an_engine_refuses_are_quarantined_until_retry(house, clock):
-    agent = await house.worker()
+async def test_bytes_of_the_right_digest_that_two_engines_refuse_are_quarantined_until_retry(house, clock):
+    agents = [await house.worker(f"w{i}") for i in range(3)]
     await house.register()
     await house.settle()
-    agent.refuse["sql/v1"] = "adapter_refused"
+    for agent in agents:
+        agent.refuse["sql/v1"] = "adapter_refused"
     await house.ensure()
-    await house.settle()
+    done = await house.settle()
+    assert [action.operation for action in done] == ["load", "load"]
+    assert len({action.worker_id for action in done}) == 2
     item = await house.adapter()
     assert item["state"] == "failed"
     assert "adapter_refused" in item["error"]
@@ -319,8 +323,53 @@ async def test_bytes_of_the_right_digest_that_an_engine_refuses_are_quarantined_
     clock.now += 10_000
     assert await house.settle() == []
 
-    agent.refuse.clear()
+    for agent in agents:
+        agent.refuse.clear()
     assert (await house.http.post("/v1/adapters/sql/v1/retry")).json()["error"] is None
+    await house.ensure()
+    await house.settle()
+    assert (await house.adapter())["state"] == "ready"
+
+
+async def test_what_one_engine_refuses_another_is_asked_for(house):
+    agents = {name: await house.worker(name) for name in ("w0", "w1")}
+    await house.register()
+    await house.settle()
+    home = "w0" if rendezvous("sql/v1", "w0") > rendezvous("sql/v1", "w1") else "w1"
+    agents[home].refuse["sql/v1"] = "adapter_refused"
+    await house.ensure()
+    loads = await house.settle()
+    assert [action.worker_id for action in loads] == [home, ({"w0", "w1"} - {home}).pop()]
+    assert (await house.adapter())["state"] == "ready"
+
+
+async def test_who_refuses_what_serves_elsewhere_takes_it_from_nobody(house, clock):
+    agents = {name: await house.worker(name) for name in ("w0", "w1", "w2")}
+    await house.register()
+    await house.settle()
+    await house.ensure()
+    await house.settle()
+    (there,) = [name for name, agent in agents.items() if agent.loaded]
+    for name in agents.keys() - {there}:
+        agents[name].refuse["sql/v1"] = "adapter_refused"
+    await house.ensure(replicas=3)
+    assert len(await house.settle()) == 2
+    assert (await house.adapter())["state"] == "ready"
+    assert (await house.ensure()).json()["ready"] == [there]
+
+
+async def test_what_the_only_engine_refuses_is_tried_again_later(house, clock):
+    agent = await house.worker()
+    await house.register()
+    await house.settle()
+    agent.refuse["sql/v1"] = "adapter_refused"
+    await house.ensure()
+    await house.settle()
+    assert (await house.adapter())["state"] == "failed"
+    assert (await house.ensure()).json()["error"]["code"] == "adapter_failed"
+
+    agent.refuse.clear()
+    clock.now += house.store.rules.failure_expiry_s
     await house.ensure()
     await house.settle()
     assert (await house.adapter())["state"] == "ready"
@@ -772,12 +821,17 @@ async def test_a_store_that_another_process_writes_refuses_for_a_while_and_no_ac
     open_house, tmp_path, refusal
 ):
     house = open_house()
-    agent = await house.worker()
+    agents = [await house.worker(name) for name in (("w0", "w1") if refusal else ("w0",))]
     await house.register()
     await house.settle()
-    agent.hold_loads = asyncio.Event()
     if refusal:
-        agent.refuse["sql/v1"] = refusal
+        for agent in agents:
+            agent.refuse["sql/v1"] = refusal
+        await house.ensure()
+        await house.turn()  # the first of two; the second would quarantine it
+    may_load = asyncio.Event()
+    for agent in agents:
+        agent.hold_loads = may_load
     await house.ensure()
     unhandled = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unhandled.append(context))
@@ -788,7 +842,7 @@ async def test_a_store_that_another_process_writes_refuses_for_a_while_and_no_ac
         refused = await house.http.post("/v1/adapters", json={"lora_id": "late/v1", "source": "file:///late"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unreachable")
         assert int(refused.headers["retry-after"]) > 0
-        agent.hold_loads.set()
+        may_load.set()
         await house.reconciler.settled()
     gc.collect()
     assert unhandled == []
