@@ -174,6 +174,26 @@ async def test_a_version_that_fails_or_is_slow_goes_back_by_itself_and_says_why(
     assert why in entry["body"]["why"]
 
 
+async def test_a_version_that_its_only_engine_lost_and_takes_no_more_goes_back_at_once(house):
+    agent = await house.worker()
+    for version in (V1, V2):
+        await house.register(version)
+    await house.settle()
+    await house.ensure(V1)
+    await house.settle()
+    await point(house, V1)
+    await start(house)
+    await house.settle()
+    assert (await told(house))[V2] == 0.1
+
+    del agent.loaded[V2]
+    agent.refuse[V2] = "adapter_refused"
+    await house.settle()
+    ended = await status(house)
+    assert (ended["state"], await told(house)) == ("rolled_back", {V1: 1.0})
+    assert ended["reason"].startswith(f"{V2} cannot be used: adapter_refused")
+
+
 async def test_while_a_rollout_runs_the_alias_cannot_be_set_and_its_adapters_cannot_be_deleted(two_versions):
     house = two_versions
     await start(house)
