@@ -30,6 +30,7 @@ from lorafleet.plain import engines_by_id, tells_start
 from lorafleet.settings import load_or_exit
 from lorafleet.transport import Transport
 from router import multi
+from router.accounts import SharedAccounts
 from router.api import answers, control_routes, describe_inference, exposed, health_routes
 from router.background import Background
 from router.cold import ColdStarts
@@ -131,7 +132,8 @@ def _as_told(replica: Replica) -> Incarnation | None:
 
 
 def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Parts]:
-    """The router's app and its parts; `app.state.http` makes the protocols that it must be served with.
+    """The router's app and its parts; `app.state.http` makes the protocols that it must be served with, and
+    `app.state.siblings` is its way to the other processes.
 
     me      this process among several on one port
     raises  KeyFileError, TracingUnavailable, KubeConfigError; nothing runs before the app's lifespan begins
@@ -216,7 +218,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         metrics=metrics,
         pool=Pool(connect_s=config.connect_timeout_s),
         background=_background(config, keys, discovery, agents),
-        quotas=Quotas(share=1 / me.processes if me else 1.0),
+        quotas=Quotas(SharedAccounts(me.accounts, me.slot, me.processes) if me else None),
         tracer=traces,
     )
     clients = front(Inference(parts).route, _front_limits(config))
@@ -230,6 +232,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     install_error_handlers(app, RouterError)
     describe_inference(app)
     app.state.http = clients
+    app.state.siblings = siblings
     return app, parts
 
 

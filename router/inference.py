@@ -190,12 +190,9 @@ class Inference:
         """`/generate`: each of its items is a completion of its own."""
         parts, limits = self._parts, caller.limits
         batch = generate.split(answer.exchange.body)
-        a_minute = None if limits is None else parts.quotas.requests_a_minute(limits)
+        a_minute = None if limits is None else limits.requests_per_minute
         if a_minute is not None and len(batch.items) > a_minute:
-            each = "" if parts.quotas.share == 1 else " in each process of this router"
-            raise BadBody(
-                f"{len(batch.items)} items are more than the {a_minute:g} requests a minute of this API key{each}"
-            )
+            raise BadBody(f"{len(batch.items)} items are more than the {a_minute:g} requests a minute of this API key")
         journeys = []
         for i, item in enumerate(batch.items):
             question = self._question(answer, item, route=_ITEM, name=f"{answer.request_id}-{i}")

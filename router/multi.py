@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorafleet import serve
 from lorafleet.loops import backoff_s
 from lorafleet.sockets import socket_folder
+from router.accounts import shared_memory
 
 log = structlog.get_logger()
 
@@ -59,6 +60,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     folder       private, shared by all processes of this parent, removed with it
     lifeline     file descriptor of our end of the socket pair
+    accounts     file descriptor of the memory that keys' accounts are shared in; see router/accounts.py
     takes_over   others serve already: listen only when synced
     stop_s       how long an orderly stop may take at most
     """
@@ -69,6 +71,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     folder: str
     lifeline: int
+    accounts: int
     takes_over: bool
     stop_s: float
 
@@ -89,6 +92,7 @@ def member() -> Member | None:
     me = msgspec.json.decode(told, type=Member)
     line = socket.socket(fileno=me.lifeline)
     line.set_inheritable(False)
+    os.set_inheritable(me.accounts, False)
     threading.Thread(target=_until_orphaned, args=(line, me), daemon=True, name="lifeline").start()
     return me
 
@@ -161,11 +165,13 @@ def run(
     """
     claim = _claimed(host, port, within_s=drain_s + _ORPHANS_S)
     claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    accounts = shared_memory(processes)
     folder = socket_folder("lorafleet-router-", name_bytes=_SOCKET_NAME_BYTES)
     try:
         parent = _Parent(
             command,
             processes,
+            accounts,
             host=host,
             port=claim.getsockname()[1],
             folder=folder,
@@ -174,6 +180,7 @@ def run(
         )
         return asyncio.run(parent.run())
     finally:
+        os.close(accounts)
         shutil.rmtree(folder, ignore_errors=True)
         claim.close()
 
@@ -218,6 +225,7 @@ class _Parent:
         self,
         command: Sequence[str],
         processes: int,
+        accounts: int,
         *,
         host: str,
         port: int,
@@ -227,6 +235,7 @@ class _Parent:
     ) -> None:
         self._command = command
         self._processes = processes
+        self._accounts = accounts
         self._host = host
         self._port = port
         self._folder = folder
@@ -311,6 +320,7 @@ class _Parent:
             port=self._port,
             folder=str(self._folder),
             lifeline=theirs.fileno(),
+            accounts=self._accounts,
             takes_over=self._has_served,
             stop_s=self._stop_s,
         )
@@ -319,7 +329,7 @@ class _Parent:
                 process = await asyncio.create_subprocess_exec(
                     *self._command,
                     env={**os.environ, ENVIRONMENT: msgspec.json.encode(told).decode()},
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), self._accounts],
                     process_group=0,
                 )
         except BaseException:

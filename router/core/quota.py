@@ -6,13 +6,14 @@ over, which may leave a debt that is paid off first. A request that needs more t
 all of them are there: in the mean the limit holds, and nothing is impossible.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import ceil, floor
-from typing import Protocol
+from math import ceil, floor, inf
+from typing import NamedTuple, Protocol
 
 from router.core.errors import RateLimited
 
+MINUTE_S = 60.0
 # Idle keys are looked for when there are so many, and twice as many as were left the last time.
 _SWEEP_FROM = 1024
 # How soon somebody else's request of the same key may have ended: a guess.
@@ -37,6 +38,26 @@ class Limits(Protocol):
     def concurrent_requests(self) -> int | None: ...
 
 
+class Left(NamedTuple):
+    """How a process left a key's account: what was there of each limit, `inf` where there is none, and what it has
+    under way itself. `turn` orders what happened at one moment.
+    """
+
+    at: float
+    turn: int
+    requests: float
+    tokens: float
+    running: int
+
+
+class Others(Protocol):
+    """What the processes that serve one port know of each other's keys, by the same clock; see router/accounts.py."""
+
+    def left(self, key_id: str) -> Iterable[Left]: ...
+
+    def leave(self, key_id: str, left: Left) -> None: ...
+
+
 @dataclass(slots=True)
 class _Bucket:
     """`level` at `at`; below zero it is a debt."""
@@ -47,13 +68,13 @@ class _Bucket:
 
     def now(self, now: float) -> float:
         """The level now."""
-        self.level = min(self.size, self.level + max(0.0, now - self.at) * self.size / 60)
+        self.level = min(self.size, self.level + max(0.0, now - self.at) * self.size / MINUTE_S)
         self.at = max(self.at, now)
         return self.level
 
     def until(self, level: float, now: float) -> float:
         """Seconds until it has risen to this level."""
-        return max(0.0, level - self.now(now)) * 60 / self.size
+        return max(0.0, level - self.now(now)) * MINUTE_S / self.size
 
     def resize(self, size: float, now: float) -> None:
         """Another size, with as much taken out of it as before; a debt comes of what was asked for, never of this, and
@@ -66,10 +87,16 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Account:
+    """`elsewhere`: what runs in the other processes; `at` and `turn`: when one of all was the last to touch it."""
+
+    key_id: str
     limits: Limits
     requests: _Bucket | None
     tokens: _Bucket | None
     running: int = 0
+    elsewhere: int = 0
+    at: float = -inf
+    turn: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -99,11 +126,10 @@ class GrantedBatch:
 class Quotas:
     """The accounts of all keys that have limits and were used lately.
 
-    share  of each limit that is ours to give away: 1/N where N processes serve one port and share nothing. At least one
-           request is
+    others  the processes that these accounts are shared with; None: they are ours alone
     """
 
-    share: float = 1.0
+    others: Others | None = None
     _accounts: dict[str, _Account] = field(default_factory=dict)
     _sweep_at: int = _SWEEP_FROM
 
@@ -118,7 +144,7 @@ class Quotas:
         """
         account = self._account(key_id, limits, now)
         most = limits.concurrent_requests
-        if most is not None and account.running >= self._whole(most):
+        if most is not None and account.running + account.elsewhere >= most:
             self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
         requests = account.requests
         if requests is not None and requests.now(now) < 1 - _ROUNDING:
@@ -129,6 +155,7 @@ class Quotas:
         account.running += 1
         granted = Granted(account)
         self._charge(granted, tokens)
+        self._leave(account, now)
         return granted
 
     def take_batch(self, key_id: str, limits: Limits, now: float, items: int, *, at_once: int) -> GrantedBatch:
@@ -140,7 +167,7 @@ class Quotas:
         at_once = min(at_once, items)
         most = limits.concurrent_requests
         if most is not None:
-            at_once = min(at_once, self._whole(most) - account.running)
+            at_once = min(at_once, most - account.running - account.elsewhere)
             if at_once < 1:
                 self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
         requests = account.requests
@@ -150,6 +177,7 @@ class Quotas:
         if requests is not None:
             requests.level -= items
         account.running += at_once
+        self._leave(account, now)
         return GrantedBatch(account, tuple([Granted(account, slots=0) for _ in range(items)]), at_once)
 
     def end_batch(self, batch: GrantedBatch, now: float) -> None:
@@ -158,25 +186,24 @@ class Quotas:
             return
         batch.is_ended = True
         account = batch.account
+        self._catch_up(account)
         account.running -= batch.at_once
         unbegun = [granted for granted in batch.items if not granted.is_settled]
         for granted in unbegun:
             granted.is_settled = True
         if account.requests is not None:
             account.requests.level = min(account.requests.size, account.requests.now(now) + len(unbegun))
-
-    def requests_a_minute(self, limits: Limits) -> float | None:
-        """Of a key, as many as are ours to give away."""
-        most = limits.requests_per_minute
-        return None if most is None else max(1.0, most * self.share)
+        self._leave(account, now)
 
     def charge(self, granted: Granted, tokens: int, now: float) -> None:
         """Take tokens that are needed besides: the prompt's, once it is tokenized.
 
         raises  RateLimited when they are not there; none was taken then, and `settle` is still to be called
         """
+        self._catch_up(granted.account)
         self._check_tokens(granted.account, tokens, now)
         self._charge(granted, tokens)
+        self._leave(granted.account, now)
 
     def settle(
         self, granted: Granted, now: float, *, completion_tokens: int = 0, prompt_tokens: int | None = None
@@ -190,14 +217,17 @@ class Quotas:
             return
         granted.is_settled = True
         account = granted.account
+        self._catch_up(account)
         account.running -= granted.slots
         if account.tokens is not None:
             prompt_tokens = granted.charged_tokens if prompt_tokens is None else prompt_tokens
             account.tokens.now(now)
             account.tokens.level -= completion_tokens + prompt_tokens - granted.charged_tokens
+        self._leave(account, now)
 
     def headers(self, granted: Granted, now: float) -> dict[str, str]:
         """The usual headers: where its key stands, of the limits that it has."""
+        self._catch_up(granted.account)
         return _headers(granted.account, now)
 
     def forget_idle(self, now: float) -> None:
@@ -211,26 +241,52 @@ class Quotas:
             return self._opened(key_id, limits, now)
         if account.limits is not limits and account.limits != limits:
             self._reconcile(account, limits, now)
+        self._catch_up(account)
         return account
 
     def _opened(self, key_id: str, limits: Limits, now: float) -> _Account:
         if len(self._accounts) >= self._sweep_at:
             self.forget_idle(now)
             self._sweep_at = max(_SWEEP_FROM, 2 * len(self._accounts))
-        account = _Account(limits, None, None)
+        account = _Account(key_id, limits, None, None)
         self._reconcile(account, limits, now)
         self._accounts[key_id] = account
+        self._catch_up(account)
         return account
 
     def _reconcile(self, account: _Account, limits: Limits, now: float) -> None:
         account.limits = limits
-        requests = self.requests_a_minute(limits)
-        tokens = None if limits.tokens_per_minute is None else max(1.0, limits.tokens_per_minute * self.share)
-        account.requests = _resized(account.requests, requests, now)
-        account.tokens = _resized(account.tokens, tokens, now)
+        account.requests = _resized(account.requests, limits.requests_per_minute, now)
+        account.tokens = _resized(account.tokens, limits.tokens_per_minute, now)
 
-    def _whole(self, most: int) -> int:
-        return max(1, ceil(most * self.share))
+    def _catch_up(self, account: _Account) -> None:
+        """What the others took is gone, and what they have under way runs."""
+        if self.others is None:
+            return
+        last, account.elsewhere = None, 0
+        for left in self.others.left(account.key_id):
+            account.elsewhere += left.running
+            if (left.at, left.turn) > (account.at, account.turn):
+                last, account.at, account.turn = left, left.at, left.turn
+        if last is not None:
+            for bucket, level in ((account.requests, last.requests), (account.tokens, last.tokens)):
+                if bucket is not None:
+                    bucket.level, bucket.at = min(bucket.size, level), last.at
+
+    def _leave(self, account: _Account, now: float) -> None:
+        if self.others is not None:
+            account.at, account.turn = now, account.turn + 1
+            requests, tokens = account.requests, account.tokens
+            self.others.leave(
+                account.key_id,
+                Left(
+                    now,
+                    account.turn,
+                    inf if requests is None else requests.now(now),
+                    inf if tokens is None else tokens.now(now),
+                    account.running,
+                ),
+            )
 
     def _check_tokens(self, account: _Account, tokens: int, now: float) -> None:
         bucket = account.tokens

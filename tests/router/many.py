@@ -1,13 +1,10 @@
 """A router as `python -m router` starts it, in several processes: the program that test_multi runs."""
 
-import contextlib
 import json
 import os
 import sys
 import time
-from pathlib import Path
 
-from prometheus_client import generate_latest
 from starlette.responses import Response
 
 from lorafleet import logs, serve
@@ -38,27 +35,14 @@ def main() -> None:
 def serve_as(me: multi.Member, config: RouterSettings) -> None:
     if os.environ.get("REFUSES_TO_START"):
         sys.exit(7)
-    app, parts = build(config)
+    app, parts = build(config, me)
     sock = me.bind()
 
     async def told(question: bytes) -> bytes:
         return json.dumps({"slot": me.slot, "question": question.decode()}).encode()
 
-    def metrics() -> bytes:
-        parts.metrics.catalog_revision.set(parts.discovery.fleet.revision)
-        return generate_latest(parts.metrics.registry)
-
-    siblings = Siblings(Path(me.folder), me.slot, metrics=metrics, answers={"who": told})
-    inner = app.router.lifespan_context
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app):
-        async with inner(app):
-            await siblings.start()
-            yield
-            await siblings.close()
-
-    app.router.lifespan_context = lifespan
+    siblings = app.state.siblings
+    siblings._answers["who"] = told
     more_routes(app, me, config, siblings)
 
     async def synced(within_s: float) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorafleet.auth import hash_key
 from router import siblings
 from router.api import answers, control_routes
 from router.metrics import Metrics
@@ -178,6 +180,36 @@ async def test_one_that_takes_anothers_place_gets_no_connection_before_it_can_ro
                     assert (await fresh.post("/v1/chat/completions", json=CHAT)).status_code == 200
         fleet.control.down = False
         assert len(await fleet.pids(without=victim)) == 2
+
+
+async def test_a_keys_limits_are_one_over_all_processes_and_what_a_killed_one_had_under_way_is_over(tmp_path):
+    keys, limits = tmp_path / "keys.yaml", {"requests_per_minute": 6, "concurrent_requests": 2}
+    entry = {"sha256": hash_key("mine"), "tenant": "mine", "scopes": ["infer"], "limits": limits}
+    keys.write_text(json.dumps({"keys": [entry]}))
+    async with several(tmp_path, "--key-files", str(keys)) as fleet, contextlib.AsyncExitStack() as stack:
+        clients = await fleet.clients(stack, await fleet.pids())
+        for client in clients.values():
+            client.headers["authorization"] = "Bearer mine"
+        (there, one), (_, other) = clients.items()
+        left = []
+        for client in (one, other, one):
+            answer = await client.post("/v1/chat/completions", json=CHAT)
+            left.append((answer.status_code, answer.headers["x-ratelimit-remaining-requests"]))
+        assert left == [(200, "5"), (200, "4"), (200, "3")]
+        fleet.engine.go_on.clear()
+        _lost, kept = await begun(one, stack), await begun(other, stack)
+        second = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=fleet.url, headers=other.headers, timeout=10)
+        )
+        refused = await second.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, "2 requests at once" in refused.text) == (429, True)
+        os.kill(there, signal.SIGKILL)
+        await until(lambda: is_gone(there))
+        fleet.engine.go_on.set()
+        await rest(kept)
+        assert (await other.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        refused = await other.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, "6 requests per minute" in refused.text) == (429, True)
 
 
 async def test_ctrl_c_at_a_terminal_is_one_signal_to_each_process(tmp_path):

@@ -3,15 +3,21 @@
 import asyncio
 import contextlib
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
+from structlog.testing import capture_logs
 
 from lorafleet.auth import KeyLimits, hash_key
+from router import accounts
+from router.accounts import SharedAccounts, shared_memory
 from router.core.errors import RateLimited
 from router.core.quota import Quotas, header_block, shown_s
 from tests.router.doubles import BASE, Engine, chunk, echo, fleet, until
@@ -111,26 +117,6 @@ def test_a_batch_is_taken_whole_or_not_at_all_and_gives_back_once_what_was_never
     for _ in range(2):
         quotas.settle(quotas.take("k", limits, 10.0), 10.0)
     assert refused(quotas, limits, 10.0).limit == "requests_per_minute"
-
-
-def test_each_of_several_processes_takes_batches_of_its_share():
-    quotas, limits = Quotas(share=0.25), KeyLimits(requests_per_minute=8, concurrent_requests=8)
-    assert quotas.requests_a_minute(limits) == 2
-    assert quotas.take_batch("k", limits, 0.0, 2, at_once=8).at_once == 2
-    unlimited = quotas.take_batch("other", KeyLimits(tokens_per_minute=8), 0.0, 100, at_once=8)
-    assert (len(unlimited.items), unlimited.at_once) == (100, 8)
-
-
-def test_each_of_several_processes_gives_away_its_share_and_at_least_one():
-    quotas = Quotas(share=0.25)
-    limits = KeyLimits(requests_per_minute=40, concurrent_requests=2)
-    granted = quotas.take("k", limits, 0.0)
-    refused(quotas, limits, 0.0)
-    quotas.settle(granted, 0.0)
-    for _ in range(9):
-        quotas.settle(quotas.take("k", limits, 0.0), 0.0)
-    assert refused(quotas, limits, 0.0).limit == "requests_per_minute"
-    Quotas(share=0.01).take("k", KeyLimits(requests_per_minute=1, tokens_per_minute=1), 0.0)
 
 
 def test_other_limits_count_at_once_and_do_not_forget_what_was_taken():
@@ -256,6 +242,127 @@ def test_no_stretch_of_time_holds_more_than_the_limits_and_a_told_time_to_come_b
         # What was charged before the last grant was covered, by what the bucket held and what came in since.
         charged = sum(s.tokens for s in granted_all[:-1])
         assert charged < tokens * (1 + now / 60) + 1e-3
+
+
+# --- in several processes ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def processes(count):
+    """The accounts of so many processes; ours all, so they count as alive."""
+    descriptor = shared_memory(count)
+    try:
+        yield [SharedAccounts(descriptor, slot, count) for slot in range(count)]
+    finally:
+        os.close(descriptor)
+
+
+STEP = st.tuples(
+    st.sampled_from(["take", "take", "batch", "charge", "settle", "settle", "end", "forget"]),
+    st.integers(0, 2),
+    st.sampled_from(["k", "other"]),
+    st.sampled_from([0.0, 0.5, 7.0, 90.0]),
+    st.integers(0, 60),
+)
+
+
+@settings(max_examples=400)
+@given(st.lists(STEP, max_size=60), st.integers(1, 20), st.integers(1, 200), st.integers(1, 5))
+def test_several_processes_give_away_what_one_would(steps, requests, tokens, concurrent):
+    limits = KeyLimits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=concurrent)
+    with processes(3) as accounts:
+        alone, several, now = Quotas(), [Quotas(each) for each in accounts], 0.0
+        singles, batches = [], []
+        for step, who, key, wait_s, size in steps:
+            now += wait_s
+            if step == "take":
+                found = [outcome(quotas.take, key, limits, now, size) for quotas in (alone, several[who])]
+                kept = singles
+            elif step == "batch":
+                each = [partial(quotas.take_batch, at_once=2) for quotas in (alone, several[who])]
+                found = [outcome(take, key, limits, now, 1 + size // 12) for take in each]
+                kept = batches
+            elif step == "charge" and singles:
+                owner, *both = singles[size % len(singles)]
+                charges = [partial(q.charge, granted) for q, granted in zip((alone, several[owner]), both, strict=True)]
+                found = [outcome(charge, size, now) for charge in charges]
+                kept = []
+            elif step == "settle" and singles:
+                owner, *both = singles.pop(size % len(singles))
+                alone.settle(both[0], now, completion_tokens=size)
+                several[owner].settle(both[1], now, completion_tokens=size)
+                continue
+            elif step == "end" and batches:
+                owner, *both = batches.pop(0)
+                alone.end_batch(both[0], now)
+                several[owner].end_batch(both[1], now)
+                continue
+            elif step == "forget":
+                several[who].forget_idle(now)
+                continue
+            else:
+                continue
+            refusals = [one for one in found if isinstance(one, dict)]
+            if refusals:
+                assert found[0] == found[1]
+            else:
+                kept.append((who, *found))
+            if kept is singles and not refusals:
+                assert several[who].headers(found[1], now).keys() == alone.headers(found[0], now).keys()
+                levels = [(one.account.requests.now(now), one.account.tokens.now(now)) for one in found]
+                assert levels[1] == pytest.approx(levels[0])
+
+
+def outcome(ask, *what):
+    """What is granted, or what a refusal says."""
+    try:
+        return ask(*what)
+    except RateLimited as exc:
+        return {"limit": exc.limit, "retry_after_s": round(exc.retry_after_s, 6)}
+
+
+def test_what_a_process_that_died_had_under_way_is_over_and_what_it_took_is_not():
+    limits = KeyLimits(requests_per_minute=6, concurrent_requests=2)
+    with processes(2) as (here, there):
+        quotas = Quotas(there)
+        quotas.take("k", limits, 0.0)
+        quotas.take("k", limits, 0.0)
+        refused(Quotas(here), limits, 0.0)
+        dead = subprocess.Popen([sys.executable, "-c", ""])
+        dead.wait()
+        there._memory[there._ours : there._ours + 8] = dead.pid.to_bytes(8, sys.byteorder)
+        granted = Quotas(here).take("k", limits, 0.0)
+        assert Quotas(here).headers(granted, 0.0)["x-ratelimit-remaining-requests"] == "3"
+
+
+def test_a_process_that_takes_anothers_place_begins_with_nothing_of_its_own_under_way():
+    limits = KeyLimits(requests_per_minute=6, concurrent_requests=1)
+    descriptor = shared_memory(2)
+    here, there = (Quotas(SharedAccounts(descriptor, slot, 2)) for slot in range(2))
+    here.take("k", limits, 0.0)
+    refused(there, limits, 0.0)
+    again = Quotas(SharedAccounts(descriptor, 0, 2))
+    os.close(descriptor)
+    there.settle(there.take("k", limits, 0.0), 0.0)
+    assert again.headers(again.take("k", limits, 0.0), 0.0)["x-ratelimit-remaining-requests"] == "3"
+
+
+def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypatch):
+    monkeypatch.setattr(accounts, "_MOST", 12)
+    limits = KeyLimits(requests_per_minute=1)
+    with processes(2) as (here, there), capture_logs() as logs:
+        quotas, other = Quotas(here), Quotas(there)
+        for number in range(100):
+            quotas.settle(quotas.take(f"k{number}", limits, 10.0 * number), 10.0 * number)
+            refused(other, limits, 10.0 * number, key=f"k{number}")
+        assert len(here._cells) <= 12
+        assert not logs
+        for number in range(20):
+            quotas.take(f"busy{number}", limits, 2000.0)
+        assert [log["log_level"] for log in logs] == ["warning"]
+        for number in range(12):
+            refused(other, limits, 2000.0, key=f"busy{number}")
+        other.take("busy19", limits, 2000.0)
 
 
 # --- in a router ------------------------------------------------------------------------------------------------------
