@@ -23,10 +23,14 @@ log = structlog.get_logger()
 _CELLS = 16384
 _MOST = _CELLS * 3 // 4
 _TAG = struct.Struct("=Q")  # 0: empty
-_BODY = struct.Struct("=dqddq")  # a Left, in its order
-_CELL = struct.Struct("=Qdqddq")  # both
+# A Left, in its order. Its time is written last and read first: who reads in between takes it for older than it is,
+# and looks again.
+_WHEN = struct.Struct("=dq")
+_WHAT = struct.Struct("=ddq")
+_CELL = struct.Struct("=Qdqddq")
 _PID = struct.Struct("=Q")
 _HEAD_BYTES = 64
+_FORGET_EVERY_S = 5.0  # of a table that is full; it takes some 20 ms
 _NOTHING = Left(-inf, 0, inf, inf, 0)
 TABLE_BYTES = _HEAD_BYTES + _CELLS * _CELL.size
 
@@ -51,6 +55,7 @@ class SharedAccounts:
         self._ours = slot * TABLE_BYTES
         self._theirs = [other * TABLE_BYTES for other in range(processes) if other != slot]
         self._cells: dict[str, int] = {}
+        self._forget_at = -inf
         self._has_said = False
         self._wipe()  # it is of the process that had this slot before
         _PID.pack_into(self._memory, self._ours, os.getpid())
@@ -71,12 +76,12 @@ class SharedAccounts:
         """Tell the others how we left it."""
         offset = self._cells.get(key_id)
         if offset is None:
-            if len(self._cells) >= _MOST:
+            if len(self._cells) >= _MOST and left.at >= self._forget_at:
                 self._forget_idle(left.at)
             offset = self._claimed(key_id)
             if offset is None:
                 return
-        _BODY.pack_into(self._memory, offset + _TAG.size, *left)
+        self._write(offset, left)
 
     def _claimed(self, key_id: str) -> int | None:
         if len(self._cells) >= _MOST:
@@ -86,9 +91,14 @@ class SharedAccounts:
             return None
         tag = _tag(key_id)
         offset = self._cells[key_id] = self._find(self._ours, tag)
-        _BODY.pack_into(self._memory, offset + _TAG.size, *_NOTHING)
+        self._write(offset, _NOTHING)
         _TAG.pack_into(self._memory, offset, tag)
         return offset
+
+    def _write(self, offset: int, left: Left) -> None:
+        when = offset + _TAG.size
+        _WHAT.pack_into(self._memory, when + _WHEN.size, *left[2:])
+        _WHEN.pack_into(self._memory, when, *left[:2])
 
     def _find(self, table: int, tag: int) -> int:
         """Where the tag is, or the empty cell where it would be."""
@@ -104,9 +114,10 @@ class SharedAccounts:
         """Accounts that are full again are as good as none: those that nothing was taken from for a minute."""
         kept = {}
         for key_id, offset in self._cells.items():
-            left = Left(*_BODY.unpack_from(self._memory, offset + _TAG.size))
+            left = Left(*_CELL.unpack_from(self._memory, offset)[1:])
             if left.running or min(left.requests, left.tokens) < 0 or now - left.at < MINUTE_S:
                 kept[key_id] = left
+        self._forget_at = now + _FORGET_EVERY_S
         self._cells.clear()
         self._wipe()
         for key_id, left in kept.items():
