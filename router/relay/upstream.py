@@ -236,6 +236,12 @@ class Connection(asyncio.Protocol):
         if sink is None:
             self.close()  # nobody asked
             return
+        if self._sent_after == self._pool._outbox.flushed:
+            # The request has not gone out yet: this answers the one before, or none (a proxy's 408 when it was idle).
+            if self.answers:
+                self._lose("no_answer", "it said something before it was asked")
+                return
+            self._odd = True  # on a new connection there was no other request
         self._read_bytes = len(data)
         try:
             self._parser.feed_data(data)
@@ -326,8 +332,6 @@ class Connection(asyncio.Protocol):
             self._version = parser.get_http_version()
             if self._version not in ("1.1", "1.0"):
                 raise httptools.HttpParserError(f"HTTP/{self._version}")
-        if self._sent_after == self._pool._outbox.flushed:
-            self._odd = True  # an answer to a request that has not gone out yet
         self._fields = fields = dict(headers)
         coding = fields.get(b"transfer-encoding")
         if coding is not None and (coding.lower() != b"chunked" or self._version != "1.1"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import socket
 import ssl
 import subprocess
@@ -142,6 +143,37 @@ async def test_bytes_that_come_while_a_connection_is_idle_close_it(pool):
         go_on.set()
         await until(lambda: not pool.connections, limit_s=2)
         assert pool.idle(Origin.parse(engine.url)) is None
+
+
+async def test_what_comes_before_a_request_has_gone_out_is_not_its_answer(pool):
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(OK)
+        said.set_result(writer.get_extra_info("socket"))
+        await reader.read()
+
+    def ask_again():
+        loop.remove_reader(ours)
+        assert pool.idle(origin) is connection
+        connection.send(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n2", second)
+
+    loop = asyncio.get_running_loop()
+    said, second = loop.create_future(), Heard()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        async with Engine(script) as engine:
+            origin = Origin.parse(engine.url)
+            connection, _ = await ask(pool, engine.url)
+            loop.add_reader(ours, ask_again)
+            await asyncio.sleep(0)  # uvloop looks at it from its next turn on
+            # The loop finds both at once: the next request begins, and its connection has bytes for it already.
+            theirs.send(b"x")
+            os.write((await said).fileno(), b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 3\r\n\r\nabc")
+            await asyncio.wait_for(second.done.wait(), 5)
+            assert (second.calls, second.failure.reason) == ([], "no_answer")
+            assert connection.said_nothing  # so it goes out again, on another
+            assert engine.requests == [b"hello"]
+            assert not pool.connections
 
 
 async def test_an_answer_that_comes_before_the_request_was_read_closes_the_connection(pool):
