@@ -17,6 +17,8 @@ Headers = list[tuple[bytes, bytes]]
 _ONCE = (b"host", b"content-length", b"transfer-encoding", b"expect")
 _HOST = re.compile(rb"[A-Za-z0-9.\-_~%!$&'()*+;=:\[\]]*")
 _MOST_REMEMBERED_BYTES = 256
+# Of a number that fits in 64 bits. httptools bounds the number but not its zeros, and Python reads no more than 4,300.
+_MOST_DIGITS = 20
 
 
 class Refused(Exception):
@@ -53,8 +55,8 @@ def checked_head(
     content_length = 0
     length = fields.get(b"content-length")
     if length is not None:
-        if not length.isdigit():
-            raise _invalid("a Content-Length that is not digits only")
+        if not length.isdigit() or len(length) > _MOST_DIGITS:
+            raise _invalid("a Content-Length that is not digits only, or more than any length has")
         content_length = int(length)
     elif b"transfer-encoding" in fields and (fields[b"transfer-encoding"].lower() != b"chunked" or not is_1_1):
         raise _invalid("a Transfer-Encoding other than `chunked`, or in HTTP/1.0")

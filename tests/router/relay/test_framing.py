@@ -39,6 +39,7 @@ REFUSED = {
     "CL with an underscore": HOST + b"Content-Length: 1_0\r\n\r\nabc",
     "CL empty": HOST + b"Content-Length: \r\n\r\nabc",
     "CL that overflows": HOST + b"Content-Length: 18446744073709551619\r\n\r\nabc",
+    "CL of more digits than Python reads": HOST + b"Content-Length: %b3\r\n\r\nabc" % (b"0" * 5000),
     "CL with a decimal point": HOST + b"Content-Length: 3.0\r\n\r\nabc",
     "CL in other digits": HOST + b"Content-Length: \xd9\xa3\r\n\r\nabc",
     "TE twice": chunked(EMPTY, te=TE + TE),
