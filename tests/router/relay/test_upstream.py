@@ -104,6 +104,7 @@ async def test_large_requests_and_answers_come_through_whole(pool):
         (OK.replace(b"Content-Length: 3\r\n", b""), "half_close", b"abc"),
         (OK + b"\r\nmore", "stay", b"abc"),
         (OK + OK, "stay", b"abc"),
+        (OK + b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n", "stay", b"abc"),
         (OK + b"HTTP", "stay", b"abc"),
         (OK + b"\x00", "stay", b"abc"),
         (CHUNKED + b"3\r\nabc\r\n0\r\n\r\n" + OK, "stay", b"abc"),
@@ -339,6 +340,24 @@ async def test_a_slow_trickle_goes_on_for_as_long_as_the_deadline_is_moved(pool)
         assert heard.failure.reason == "no_answer_in_time"
 
 
+async def test_a_stream_lives_however_much_of_it_is_chunk_sizes_in_reads_of_their_own(pool):
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(CHUNKED)
+        for _ in range(14):
+            writer.write(b"1;x=%b\r\n" % (b"y" * 5000))
+            await until(lambda: connection._read_bytes > 5000)
+            writer.write(b"a\r\n")
+            await until(lambda: not connection._read_bytes)
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    async with Engine(script) as engine:
+        connection, heard = await begin(pool, engine.url)
+        await asyncio.wait_for(heard.done.wait(), 10)
+        assert (heard.body, heard.ended) == (b"a" * 14, True)
+
+
 # Closing, pausing
 
 
@@ -399,6 +418,20 @@ async def test_a_paused_connection_holds_the_engine_back_and_little_is_read(pool
         await asyncio.wait_for(heard.done.wait(), 10)
         assert heard.ended
         assert len(heard.body) == 300 * 50_000
+
+
+async def test_a_deadline_has_as_much_left_after_a_pause_as_before(pool):
+    loop = asyncio.get_running_loop()
+    async with Engine(saying(CHUNKED + b"3\r\nabc\r\n")) as engine:
+        connection, heard = await begin(pool, engine.url, within_s=0.5)
+        await until(lambda: heard.body)
+        connection.pause()
+        left_s = connection.deadline - loop.time()
+        await until(lambda: loop.time() > connection.deadline)
+        connection.pause()
+        connection.resume()
+        assert connection.deadline - loop.time() == pytest.approx(left_s, abs=0.05)
+        assert not heard.done.is_set()
 
 
 async def test_a_connection_that_was_paused_at_its_end_reads_again_for_the_next(pool):
@@ -472,6 +505,19 @@ async def test_a_connection_that_closed_between_pool_and_request_is_told_later(p
         assert heard.failure.reason == "no_answer"
 
 
+async def test_a_connection_that_was_lost_before_its_first_request_says_so(pool):
+    async def script(engine, reader, writer):
+        await finished(writer)
+
+    async with Engine(script) as engine:
+        connection = await pool.connect(Origin.parse(engine.url))
+        await until(lambda: not pool.connections)
+        heard = Heard()
+        connection.send(b"", heard)
+        await asyncio.wait_for(heard.done.wait(), 5)
+        assert heard.failure.reason == "no_answer"
+
+
 async def test_a_sink_may_ask_again_from_within_the_end_of_an_answer(pool):
     class Again(Heard):
         def end(self):
@@ -515,6 +561,16 @@ async def test_closing_the_pool_tells_who_waits_and_leaves_nothing():
             await pool.connect(Origin.parse(engine.url))
         await until(lambda: not engine.open and not silent.open)
         assert pool._timer is None
+
+
+async def test_a_connection_that_is_made_as_the_pool_closes_is_closed(pool):
+    async with Engine(saying(OK)) as engine:
+        connecting = asyncio.create_task(pool.connect(Origin.parse(engine.url)))
+        await asyncio.sleep(0)
+        await pool.close()
+        with pytest.raises(EngineLost):
+            await connecting
+        assert not pool.connections
 
 
 async def test_thousands_of_requests_given_up_leave_nothing(pool):
