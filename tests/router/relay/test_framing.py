@@ -303,11 +303,12 @@ async def test_a_trailer_that_says_close_ends_a_connection_whose_answer_is_there
         assert await client.rest() == b""
 
 
+@pytest.mark.parametrize("behind", [SMUGGLED, b""])
 @pytest.mark.parametrize("path", [HOT, COLD])
-async def test_http_1_0_is_answered_plainly_and_closed(path):
+async def test_http_1_0_is_answered_plainly_and_closed(path, behind):
     async with fronted() as served:
         raw = b"POST %b HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 3\r\n\r\nabc" % path.encode()
-        said = await served.said(raw + SMUGGLED)
+        said = await served.said(raw + behind)
         status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])
         assert (status, headers[b"connection"]) == (200, b"close")
         assert served.seen == [(path, b"abc")]

@@ -771,6 +771,19 @@ async def test_a_client_that_reads_again_is_no_longer_watched_though_its_answer_
         assert b"last" in (await reading)[-20:]
 
 
+async def test_a_client_that_does_not_read_its_last_answer_is_closed_though_nothing_was_paused_for_it():
+    async def large(exchange):
+        exchange._connection.transport.set_write_buffer_limits(2 * LARGE)
+        exchange.respond(200, b"", b"x" * LARGE)
+
+    async with fronted(large) as served, await served.client() as client:
+        client.send(post(HOT, b"abc", b"Connection: close"))
+        await until(lambda: [each for each in served.front.connections if each.transport.is_closing()])
+        (connection,) = served.front.connections
+        await until(lambda: not served.front.connections or look_later(connection))
+        assert len(await client.rest()) < LARGE
+
+
 async def test_a_client_that_was_watched_while_idle_is_not_at_its_next_request():
     work = Work(say_last)
 
