@@ -280,6 +280,24 @@ async def test_a_load_that_fails_after_its_last_client_left_complains_to_nobody(
     assert complaints == []
 
 
+async def test_a_prompt_that_was_refused_is_not_one_that_its_tenant_has_cached(tmp_path):
+    async def refusing(engine, body):
+        return JSONResponse({"error": {"message": "no"}}, 400) if "temperature" in body else await echo(engine, body)
+
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(
+        "keys:\n" + "".join(f"- {{sha256: {hash_key(of)}, tenant: {of}, scopes: [infer]}}\n" for of in ("one", "other"))
+    )
+    async with fleet(Engine("w0", refusing), key_files=(keys,)) as (client, _, _):
+        body = {"model": BASE, "prompt": list(range(64))}
+        told = []
+        for tenant, more in (("one", {}), ("one", {}), ("other", {"temperature": -1}), ("other", {})):
+            headers = {"authorization": f"Bearer {tenant}"}
+            answer = await client.post("/v1/completions", json=body | more, headers=headers)
+            told.append((answer.status_code, answer.headers["x-lorafleet-cached-tokens"]))
+        assert told == [(200, "0"), (200, "48"), (400, "0"), (200, "0")]
+
+
 async def test_a_tenant_is_told_of_cached_tokens_that_it_sent_itself_and_of_no_neighbours(tmp_path):
     keys = tmp_path / "keys.yaml"
     names = ("one", "other"), ("two", "acme"), ("three", "acme")
