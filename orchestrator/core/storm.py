@@ -19,7 +19,7 @@ def is_frozen(storm: Storm, policy: Rules, workers: int, now: float) -> bool:
         return False
     most = limit(policy, workers)
     count = churn(storm, policy, now)
-    return count > most / 2 if storm.frozen_since is not None else count >= most
+    return count >= most or (storm.frozen_since is not None and count > most / 2)
 
 
 def limit(policy: Rules, workers: int) -> int:

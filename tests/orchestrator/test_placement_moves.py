@@ -356,8 +356,14 @@ def test_in_a_storm_repairs_and_waiting_requests_are_served_hottest_first():
 
 def test_a_fleet_without_workers_is_no_storm():
     assert place(intent(adapter("a")), fleet(), Demand(), RULES, NOW).frozen is None
-    forbidden = replace(RULES, storm_moves_per_worker=0)
-    assert place(intent(adapter("a")), fleet(worker("w0")), Demand(), forbidden, NOW).frozen is not None
+
+
+def test_where_no_moves_are_allowed_they_stand_still_in_every_pass():
+    forbidden, observed = replace(RULES, storm_moves_per_worker=0), fleet(worker("w0"))
+    for number in range(3):
+        desired = place(intent(adapter("a")), observed, Demand(), forbidden, NOW + number)
+        assert desired.frozen is not None
+        observed = replace(observed, memory=desired.memory)
 
 
 def test_any_number_of_moves_may_be_allowed():
