@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
-import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from router.parts import Parts
 from router.relay.front import Front
 from router.relay.upstream import Origin
 from tests.router.doubles import BASE, Control, chunk
-from tests.router.relay.wires import Client, Engine, until
+from tests.router.relay.wires import Client, Engine, reset, until
 from tests.serving import serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -41,13 +39,6 @@ def answering(body: bytes, *lines: bytes, status: bytes = b"200 OK") -> bytes:
 
 
 STREAM = STREAM_HEAD + pieces(*EVENTS) + b"0\r\n\r\n"
-
-
-def reset(writer: asyncio.StreamWriter) -> None:
-    """Close so that the other side sees a reset, not an end."""
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.transport.abort()
 
 
 Act = Callable[[asyncio.StreamWriter, dict], Awaitable[bool | None]]

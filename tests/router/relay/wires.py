@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import json
+import socket
+import struct
 from dataclasses import dataclass, field
 
 from router.relay.front import Exchange, Front, FrontLimits, front
@@ -213,9 +215,16 @@ def saying(*pieces: bytes, then: str = "stay"):
                 writer.write_eof()
             if then == "reset":
                 await asyncio.sleep(0.02)  # so that the bytes are there before the reset is
-                return None
+                return reset(writer)
 
     return script
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Close so that the other side sees a reset, not an end."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
 
 
 async def finished(writer) -> None:
