@@ -294,6 +294,13 @@ async def test_a_trailer_that_says_close_is_heard_and_what_follows_it_is_not_ser
         assert served.seen == [(path, b"abc")]
 
 
+async def test_a_trailer_is_no_header_to_the_app():
+    async with fronted() as served, await served.client() as client:
+        client.send(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n0\r\nAuthorization: Bearer a\r\n\r\n" % (COLD.encode(), TE))
+        assert (await client.answer())[0] == 200
+        assert served.app.headers == [(b"host", b"a"), (b"transfer-encoding", b"chunked")]
+
+
 async def test_a_trailer_that_says_close_ends_a_connection_whose_answer_is_there_already():
     async with fronted() as served, await served.client() as client:
         served.app.read_body = False

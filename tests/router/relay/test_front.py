@@ -620,19 +620,31 @@ async def test_all_bodies_together_are_bounded_and_the_next_one_is_told_to_come_
         assert served.front.held_bytes == 0
 
 
+async def test_a_client_that_goes_on_and_on_behind_its_last_request_is_hung_up_on():
+    work = Work()
+    async with fronted(work) as served, await served.client() as client:
+        client.send(post(HOT, b"abc", b"Connection: close"))
+        await until(lambda: work.begun)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                client.send(bytes(2**20))
+                await client.writer.drain()
+        await until(lambda: work.cancelled)
+
+
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_a_client_that_sends_its_request_too_slowly_gets_a_408(path):
     raw = post(path, b"abc" * 1000)
     async with fronted(head_s=0.15, body_s=0.15) as served:
-        for most in (40, len(raw) - 20):
+        for soon in (40, len(raw) - 20):
             async with await served.client() as client:
                 rest = asyncio.create_task(client.rest())
                 # A byte now and then moves no deadline.
-                for at in range(most):
+                for at in range(len(raw)):
                     client.send(raw[at : at + 1])
                     if rest.done():
                         break
-                    await asyncio.sleep(0.01 if at > most - 20 else 0)
+                    await asyncio.sleep(0.03 if at > soon else 0)
                 assert error_of(await rest) == (408, "request_timeout")
         assert not served.seen
         # One that says nothing is closed without a word.
@@ -771,16 +783,22 @@ async def test_a_client_that_reads_again_is_no_longer_watched_though_its_answer_
         assert b"last" in (await reading)[-20:]
 
 
-async def test_a_client_that_does_not_read_its_last_answer_is_closed_though_nothing_was_paused_for_it():
+@pytest.mark.parametrize("line", [b"Connection: close", b"Connection: keep-alive"])
+async def test_a_client_that_does_not_read_its_last_answer_is_closed_though_nothing_was_paused_for_it(line):
+    def is_closed():
+        connection.check(connection.loop.time() + FrontLimits().send_stall_s + FrontLimits().idle_s)
+        return not served.front.connections
+
     async def large(exchange):
         exchange._connection.transport.set_write_buffer_limits(2 * LARGE)
         exchange.respond(200, b"", b"x" * LARGE)
 
     async with fronted(large) as served, await served.client() as client:
-        client.send(post(HOT, b"abc", b"Connection: close"))
-        await until(lambda: [each for each in served.front.connections if each.transport.is_closing()])
+        client.send(post(HOT, b"abc", line))
+        await until(lambda: served.seen)
         (connection,) = served.front.connections
-        await until(lambda: not served.front.connections or look_later(connection))
+        await until(connection.transport.get_write_buffer_size)
+        await until(is_closed)
         assert len(await client.rest()) < LARGE
 
 

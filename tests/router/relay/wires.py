@@ -105,6 +105,7 @@ class App:
         self.go_on.set()
         self.left = asyncio.Event()
         self.read_body = True
+        self.headers = []  # of the request that it answered last
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "lifespan":
@@ -120,6 +121,7 @@ class App:
             body += message.get("body", b"")
             more = message.get("more_body", False)
         self.seen.append((scope["path"], body))
+        self.headers = scope["headers"]
         await self.go_on.wait()
         said = str(len(body)).encode()
         headers = [(b"content-length", b"%d" % len(said))]
