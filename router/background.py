@@ -71,7 +71,7 @@ class Background:
     ) -> None:
         """
         ask           the response of this id as a replica's engine tells it now; may raise EngineLost and Refused
-        most          that are followed at once; `tenant_share` of them those of one tenant
+        most          that are under way at once; `tenant_share` of them those of one tenant
         timeout_s     after which one counts no longer, whatever becomes of it
         idle_s        for how long its engine says that it has nothing to do before that is believed: vLLM 0.32 counts
                       what it runs when a step of it has ended, and a long prefill or a load takes seconds
@@ -90,9 +90,12 @@ class Background:
         """How many are followed."""
         return len(self._running)
 
-    def check_room(self, tenant: str) -> None:
-        """Raises Saturated when one more would be too many."""
-        whose, found, most = "", len(self), self._most
+    def enter(self, tenant: str) -> None:
+        """One more is coming: it has its place until it leaves, or what is followed of it is over.
+
+        raises  Saturated when it would be too many
+        """
+        whose, found, most = "", self._tenants.total(), self._most
         if found < most:
             whose, found, most = " of yours", self._tenants[tenant], self._most_of_tenant
         if found >= most:
@@ -101,16 +104,23 @@ class Background:
                 " one is over",
                 retry_after_s=_RETRY_S,
             )
+        self._tenants[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        """One that entered is over, or was never begun."""
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
 
     def follow(self, response_id: str, there: Incarnation, tenant: str, over: Over, *, shown_tokens: int = 0) -> None:
         """Tell `over` when this response, the only one of its id, is: its usage, or None where nobody knows it, and how
-        many of its tokens a client has been sent.
+        many of its tokens a client has been sent. It has entered, and leaves then.
         """
         if self._is_closed:
+            self.leave(tenant)
             over(None, shown_tokens)
             return
         running = self._running[response_id] = _Running(response_id, there, tenant, over, shown_tokens)
-        self._tenants[tenant] += 1
         running.task = asyncio.create_task(self._until_over(running))
 
     def seen(self, response_id: str, body: bytes) -> None:
@@ -135,9 +145,7 @@ class Background:
 
     def _end(self, running: _Running, usage: EngineUsage | None) -> None:
         del self._running[running.response_id]
-        self._tenants[running.tenant] -= 1
-        if not self._tenants[running.tenant]:
-            del self._tenants[running.tenant]
+        self.leave(running.tenant)
         assert running.task is not None
         if running.task is not asyncio.current_task():
             running.task.cancel()

@@ -87,6 +87,7 @@ class Journey(msgspec.Struct, eq=False):
     _is_computed: bool = False
     _is_stale: bool = False
     _is_trial: bool = False
+    _is_in_background: bool = False
 
     def at_once(self, tell: Callable[[], None]) -> bool:
         """Send it, where nothing need be waited for but the engine's answer: `tell` is called when that is decided, and
@@ -187,6 +188,9 @@ class Journey(msgspec.Struct, eq=False):
         attempt, flight, usage = self.attempt, self.flight, self.usage
         if self.background_id and self._runs_on():
             return
+        if self._is_in_background:
+            self._is_in_background = False
+            self.parts.background.leave(self.caller.tenant or "")
         # One whose client left before its answer began was worked on all the same.
         is_served, output_tokens = flight is not None or self._is_computed, 0
         if attempt is not None:
@@ -286,7 +290,8 @@ class Journey(msgspec.Struct, eq=False):
         self.target = target = resolve_target(parts, self.caller, self.question)
         if self.question.route.state == "makes":
             if self.question.decoded.get("background"):
-                parts.background.check_room(self.caller.tenant or "")
+                parts.background.enter(self.caller.tenant or "")
+                self._is_in_background = True
             self.only = self._holder(target)
             self._is_refused = self.only is not None
         if trace is not None:

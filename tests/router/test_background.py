@@ -173,6 +173,7 @@ async def test_one_that_stays_queued_is_over_when_its_engine_has_had_nothing_to_
 
     over = loop.create_future()
     background = Background(ask, replica_of, most=1, tenant_share=1.0, timeout_s=60.0, idle_s=1.0)
+    background.enter("")
     background.follow("r", ("w0", "b"), "", lambda usage, tokens: over.set_result((usage, tokens)), shown_tokens=3)
     assert await over == (None, 3)
     assert loop.time() > busy_until + 1.0
@@ -193,6 +194,7 @@ async def test_a_worker_that_is_nowhere_for_a_moment_works_on(how):
 
     over = asyncio.get_running_loop().create_future()
     background = Background(ask, replica_of, most=1, tenant_share=1.0, timeout_s=60.0)
+    background.enter("")
     background.follow("r", ("w0", "b"), "", lambda usage, tokens: over.set_result(usage))
     usage = await over
     assert usage is not None
@@ -259,6 +261,21 @@ async def test_more_than_may_be_under_way_are_refused_before_they_are_sent():
         assert (await client.post(RESPONSES, json=ASK)).status_code == 200
 
 
+async def test_those_that_come_at_once_are_no_more_than_may_be_under_way():
+    engine = Keeper("w0")
+    busy = Control(figures=Load(running=1))
+    async with fleet(engine, control=busy, max_background_responses=2) as (client, _, parts):
+        for _ in range(3):  # one that is never sent takes no place
+            gone = await client.post(RESPONSES, json=ASK | {"previous_response_id": "resp_unknown"})
+            assert error_of(gone) == (404, "response_not_found")
+        answers = await asyncio.gather(*(client.post(RESPONSES, json=ASK) for _ in range(12)))
+        assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 10
+        assert engine.posted == len(parts.background) == 2
+        engine.over()
+        await over(parts)
+        assert not parts.background._tenants
+
+
 async def test_one_tenant_does_not_take_all_that_may_be_under_way(tmp_path):
     keys = tmp_path / "keys.json"
     entries = [{"sha256": hash_key(name), "tenant": name, "scopes": ["infer"]} for name in "ab"]
@@ -295,6 +312,7 @@ async def test_a_router_that_stops_waits_for_none_and_leaves_no_task(tmp_path):
     assert not len(parts.background)
     assert not in_flight(parts)
     assert not [task for task in asyncio.all_tasks() if "_until_over" in repr(task)]
+    parts.background.enter("")
     parts.background.follow("late", ("w0", "first"), "", lambda usage, tokens: engine.aborted.set())
     assert engine.aborted.is_set(), "what comes when it has stopped is over at once"
 
