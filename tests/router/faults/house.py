@@ -156,6 +156,7 @@ class House:
             "loads": (parts.cold._flights, parts.cold._wanted),
             "held, by the metric": metrics.held.labels().value,
             "slots of keys": sum(account.running for account in parts.quotas._accounts.values()),
+            "places in the background": parts.background._tenants,
             "turns": (parts._turns, parts._suspects),
             "in flight, as reported": sum(use.in_flight for use in parts.usage.report(0, parts.clock()).uses),
             "tasks": Counter(_name_of(task) for task in asyncio.all_tasks() - self.tasks if _is_the_routers(task)),

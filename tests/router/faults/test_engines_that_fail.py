@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from lorafleet.vllm_errors import DEAD, SHUTTING_DOWN
 from tests.lorafleet.test_auth import no_more_files
 from tests.router.doubles import UNHEARD, Control
 from tests.router.faults.house import (
@@ -232,6 +233,37 @@ async def test_an_error_that_is_nested_too_deeply_reaches_the_client_as_it_is(fi
         assert (answer.status_code, answer.content) == (400, body)
         first = saying(STREAM_HEAD + pieces(b'data: {"error":' + b"[" * 100_000 + b"\n\n") + b"0\r\n\r\n")
         assert error_of(await router.ask("streamed", first, stream=True)) == (503, "no_replica")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("words", [DEAD, SHUTTING_DOWN])
+async def test_what_an_engine_says_as_it_ends_is_no_answer_and_another_gives_one(words, stream):
+    said = json.dumps({"error": {"message": f"{words} (and so on)", "code": 500}}).encode()
+    async with house(2) as router:
+        ending = saying(answering(said, status=b"500 Internal Server Error"))
+        answer = await router.ask("ending", ending, stream=stream)
+        assert answer.status_code == 200
+        assert router.play.asked == {"ending": 2}
+
+
+@pytest.mark.parametrize("status", [b"429 Too Many Requests", b"500 Internal Server Error"])
+async def test_any_other_error_of_an_engines_is_the_clients_and_so_is_when_to_come_back(status):
+    said = b'{"error":{"message":"a bug","type":"x","param":null,"code":"x"}}'
+    async with house(2) as router:
+        answer = await router.ask("refused", saying(answering(said, b"retry-after: 7", status=status)))
+        assert (answer.status_code, answer.content) == (int(status[:3]), said)
+        assert answer.headers["retry-after"] == "7"
+        assert router.play.asked == {"refused": 1}
+
+
+async def test_the_end_of_a_choice_that_waits_for_its_signature_goes_out_when_its_stream_breaks_off():
+    end = b'data: {"id":"1","choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\n'
+    async with house(1) as router:
+        broken = saying(STREAM_HEAD + pieces(EVENTS[0], end), "close")
+        answer = await router.ask("broken", broken, stream=True)
+        *events, error, done = events_of(answer.content)
+        assert (events, done) == ([EVENTS[0], end], DONE)
+        assert b'"stream_broken"' in error
 
 
 async def test_a_refusal_that_an_engine_tells_as_an_internal_error_of_a_stream_is_the_clients():
