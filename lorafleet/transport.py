@@ -1,5 +1,8 @@
 """How all houses call one another and their engines: httpx' transport, with one fault of the libraries below it told as
-what it is."""
+what it is, and answers that are gone as soon as nobody has them."""
+
+from collections.abc import AsyncIterator
+from typing import cast
 
 import httpx
 
@@ -17,8 +20,34 @@ class Transport(httpx.AsyncHTTPTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         try:
-            return await super().handle_async_request(request)
+            answer = await super().handle_async_request(request)
         except AttributeError as exc:
             # Who is killed resets what waits to be accepted. Under uvloop such a connection may be closed before the
             # next turn of the loop, and anyio 4.16 asks it for its peer's name (abc/_sockets.py extra_attributes).
             raise httpx.ConnectError("closed by the peer as soon as it was open", request=request) from exc
+        answer.stream = _Body(answer)
+        return answer
+
+
+class _Body(httpx.AsyncByteStream):
+    """An answer's body, which takes itself out of a circle once it is read.
+
+    The client wraps it into a stream that has the answer, and gives that to the answer (httpx 0.28 _client.py
+    BoundAsyncStream). So every answer would stay, with all its bytes, until the collector comes by: in a router, which
+    has it come seldom, hundreds of whole catalogs.
+    """
+
+    def __init__(self, answer: httpx.Response) -> None:
+        self._answer: httpx.Response | None = answer
+        self._stream = cast("httpx.AsyncByteStream", answer.stream)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._stream.__aiter__()
+
+    async def aclose(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            try:
+                await self._stream.aclose()
+            finally:
+                answer.stream = self._stream = httpx.ByteStream(b"")

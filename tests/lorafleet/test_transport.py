@@ -1,14 +1,22 @@
-"""Calls fail as httpx says they do."""
+"""Calls fail as httpx says they do, and what they brought does not stay."""
 
 import asyncio
+import gc
 import socket
 import struct
 import time
+import weakref
 
 import httpx
+import pytest
 import uvloop
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from lorafleet.transport import Transport
+from tests.serving import serving
 
 _TIMES = 50
 
@@ -45,3 +53,44 @@ async def _keep_busy() -> None:
     while True:
         time.sleep(0.002)  # noqa: ASYNC251  (a turn of the loop takes longer than the peer)
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("how", ["read", "left", "streamed"])
+async def test_an_answer_that_nobody_has_any_more_waits_for_no_collector(how):
+    async with (
+        serving(Starlette(routes=[Route("/", _long)])) as url,
+        httpx.AsyncClient(transport=Transport()) as client,
+    ):
+        gc.collect()
+        gc.disable()
+        try:
+            kept = weakref.ref(await _answer(client, url, how))
+            assert kept() is None
+        finally:
+            gc.enable()
+
+
+async def test_an_answer_is_read_whole_and_says_how_long_it_took():
+    async with (
+        serving(Starlette(routes=[Route("/", _long)])) as url,
+        httpx.AsyncClient(transport=Transport()) as client,
+    ):
+        answer = await client.get(url)
+        assert (answer.content, answer.is_closed) == (b"x" * 100_000, True)
+        assert answer.elapsed.total_seconds() > 0
+        await answer.aclose()
+        with pytest.raises(httpx.StreamConsumed):
+            [part async for part in answer.aiter_raw()]
+
+
+async def _answer(client: httpx.AsyncClient, url: str, how: str) -> httpx.Response:
+    if how == "read":
+        return await client.get(url)
+    async with client.stream("GET", url) as answer:
+        if how == "streamed":
+            assert len(b"".join([part async for part in answer.aiter_bytes()])) == 100_000
+        return answer
+
+
+async def _long(_request: Request) -> PlainTextResponse:
+    return PlainTextResponse("x" * 100_000)
