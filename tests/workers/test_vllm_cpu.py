@@ -1,0 +1,64 @@
+"""A request of the base model gets no adapter's weights, whatever it shares a batch with, on vLLM's own kernels."""
+
+import asyncio
+import tomllib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lorafleet.tiny import make_adapter, make_model
+from tests.engines import RunningEngine, start_engine
+from workers.engines import vllm_cpu
+
+ROOT = Path(__file__).parents[2]
+BASE, FIRST, LAST = "tiny-qwen", "first", "last"
+PROMPT = "The customer wrote to the shop about an order that had not come. " * 6
+
+
+def test_vllm_finds_the_plugin():
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    (where,) = named.values()
+    module, _, function = where.partition(":")
+    assert getattr(import_module(module), function) is vllm_cpu.register
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> Iterator[RunningEngine]:
+    folder = tmp_path_factory.mktemp("plugin")
+    # As an installation has it, so that this stays true where ours is older than its pyproject.toml.
+    found = folder / "plugin-1.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
+    (found / "entry_points.txt").write_text("[vllm.general_plugins]\nlorafleet = workers.engines.vllm_cpu:register\n")
+    adapters = [make_adapter(folder, name) for name in (FIRST, LAST)]
+    flags = ("--dtype", "float32", "--lora-modules", *(f"{path.name}={path}" for path in adapters))
+    environment = {"PYTHONPATH": f"{ROOT}:{folder}"}
+    running = start_engine("vllm", make_model(folder / "model"), flags=flags, environment=environment)
+    yield running
+    running.stop()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+async def test_beside_an_adapter_the_base_model_answers_as_it_does_alone(engine):
+    async with httpx.AsyncClient(base_url=engine.url, timeout=120) as client:
+
+        async def ask(model: str, prompt: str = PROMPT, tokens: int = 12) -> str:
+            body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            return (await client.post("/v1/completions", json=body)).raise_for_status().json()["choices"][0]["text"]
+
+        alone = [await ask(model) for model in (BASE, FIRST, LAST)]
+        assert len(set(alone)) == 3
+        for beside in (FIRST, LAST):
+            async with client.stream(
+                "POST",
+                "/v1/completions",
+                json={"model": beside, "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True},
+            ) as stream:
+                lines = stream.aiter_lines()
+                await anext(lines)  # it is in the batch, and stays there until we leave
+                assert await asyncio.gather(*(ask(model) for model in (BASE, FIRST, LAST))) == alone
+        assert [await ask(model) for model in (BASE, FIRST, LAST)] == alone
