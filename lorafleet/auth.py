@@ -10,12 +10,14 @@ import ipaddress
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
-from fastapi import Request
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 
 from lorafleet import yamls
 from lorafleet.http import HttpError
@@ -184,6 +186,33 @@ def requires(keys: Keys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
         return found
 
     return caller
+
+
+class KeyFirst(APIRoute):
+    """A route whose `dependencies` are asked before its body is read; FastAPI reads and parses that first."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+        first = [each.dependency for each in self.dependencies if each.dependency is not None]
+
+        async def ask_and_answer(request: Request) -> Response:
+            for ask in first:
+                await ask(request)
+            return await answer(request)
+
+        return ask_and_answer
+
+
+def may_send(keys: Keys, *scopes: str) -> Callable[[str | None], None]:
+    """Raises HttpError for an `Authorization` header without a known key, or whose key has none of these scopes."""
+
+    def check(authorization: str | None) -> None:
+        caller = keys.caller(authorization)
+        if not any(map(caller.may, scopes)):
+            wanted, held = " or ".join(map(repr, scopes)), ", ".join(sorted(caller.scopes))
+            raise HttpError(403, "scope_missing", f"a body is taken from keys with scope {wanted}; yours has: {held}")
+
+    return check
 
 
 def check_scope(caller: Caller, scope: str) -> None:

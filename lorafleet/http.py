@@ -1,7 +1,7 @@
 """One error envelope for every house: `{"error": {"message", "type", "param", "code"}}`, as OpenAI has it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -76,13 +76,25 @@ class JsonBodies:
     poisons the sums and lists that it gets into.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, may_send: Callable[[str | None], None] = lambda _: None) -> None:
+        """
+        may_send  raises HttpError for an `Authorization` of which no body is read: 16 MiB of JSON take a process
+                  seconds, in which it does nothing else
+        """
         self._app = app
+        self._may_send = may_send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or "json" not in Request(scope).headers.get("content-type", "").lower():
+        headers = Request(scope).headers if scope["type"] == "http" else {}
+        if "json" not in headers.get("content-type", "").lower():
             await self._app(scope, receive, send)
             return
+        if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
+            try:
+                self._may_send(headers.get("authorization"))
+            except HttpError as exc:
+                await error_response(exc)(scope, receive, send)
+                return
         parts, is_more = [], True
         while is_more:
             message = await receive()

@@ -27,8 +27,8 @@ ProtocolFactory = Callable[..., asyncio.Protocol]
 # Request line and headers together; nginx and Apache take about as much.
 _MOST_HEAD_BYTES = 64 * 2**10
 _LOOK_EVERY_S = 0.1
-# A router's report with a hundred thousand (worker, adapter) is 10 MB. A body is read before its caller is asked for a
-# key, and 70 MB of JSON kept a process busy for 15 s: longer than a lease lasts.
+# A router's report with a hundred thousand (worker, adapter) is 10 MB, and 70 MB of JSON kept a process busy for 15 s:
+# longer than a lease lasts.
 _MOST_BODY_BYTES = 16 * 2**20
 
 

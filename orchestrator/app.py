@@ -14,7 +14,7 @@ import httpx
 import structlog
 from fastapi import FastAPI
 
-from lorafleet.auth import Keys, refuse_open_server
+from lorafleet.auth import Keys, may_send, refuse_open_server
 from lorafleet.http import JsonBodies, install_error_handlers
 from lorafleet.kube.client import Kube, connect
 from lorafleet.kube.discovery import Slices
@@ -192,7 +192,8 @@ def build(
         retry_after_s=settings.lease_renew_s,
         clock=clock,
     )
-    app.add_middleware(JsonBodies)  # the outermost: what is handed on to the leader is looked at, too
+    # The outermost: what is handed on to the leader is looked at, too.
+    app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "register"))
     return whole
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 
-from lorafleet.auth import Caller, requires
+from lorafleet.auth import Caller, KeyFirst, requires
 from lorafleet.http import HttpError
 from router.core.errors import CatalogUnavailable, ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet, ReplicaState
@@ -66,7 +66,7 @@ async def _decisions(parts: Parts, wanted: _Wanted) -> _Items:
 
 def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
     """Models, and why a request goes where it goes; with `siblings`, of all processes on this port."""
-    api = APIRouter()
+    api = APIRouter(route_class=KeyFirst)
     infers = Annotated[Caller, Depends(requires(parts.keys, "infer"))]
     admin = [Depends(requires(parts.keys, "admin"))]
 

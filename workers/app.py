@@ -17,7 +17,7 @@ import structlog
 from fastapi import FastAPI
 
 from lorafleet import logs
-from lorafleet.auth import Keys, refuse_open_server
+from lorafleet.auth import Keys, may_send, refuse_open_server
 from lorafleet.files import write_whole
 from lorafleet.http import JsonBodies, install_error_handlers
 from lorafleet.loops import forever
@@ -136,7 +136,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     )
     app.include_router(build_router(agent, keys))
     install_error_handlers(app, WorkerError)
-    app.add_middleware(JsonBodies)
+    app.add_middleware(JsonBodies, may_send=may_send(keys, "load"))
     return Worker(app, agent)
 
 

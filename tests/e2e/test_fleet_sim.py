@@ -2,9 +2,11 @@
 
 import json
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -185,6 +187,27 @@ def test_without_a_key_every_house_says_401(guarded: tuple[Fleet, dict[str, str]
     said = cli(nobody, "adapters", "list")
     assert said.returncode == 1
     assert "LORAFLEET_TOKEN" in said.stderr
+
+
+def test_no_house_reads_a_body_of_who_may_not_send_one(guarded: tuple[Fleet, dict[str, str]]) -> None:
+    fleet, keys = guarded
+    agent = fleet.http("GET", f"{fleet.orchestrator}/v1/workers").json()["data"][0]["agent_url"]
+    for url in (
+        f"{fleet.router}/v1/decisions/replay",
+        f"{fleet.orchestrator}/v1/adapters:batch",
+        f"{agent}/v1/admin/load_lora",
+    ):
+        assert _status_before_the_body(url, "lf-wrong") == 401, url
+        assert _status_before_the_body(url, keys["acme"]) == 403, url
+
+
+def _status_before_the_body(url: str, key: str) -> int:
+    """What is answered to the head of a request whose body never comes."""
+    parts = urlsplit(url)
+    head = f"POST {parts.path} HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {key}\r\n"
+    with socket.create_connection((str(parts.hostname), parts.port or 80), timeout=20) as client:
+        client.sendall(f"{head}content-type: application/json\r\ncontent-length: 1000000\r\n\r\n".encode())
+        return int(client.recv(64).split()[1])
 
 
 def test_a_key_without_the_scope_is_refused(guarded: tuple[Fleet, dict[str, str]]) -> None:
