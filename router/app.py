@@ -221,7 +221,8 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         quotas=Quotas(SharedAccounts(me.accounts, me.slot, me.processes) if me else None),
         tracer=traces,
     )
-    clients = front(Inference(parts).route, _front_limits(config))
+    inference = Inference(parts)
+    clients = front(inference.route, _front_limits(config, keys), inference.whose)
     own_metrics = partial(exposed, parts, clients)
     siblings = None
     if me is not None:
@@ -372,11 +373,13 @@ def _waits_s(mind: Mind) -> dict[WorkerId, float]:
     return {worker: work_s / waiting.drain.rate(worker) for worker, work_s in waiting.backlog.items()}
 
 
-def _front_limits(config: RouterSettings) -> FrontLimits:
+def _front_limits(config: RouterSettings, keys: Keys) -> FrontLimits:
+    of_tenant = int(config.max_bodies_bytes * config.tenant_share)
     return FrontLimits(
         head_bytes=config.max_head_bytes,
         body_bytes=config.max_body_bytes,
         held_bytes=config.max_bodies_bytes,
+        tenant_bytes=None if keys.is_open else max(of_tenant, config.max_body_bytes),
         head_s=config.head_timeout_s,
         body_s=config.body_timeout_s,
         send_stall_s=config.send_timeout_s,

@@ -137,7 +137,10 @@ class RouterSettings(HouseSettings):
     max_waiting_requests: int = Field(default=10_000, ge=1, description="requests that may wait for room at an engine")
     max_waiting_bytes: int = Field(default=2**30, gt=0, description="and what their bodies may take together")
     tenant_share: float = Field(
-        default=0.5, gt=0, le=1, description="of what may wait, for room or for adapters, that one tenant may take"
+        default=0.5,
+        gt=0,
+        le=1,
+        description="of what may wait, for room or adapters, and of bodies, that one tenant may take",
     )
     max_in_flight_tokens: int = Field(
         default=0, ge=0, description="prompt tokens at one base model's engines at once, the rest waits; 0: no bound"

@@ -64,6 +64,14 @@ class Inference:
         }
         self._handlers["POST", generate.PATH] = partial(self._handle, _GENERATE)
 
+    def whose(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """The tenant that sends this; None for who may not."""
+        try:
+            caller = self._parts.keys.caller(_authorization(headers))
+        except HttpError:
+            return None
+        return caller.tenant or "" if caller.may("infer") else None
+
     def route(self, method: str, path: str) -> Handler | None:
         """What answers this, or None: it is not an inference route."""
         handler = self._handlers.get((method, path))
@@ -92,8 +100,7 @@ class Inference:
         try:
             if trace is not None:
                 trace.stage("authenticate")
-            caller = self._parts.keys.caller(_authorization(headers))
-            check_scope(caller, "infer")
+            caller = self._caller(exchange)
             if route.state == "needs":
                 work = partial(self._serve_stored, caller, answer)
                 exchange.on_gone = answer.gone
@@ -112,6 +119,13 @@ class Inference:
             answer.close()
             return None
         return None if work is None else answer.in_task(work)
+
+    def _caller(self, exchange: Exchange) -> Caller:
+        caller = self._parts.keys.caller(_authorization(exchange.headers))
+        check_scope(caller, "infer")
+        if exchange.tenant is None:  # its key was unknown when its body began to come, which was thrown away
+            raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
+        return caller
 
     def _wrong_method(self, exchange: Exchange) -> None:
         offered = self._offered(exchange.path)

@@ -10,7 +10,7 @@ what a client may send ahead is bounded, and one that sends more is answered so 
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ _CLOSE = b"connection: close\r\n"
 _JSON = b"content-type: application/json\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+_HOLDS = "the router holds as many bytes"
+
 # Requests begun before streams are looked after again. A guess: a millisecond's worth of decisions or less.
 _BEGUN_AT_ONCE = 4
 
@@ -50,6 +52,7 @@ _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATC
 # coroutine that does: it is run in a task, and cancelled when its client leaves.
 Handler = Callable[["Exchange"], Coroutine[Any, Any, None] | None]
 Route = Callable[[str, str], Handler | None]
+Whose = Callable[[Mapping[bytes, bytes]], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,7 @@ class FrontLimits:
     head_bytes     request line and headers, and trailers
     body_bytes     one request's body; more: 413
     held_bytes     all bodies of all connections that are not answered yet; more: 429 `saturated`
+    tenant_bytes   of those, the bodies of one tenant; None: no bound
     head_s         to send a whole head, from its first byte (or from connecting); more: 408
     body_s         to send a whole body; more: 408
     send_stall_s   how long a client may read nothing of what waits for it
@@ -69,6 +73,7 @@ class FrontLimits:
     head_bytes: int = 64 * 2**10
     body_bytes: int = 32 * 2**20
     held_bytes: int = 2**30
+    tenant_bytes: int | None = None
     head_s: float = 15.0
     body_s: float = 60.0
     send_stall_s: float = 60.0
@@ -76,12 +81,13 @@ class FrontLimits:
     pipelined: int = 16
 
 
-def front(route: Route, limits: FrontLimits) -> "Front":
+def front(route: Route, limits: FrontLimits, whose: Whose = lambda _: "") -> "Front":
     """What makes the protocols, for `uvicorn.Config(http=...)`.
 
     route  (method, path) -> who answers it, or None: the ASGI app does. The path is as sent, without its query.
+    whose  headers -> the tenant whose room the body takes; None: it is nobody's, and thrown away as it comes
     """
-    return Front(route, limits)
+    return Front(route, limits, whose)
 
 
 class Front:
@@ -93,11 +99,13 @@ class Front:
     outbox       what is to be sent to clients at the end of the loop's turn
     """
 
-    def __init__(self, route: Route, limits: FrontLimits) -> None:
+    def __init__(self, route: Route, limits: FrontLimits, whose: Whose) -> None:
         self.route = route
         self.limits = limits
+        self.whose = whose
         self.connections: set[_Connection] = set()
         self.held_bytes = 0
+        self._held_of: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.is_draining = False
         self.outbox = Outbox()
@@ -117,6 +125,23 @@ class Front:
     ) -> asyncio.Protocol:
         """A new connection's protocol; the names are uvicorn's."""
         return _Connection(self, config, server_state, app_state, _loop)
+
+    def hold(self, tenant: str, size_bytes: int) -> None:
+        """So much more of a body is held, until it is let go; raises Refused when that is too much."""
+        self.held_bytes += size_bytes
+        self._held_of[tenant] += size_bytes
+        limits = self.limits
+        if self.held_bytes > limits.held_bytes:
+            raise Refused(429, "saturated", f"{_HOLDS} of requests as it may", retry_after_s=1.0)
+        if limits.tenant_bytes is not None and self._held_of[tenant] > limits.tenant_bytes:
+            raise Refused(429, "saturated", f"{_HOLDS} of your requests as it may", retry_after_s=1.0)
+
+    def let_go(self, tenant: str, size_bytes: int) -> None:
+        """So much of a body is held no longer."""
+        self.held_bytes -= size_bytes
+        self._held_of[tenant] -= size_bytes
+        if not self._held_of[tenant]:
+            del self._held_of[tenant]
 
     def add(self, connection: "_Connection") -> None:
         self.connections.add(connection)
@@ -167,6 +192,7 @@ class Exchange(msgspec.Struct, eq=False):
     """One request, complete, and its answer.
 
     headers  by their names in lower case; of one that came more than once, the first
+    tenant   in whose room the body is; None: it is nobody's, and was thrown away
     status   the answer's, once its head is on its way
 
     `on_pause` and `on_resume` are called when the client reads too slowly, and again; set them before the first `send`.
@@ -182,6 +208,7 @@ class Exchange(msgspec.Struct, eq=False):
     _handler: Handler
     _chunked: bool
     _keep: bool
+    tenant: str | None
     body: bytes = b""
     received_at: float = 0.0
     status: int | None = None
@@ -450,7 +477,9 @@ class _Connection(HttpToolsProtocol):
             self._begin_cold(expects)
         else:
             keep = is_1_1 and parser.should_keep_alive()
-            self._incoming = Exchange(method, path, query, fields, self, handler, is_1_1, keep)
+            self._incoming = Exchange(
+                method, path, query, fields, self, handler, is_1_1, keep, self._front.whose(fields)
+            )
             if expects:
                 self._expects = True
                 self._say_continue()
@@ -460,14 +489,15 @@ class _Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._unread_bytes = self._bare_bytes = 0
         self._body_bytes += len(body)
-        if self._incoming is not None:
-            self._front.held_bytes += len(body)
-            if self._front.held_bytes > self._limits.held_bytes:
-                raise _full()
+        exchange = self._incoming
+        if exchange is not None and exchange.tenant is not None:
+            self._front.hold(exchange.tenant, len(body))
         if self._body_bytes > self._limits.body_bytes:
             raise self._body_too_large()
-        if self._incoming is None:
+        if exchange is None:
             super().on_body(body)
+        elif exchange.tenant is None:
+            return
         elif not self._body:
             self._body = body
         else:
@@ -552,7 +582,9 @@ class _Connection(HttpToolsProtocol):
     def let_go(self, exchange: Exchange) -> None:
         """This exchange writes no more, and its body is no longer held."""
         exchange._connection = None
-        self._front.held_bytes -= len(exchange.body)
+        if exchange.body:
+            assert exchange.tenant is not None
+            self._front.let_go(exchange.tenant, len(exchange.body))
         self._current = None
 
     def answered(self, exchange: Exchange) -> None:
@@ -707,8 +739,9 @@ class _Connection(HttpToolsProtocol):
 
     def _forget_message(self) -> None:
         """Drop what was read of an unfinished message."""
-        if self._incoming is not None and self._phase == _BODY:
-            self._front.held_bytes -= self._body_bytes
+        exchange = self._incoming
+        if exchange is not None and exchange.tenant is not None and self._phase == _BODY:
+            self._front.let_go(exchange.tenant, self._body_bytes)
         self._phase = _IDLE
         self._read_by = _NEVER
         self._body = b""
@@ -816,10 +849,6 @@ def _fail_unexpectedly(exchange: Exchange, exc: Exception) -> None:
     log.error("unexpected error", path=exchange.path, exc_info=exc)
     message = f"{exchange.path}: internal error ({type(exc).__name__}); the log has the traceback"
     _fail(exchange, 500, "internal_error", message)
-
-
-def _full() -> Refused:
-    return Refused(429, "saturated", "the router holds as many bytes of requests as it may", retry_after_s=1.0)
 
 
 def _error_answer(refusal: Refused) -> bytes:

@@ -1,11 +1,13 @@
 """What one key, one tenant or one deadline may take, end to end; and that each refusal is counted."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
 
 from lorafleet.auth import hash_key
+from lorafleet.http import HttpError
 from router.surface.stored import tagged_response_id
 from tests.router.doubles import BASE, UNHEARD, Control
 from tests.router.faults.house import (
@@ -21,6 +23,7 @@ from tests.router.faults.house import (
     pieces,
     saying,
 )
+from tests.router.relay.wires import error_of as error_said
 from tests.router.relay.wires import until
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 50, "total_tokens": 60}
@@ -28,13 +31,13 @@ COUNTED = json.dumps({"id": "1", "model": BASE, "choices": [{"index": 0, "text":
 USAGE_EVENT = b"data: " + json.dumps({"choices": [], "usage": USAGE}, separators=(",", ":")).encode() + b"\n\n"
 
 
-def key_file(folder, **limits):
+def key_file(folder, names="ab", **limits):
     """Keys `a` and `b` of tenants of the same names; `a` has these limits, if any."""
     path = folder / "keys.yaml"
     mine = {"limits": limits} if limits else {}
     keys = [
         {"sha256": hash_key(name), "tenant": name, "scopes": ["infer"], **(mine if name == "a" else {})}
-        for name in "ab"
+        for name in names
     ]
     path.write_text(json.dumps({"keys": keys}))
     return {"key_files": (path,)}
@@ -277,6 +280,54 @@ async def test_a_deadline_that_is_none_is_a_400_and_a_distant_one_is_none(given)
         refused = await router.ask("x", headers={"x-lorafleet-timeout-s": given})
         assert error_of(refused) == (400, "invalid_request_body")
         assert (await router.ask("y", headers={"x-lorafleet-timeout-s": "1e300"})).status_code == 200
+
+
+def begun(key, size_bytes):
+    """A request with so much of the 10,000 bytes of its body."""
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
+    )
+    return f"{head}content-length: 10000\r\n\r\n".encode() + b" " * size_bytes
+
+
+def is_known(keys, key):
+    with contextlib.suppress(HttpError):
+        return keys.caller(f"Bearer {key}") is not None
+    return False
+
+
+async def test_neither_a_tenant_nor_who_has_no_key_takes_all_the_room_that_there_is_for_bodies(tmp_path):
+    settings = {"max_body_bytes": 10_000, "max_bodies_bytes": 20_000, **key_file(tmp_path)}
+    async with house(1, **settings) as router, contextlib.AsyncExitStack() as clients:
+
+        async def begin(key, size_bytes):
+            client = await clients.enter_async_context(await router.raw())
+            client.send(begun(key, size_bytes))
+            return client
+
+        strangers = [await begin("wrong", 9000) for _ in range(3)]
+        await until(lambda: sum(each._body_bytes for each in router.front.connections) == 27_000)
+        assert router.front.held_bytes == 0
+        await begin("a", 9000)
+        await until(lambda: router.front.held_bytes == 9000)
+        assert error_said(await (await begin("a", 1001)).rest()) == (429, "saturated")
+        assert (await router.ask("x", headers=bearer("b"))).status_code == 200
+        strangers[0].send(b" " * 1000)
+        status, _, body = await strangers[0].answer()
+        assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+        assert router.front.held_bytes == 9000
+
+
+async def test_a_key_that_became_known_while_its_body_came_is_told_to_send_it_again(tmp_path):
+    settings = key_file(tmp_path)
+    async with house(1, max_body_bytes=10_000, **settings) as router, await router.raw() as client:
+        client.send(begun("late", 9000))
+        await until(lambda: any(each._body_bytes == 9000 for each in router.front.connections))
+        key_file(tmp_path, names=["late"])
+        await until(lambda: is_known(router.parts.keys, "late"))
+        client.send(b" " * 1000)
+        status, _, body = await client.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
 
 
 async def test_every_refusal_is_counted_under_its_own_code(tmp_path):
