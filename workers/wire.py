@@ -157,11 +157,12 @@ class Load(_Wire):
 class Metadata(_Wire):
     """`GET /metadata`: everything that a router or an orchestrator may know of a worker.
 
-    is_suspect  a load hangs in its engine: no other one is taken until the engine has given a token again
-    is_warming  it is starting, and takes loads already: what the orchestrator wants there before it is ready
+    instance_id  goes into headers, logs and terminals, so it has no character that means something there
+    is_suspect   a load hangs in its engine: no other one is taken until the engine has given a token again
+    is_warming   it is starting, and takes loads already: what the orchestrator wants there before it is ready
     """
 
-    instance_id: str
+    instance_id: str = Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")
     namespace: str = "default"
     component: str = "worker"
     state: AgentState = "ready"

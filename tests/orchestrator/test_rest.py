@@ -252,6 +252,15 @@ async def test_a_heartbeat_that_says_nothing_new_changes_no_revision(house):
     assert (await house.catalog())["revision"] == before
 
 
+@pytest.mark.parametrize("name", ["", "w0\r\nset-cookie: a=b", "w0\n", "w\x1b[31m0", "w\u2192", "w" * 254])
+async def test_a_worker_by_a_name_that_no_header_can_have_is_not_taken(house, name):
+    agent = await house.worker()
+    beat = {"metadata": {**agent.metadata(), "instance_id": name}}
+    answer = await house.http.post("/v1/workers/register", json=beat)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata.instance_id")
+    assert [worker["id"] for worker in (await house.http.get("/v1/workers")).json()["data"]] == [agent.worker_id]
+
+
 async def test_ensure_takes_no_body_and_asks_for_no_more_than_the_policy_allows(house):
     await house.worker()
     await house.register(policy={"max_replicas": 1})
