@@ -36,6 +36,8 @@ LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
 _RECHECK_S = 1.0
 # Headers whose caller is remembered: a hash costs more than the rest of the look-up.
 _REMEMBERED = 4096
+# A header may have 64 KiB, most of them blanks around its key, and be another each time.
+_REMEMBERED_BYTES = 256
 # Of a key's hash, enough to tell keys apart in logs and accounts.
 _KEY_ID_DIGITS = 12
 
@@ -128,10 +130,11 @@ class Keys:
         if known is not None:
             return known
         found = self._found(authorization)
-        if len(self._remembered) >= _REMEMBERED:
-            self._remembered.clear()
         assert authorization is not None
-        self._remembered[authorization] = found
+        if len(authorization) <= _REMEMBERED_BYTES:
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            self._remembered[authorization] = found
         return found
 
     def _found(self, authorization: str | bytes | None) -> Caller:

@@ -71,9 +71,12 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
     admin = [Depends(requires(parts.keys, "admin"))]
 
     @api.get("/v1/models")
-    async def models(caller: infers) -> JSONResponse:
+    async def models(caller: infers) -> Response:
         """Base models, adapters and aliases that the caller may use."""
-        return JSONResponse({"object": "list", "data": list(_cards(_fleet(parts), caller).values())})
+        cards = list(_cards(_fleet(parts), caller).values())
+        # Of ten thousand, Python's own encoder takes twice as long as making them.
+        whole = msgspec.json.encode({"object": "list", "data": cards})
+        return Response(whole, media_type="application/json")
 
     @api.get("/v1/models/{model:path}")
     async def model(model: str, caller: infers) -> JSONResponse:

@@ -46,6 +46,8 @@ _ITEM = ROUTES["POST", generate.ITEM_PATH]
 _PATHS = {path for _, path in ROUTES} | {generate.PATH}
 # A comment, which clients of event streams pass over.
 _WAITING = b": waiting\n\n"
+# Of JSON: some 50 ms at worst.
+_QUICKLY_READ_BYTES = 2**19
 # Of one call to /generate; the others of it wait their turn.
 _ITEMS_AT_ONCE = 64
 
@@ -101,6 +103,11 @@ class Inference:
             if trace is not None:
                 trace.stage("authenticate")
             caller = self._caller(exchange)
+            # Before its body is read: 30 MB of JSON take seconds, and a key's limits are to bound them. A batch is told
+            # when there is enough for all its items, which are in its body: one that is quickly read is.
+            is_quick = not route.has_body or (route is _GENERATE and len(exchange.body) < _QUICKLY_READ_BYTES)
+            if caller.limits is not None and not is_quick:
+                self._parts.quotas.check(caller.key_id, caller.limits, self._parts.clock())
             if route.state == "needs":
                 work = partial(self._serve_stored, caller, answer)
                 exchange.on_gone = answer.gone

@@ -143,20 +143,18 @@ class Quotas:
         raises  RateLimited; nothing has been counted then
         """
         account = self._account(key_id, limits, now)
-        most = limits.concurrent_requests
-        if most is not None and account.running + account.elsewhere >= most:
-            self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
-        requests = account.requests
-        if requests is not None and requests.now(now) < 1 - _ROUNDING:
-            self._refuse(account, "requests_per_minute", requests.until(1, now), now)
-        self._check_tokens(account, tokens, now)
-        if requests is not None:
-            requests.level -= 1
+        self._check(account, tokens, now)
+        if account.requests is not None:
+            account.requests.level -= 1
         account.running += 1
         granted = Granted(account)
         self._charge(granted, tokens)
         self._leave(account, now)
         return granted
+
+    def check(self, key_id: str, limits: Limits, now: float) -> None:
+        """Raises RateLimited where no request would go on, however little it asks for; counts nothing."""
+        self._check(self._account(key_id, limits, now), 0, now)
 
     def take_batch(self, key_id: str, limits: Limits, now: float, items: int, *, at_once: int) -> GrantedBatch:
         """Count so many requests, of which `at_once` may be under way at a time, or as many as the key may have yet.
@@ -287,6 +285,14 @@ class Quotas:
                     account.running,
                 ),
             )
+
+    def _check(self, account: _Account, tokens: int, now: float) -> None:
+        most, requests = account.limits.concurrent_requests, account.requests
+        if most is not None and account.running + account.elsewhere >= most:
+            self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
+        if requests is not None and requests.now(now) < 1 - _ROUNDING:
+            self._refuse(account, "requests_per_minute", requests.until(1, now), now)
+        self._check_tokens(account, tokens, now)
 
     def _check_tokens(self, account: _Account, tokens: int, now: float) -> None:
         bucket = account.tokens

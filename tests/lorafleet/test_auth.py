@@ -65,6 +65,12 @@ def test_a_known_header_is_remembered_until_a_file_changes_and_an_unknown_one_ne
         keys.caller("Bearer one")
 
 
+def test_a_header_that_is_mostly_blanks_is_known_and_not_remembered(tmp_path):
+    keys = Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
+    assert keys.caller(b"Bearer " + b" " * 60_000 + b"one").tenant == "acme"
+    assert not keys._remembered
+
+
 def test_however_many_headers_a_key_comes_in_few_are_remembered(tmp_path):
     keys = Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
     for spaces in range(10_000):

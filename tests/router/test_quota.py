@@ -413,6 +413,20 @@ async def read(ask, events, **body):
                 return
 
 
+async def test_beyond_its_keys_limits_a_body_is_not_read(tmp_path):
+    wrongs = (("/v1/completions", {"lora_path": "x"}), ("/generate", {"text": 1, "rid": "x" * 2**19}))
+    async with limited(tmp_path, Engine("w0"), requests_per_minute=1) as (ask, _):
+        for path, wrong in wrongs:
+            async with ask(path, **wrong) as answer:
+                assert answer.status_code == 400
+        async with ask() as answer:
+            assert answer.status_code == 200
+        for path, wrong in wrongs:
+            async with ask(path, **wrong) as answer:
+                assert answer.status_code == 429
+                assert "retry-after" in answer.headers
+
+
 def idle(parts):
     return until(lambda: not list(parts.mind.load.in_flight()))
 
