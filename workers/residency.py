@@ -243,10 +243,10 @@ class Residency:
         return next((record for record in self.resident() if evict in {record.engine_name, record.lora_id}), None)
 
     def no_free_slot(self) -> EngineError:
-        names = ", ".join(sorted(self.slots.registered))
+        # A router that asked for a tenant tells it this, so it names no adapter: they may be others' own.
         return EngineError(
             "no_free_slot",
-            f"all {self._settings.max_cpu_loras} adapter slots are taken ({names}); unload one,"
+            f"all {self._settings.max_cpu_loras} adapter slots are taken; unload one of GET /v1/admin/loras,"
             " or name a victim that is loaded with `evict`",
         )
 
