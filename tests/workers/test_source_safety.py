@@ -181,16 +181,25 @@ def test_an_object_reference_names_a_bucket_and_a_folder(ref):
 
 
 def test_allowed_prefixes_end_at_a_slash():
-    allowed = ("s3://bucket/team", "hf://acme", "https://host/")
+    allowed = ("s3://bucket/team", "hf://acme", "hf://other/repo", "https://host/", "https://shared/team")
     assert is_below("s3://bucket/team/sql", allowed)
+    assert is_below("s3://bucket/team/100%25..v1;a", allowed)
+    assert is_below("hf://other/repo@v1", allowed)
     assert is_below("hf://acme/repo@main", allowed)
     assert is_below("https://host/a.zip", allowed)
     for ref in (
         "s3://bucket/team2/a",
         "s3://bucket/team/../b",
         "s3://bucket/team/%2e%2e/b",
+        "s3://bucket/team@example.com/a",
         "hf://acme2/r",
         "https://host2/a",
+        "https://shared/team@b/a",
+        "https://shared/team/%252e%252e/b",
+        "https://shared/team/..%5cb",
+        "https://shared/team/..;/b",
+        "https://shared/team/%25252e/b",
+        "https://shared/team/%" + "25" * 1000 + "2e/b",
     ):
         assert not is_below(ref, allowed), ref
     with pytest.raises(SourceError, match="source_prefixes"):

@@ -11,6 +11,9 @@ _REVISION = re.compile(r"[A-Za-z0-9._/-]{1,200}")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
+# How often anybody decodes a path, and one more.
+_MOST_DECODED = 3
+
 ARCHIVES = (".tar.gz", ".tgz", ".zip")
 
 
@@ -98,16 +101,26 @@ def is_archive(ref: str) -> bool:
 
 
 def is_below(ref: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a reference is one of the prefixes or below one; a prefix ends at a `/`, so `s3://a` is not `s3://ab`."""
-    unescaped = unquote(ref)
-    if "/../" in unescaped + "/" or "/./" in unescaped + "/":
+    """Whether a reference is one of the prefixes or below one; a prefix ends at a `/`, so `s3://a` is not `s3://ab`.
+
+    Of a hub's repository also at an `@`: a revision follows.
+    """
+    if _leads_up(ref):
         return False
+    ends = "/@" if scheme(ref) == "hf" else "/"
     return any(
-        ref == prefix or ref.startswith((prefix.rstrip("/") + "/", prefix.rstrip("/") + "@"))
+        ref == prefix or ref.startswith(tuple(prefix.rstrip("/") + end for end in ends))
         if not prefix.endswith("://")
         else ref.startswith(prefix)
         for prefix in prefixes
     )
+
+
+def _leads_up(ref: str) -> bool:
+    """Whether any server might take it so: some decode twice, some read `\\` as `/`, Tomcat leaves out `;` and more."""
+    for _ in range(_MOST_DECODED):
+        ref = unquote(ref)
+    return ref != unquote(ref) or any(part.partition(";")[0] in {".", ".."} for part in re.split(r"[/\\]", ref))
 
 
 def _invalid(ref: str, why: str) -> SourceError:
