@@ -305,6 +305,15 @@ async def test_several_of_one_name_are_several_and_each_counts_until_it_is_over(
         await over(parts)
 
 
+async def test_what_is_answered_at_once_keeps_the_name_that_its_client_gave_it():
+    engine = Keeper("w0")
+    async with fleet(engine) as (client, _, _):
+        for _ in range(2):
+            await client.post(RESPONSES, json={"model": BASE, "input": "hello", "request_id": "mine"})
+        (name,) = engine.kept
+        assert name.startswith("mine.")
+
+
 async def test_a_router_that_stops_waits_for_none_and_leaves_no_task(tmp_path):
     async with keeping(tmp_path) as (client, engine, parts, _):
         await client.post(RESPONSES, json=ASK)

@@ -154,6 +154,47 @@ async def test_a_used_connection_that_breaks_off_at_once_is_tried_anew_unless_th
         await pool.close()
 
 
+@pytest.mark.parametrize("said", [OK[:4], OK[:-2], OK[:-1]])
+async def test_a_used_connection_that_breaks_off_within_its_answer_is_not_tried_anew(said):
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(OK)
+        await engine.request(reader)
+        writer.write(said)
+        await finished(writer)
+
+    pool = Pool(connect_s=2)
+    try:
+        async with Engine(script) as engine:
+            call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
+            (await open_attempt(pool, call, LIMITS)).close()
+            with pytest.raises(ReplicaUnreachable) as lost:
+                await open_attempt(pool, call, LIMITS)
+            assert (lost.value.reason, len(engine.requests)) == ("no_answer", 2)
+    finally:
+        await pool.close()
+
+
+async def test_a_used_connection_that_breaks_off_after_a_while_is_not_tried_anew():
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(OK)
+        await engine.request(reader)
+        await asyncio.sleep(0.1)  # it was at work
+        await finished(writer)
+
+    pool = Pool(connect_s=2)
+    try:
+        async with Engine(script) as engine:
+            call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
+            (await open_attempt(pool, call, LIMITS)).close()
+            with pytest.raises(ReplicaUnreachable) as lost:
+                await open_attempt(pool, call, LIMITS)
+            assert (lost.value.reason, len(engine.requests)) == ("no_answer", 2)
+    finally:
+        await pool.close()
+
+
 async def test_a_new_connection_that_breaks_off_is_not_tried_again():
     async def script(engine, reader, writer):
         await engine.request(reader)
@@ -167,6 +208,29 @@ async def test_a_new_connection_that_breaks_off_is_not_tried_again():
                 await open_attempt(pool, call, LIMITS)
             assert len(engine.requests) == 1
     finally:
+        await pool.close()
+
+
+async def test_an_engine_has_the_time_to_a_first_event_and_then_that_between_two():
+    go_on, over = asyncio.Event(), asyncio.Event()
+
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(b"%b%x\r\n%b\r\n" % (head, len(TOKEN), TOKEN))
+        await go_on.wait()
+        writer.write(b"0\r\n\r\n")
+
+    loop, pool = asyncio.get_running_loop(), Pool(connect_s=2)
+    async with Engine(script) as engine:
+        limits = Limits(first_data_s=60, idle_s=600, answer_bytes=2**20)
+        attempt = await open_attempt(pool, call_to(engine.url, streamed=True), limits)
+        (connection,) = pool._all
+        assert 50 < connection.deadline - loop.time() <= 60
+        attempt.relay(Client(), Echo("m", "m"), over.set)
+        assert 500 < connection.deadline - loop.time() <= 600
+        go_on.set()
+        await asyncio.wait_for(over.wait(), 5)
         await pool.close()
 
 
