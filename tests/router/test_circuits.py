@@ -152,3 +152,15 @@ async def test_a_trial_that_is_not_streamed_has_as_long_as_any_request():
             engine.awake.set()
         assert (await whole).status_code == 200
         assert not parts.mind.breaker.shut(parts.clock() + 10.0)
+
+
+async def test_a_stream_that_tries_an_engine_which_is_not_well_yet_goes_elsewhere():
+    hanging, sound = Hanging("w0"), Engine("w1")
+    async with fleet(hanging, sound, trial_timeout_s=0.05) as (client, _, parts):
+        parts.mind.breaker.rules = BreakerRules(failures=1, **FAST)
+        (replica,) = (r for r in parts.discovery.fleet.replicas.values() if r.id == "w0")
+        parts.mind.failed(replica, "no_answer", parts.clock() - 10.0)
+        for _ in range(40):
+            assert (await ask(client, stream=True)).status_code == 200
+        assert hanging.bodies
+        hanging.awake.set()
