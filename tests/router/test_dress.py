@@ -16,6 +16,7 @@ from router.dress import (
     STRIPPED_FIELDS,
     Body,
     Wishes,
+    asks_for_usage,
     dialect_of,
     dress_sglang,
     dress_vllm,
@@ -208,6 +209,21 @@ def test_ids_are_not_sent_for_a_prompt_that_the_engine_will_refuse_or_that_has_n
     assert not may_send_ids("none", {}, prompt_tokens=10, max_model_len=100)
 
 
+@pytest.mark.parametrize(
+    ("options", "asks"),
+    [
+        (None, False),
+        ({}, False),
+        ({"include_usage": False}, False),
+        ({"include_usage": True}, True),
+        ({"continuous_usage_stats": True}, True),
+        ("odd", True),
+    ],
+)
+def test_a_client_asks_for_usage_in_whatever_form_an_engine_takes(options, asks):
+    assert asks_for_usage(options) is asks
+
+
 # --- kinds of engines
 
 
@@ -215,6 +231,12 @@ def test_each_engine_is_told_the_name_in_its_own_way():
     vllm, sglang = dialect_of("vllm", engine_name=""), dialect_of("sglang", engine_name="")
     assert (vllm.model("base", "sql/v1@1"), vllm.model("base", "")) == ("sql/v1@1", "base")
     assert (sglang.model("base", "sql/v1@1"), sglang.model("base", "")) == ("base:sql/v1@1", "base")
+
+
+def test_sglangs_base_model_is_asked_at_any_path_and_its_adapters_where_it_serves_them():
+    assert dialect_of("sglang", engine_name="", path="/v1/responses").model("base", "") == "base"
+    with pytest.raises(BadBody, match="answers /v1/responses from the base model"):
+        dialect_of("sglang", engine_name="sql/v1@1", path="/v1/responses")
 
 
 def test_sglang_hears_nothing_that_only_vllm_understands():

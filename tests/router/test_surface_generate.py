@@ -91,6 +91,9 @@ def test_what_is_wrong_is_refused_by_its_name():
     assert "must be there" in refused("text")
     assert "must be there" in refused("text", text="a", input_ids=[1])
     assert "1 to 1024" in refused("text", text=[])
+    assert "found 1025" in refused("text", text=["a"] * 1025)
+    assert len(items(text=["a"] * 1024)) == 1024
+    assert "must be a text, null, or a list" in refused("lora_path", text=["a", "b"], lora_path=["x", 3])
     assert "must be text" in refused("text", text=["a", 1])
     assert "must be token ids" in refused("input_ids", input_ids=[True])
     assert "streams one text" in refused("stream", text=["a", "b"], stream=True)

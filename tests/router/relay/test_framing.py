@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 
-from tests.router.relay.wires import COLD, HOT, error_of, fronted, parsed_head, post
+from tests.router.relay.wires import COLD, HOT, error_of, fronted, parsed_head, post, until
 
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
 TE = b"Transfer-Encoding: chunked\r\n"
@@ -308,6 +308,17 @@ async def test_a_trailer_that_says_close_ends_a_connection_whose_answer_is_there
         await client.answer()
         client.send(b"0\r\nConnection: close\r\n\r\n")
         assert await client.rest() == b""
+
+
+@pytest.mark.parametrize("path", [HOT, COLD])
+async def test_http_1_0_is_not_asked_for_its_body(path):
+    async with fronted() as served:
+        raw = b"POST %b HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n" % path.encode()
+        async with await served.client() as client:
+            client.send(raw)
+            await until(lambda: [each for each in served.front.connections if each._phase])
+            client.send(b"abc")
+            assert (await client.rest()).startswith(b"HTTP/1.1 200 OK")
 
 
 @pytest.mark.parametrize("behind", [SMUGGLED, b""])
