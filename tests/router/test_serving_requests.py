@@ -870,3 +870,19 @@ async def test_what_one_of_several_answers_found_cached_is_not_held_against_the_
         assert answer.status_code == 200
         await until(lambda: not list(parts.mind.load.in_flight()))
         assert parts.decisions[0].cached_tokens == (48 if is_compared else None)
+
+
+async def test_an_engine_whose_events_went_missing_is_asked_to_report_again_what_it_reuses():
+    class WithEvents(Control):
+        def metadata(self, worker):
+            told = super().metadata(worker)
+            transport = told.transport.model_copy(update={"kv_events": ("tcp://127.0.0.1:1",)})
+            return told.model_copy(update={"transport": transport})
+
+    engine = Engine("w0")
+    async with fleet(engine, control=WithEvents()) as (client, _, parts):
+        await until(lambda: parts.feeds.may_repeat("w0"))
+        await client.post("/v1/chat/completions", json=CHAT)
+        parts.trust.lost("w0")
+        await client.post("/v1/chat/completions", json=CHAT)
+    assert [body.get("vllm_xargs") for body in engine.bodies] == [None, {"kv_cache_report_mode": "full"}]
