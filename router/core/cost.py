@@ -93,14 +93,15 @@ _Row = tuple[int, float, float, float, tuple[float, ...], float]
 class Prices:
     """What the replicas of a roster cost whatever is asked of them; made once, and kept with it for many decisions.
 
+    It does not have the roster, which has it: each snapshot of the fleet would stay until the collector comes by.
+
     ids, rows  of each replica, in the roster's order; rows that are equal are one object
     """
 
-    __slots__ = ("_moves", "_roster", "costs", "ids", "rows")
+    __slots__ = ("_moves", "costs", "ids", "rows")
 
     def __init__(self, roster: Roster, costs: Costs) -> None:
         middle = roster.middle
-        self._roster = roster
         self._moves: dict[str, Mapping[WorkerId, float]] = {"": {}}
         self.costs = costs
         opening = {
@@ -130,11 +131,10 @@ class Prices:
             found = roster.kept[cls] = cls(roster, costs)
         return found
 
-    def moves(self, engine_name: str) -> Mapping[WorkerId, float]:
-        """Seconds to bring an adapter to the device, by replica; without those that report it there."""
+    def moves(self, engine_name: str, roster: Roster) -> Mapping[WorkerId, float]:
+        """Seconds to bring an adapter to the device, by replica of its roster; without those that report it there."""
         found = self._moves.get(engine_name)
         if found is None:
-            roster = self._roster
             found = self._moves[engine_name] = {
                 replica.id: move_s(replica, engine_name, roster.middle, self.costs)
                 for replica in [roster.replicas[i] for i in roster.able(engine_name)]

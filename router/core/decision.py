@@ -120,7 +120,7 @@ class Scene(NamedTuple):
         name, prompt, depth_of = ask.engine_name, ask.prompt_tokens, self.depths.get
         lower, backlog = self.lower, self.backlog
         prices = Prices.of(self.roster, costs)
-        moves = prices.moves(name)
+        moves = prices.moves(name, self.roster)
         id_of = ids = prices.ids
         rows: Sequence[Any] = prices.rows
         felt: Sequence[Felt] = loads.felt

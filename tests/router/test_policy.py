@@ -1,4 +1,6 @@
+import gc
 import json
+import weakref
 from dataclasses import replace
 from math import inf
 from types import MappingProxyType
@@ -429,6 +431,21 @@ def test_prefix_hash_keeps_a_prefix_together_until_its_home_has_more_than_its_sh
     busy = {home: Own(in_decode=4), **{r.id: Own(in_decode=3) for r in fleet if r.id != home}}
     assert choose(ask, fleet, own=busy, policy="prefix_hash").replica.id == home
     assert choose(ask, fleet, own=busy | {home: Own(in_decode=9)}, policy="prefix_hash").replica.id != home
+
+
+def test_a_snapshot_that_nobody_has_any_more_waits_for_no_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        made = choose(
+            Ask("m", SQL, 100), [a_replica("a", residents=[SQL]), a_replica("b", residents=[SQL], location="host")]
+        )
+        roster = weakref.ref(made.scene.roster)
+        assert roster() is not None
+        del made
+        assert roster() is None
+    finally:
+        gc.enable()
 
 
 def test_removing_a_replica_moves_only_the_homes_that_it_was():
