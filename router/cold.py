@@ -272,13 +272,15 @@ class ColdStarts:
                 raise _REFUSALS[exc.status](_message(exc)) from exc
             raise
         told = EnsureAnswer.model_validate_json(answer)
+        self._note(lora_id, told.expected_s, None if told.ready or told.loading else told.error)
+        return told.ready[0] if told.ready else None
+
+    def _note(self, lora_id: str, expected_s: float | None, stuck: str | None) -> None:
         flight = self._flights.get(lora_id)
         if flight is not None:
-            flight.expected_s = told.expected_s
-            flight.stuck = None if told.ready or told.loading else told.error
+            flight.expected_s, flight.stuck = expected_s, stuck
             # What waited for room says nothing of how long loads take.
-            flight.is_measured = flight.is_measured or flight.stuck is not None
-        return told.ready[0] if told.ready else None
+            flight.is_measured = flight.is_measured or stuck is not None
 
     async def _load_at_home(self, lora_id: str) -> str | None:
         """Have the adapter's rendezvous home load it; every router picks the same home."""
@@ -304,7 +306,8 @@ class ColdStarts:
             )
         except (EngineLost, Refused) as exc:
             if isinstance(exc, Refused) and exc.status == 409 and _error(exc).get("code") == "no_free_slot":
-                raise NoCapacity(_message(exc), retry_after_s=self._usual_load_s()) from exc
+                # Who decides what makes room may be back in a moment: those who wait go on waiting.
+                self._note(lora_id, None, f"its home {home.id!r} has no free slot, and nobody decides what makes room")
             log.warning("home does not load it", lora_id=lora_id, worker=home.id, error=repr(exc))
             return None
         return home.id

@@ -120,6 +120,7 @@ class Control:
     draining: tuple = ()
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
+    is_full: bool = False  # every agent
     figures: Load = field(default_factory=Load)  # of every engine
     max_loras: int = 2
     block_sizes: dict[str, int] = field(default_factory=dict)
@@ -215,6 +216,9 @@ class Control:
         async def load(request: Request):
             wanted = await request.json()
             self.loads.append(wanted)
+            if self.is_full:
+                said = {"message": "all slots are taken (theirs/secret)", "code": "no_free_slot"}
+                return JSONResponse({"error": said}, 409)
             self.residents.setdefault(request.path_params["w"], []).append(wanted["lora_id"])
             return JSONResponse({})
 

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from router.core.admission import Bounds, Room
 from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, NoCapacity, Saturated
-from tests.router.doubles import CHAT, DIGEST, Control, Engine, fleet, until, with_sql
+from tests.router.doubles import CHAT, DIGEST, Control, Engine, error_of, fleet, until, with_sql
 
 
 def many_adapters(count):
@@ -61,6 +61,37 @@ async def test_hot_requests_flow_while_the_hold_is_full():
         await stop(held)
         await until(lambda: not len(parts.cold._held))
         assert parts.cold._flights == parts.cold._wanted == parts.cold._held._tenants == {}
+
+
+async def nobody_leads(control, lora_id):
+    return Response(status_code=503)
+
+
+async def test_who_waits_while_nobody_leads_and_its_home_is_full_is_served_once_somebody_does():
+    async def placed(control, lora_id):
+        control.residents["w0"] = [lora_id]
+        return loading(lora_id, ready=["w0"], loading=[], state="ready")
+
+    control = with_sql()
+    control.ensure, control.is_full = nobody_leads, True
+    async with fleet(Engine("w0"), control=control) as (client, _, _):
+        body = {**CHAT, "lora_id": "sql/v1"}
+        asks = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(2)]
+        await until(lambda: control.loads)
+        control.ensure = placed
+        assert [answer.status_code for answer in await asyncio.gather(*asks)] == [200, 200]
+    assert len(control.loads) == 1
+
+
+async def test_where_its_home_is_full_for_as_long_as_it_may_wait_a_client_is_told_so_and_nothing_of_others():
+    control = with_sql()
+    control.ensure, control.is_full = nobody_leads, True
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.3) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+    assert error_of(answer) == (503, "no_capacity")
+    assert "its home 'w0' has no free slot" in answer.json()["error"]["message"]
+    assert "secret" not in answer.text
+    assert int(answer.headers["retry-after"]) > 0
 
 
 async def test_while_the_orchestrator_is_away_a_hundred_requests_are_one_load_at_home():
