@@ -222,7 +222,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         tracer=traces,
     )
     inference = Inference(parts)
-    clients = front(inference.route, _front_limits(config, keys), inference.whose)
+    clients = front(inference.route, _front_limits(config, keys), inference.sender)
     own_metrics = partial(exposed, parts, clients)
     siblings = None
     if me is not None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import structlog
@@ -66,13 +66,13 @@ class Inference:
         }
         self._handlers["POST", generate.PATH] = partial(self._handle, _GENERATE)
 
-    def whose(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """The tenant that sends this; None for who may not."""
+    def sender(self, headers: Mapping[bytes, bytes]) -> Caller | None:
+        """Who sends this; None for who may not."""
         try:
             caller = self._parts.keys.caller(_authorization(headers))
         except HttpError:
             return None
-        return caller.tenant or "" if caller.may("infer") else None
+        return caller if caller.may("infer") else None
 
     def route(self, method: str, path: str) -> Handler | None:
         """What answers this, or None: it is not an inference route."""
@@ -102,11 +102,11 @@ class Inference:
         try:
             if trace is not None:
                 trace.stage("authenticate")
-            caller = self._caller(exchange)
+            caller = exchange.caller or self._refused(headers)
             # Before its body is read: 30 MB of JSON take seconds, and a key's limits are to bound them. A batch is told
             # when there is enough for all its items, which are in its body: one that is quickly read is.
-            is_quick = not route.has_body or (route is _GENERATE and len(exchange.body) < _QUICKLY_READ_BYTES)
-            if caller.limits is not None and not is_quick:
+            is_quick = route is _GENERATE and len(exchange.body) < _QUICKLY_READ_BYTES
+            if caller.limits is not None and route.has_body and not is_quick:
                 self._parts.quotas.check(caller.key_id, caller.limits, self._parts.clock())
             if route.state == "needs":
                 work = partial(self._serve_stored, caller, answer)
@@ -127,12 +127,10 @@ class Inference:
             return None
         return None if work is None else answer.in_task(work)
 
-    def _caller(self, exchange: Exchange) -> Caller:
-        caller = self._parts.keys.caller(_authorization(exchange.headers))
-        check_scope(caller, "infer")
-        if exchange.tenant is None:  # its key was unknown when its body began to come, which was thrown away
-            raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
-        return caller
+    def _refused(self, headers: Mapping[bytes, bytes]) -> NoReturn:
+        """Raises HttpError that says why this has no caller."""
+        check_scope(self._parts.keys.caller(_authorization(headers)), "infer")
+        raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
 
     def _wrong_method(self, exchange: Exchange) -> None:
         offered = self._offered(exchange.path)

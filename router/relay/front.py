@@ -19,6 +19,7 @@ import msgspec
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from lorafleet.auth import OPEN, Caller
 from lorafleet.http import envelope, error_headers
 from router.relay.framing import Refused, checked_head, checked_target
 from router.relay.outbox import Outbox
@@ -52,7 +53,7 @@ _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATC
 # coroutine that does: it is run in a task, and cancelled when its client leaves.
 Handler = Callable[["Exchange"], Coroutine[Any, Any, None] | None]
 Route = Callable[[str, str], Handler | None]
-Whose = Callable[[Mapping[bytes, bytes]], str | None]
+Sender = Callable[[Mapping[bytes, bytes]], Caller | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +82,13 @@ class FrontLimits:
     pipelined: int = 16
 
 
-def front(route: Route, limits: FrontLimits, whose: Whose = lambda _: "") -> "Front":
+def front(route: Route, limits: FrontLimits, sender: Sender = lambda _: OPEN) -> "Front":
     """What makes the protocols, for `uvicorn.Config(http=...)`.
 
-    route  (method, path) -> who answers it, or None: the ASGI app does. The path is as sent, without its query.
-    whose  headers -> the tenant whose room the body takes; None: it is nobody's, and thrown away as it comes
+    route   (method, path) -> who answers it, or None: the ASGI app does. The path is as sent, without its query.
+    sender  headers -> who sends this; None: who may not, and whose body is thrown away as it comes
     """
-    return Front(route, limits, whose)
+    return Front(route, limits, sender)
 
 
 class Front:
@@ -99,10 +100,10 @@ class Front:
     outbox       what is to be sent to clients at the end of the loop's turn
     """
 
-    def __init__(self, route: Route, limits: FrontLimits, whose: Whose) -> None:
+    def __init__(self, route: Route, limits: FrontLimits, sender: Sender) -> None:
         self.route = route
         self.limits = limits
-        self.whose = whose
+        self.sender = sender
         self.connections: set[_Connection] = set()
         self.held_bytes = 0
         self._held_of: Counter[str] = Counter()
@@ -126,22 +127,25 @@ class Front:
         """A new connection's protocol; the names are uvicorn's."""
         return _Connection(self, config, server_state, app_state, _loop)
 
-    def hold(self, tenant: str, size_bytes: int) -> None:
+    def hold(self, caller: Caller, size_bytes: int) -> None:
         """So much more of a body is held, until it is let go; raises Refused when that is too much."""
+        limits, tenant = self.limits, caller.tenant or ""
         self.held_bytes += size_bytes
-        self._held_of[tenant] += size_bytes
-        limits = self.limits
+        if limits.tenant_bytes is not None:
+            self._held_of[tenant] += size_bytes
         if self.held_bytes > limits.held_bytes:
             raise Refused(429, "saturated", f"{_HOLDS} of requests as it may", retry_after_s=1.0)
         if limits.tenant_bytes is not None and self._held_of[tenant] > limits.tenant_bytes:
             raise Refused(429, "saturated", f"{_HOLDS} of your requests as it may", retry_after_s=1.0)
 
-    def let_go(self, tenant: str, size_bytes: int) -> None:
+    def let_go(self, caller: Caller, size_bytes: int) -> None:
         """So much of a body is held no longer."""
         self.held_bytes -= size_bytes
-        self._held_of[tenant] -= size_bytes
-        if not self._held_of[tenant]:
-            del self._held_of[tenant]
+        if self.limits.tenant_bytes is not None:
+            tenant = caller.tenant or ""
+            self._held_of[tenant] -= size_bytes
+            if not self._held_of[tenant]:
+                del self._held_of[tenant]
 
     def add(self, connection: "_Connection") -> None:
         self.connections.add(connection)
@@ -192,7 +196,7 @@ class Exchange(msgspec.Struct, eq=False):
     """One request, complete, and its answer.
 
     headers  by their names in lower case; of one that came more than once, the first
-    tenant   in whose room the body is; None: it is nobody's, and was thrown away
+    caller   who sent it, in whose room the body is; None: who may not, and the body was thrown away
     status   the answer's, once its head is on its way
 
     `on_pause` and `on_resume` are called when the client reads too slowly, and again; set them before the first `send`.
@@ -208,7 +212,7 @@ class Exchange(msgspec.Struct, eq=False):
     _handler: Handler
     _chunked: bool
     _keep: bool
-    tenant: str | None
+    caller: Caller | None
     body: bytes = b""
     received_at: float = 0.0
     status: int | None = None
@@ -477,9 +481,8 @@ class _Connection(HttpToolsProtocol):
             self._begin_cold(expects)
         else:
             keep = is_1_1 and parser.should_keep_alive()
-            self._incoming = Exchange(
-                method, path, query, fields, self, handler, is_1_1, keep, self._front.whose(fields)
-            )
+            caller = self._front.sender(fields)
+            self._incoming = Exchange(method, path, query, fields, self, handler, is_1_1, keep, caller)
             if expects:
                 self._expects = True
                 self._say_continue()
@@ -490,13 +493,13 @@ class _Connection(HttpToolsProtocol):
         self._unread_bytes = self._bare_bytes = 0
         self._body_bytes += len(body)
         exchange = self._incoming
-        if exchange is not None and exchange.tenant is not None:
-            self._front.hold(exchange.tenant, len(body))
+        if exchange is not None and exchange.caller is not None:
+            self._front.hold(exchange.caller, len(body))
         if self._body_bytes > self._limits.body_bytes:
             raise self._body_too_large()
         if exchange is None:
             super().on_body(body)
-        elif exchange.tenant is None:
+        elif exchange.caller is None:
             return
         elif not self._body:
             self._body = body
@@ -583,8 +586,8 @@ class _Connection(HttpToolsProtocol):
         """This exchange writes no more, and its body is no longer held."""
         exchange._connection = None
         if exchange.body:
-            assert exchange.tenant is not None
-            self._front.let_go(exchange.tenant, len(exchange.body))
+            assert exchange.caller is not None
+            self._front.let_go(exchange.caller, len(exchange.body))
         self._current = None
 
     def answered(self, exchange: Exchange) -> None:
@@ -740,8 +743,8 @@ class _Connection(HttpToolsProtocol):
     def _forget_message(self) -> None:
         """Drop what was read of an unfinished message."""
         exchange = self._incoming
-        if exchange is not None and exchange.tenant is not None and self._phase == _BODY:
-            self._front.let_go(exchange.tenant, self._body_bytes)
+        if exchange is not None and exchange.caller is not None and self._phase == _BODY:
+            self._front.let_go(exchange.caller, self._body_bytes)
         self._phase = _IDLE
         self._read_by = _NEVER
         self._body = b""
