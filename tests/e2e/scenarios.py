@@ -6,7 +6,6 @@ A subclass in a test file has a `fleet` fixture. Prompts are fresh, so that no t
 import os
 import subprocess
 import sys
-import time
 from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
@@ -112,12 +111,12 @@ class FleetSuite:
         body = chat(prompt=fresh_prompt(), lora_id=SQL, stream=True, max_tokens=48, ignore_eos=True)
         with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=120) as answer:
             assert answer.status_code == 200
-            arrived = [(time.monotonic(), piece) for piece in answer.iter_raw()]
-        everything = b"".join(piece for _, piece in arrived)
+            arrived = list(answer.iter_raw())
+        everything = b"".join(arrived)
         assert everything.endswith(b"data: [DONE]\n\n")
         assert everything.count(b"data: ") > 40
-        assert len(arrived) > 5
-        assert arrived[-1][0] - arrived[0][0] > 0.005
+        # How many come together is the machine's business; that the first need not wait for the last is ours.
+        assert arrived[0].count(b"data: ") < 40
 
     def test_unknown_names_and_broken_bodies_have_their_own_errors(self, fleet: Fleet) -> None:
         unknown = fleet.ask(model="no-such-model")
