@@ -5,7 +5,6 @@ account it touched, and reads all others': the account is as the last one left i
 same microseconds do so from the same state, and one of the two requests is not counted: a limit is exceeded by so many.
 """
 
-import contextlib
 import mmap
 import os
 import struct
@@ -133,9 +132,8 @@ def _tag(key_id: str) -> int:
 
 
 def _is_alive(pid: int) -> bool:
-    with contextlib.suppress(PermissionError):  # it is somebody's
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, PermissionError):  # it is nobody's, or by now somebody else's
+        return False
     return True

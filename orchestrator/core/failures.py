@@ -4,6 +4,7 @@ from collections.abc import Set
 from random import Random
 from typing import Literal
 
+from orchestrator.core.board import is_same
 from orchestrator.core.state import Adapter, Failure, Observed, Pair
 
 ANYWHERE = ""
@@ -26,12 +27,8 @@ def blamed(adapter: Adapter, observed: Observed, now: float) -> Literal["worker"
     ("fleet").
     """
     lora_id = adapter.lora_id
-    if any(
-        lora_id in worker.held
-        and worker.held[lora_id].state == "ready"
-        and worker.held[lora_id].digest == adapter.digest
-        for worker in observed.workers.values()
-    ):
+    copies = [worker.held[lora_id] for worker in observed.workers.values() if lora_id in worker.held]
+    if any(held.state == "ready" and is_same(adapter, held) for held in copies):
         return "worker"
     failures = {id_: observed.failures.get((lora_id, id_)) for id_ in observed.workers}
     current = {id_: failure for id_, failure in failures.items() if failure is not None and failure.until > now}
