@@ -80,6 +80,12 @@ class RouterSettings(HouseSettings):
     )
     max_head_bytes: int = Field(default=64 * 2**10, ge=1024, description="largest head of a request; larger: 431")
     max_body_bytes: int = Field(default=32 * 2**20, gt=0, description="largest request body; larger: 413")
+    max_sequences: int = Field(
+        default=256,
+        ge=1,
+        description="answers that one request may ask for: n, for each prompt of a list; more: 400. As many as an"
+        " engine runs at once (--max-num-seqs): others wait behind what is more",
+    )
     max_bodies_bytes: int = Field(
         default=2**30, gt=0, description="bodies of all requests that are not answered yet; more: 429"
     )

@@ -23,7 +23,7 @@ from router.flight import Flight
 from router.kv_events import Feeds
 from router.parts import Parts
 from router.surface.bodies import BOM, NOT_JSON, not_json
-from router.surface.routes import Route
+from router.surface.routes import Route, sequences_of
 from router.tokens import NO_TOKENS, Slowly, Source, Tokens
 
 # How long its client will wait for the whole answer, in seconds.
@@ -44,6 +44,7 @@ class Question(msgspec.Struct, frozen=True):
 
     target       path and query to ask the engine for
     hides_usage  we ask the engine for the usage of a stream; the client did not, and does not see it
+    sequences    that an engine makes of it, see `sequences_of`
     size_bytes   of its body: what it holds while it waits
     deadline_at  when nobody wants its answer any more, by Parts.clock
     forwarded    header lines for the engine: where its trace belongs
@@ -57,6 +58,7 @@ class Question(msgspec.Struct, frozen=True):
     streamed: bool
     hides_usage: bool
     read_at: float
+    sequences: int = 1
     size_bytes: int = 0
     session: str = ""
     priority: float = 0.0
@@ -92,6 +94,15 @@ def read(
         except NOT_JSON as exc:
             raise not_json(raw, exc) from exc
         refuse_steering(fields, decoded.get("vllm_xargs"))
+    sequences = 1
+    if route.lists or "n" in decoded:
+        sequences = sequences_of(route, decoded)
+        if route.generates and sequences > parts.config.max_sequences:
+            raise BadBody(
+                f"this asks for {sequences} answers at once (n, for each of its prompts), and at most"
+                f" {parts.config.max_sequences} may be asked for: send several requests",
+                param="n" if "n" in decoded else route.lists[0],
+            )
     streamed = route.streams and decoded.get("stream") is True
     user, priority = decoded.get("user"), decoded.get("priority")
     return Question(
@@ -104,6 +115,7 @@ def read(
         # Predictions are held against the engine's own word, and a stream has that only where somebody asks.
         streamed and route.hides_usage and not asks_for_usage(decoded.get("stream_options")),
         read_at,
+        sequences,
         len(raw),
         _session(session or (user if isinstance(user, str) else "")),
         priority if isinstance(priority, int | float) else 0.0,
@@ -240,7 +252,8 @@ def asked(
                 ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
             )
     prompt_tokens = sized(parts, target, question, tokens)
-    ask = Ask(target.base_model, engine_name, prompt_tokens, excluded, question.session, first_blocks(chains), only)
+    session, sequences = question.session, question.sequences
+    ask = Ask(target.base_model, engine_name, prompt_tokens, excluded, session, first_blocks(chains), only, sequences)
     return Prompt(ask, chains)
 
 
@@ -259,8 +272,7 @@ def reads_cache(question: Question) -> bool:
 
 def is_one_of_many(question: Question) -> bool:
     """Whether an engine prefills the prompt several times, and tells of one of them what it had cached."""
-    decoded = question.decoded
-    return decoded.get("n", 1) not in (1, None) or bool(decoded.get("use_beam_search"))
+    return question.sequences > 1 or bool(question.decoded.get("use_beam_search"))
 
 
 def sized(parts: Parts, target: Target, question: Question, tokens: Tokens) -> int:

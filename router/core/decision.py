@@ -23,6 +23,7 @@ class Ask(NamedTuple):
     session       who asks again and again: the session header, or else the body's `user`; may be empty
     first_blocks  a hash of the prompt's first blocks under its adapter; 0 when it was not tokenized
     only          the engine that keeps what it follows up on, if it does
+    sequences     that an engine makes of it: `n` answers to each of its prompts
     """
 
     base_model: str
@@ -32,6 +33,7 @@ class Ask(NamedTuple):
     session: str = ""
     first_blocks: int = 0
     only: Incarnation | None = None
+    sequences: int = 1
 
 
 class Scene(NamedTuple):

@@ -34,6 +34,7 @@ _MOMENT_S = 0.01
 class InFlight:
     """One request at one replica, from dispatch to end. `book`: what it counts in, its worker forgotten or not.
 
+    sequences    as the engine counts: `n` answers to each of its prompts
     is_streamed  so that it shows its first token; any other is silent until its whole answer is there, however long,
                  and leaves prefill when a report shows that it runs
     is_answered  its first token, or its whole answer, has come
@@ -47,6 +48,7 @@ class InFlight:
     began_at: float
     work: "_Work"
     book: "_Book"
+    sequences: int = 1
     in_prefill: bool = True
     is_unreported: bool = True
     is_streamed: bool = True
@@ -61,7 +63,7 @@ class Own(NamedTuple):
     behind_s       the least that must still be waited for: our unfinished prefills but the largest, which may be
                    nearly over
     others_until   when the prefills that others had waiting there, at the last report, will be over
-    in_prefill, in_decode, others_in_flight   requests: ours before and after their first token, and not ours
+    in_prefill, in_decode, others_in_flight   sequences: ours before and after their first token, and not ours
     engine_names   what our requests there run, the base model as ""; `slots_used` of them are adapters
     fresh          adapters that were sent there after the last report
     slot_at        when an adapter slot comes free for one more adapter; -inf: one is free
@@ -91,7 +93,7 @@ class Own(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Requests of ours."""
+        """Sequences of ours."""
         return self.in_prefill + self.in_decode
 
     def queue_s(self, now: float) -> float:
@@ -195,7 +197,7 @@ class Loads:
         return len(self.felt)
 
     def in_flight(self, position: int) -> int:
-        """Requests at one replica, ours and everybody else's."""
+        """Sequences at one replica, ours and everybody else's."""
         felt = self.felt[position]
         return felt[_IN_PREFILL] + felt[_IN_DECODE] + felt[_OTHERS]
 
@@ -248,7 +250,9 @@ class _Book:
     reported_at           when the engine's own counts were read
     base_model            what its worker serves
     boot_id               of its engine: another one has nothing of what was sent to the one before
-    history               (until when, in prefill, in flight): what was ours, since the one before; `noted_at`: the last
+    sequences, prefill_sequences   of all in flight, and of those in prefill
+    history               (until when, in prefill, in flight): sequences of ours, since the one before; `noted_at`: the
+                          last
     stale, position       where to say that what was felt of it is no longer so
     max_loras, max_seqs, kv_tokens, kv_tokens_used, reported_request_s   what it and its engine say of themselves
     """
@@ -261,6 +265,8 @@ class _Book:
     largest_s: float = 0.0
     as_large: int = 0
     unreported_tokens: int = 0
+    sequences: int = 0
+    prefill_sequences: int = 0
     names: dict[str, int] = field(default_factory=dict)
     engine_names: frozenset[str] | None = None
     fresh: frozenset[str] = frozenset()
@@ -290,7 +296,7 @@ class _Book:
         self.stale.add(self.position)
         if now - self.noted_at >= _MOMENT_S:
             self.noted_at = now
-            self.history.append((now, len(self.in_prefill), len(self.flights)))
+            self.history.append((now, self.prefill_sequences, self.sequences))
 
     def add(self, flight: InFlight) -> None:
         """One more, in prefill."""
@@ -298,6 +304,8 @@ class _Book:
         self.changes(now)
         self.flights.add(flight)
         self.in_prefill[flight] = None
+        self.sequences += flight.sequences
+        self.prefill_sequences += flight.sequences
         self.busy_until = max(self.busy_until, now) + prefill_s
         self.prefill_s += prefill_s
         if prefill_s > self.largest_s:
@@ -321,6 +329,7 @@ class _Book:
         flight.in_prefill = False
         left = self.in_prefill
         del left[flight]
+        self.prefill_sequences -= flight.sequences
         if not left:
             self.prefill_s = self.largest_s = 0.0
             self.as_large = 0
@@ -342,6 +351,7 @@ class _Book:
     def remove(self, flight: InFlight) -> None:
         """It is over, and out of prefill."""
         self.flights.discard(flight)
+        self.sequences -= flight.sequences
         if flight.is_unreported:
             self.unreported_tokens -= flight.uncached_tokens
         if flight.began_at <= self.reported_at:
@@ -353,9 +363,9 @@ class _Book:
             self.engine_names = None
 
     def reported(self, at: float, waiting: int) -> int:
-        """There are new counts of the engine's; returns how many, of what counted as in prefill, they show to run.
+        """There are new counts of the engine's; returns how many sequences in prefill they show to run.
 
-        waiting  requests that it has not begun: of ours at most the newest
+        waiting  sequences that it has not begun: of ours at most the newest
         """
         self.reported_at = at
         self.freed_tokens = 0
@@ -367,17 +377,19 @@ class _Book:
                 self._is_known(flight)
         self.dispatched_at = {n: when for n, when in self.dispatched_at.items() if n in self.names or when > at}
         self.fresh = frozenset([name for name, when in self.dispatched_at.items() if when > at])
-        return len(running)
+        return sum([flight.sequences for flight in running])
 
     def _running(self, at: float, waiting: int) -> list[InFlight]:
         """Those that will show nothing before their whole answer, but were prefilled by then: the engine had begun
         them, and the time that it takes had passed.
         """
         there = [flight for flight in self.in_prefill if flight.began_at <= at]
+        begun = sum([flight.sequences for flight in there]) - waiting
         running, until = [], -inf
-        for flight in there[: max(0, len(there) - waiting)]:
+        for flight in there:
+            begun -= flight.sequences
             until = max(until, flight.began_at) + flight.prefill_s
-            if until > at:
+            if begun < 0 or until > at:
                 break
             if not flight.is_streamed:
                 running.append(flight)
@@ -389,8 +401,8 @@ class _Book:
             self.unreported_tokens -= flight.uncached_tokens
 
     def had(self, at: float) -> tuple[int, int]:
-        """In prefill and in flight at that time; as far back as is remembered."""
-        had = len(self.in_prefill), len(self.flights)
+        """Sequences in prefill and in flight at that time; as far back as is remembered."""
+        had = self.prefill_sequences, self.sequences
         for until, in_prefill, in_flight in reversed(self.history):
             if until <= at:
                 break
@@ -400,8 +412,8 @@ class _Book:
 
 @dataclass(slots=True)
 class _Work:
-    """Of one base model: admitted seconds (decaying), when, the middle length and context of its prefills, and how many
-    requests are in flight with how many prompt tokens.
+    """Of one base model: admitted seconds (decaying), when, the middle length of a sequence's prefill, the middle
+    context, and how many requests are in flight with how many sequences and prompt tokens.
     """
 
     seconds: float = 0.0
@@ -409,6 +421,7 @@ class _Work:
     prefill_each_s: float = _FIRST_PREFILL_S
     context_tokens: float = _FIRST_CONTEXT_TOKENS
     in_flight: int = 0
+    sequences: int = 0
     in_flight_tokens: int = 0
 
 
@@ -431,6 +444,7 @@ class LoadBook:
         cached_tokens: int = 0,
         base_model: str = "",
         adapter_s: float = 0.0,
+        sequences: int = 1,
     ) -> InFlight:
         """Note a request that is about to be sent; until its first token it is `prefill_s` seconds of work.
 
@@ -441,12 +455,14 @@ class LoadBook:
             work = self._work[base_model] = _Work(at=now)
         work.seconds = work.seconds * exp((work.at - now) / _HORIZON_S) + prefill_s + adapter_s
         work.at = now
-        work.prefill_each_s += _SMOOTHING * (prefill_s - work.prefill_each_s)
+        work.prefill_each_s += _SMOOTHING * (prefill_s / sequences - work.prefill_each_s)
         work.context_tokens += _SMOOTHING * (context(prompt_tokens, cached_tokens) - work.context_tokens)
         work.in_flight += 1
+        work.sequences += sequences
         work.in_flight_tokens += prompt_tokens
         book = self._books.get(worker) or self._book_of(worker, base_model)
-        flight = InFlight(worker, engine_name, prefill_s, prompt_tokens - cached_tokens, prompt_tokens, now, work, book)
+        uncached_tokens = prompt_tokens - cached_tokens
+        flight = InFlight(worker, engine_name, prefill_s, uncached_tokens, prompt_tokens, now, work, book, sequences)
         book.add(flight)
         return flight
 
@@ -490,6 +506,7 @@ class LoadBook:
             return
         flight.ended = True
         flight.work.in_flight -= 1
+        flight.work.sequences -= flight.sequences
         flight.work.in_flight_tokens -= flight.prompt_tokens
         book = flight.book
         book.changes(now)
@@ -530,11 +547,11 @@ class LoadBook:
         in_prefill, in_flight = book.had(report.at)
         in_prefill -= book.reported(report.at, report.waiting)
         # Of ours in prefill the engine counts one as running already: it works on the first while the others wait.
-        others_waiting = max(0, report.waiting - max(0, in_prefill - 1))
+        book.others_in_flight = max(0, report.running + report.waiting - in_flight)
+        others_waiting = min(book.others_in_flight, max(0, report.waiting - max(0, in_prefill - 1)))
         work = self._work.get(replica.base_model)
         each_s = _FIRST_PREFILL_S if work is None else work.prefill_each_s
         book.others_until = report.at + others_waiting * each_s if others_waiting else -inf
-        book.others_in_flight = max(0, report.running + report.waiting - in_flight)
 
     def unreported(self, worker: WorkerId) -> None:
         """Nobody tells of its engine any more: what it had to do for others then is over, or as good as unknown."""
@@ -596,7 +613,7 @@ class LoadBook:
         work = self._work.get(base_model)
         if work is None:
             return 0.0
-        ours, others = work.in_flight, loads.others_in_flight
+        ours, others = work.sequences, loads.others_in_flight
         share = max(_LEAST_SHARE, (ours + 1) / (ours + others + 1)) if others else 1.0
         return work.seconds * exp((work.at - now) / _HORIZON_S) / (_HORIZON_S * (len(loads.felt) or 1) * share)
 
@@ -625,7 +642,7 @@ class LoadBook:
 def _felt(book: _Book) -> Felt:
     """The replica's Own, as plain as it can be made."""
     others, names, total = book.others_in_flight, book.engine_names, book.kv_tokens
-    in_prefill, all_of_ours = len(book.in_prefill), len(book.flights)
+    in_prefill, all_of_ours = book.prefill_sequences, book.sequences
     # By ours that ended, else as the engine says, else a guess.
     request_s = book.mean_request_s or book.reported_request_s
     full_s = kv_token_s = 0.0

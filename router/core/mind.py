@@ -102,6 +102,7 @@ class Mind:
             cached_tokens=score.cached_tokens,
             base_model=ask.base_model,
             adapter_s=score.adapter_s,
+            sequences=ask.sequences,
         )
         if not ask.excluded:
             (self._budgets.get(ask.base_model) or self._budget_of(ask.base_model, now)).requests += 1

@@ -13,7 +13,7 @@ Not offered, on purpose:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 PromptKind = Literal["chat", "completion", "responses", "messages", "none"]
 """How a body holds its one prompt: what its token ids, and so its KV blocks, are made from."""
@@ -53,6 +53,7 @@ _CHAT_PROMPT = frozenset(
 )
 # With these an engine's answer says less, or other things, of what it had cached.
 _SAMPLING = frozenset({"n", "use_beam_search", "prompt_logprobs", "logprobs"})
+_SCORED = ("documents", "items", "text_2", "data_2")
 _PROMPT_FIELDS: Mapping[PromptKind, frozenset[str]] = {
     "chat": _CHAT_PROMPT | _SAMPLING,
     "completion": frozenset({"prompt", "add_special_tokens", "truncate_prompt_tokens", "suffix", "echo"}) | _SAMPLING,
@@ -85,6 +86,7 @@ class Route:
     computes      has the engine compute something, and so takes room there; False: it counts or spells tokens
     begun         event types of a stream that come before the engine has done anything: they decide nothing, so they
                   wait for what follows
+    lists         fields of the body that may hold several texts, of each of which the engine makes a sequence
     fields        of the body to decode; the rest is sent on without being looked at
     """
 
@@ -101,13 +103,14 @@ class Route:
     state: StateUse = "none"
     errors: ErrorShape = "openai"
     begun: frozenset[bytes] = frozenset()
+    lists: tuple[str, ...] = ()
     computes: bool = field(init=False)
     fields: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         kept = frozenset({"previous_response_id", "background"}) if self.state == "makes" else frozenset()
         object.__setattr__(self, "computes", self.adapter == "runs")
-        object.__setattr__(self, "fields", _COMMON | _PROMPT_FIELDS[self.prompt] | kept)
+        object.__setattr__(self, "fields", _COMMON | _PROMPT_FIELDS[self.prompt] | kept | {*self.lists})
 
     @property
     def operation(self) -> str:
@@ -133,7 +136,12 @@ _ROWS = (
         streams=True,
         hides_usage=True,
     ),
-    Route(path="/v1/chat/completions/batch", summary="Several chats, one answer each", generates=True),
+    Route(
+        path="/v1/chat/completions/batch",
+        summary="Several chats, one answer each",
+        generates=True,
+        lists=("messages",),
+    ),
     Route(
         path="/v1/completions",
         summary="A text completion",
@@ -141,6 +149,7 @@ _ROWS = (
         generates=True,
         streams=True,
         hides_usage=True,
+        lists=("prompt",),
     ),
     Route(
         path="/v1/responses",
@@ -171,17 +180,28 @@ _ROWS = (
         adapter="names",
         errors="anthropic",
     ),
-    Route(path="/v1/embeddings", summary="Embeddings"),
-    Route(path="/v2/embed", summary="Embeddings, in Cohere's form", usage="none", echoes_model=False),
-    Route(path="/pooling", summary="What the model's pooler gives"),
-    Route(path="/classify", summary="Classes of a text"),
-    Route(path="/score", summary="Similarity of texts"),
-    Route(path="/v1/score", summary="Similarity of texts"),
-    Route(path="/rerank", summary="Documents by relevance to a query"),
-    Route(path="/v1/rerank", summary="Documents by relevance to a query"),
-    Route(path="/v2/rerank", summary="Documents by relevance to a query"),
-    Route(path="/generative_scoring", summary="Probability of labels as the next token"),
-    Route(path="/v1/systemone", summary="Answers to several questions about one state", usage="none"),
+    Route(path="/v1/embeddings", summary="Embeddings", lists=("input",)),
+    Route(
+        path="/v2/embed",
+        summary="Embeddings, in Cohere's form",
+        usage="none",
+        echoes_model=False,
+        lists=("texts", "inputs"),
+    ),
+    Route(path="/pooling", summary="What the model's pooler gives", lists=("input",)),
+    Route(path="/classify", summary="Classes of a text", lists=("input",)),
+    Route(path="/score", summary="Similarity of texts", lists=_SCORED),
+    Route(path="/v1/score", summary="Similarity of texts", lists=_SCORED),
+    Route(path="/rerank", summary="Documents by relevance to a query", lists=_SCORED),
+    Route(path="/v1/rerank", summary="Documents by relevance to a query", lists=_SCORED),
+    Route(path="/v2/rerank", summary="Documents by relevance to a query", lists=_SCORED),
+    Route(path="/generative_scoring", summary="Probability of labels as the next token", lists=_SCORED),
+    Route(
+        path="/v1/systemone",
+        summary="Answers to several questions about one state",
+        usage="none",
+        lists=("questions",),
+    ),
     Route(path="/tokenize", summary="Token ids of a prompt", usage="none", echoes_model=False, adapter="names"),
     Route(path="/detokenize", summary="Text of token ids", usage="none", echoes_model=False, adapter="names"),
 )
@@ -215,6 +235,30 @@ def route_of(body: bytes) -> Route:
         if name in body:
             return ROUTES["POST", path]
     return ROUTES["POST", "/v1/chat/completions"]
+
+
+def sequences_of(route: Route, decoded: Mapping[str, Any]) -> int:
+    """How many sequences an engine makes of a body: `n` answers to each of its texts; 1 of what it will refuse.
+
+    decoded  the route's fields of it
+    """
+    texts = max([_texts(name, decoded.get(name)) for name in route.lists], default=1)
+    n = decoded.get("n")
+    if n is None:
+        return texts
+    try:
+        return texts * max(1, int(n))  # vLLM reads "2" and 2.0 as 2
+    except (TypeError, ValueError, OverflowError):
+        return texts
+
+
+def _texts(name: str, given: object) -> int:
+    if not isinstance(given, list | dict) or not given:
+        return 1
+    first = given[0] if isinstance(given, list) else None
+    # The ids of one text, or the messages of one conversation.
+    is_one = isinstance(first, int) or (name == "input" and isinstance(first, dict))
+    return 1 if is_one else len(given)
 
 
 def response_id_of(path: str) -> str:

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from math import log
+from math import inf, log
 
 import pytest
 from hypothesis import given
@@ -52,7 +52,8 @@ def test_sums_that_are_kept_are_those_of_all_that_is_in_flight(steps):
         now += 0.5
         if step == "begin":
             name = names[number % 3]
-            flights.append(book.begin("w0", name, 0.25 * number, now, prompt_tokens=10 * number))
+            many = {"prompt_tokens": 10 * number, "sequences": 1 + number // 4}
+            flights.append(book.begin("w0", name, 0.25 * number, now, **many))
             flights[-1].is_streamed = number % 2 == 0
             dispatched[name] = now
         elif step == "report":
@@ -70,6 +71,8 @@ def test_sums_that_are_kept_are_those_of_all_that_is_in_flight(steps):
                 book.end(flight, now)
                 freed += flight.uncached_tokens * (flight.began_at <= report_at)
         own, waits = book.own("w0"), [f.prefill_s for f in flights if f.in_prefill]
+        assert own.in_prefill == sum(f.sequences for f in flights if f.in_prefill)
+        assert own.in_decode == sum(f.sequences for f in flights if not f.in_prefill)
         assert own.behind_s == pytest.approx(sum(waits) - max(waits, default=0.0))
         assert own.engine_names == {f.engine_name for f in flights}
         assert own.fresh == {n for n, at in dispatched.items() if at > report_at}
@@ -101,6 +104,34 @@ def test_what_is_ours_in_an_engines_report_is_taken_off_as_it_was_when_the_repor
     # Of ours one runs and two wait: two of the four that wait are others'.
     assert own.others_until == pytest.approx(1.0 + 2 * 0.2)
     assert own.queue_s(1.0) > own.queue_s(1.2)
+
+
+def test_the_answers_of_one_request_are_nobody_elses_load():
+    book = LoadBook()
+    many = book.begin("w0", "", 0.8, 0.0, base_model=a_replica("w0").base_model, sequences=8)
+    book.reported(a_replica("w0", max_num_seqs=8, report=Report(running=3, waiting=5, at=1.0)))
+    own = book.own("w0")
+    assert (own.in_flight, own.others_in_flight, own.others_until) == (8, 0, -inf)
+    # One more finds no seat.
+    assert own.full_s > 0
+    book.first_token(many, 1.5)
+    # Its first answer has begun, and most of them wait still: that is no line of others.
+    book.reported(a_replica("w0", max_num_seqs=8, report=Report(running=3, waiting=7, at=2.0)))
+    own = book.own("w0")
+    # A prefill in that line is thought as long as that of one of the eight.
+    assert (own.others_in_flight, own.others_until) == (2, pytest.approx(2.0 + 2 * (0.2 - 0.1 * (0.2 - 0.1))))
+    book.end(many, 3.0)
+    assert book.own("w0").in_flight == 0
+
+
+@pytest.mark.parametrize(("waiting", "left"), [(0, 0), (1, 4), (4, 4), (5, 7)])
+def test_what_asks_for_several_answers_runs_when_all_of_them_do(waiting, left):
+    book = LoadBook()
+    for sequences in (3, 4):
+        unstreamed(book, 0.5, 0.0, sequences=sequences)
+    book.reported(a_replica("w0", report=Report(running=7 - waiting, waiting=waiting, at=2.0)))
+    own = book.own("w0")
+    assert (own.in_prefill, own.in_decode) == (left, 7 - left)
 
 
 def unstreamed(book, prefill_s, now, **more):
@@ -370,3 +401,16 @@ def test_an_engine_that_started_again_has_nothing_of_what_was_sent_to_the_one_be
     book.end(now, 63.0)
     book.reported(new)
     assert book.own("w0").in_flight == 0
+
+
+def test_a_request_of_seven_answers_is_as_much_of_what_engines_run_as_seven_requests():
+    replica = a_replica("w0", report=Report(running=14, at=1.0))
+    rhos = []
+    for requests, sequences in ((7, 1), (1, 7)):
+        book = LoadBook()
+        for _ in range(requests):
+            book.begin("w0", "", 7.0 / requests, 0.0, base_model=replica.base_model, sequences=sequences)
+        book.reported(replica)
+        rhos.append(book.utilisation(replica.base_model, Loads.of([book.own("w0")]), 1.0))
+    assert rhos[0] == pytest.approx(rhos[1])
+    assert rhos[0] > 0

@@ -398,6 +398,42 @@ async def test_a_field_that_steers_engine_or_index_is_refused(more):
     assert engine.bodies == []
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("/v1/chat/completions", {"n": 5}, "n"),
+        ("/v1/completions", {"prompt": ["a", "b", "c"], "n": 2}, "n"),
+        ("/v1/completions", {"prompt": ["a"] * 5}, "prompt"),
+        ("/v1/chat/completions/batch", {"messages": [CHAT["messages"]] * 5}, "messages"),
+        ("/generate", {"text": "a", "sampling_params": {"n": 5}}, "n"),
+    ],
+)
+async def test_more_answers_than_may_be_asked_for_at_once_are_a_400_that_says_how_many(path, more, param):
+    engine = Engine("w0")
+    async with fleet(engine, max_sequences=4) as (client, _, _):
+        answer = await client.post(path, json={**CHAT, **more} if path != "/generate" else more)
+        assert error_of(answer) == (400, "invalid_request_body")
+        assert answer.json()["error"]["param"] == param
+        assert "at most 4" in answer.json()["error"]["message"]
+        assert engine.bodies == []
+        assert (await client.post("/v1/chat/completions", json={**CHAT, "n": 4})).status_code == 200
+        # A prefill each, whose work is known: these go on, to an engine that has no such route.
+        answer = await client.post("/v1/embeddings", json={"model": BASE, "input": ["a"] * 5})
+        assert answer.status_code == 404
+
+
+async def test_as_many_as_an_engine_runs_for_a_request_count_there_until_it_is_over():
+    engine = Engine("w0")
+    engine.go_on.clear()
+    async with fleet(engine) as (client, _, parts):
+        body = {**CHAT, "n": 7, "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            await anext(answer.aiter_bytes())
+            assert parts.mind.load.own("w0").in_flight == 7
+            engine.go_on.set()
+        await until(lambda: not parts.mind.load.own("w0").in_flight)
+
+
 async def test_a_body_over_the_limit_is_a_413():
     async with fleet(Engine("w0"), max_body_bytes=100) as (client, _, _):
         assert error_of(await client.post("/v1/chat/completions", json={**CHAT, "x": "y" * 200})) == (

@@ -1,5 +1,6 @@
 import itertools
 import json
+from math import inf
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from router.dress import Body, dress_vllm, refuse_steering
 from router.surface.generate import split
 from router.surface.openapi import EXAMPLES, openapi_paths
 from router.surface.prompts import chat_of_messages, chat_of_responses, prompt_body
-from router.surface.routes import ROUTES, find, is_begun_only, response_id_of
+from router.surface.routes import ROUTES, find, is_begun_only, response_id_of, sequences_of
 from router.surface.stored import ResponseNotFound, gone, stored_at, tagged_response_id, worker_of
 from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
 from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, UNKNOWN_MESSAGES, UNKNOWN_RESPONSES
@@ -60,6 +61,34 @@ def test_a_row_decodes_what_its_prompt_is_made_of_and_what_every_request_is_rout
         assert {"model", "lora_id", "stream", "cache_salt", "vllm_xargs"} <= route.fields
     assert "previous_response_id" in ROUTES["POST", "/v1/responses"].fields
     assert "messages" not in ROUTES["POST", "/v1/embeddings"].fields
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sequences"),
+    [
+        ("/v1/chat/completions", {"messages": [USER, USER]}, 1),
+        ("/v1/chat/completions", {"messages": [USER], "n": 3}, 3),
+        *[("/v1/chat/completions", {"n": n}, 2) for n in (2, "2", 2.0)],
+        *[("/v1/chat/completions", {"n": n}, 1) for n in (None, 0, -5, "two", [9], {}, inf, "9" * 5000)],
+        ("/v1/chat/completions/batch", {"messages": [[USER], [USER, USER]]}, 2),
+        ("/v1/completions", {"prompt": "one two", "n": 2}, 2),
+        ("/v1/completions", {"prompt": ["one", "two", "three"], "n": 2}, 6),
+        ("/v1/completions", {"prompt": [1, 2, 3], "n": 2}, 2),
+        ("/v1/completions", {"prompt": [[1, 2, 3], [4]]}, 2),
+        ("/v1/completions", {"prompt": []}, 1),
+        ("/v1/embeddings", {"input": ["one", "two"]}, 2),
+        ("/v1/embeddings", {"input": [1, 2]}, 1),
+        ("/v1/embeddings", {"input": [USER, USER]}, 1),
+        ("/v1/embeddings", {"input": [[USER, USER]]}, 1),
+        ("/v2/embed", {"inputs": [{"content": []}, {"content": []}]}, 2),
+        ("/rerank", {"query": "q", "documents": ["a", "b", "c"]}, 3),
+        ("/score", {"text_1": "a", "text_2": ["b", "c"]}, 2),
+        ("/v1/systemone", {"questions": {"a": {}, "b": {}}}, 2),
+    ],
+)
+def test_an_engine_makes_so_many_sequences_of_a_body(path, body, sequences):
+    route = ROUTES["POST", path]
+    assert sequences_of(route, {name: body[name] for name in route.fields.intersection(body)}) == sequences
 
 
 def test_only_events_that_come_before_the_engine_has_done_anything_decide_nothing():
