@@ -80,6 +80,11 @@ class RouterSettings(HouseSettings):
     )
     max_head_bytes: int = Field(default=64 * 2**10, ge=1024, description="largest head of a request; larger: 431")
     max_body_bytes: int = Field(default=32 * 2**20, gt=0, description="largest request body; larger: 413")
+    max_body_items: int = Field(
+        default=200_000,
+        ge=1000,
+        description="texts, objects and lists in a request's body: messages, their parts, tools; more: 400",
+    )
     max_sequences: int = Field(
         default=256,
         ge=1,

@@ -31,6 +31,7 @@ from router.relay.events import Echo, Growing, Renamed, Undated, error_event, re
 from router.relay.front import Exchange, Handler
 from router.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cached_tokens
 from router.surface import generate
+from router.surface.bodies import check_items
 from router.surface.routes import ROUTES, Route, find, response_id_of
 from router.surface.stored import gone, worker_of
 from router.surface.usage import HiddenUsage
@@ -50,6 +51,8 @@ _WAITING = b": waiting\n\n"
 _QUICKLY_READ_BYTES = 2**19
 # Of one call to /generate; the others of it wait their turn.
 _ITEMS_AT_ONCE = 64
+# And so many in one call: each is read, and a task, before the first is sent; about 30 us of the loop.
+_MOST_ITEMS = 10_000
 
 
 class Inference:
@@ -208,7 +211,10 @@ class Inference:
     async def _serve_batch(self, caller: Caller, answer: "_Answer") -> None:
         """`/generate`: each of its items is a completion of its own."""
         parts, limits = self._parts, caller.limits
+        check_items(answer.exchange.body, parts.config.max_body_items)
         batch = generate.split(answer.exchange.body)
+        if len(batch.items) > _MOST_ITEMS:
+            raise BadBody(f"{len(batch.items)} items are more than {_MOST_ITEMS}: send several calls", param="text")
         a_minute = None if limits is None else limits.requests_per_minute
         if a_minute is not None and len(batch.items) > a_minute:
             raise BadBody(f"{len(batch.items)} items are more than the {a_minute:g} requests a minute of this API key")

@@ -22,7 +22,7 @@ from router.dress import Body, asks_for_usage, refuse_steering
 from router.flight import Flight
 from router.kv_events import Feeds
 from router.parts import Parts
-from router.surface.bodies import BOM, NOT_JSON, not_json
+from router.surface.bodies import BOM, NOT_JSON, check_items, not_json
 from router.surface.routes import Route, sequences_of
 from router.tokens import NO_TOKENS, Slowly, Source, Tokens
 
@@ -88,6 +88,7 @@ def read(
     fields: Body = {}
     decoded: dict[str, Any] = {}
     if route.has_body:
+        check_items(raw, parts.config.max_body_items)
         try:
             fields = _decode_body(raw.removeprefix(BOM))
             decoded = {name: _decode_any(fields[name]) for name in route.fields.intersection(fields)}
@@ -164,7 +165,11 @@ def tokenize_at_once(parts: Parts, target: Target, question: Question) -> Tokens
         return NO_TOKENS
     began_at = parts.clock()
     found = parts.tokenizers.at_once(
-        question.decoded, base_model=target.base_model, engine_url=replica.engine_url, kind=kind
+        question.decoded,
+        base_model=target.base_model,
+        engine_url=replica.engine_url,
+        kind=kind,
+        max_model_len=parts.discovery.fleet.roster(target.base_model).max_model_len,
     )
     if not isinstance(found, Tokens):
         return partial(_tokenized, parts, found, began_at)

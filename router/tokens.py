@@ -60,6 +60,9 @@ _INLINE_CHARS = 4_096
 _LONG_CHARS = 65_536
 # And up to so many by their words, which takes about as long.
 _QUICK_CHARS = MAX_CHARS
+# No prose or code comes near so many characters a token: a longer prompt is too long for its engine. White space may
+# have more (128 in Qwen 2.5's vocabulary), and is then routed without a KV term.
+_MOST_CHARS_A_TOKEN = 16
 # Of the threads: a third of the event loop's share of a core that both want.
 _THREAD_NICENESS = 5
 # Prompts that may wait for a thread; beyond, a prompt is routed without a KV term. A guess, nothing measured.
@@ -325,9 +328,18 @@ class Tokenizers:
         return found if isinstance(found, Tokens) else await found()
 
     def at_once(
-        self, body: Mapping[str, Any], *, base_model: str, engine_url: str, kind: PromptKind | None = None
+        self,
+        body: Mapping[str, Any],
+        *,
+        base_model: str,
+        engine_url: str,
+        kind: PromptKind | None = None,
+        max_model_len: int = 0,
     ) -> "Tokens | Slowly":
-        """As `ids`; or what makes them, where a thread or the engine must be waited for."""
+        """As `ids`; or what makes them, where a thread or the engine must be waited for.
+
+        max_model_len  the longest prompt that any engine takes, in tokens; 0: not known
+        """
         given = body.get("prompt") if kind in {None, "completion"} else None
         if isinstance(given, list):
             if len(given) == 1 and isinstance(given[0], str | list):
@@ -347,12 +359,12 @@ class Tokenizers:
         if local is None:
             return remote
         try:
-            return self._encode(local, body, remote)
+            return self._encode(local, body, remote, max_model_len)
         except _NOT_HERE as exc:
             log.debug("not tokenized here", base_model=base_model, error=str(exc))
             return remote
 
-    def _encode(self, local: _Made, body: Mapping[str, Any], remote: "Slowly") -> "Tokens | Slowly":
+    def _encode(self, local: _Made, body: Mapping[str, Any], remote: "Slowly", max_model_len: int) -> "Tokens | Slowly":
         """Piece by piece, and only those that were not seen before. Raises _NOT_HERE."""
         tokenizer = local.tokenizer
         pieces, special = tokenizer.prompt_pieces(body)
@@ -380,6 +392,8 @@ class Tokenizers:
             encode = partial(tokenizer.encode_pieces, rest, add_special_tokens=special)
             chars = sum(map(len, rest))
             if chars > _INLINE_CHARS:
+                if 0 < max_model_len * _MOST_CHARS_A_TOKEN < chars:
+                    return NO_TOKENS
                 threads = self._long if chars <= _LONG_CHARS else self._very_long
                 made_of = partial(self._joined, local, pieces, made, missing, slow)
                 return partial(self._in_thread, threads, encode, made_of, remote)

@@ -422,6 +422,33 @@ async def test_more_answers_than_may_be_asked_for_at_once_are_a_400_that_says_ho
         assert answer.status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT["messages"] * 500}),
+        ("/v1/completions", {f"field{n}": n for n in range(2000)}),
+        ("/generate", {"text": ["a"] * 2000}),
+    ],
+)
+async def test_a_body_of_a_great_many_small_things_is_a_400_and_reaches_no_engine(path, more):
+    engine = Engine("w0")
+    async with fleet(engine, max_body_items=1000) as (client, _, _):
+        answer = await client.post(path, json={**CHAT, **more} if path != "/generate" else more)
+        assert error_of(answer) == (400, "invalid_request_body")
+        assert "more than 1000 texts, objects and lists" in answer.json()["error"]["message"]
+        assert engine.bodies == []
+        long = [{"role": "user", "content": '{"[' * 1000}]
+        assert (await client.post("/v1/chat/completions", json={**CHAT, "messages": long})).status_code == 200
+
+
+async def test_a_call_of_more_items_than_a_router_can_hold_in_hand_is_a_400():
+    engine = Engine("w0")
+    async with fleet(engine) as (client, _, _):
+        answer = await client.post("/generate", json={"text": ["a"] * 10_001})
+    assert error_of(answer) == (400, "invalid_request_body")
+    assert engine.bodies == []
+
+
 async def test_as_many_as_an_engine_runs_for_a_request_count_there_until_it_is_over():
     engine = Engine("w0")
     engine.go_on.clear()

@@ -1,14 +1,18 @@
+import contextlib
 import itertools
 import json
 from math import inf
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lorafleet.chat import ChatTokenizer, Untokenizable, read_files
 from lorafleet.tiny import make_model
-from router.core.errors import RequestError
+from router.core.errors import BadBody, RequestError
 from router.dress import Body, dress_vllm, refuse_steering
+from router.surface.bodies import check_items
 from router.surface.generate import split
 from router.surface.openapi import EXAMPLES, openapi_paths
 from router.surface.prompts import chat_of_messages, chat_of_responses, prompt_body
@@ -89,6 +93,36 @@ def test_a_row_decodes_what_its_prompt_is_made_of_and_what_every_request_is_rout
 def test_an_engine_makes_so_many_sequences_of_a_body(path, body, sequences):
     route = ROUTES["POST", path]
     assert sequences_of(route, {name: body[name] for name in route.fields.intersection(body)}) == sequences
+
+
+TEXTS = st.text(st.sampled_from(['"', "\\", "{", "[", "]", "}", ",", ":", "a", "é", "\n", "\ud83d"]), max_size=8)
+VALUES = st.recursive(
+    st.one_of(TEXTS, st.integers(), st.booleans(), st.none()),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5),
+)
+
+
+def items_in(value) -> int:
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(items_in, value.values()))
+    return 1 + sum(map(items_in, value)) if isinstance(value, list) else isinstance(value, str)
+
+
+@given(VALUES, st.integers(0, 40), st.booleans(), st.sampled_from([None, 1]))
+def test_a_body_of_too_many_items_is_refused_whatever_its_texts_hold(value, most, is_ascii, indent):
+    body = json.dumps(value, ensure_ascii=is_ascii, indent=indent).encode(errors="surrogatepass")
+    if items_in(value) > most:
+        with pytest.raises(BadBody, match=f"more than {most} texts"):
+            check_items(body, most)
+    else:
+        check_items(body, most)
+
+
+@pytest.mark.parametrize("body", [b'"' * 100, b'"\\' * 50, b'[{"' * 50, b'{"a":"' + b'\\"' * 50])
+def test_what_is_no_json_is_counted_as_far_as_it_goes(body):
+    check_items(body, 200)
+    with contextlib.suppress(BadBody):
+        check_items(body, 10)
 
 
 def test_only_events_that_come_before_the_engine_has_done_anything_decide_nothing():

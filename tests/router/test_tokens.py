@@ -20,7 +20,7 @@ from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.tiny import make_model
 from router.metrics import Metrics
 from router.pieces import ChainCache, PieceCache
-from router.tokens import Tokenizers
+from router.tokens import Tokenizers, Tokens
 from tests.router.doubles import Control, Engine, fleet, until
 from tests.serving import serving
 
@@ -670,6 +670,15 @@ async def test_short_and_long_prompts_pass_very_long_ones_and_beyond_a_bound_tho
     finally:
         gate.go_on.set()
         tokenizers.close()
+
+
+@pytest.mark.parametrize(("max_model_len", "source"), [(0, "local"), (10_000, "local"), (1_000, "none")])
+async def test_a_text_too_long_for_any_engine_is_not_tokenized(tokens, max_model_len, source):
+    body = {"prompt": RULES * 20}  # some 60,000 characters
+    found = tokens.at_once(body, base_model=BASE, engine_url="", max_model_len=max_model_len)
+    if not isinstance(found, Tokens):
+        found = await found()
+    assert found.source == source
 
 
 async def test_the_event_loop_turns_while_a_32k_token_prompt_is_tokenized(tokens, chat):
