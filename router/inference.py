@@ -106,8 +106,8 @@ class Inference:
             if trace is not None:
                 trace.stage("authenticate")
             caller = exchange.caller or self._refused(headers)
-            # Before its body is read: 30 MB of JSON take seconds, and a key's limits are to bound them. A batch is told
-            # when there is enough for all its items, which are in its body: one that is quickly read is.
+            # Before its body is read: a large one takes a fifth of a second, and a key's limits are to bound that. A
+            # batch is told when there is enough for all its items, which are in its body: one that is quickly read is.
             is_quick = route is _GENERATE and len(exchange.body) < _QUICKLY_READ_BYTES
             if caller.limits is not None and route.has_body and not is_quick:
                 self._parts.quotas.check(caller.key_id, caller.limits, self._parts.clock())

@@ -166,7 +166,8 @@ class Connection(asyncio.Protocol):
         if self._closed or self._transport.is_closing():
             # It was closed between leaving the pool and now; said later, as every other loss.
             self._sink = sink
-            self.loop.call_soon(self._lose, "no_answer", "closed before the request was sent")
+            reason = "no_answer" if self.answers else "connection"  # a new one might as well not have come about
+            self.loop.call_soon(self._lose, reason, "closed before the request was sent")
             return
         self._sink = sink
         outbox = self._pool._outbox
