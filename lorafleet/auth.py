@@ -24,12 +24,13 @@ from lorafleet.http import HttpError
 
 log = structlog.get_logger()
 
-SCOPES = ("infer", "load", "register", "admin")
+SCOPES = ("infer", "load", "register", "drain", "admin")
 # Which scopes do for one that is asked for.
 _DO_FOR = {
     "infer": frozenset({"infer", "load", "admin"}),
     "load": frozenset({"load", "admin"}),
     "register": frozenset({"register", "admin"}),
+    "drain": frozenset({"drain", "admin"}),
     "admin": frozenset({"admin"}),
 }
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
@@ -254,7 +255,7 @@ def _read_all(files: Sequence[Path]) -> dict[str, Caller]:
 
 
 def _read(path: Path) -> dict[str, Caller]:
-    form = "expected `keys: [{sha256: <64 hex>, tenant: <name>, scopes: [infer|load|register|admin], limits: {...}}]`"
+    form = f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}], limits: {{...}}}}]`"
     try:
         raw = yamls.parsed(path.read_text())
     except OSError as exc:

@@ -113,7 +113,7 @@ def kv_routes(agent: Agent, keys: Keys) -> APIRouter:
 
 def _done(agent: Agent, keys: Keys) -> APIRouter:
     api = APIRouter()
-    load, admin = requires(keys, "load"), requires(keys, "admin")
+    load, drainer, admin = requires(keys, "load"), requires(keys, "drain"), requires(keys, "admin")
     operator = [Depends(admin)]
 
     @api.post("/v1/admin/load_lora")
@@ -151,8 +151,12 @@ def _done(agent: Agent, keys: Keys) -> APIRouter:
         agent.undrain()
         return agent.metadata()
 
-    @api.post("/v1/admin/drain", dependencies=operator)
-    async def drain(body: DrainRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> DrainAnswer:
+    @api.post("/v1/admin/drain")
+    async def drain(
+        body: DrainRequest, caller: Annotated[Caller, Depends(drainer)], epoch: Annotated[int | None, Depends(_epoch)]
+    ) -> DrainAnswer:
+        if epoch is not None:
+            check_scope(caller, "admin")
         agent.fence(epoch, is_destructive=False)
         return await agent.drain(body.deadline_s)
 

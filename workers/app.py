@@ -136,7 +136,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     )
     app.include_router(build_router(agent, keys))
     install_error_handlers(app, WorkerError)
-    app.add_middleware(JsonBodies, may_send=may_send(keys, "load"))
+    app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "drain"))
     return Worker(app, agent)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from lorafleet.auth import Keys, hash_key
+from lorafleet.auth import SCOPES, Keys, hash_key
 from tests.helm.rendering import NAMESPACE, VALUES, containers, manifests, of_kind, one, pod_templates, secret
 
 cases = pytest.mark.parametrize("case", VALUES)
@@ -168,13 +168,13 @@ def scopes(case: str, house: str, tmp_path) -> dict[str, frozenset[str]]:
 
 
 def test_a_token_opens_the_houses_that_its_holder_speaks_to_and_no_others(tmp_path):
-    infer, load, register, admin = (frozenset({scope}) for scope in ("infer", "load", "register", "admin"))
+    infer, load, register, drain, admin = (frozenset({scope}) for scope in SCOPES)
     assert scopes("cpu", "router", tmp_path) == {"admin.1": admin, "test.1": infer}
     # One orchestrator to another: who stands by follows the leader's events.
     assert scopes("cpu", "orchestrator", tmp_path) == {
         "admin.1": admin, "orchestrator.1": load, "router.1": load, "worker.1": register,
     }  # fmt: skip
-    assert scopes("cpu", "worker", tmp_path) == {"orchestrator.1": admin, "router.1": load, "worker.1": admin}
+    assert scopes("cpu", "worker", tmp_path) == {"orchestrator.1": admin, "router.1": load, "worker.1": drain}
 
 
 def test_while_tokens_rotate_both_generations_are_taken_and_the_new_one_is_used(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
+from lorafleet.auth import SCOPES, hash_key
 from lorafleet.tiny import make_adapter
 from orchestrator.wire import Heartbeat
 from tests.serving import serving
@@ -367,20 +368,25 @@ async def test_prefill_and_decode_rates_are_learned_from_the_engines_counters(wo
 
 
 async def test_the_scopes_of_a_key_file_hold(worker, tmp_path):
-    from lorafleet.auth import hash_key
-
     keys = tmp_path / "keys.yaml"
-    rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in ("infer", "load", "admin")]
+    rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in SCOPES]
     keys.write_text(json.dumps({"keys": rows}))
     async with worker.running("--key-files", str(keys)) as client:
         assert code(await client.get("/metadata")) == "invalid_api_key"
 
-        async def status(key: str, call: str, **body) -> int:
-            headers = {"authorization": f"Bearer {key}"}
+        async def status(key: str, call: str, epoch: str | None = None, **body) -> int:
+            headers = {"authorization": f"Bearer {key}"} | ({"x-lorafleet-epoch": epoch} if epoch else {})
             return (await client.post(f"/v1/admin/{call}", json=body, headers=headers)).status_code
 
         assert (await client.get("/metadata", headers={"authorization": "Bearer infer"})).status_code == 403
         assert await status("load", "load_lora", lora_id="sql-expert/v1") == 200
         assert await status("load", "load_lora", lora_id="legal/v2", evict="sql-expert/v1") == 403
         assert await status("load", "unload_lora", lora_id="sql-expert/v1") == 403
+        assert await status("drain", "unload_lora", lora_id="sql-expert/v1") == 403
         assert await status("admin", "unload_lora", lora_id="sql-expert/v1") == 200
+        assert await status("load", "drain", deadline_s=1) == 403
+        # An epoch is remembered: one that is high enough would shut the leader out.
+        assert await status("drain", "drain", epoch="99", deadline_s=1) == 403
+        assert (await client.get("/ready")).is_success
+        assert await status("drain", "drain", deadline_s=1) == 200
+        assert await status("drain", "undrain") == 403

@@ -21,7 +21,7 @@ async def drain(client: httpx.AsyncClient, **environment: str) -> tuple[int, str
 
 async def test_the_hook_drains_the_agent_with_the_agents_own_key_and_a_pod_stops_all_the_same_without(worker, tmp_path):
     keys = tmp_path / "keys.yaml"
-    keys.write_text(f"keys: [{{sha256: {hash_key('own')}, scopes: [admin]}}]")
+    keys.write_text(f"keys: [{{sha256: {hash_key('own')}, scopes: [drain]}}]")
     async with worker.running("--key-files", str(keys)) as client:
         assert await drain(client) == (0, "not drained: HTTP Error 401: Unauthorized\n")
         assert (await client.get("/ready")).is_success
