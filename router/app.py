@@ -196,6 +196,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         tenant_share=_tenant_share(config, keys),
         tenant_adapters=inf if keys.is_open else config.max_cold_adapters_per_tenant,
         holds=usage.holds,
+        silent_after_s=config.catalog_poll_s + config.control_timeout_s,
     )
     traces = tracer(
         config.otlp_endpoint,

@@ -74,6 +74,7 @@ class ColdStarts:
     tenant_share              of either, for one tenant
     tenant_adapters           that may be brought for one tenant at once
     holds                     told of each request that waited or was turned away
+    silent_after_s            an orchestrator that has not confirmed its catalog for so long hangs
     """
 
     post: Post
@@ -86,6 +87,7 @@ class ColdStarts:
     tenant_share: float = 1.0
     tenant_adapters: float = inf
     holds: Holds = field(default_factory=Holds)
+    silent_after_s: float = inf
     clock: Callable[[], float] = time.monotonic
     _flights: dict[str, _Flight] = field(default_factory=dict)
     _held: Room = field(init=False)
@@ -261,11 +263,8 @@ class ColdStarts:
     async def _ensure(self, lora_id: str) -> str | None:
         """Where the orchestrator says that it is ready, or None: not yet."""
         try:
-            answer = await self.post(
-                self.orchestrator_url,
-                f"/v1/adapters/{quote(lora_id)}/ensure",
-                body=EnsureRequest(wait_s=_ENSURE_WAIT_S).model_dump_json().encode(),
-                timeout_s=_ENSURE_WAIT_S + 5.0,
+            answer = await self._answer(
+                f"/v1/adapters/{quote(lora_id)}/ensure", EnsureRequest(wait_s=_ENSURE_WAIT_S).model_dump_json().encode()
             )
         except Refused as exc:
             if exc.status in _REFUSALS:
@@ -274,6 +273,20 @@ class ColdStarts:
         told = EnsureAnswer.model_validate_json(answer)
         self._note(lora_id, told.expected_s, None if told.ready or told.loading else told.error)
         return told.ready[0] if told.ready else None
+
+    async def _answer(self, path: str, body: bytes) -> bytes:
+        """The orchestrator's, which may wait with it; raises EngineLost at once where it says nothing to anybody."""
+        asking = asyncio.ensure_future(
+            self.post(self.orchestrator_url, path, body=body, timeout_s=_ENSURE_WAIT_S + 5.0)
+        )
+        try:
+            while not (await asyncio.wait({asking}, timeout=_ASK_AGAIN_S))[0]:
+                age_s = self.discovery.catalog_age_s()
+                if age_s is not None and age_s > self.silent_after_s:
+                    raise EngineLost("no_answer_in_time", f"the orchestrator has said nothing for {age_s:.1f} s")
+            return asking.result()
+        finally:
+            asking.cancel()
 
     def _note(self, lora_id: str, expected_s: float | None, stuck: str | None) -> None:
         flight = self._flights.get(lora_id)

@@ -108,6 +108,41 @@ async def test_while_the_orchestrator_is_away_a_hundred_requests_are_one_load_at
     assert control.ensured == ["sql/v1"]
 
 
+async def test_an_orchestrator_that_hangs_is_waited_for_no_longer_than_it_takes_to_see_that():
+    control = with_sql()
+    control.ensure = never
+    settings = {"catalog_poll_s": 0.1, "control_timeout_s": 0.2, "cold_start_timeout_s": 8}
+    async with fleet(Engine("w0"), control=control, **settings) as (client, _, _):
+        ask = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"}))
+        await until(lambda: control.ensured)
+        control.down = True  # its catalog is not to be had either: what is asked of it already stays without an answer
+        assert (await ask).status_code == 200
+    assert [load["lora_id"] for load in control.loads] == ["sql/v1"]
+
+
+async def test_an_orchestrator_that_takes_its_time_and_is_there_is_waited_for():
+    waits = asyncio.Event()
+
+    async def slowly(control, lora_id):
+        await waits.wait()
+        control.residents["w0"] = [lora_id]
+        return loading(lora_id, ready=["w0"], loading=[], state="ready")
+
+    control = with_sql()
+    control.ensure = slowly
+    settings = {"catalog_poll_s": 0.1, "control_timeout_s": 0.2, "cold_start_timeout_s": 8}
+    async with fleet(Engine("w0"), control=control, **settings) as (client, _, parts):
+        ask = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"}))
+        await until(lambda: control.ensured)
+        confirmed_at = parts.discovery.confirmed_at
+        await until(lambda: parts.discovery.confirmed_at > confirmed_at + 1.5)
+        assert not control.loads
+        waits.set()
+        assert (await ask).status_code == 200
+    assert control.ensured == ["sql/v1"]
+    assert not control.loads
+
+
 async def test_one_tenant_that_asks_for_a_thousand_adapters_leaves_room_for_others():
     control = many_adapters(30)
     control.ensure = never
