@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ _REMEMBERED = 4096
 _REMEMBERED_BYTES = 256
 # Of a key's hash, enough to tell keys apart in logs and accounts.
 _KEY_ID_DIGITS = 12
+# Names below these cannot be registered (RFC 6761, RFC 6762, ICANN 2024).
+_NOBODYS = frozenset({"localhost", "local", "internal"})
 
 
 class KeyFileError(Exception):
@@ -233,6 +236,31 @@ def refuse_open_server(keys: Keys, host: str, *, allow_open: bool) -> None:
             f"refusing to listen on {host} without keys: give --key-files FILE,"
             " or --allow-open if something else guards it"
         )
+
+
+def host_check(keys: Keys, *, allow_open: bool) -> Callable[[str], None] | None:
+    """`check_host` for a server without keys, which relies on being out of everybody's reach; None for any other."""
+    return check_host if keys.is_open and not allow_open else None
+
+
+@lru_cache(maxsize=1024)
+def check_host(host: str) -> None:
+    """Raises HttpError 421 `unknown_host` for a `Host` header with a name that somebody may own.
+
+    A page in this machine's browser whose own name was pointed at this machine (DNS rebinding) calls what is open here
+    as if it were its own server, and reads the answers. It cannot do so by an address, by a name without a dot, or by
+    one that nobody can register.
+    """
+    name = host.strip().lower().partition(":")[0].rstrip(".")
+    top = name.rpartition(".")[2]
+    if host.startswith("[") or "." not in name or top.isdigit() or top in _NOBODYS:
+        return
+    raise HttpError(
+        421,
+        "unknown_host",
+        f"{name!r} is no name of this machine: without keys only those are answered that call it localhost or by an"
+        " address; give --key-files FILE, or --allow-open if something else guards it",
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -69,6 +69,23 @@ def error_response(exc: Any) -> JSONResponse:
     return JSONResponse(body, exc.status, error_headers(exc.status, retry_after_s))
 
 
+class CheckHost:
+    """ASGI middleware: `check`, if there is one, looks at each request's `Host` first, and may raise HttpError."""
+
+    def __init__(self, app: ASGIApp, *, check: Callable[[str], None] | None) -> None:
+        self._app = app
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._check is not None and scope["type"] == "http":
+            try:
+                self._check(Request(scope).headers.get("host", ""))
+            except HttpError as exc:
+                await error_response(exc)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class JsonBodies:
     """ASGI middleware: a body of JSON is read whole, and goes on only if all would read it so.
 

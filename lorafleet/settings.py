@@ -47,7 +47,9 @@ class HouseSettings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     key_files: tuple[Path, ...] = Field(default=(), description="hashed API keys; re-read when they change")
-    allow_open: bool = Field(default=False, description="serve without keys on an address that is not loopback")
+    allow_open: bool = Field(
+        default=False, description="serve without keys on an address that is not loopback, and under any name"
+    )
     token: Annotated[str, AfterValidator(plain_key)] = Field(
         default="", description="bearer key for our own calls to other houses", repr=False
     )

@@ -19,8 +19,8 @@ import structlog
 from fastapi import FastAPI
 
 from lorafleet import logs, serve
-from lorafleet.auth import KeyFileError, Keys, refuse_open_server
-from lorafleet.http import install_error_handlers
+from lorafleet.auth import KeyFileError, Keys, host_check, refuse_open_server
+from lorafleet.http import CheckHost, install_error_handlers
 from lorafleet.kube.access import ACCOUNT, source
 from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
@@ -233,6 +233,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     app.include_router(health_routes(parts, own_metrics, siblings))
     install_error_handlers(app, RouterError)
     describe_inference(app)
+    app.add_middleware(CheckHost, check=host_check(keys, allow_open=config.allow_open))
     app.state.http = clients
     app.state.siblings = siblings
     return app, parts

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import msgspec
 import structlog
 
-from lorafleet.auth import Caller, check_scope
+from lorafleet.auth import Caller, check_scope, host_check
 from lorafleet.http import HttpError, envelope, error_headers
 from router.core.errors import (
     BadBody,
@@ -64,6 +64,7 @@ class Inference:
         self._limits = Limits(config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes)
         self._keep_alive_s = config.stream_keep_alive_s
         self._session_header = config.session_header.lower().encode()
+        self._check_host = host_check(parts.keys, allow_open=config.allow_open)
         self._handlers: dict[tuple[str, str], Handler] = {
             key: partial(self._handle, route) for key, route in ROUTES.items()
         }
@@ -72,10 +73,16 @@ class Inference:
     def sender(self, headers: Mapping[bytes, bytes]) -> Caller | None:
         """Who sends this; None for who may not."""
         try:
-            caller = self._parts.keys.caller(_authorization(headers))
+            return self._caller(headers)
         except HttpError:
             return None
-        return caller if caller.may("infer") else None
+
+    def _caller(self, headers: Mapping[bytes, bytes]) -> Caller:
+        if self._check_host is not None:
+            self._check_host(headers.get(b"host", b"").decode("latin-1"))
+        caller = self._parts.keys.caller(_authorization(headers))
+        check_scope(caller, "infer")
+        return caller
 
     def route(self, method: str, path: str) -> Handler | None:
         """What answers this, or None: it is not an inference route."""
@@ -132,7 +139,7 @@ class Inference:
 
     def _refused(self, headers: Mapping[bytes, bytes]) -> NoReturn:
         """Raises HttpError that says why this has no caller."""
-        check_scope(self._parts.keys.caller(_authorization(headers)), "infer")
+        self._caller(headers)
         raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
 
     def _wrong_method(self, exchange: Exchange) -> None:

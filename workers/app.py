@@ -17,9 +17,9 @@ import structlog
 from fastapi import FastAPI
 
 from lorafleet import logs
-from lorafleet.auth import Keys, may_send, refuse_open_server
+from lorafleet.auth import Keys, host_check, may_send, refuse_open_server
 from lorafleet.files import write_whole
-from lorafleet.http import JsonBodies, install_error_handlers
+from lorafleet.http import CheckHost, JsonBodies, install_error_handlers
 from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
 from lorafleet.transport import Transport
@@ -137,6 +137,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     app.include_router(build_router(agent, keys))
     install_error_handlers(app, WorkerError)
     app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "drain"))
+    app.add_middleware(CheckHost, check=host_check(keys, allow_open=settings.allow_open))
     return Worker(app, agent)
 
 

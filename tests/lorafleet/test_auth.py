@@ -8,7 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from lorafleet.auth import OPEN, Caller, KeyFileError, KeyLimits, Keys, hash_key, new_key, refuse_open_server, requires
+from lorafleet.auth import (
+    OPEN,
+    Caller,
+    KeyFileError,
+    KeyLimits,
+    Keys,
+    check_host,
+    hash_key,
+    host_check,
+    new_key,
+    refuse_open_server,
+    requires,
+)
 from lorafleet.failure import Failure
 from lorafleet.http import HttpError, install_error_handlers
 from lorafleet.keys import add_key
@@ -248,6 +260,43 @@ def test_a_server_without_keys_stays_on_loopback_unless_told_otherwise(host, ref
     else:
         refuse_open_server(Keys([]), host, allow_open=False)
     refuse_open_server(Keys([]), host, allow_open=True)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "localhost",
+        "LOCALHOST:8000",
+        "127.0.0.1:8000",
+        "127.1",
+        "[::1]:8000",
+        "[::1]",
+        "10.1.2.3",
+        "router",
+        "box:80",
+    ],
+)
+@pytest.mark.parametrize("below", ["", ".localhost", ".local", ".internal", ".svc.cluster.local."])
+def test_what_calls_an_open_server_by_an_address_or_by_a_name_that_nobody_can_own_is_answered(host, below):
+    check_host(host)
+    check_host(f"router{below}:8000")
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "local.evil", "a.b.", "x.[::1]"]
+)
+def test_a_page_whose_name_was_pointed_at_an_open_server_is_refused(host):
+    for _ in range(2):
+        with pytest.raises(HttpError, match="no name of this machine") as refused:
+            check_host(host)
+        assert (refused.value.status, refused.value.code) == (421, "unknown_host")
+
+
+def test_a_name_matters_only_where_no_key_does(tmp_path):
+    assert host_check(Keys([]), allow_open=False) is check_host
+    assert host_check(Keys([]), allow_open=True) is None
+    assert host_check(Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))]), allow_open=False) is None
 
 
 def test_new_keys_differ_and_are_not_in_their_own_hash():

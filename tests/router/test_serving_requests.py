@@ -666,6 +666,18 @@ async def test_who_may_not_infer_is_refused_on_every_route(tmp_path):
     assert engine.bodies == []
 
 
+async def test_an_open_router_answers_no_page_whose_name_was_pointed_at_it():
+    engine, strange = Engine("w0"), {"host": "evil.example:8000"}
+    async with fleet(engine) as (client, _, _):
+        for path in ("/v1/models", "/metrics", "/ready"):
+            assert error_of(await client.get(path, headers=strange)) == (421, "unknown_host")
+        assert error_of(await client.post("/v1/chat/completions", json=CHAT, headers=strange)) == (421, "unknown_host")
+        assert engine.bodies == []
+        assert (await client.post("/v1/chat/completions", json=CHAT, headers={"host": "localhost"})).status_code == 200
+    async with fleet(engine, allow_open=True) as (client, _, _):
+        assert (await client.post("/v1/chat/completions", json=CHAT, headers=strange)).status_code == 200
+
+
 async def test_a_worker_that_is_still_starting_disturbs_nobody():
     engines, control = [Engine("w0", ids=[1, 2, 3] * 20), Engine("w1")], with_sql("w0")
     control.starting = frozenset({"w1"})
