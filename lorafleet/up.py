@@ -74,7 +74,7 @@ def _require_free(flag: str, port: int) -> None:
 @contextlib.contextmanager
 def _locked(state_dir: Path) -> Iterator[None]:
     try:
-        state_dir.mkdir(parents=True, exist_ok=True)
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # store and logs are nobody else's
         handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as exc:
         raise Failure(

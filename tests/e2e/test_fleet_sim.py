@@ -108,8 +108,9 @@ def test_the_same_folder_again_knows_what_it_knew(tmp_path: Path) -> None:
         assert fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["digest"] == digest
 
 
-def test_two_fleets_cannot_share_a_folder(tmp_path: Path) -> None:
+def test_two_fleets_cannot_share_a_folder_and_nobody_else_can_read_it(tmp_path: Path) -> None:
     with running(tmp_path / "state", *FLAGS, "1") as fleet:
+        assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
         second = start(tmp_path / "state", *FLAGS, "1")
         assert second.process.wait(30) == 1
         assert "--state-dir" in second.said()
