@@ -124,28 +124,30 @@ class Flight:
         if self._guess is not None:
             parts.feeds.answered(self._guess, cached // self.replica.block_size)
 
-    def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> None:
-        """Over, however it ended; repeats change nothing.
+    def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> float:
+        """Over, however it ended; repeats change nothing. Returns its share of the engine's seconds of decoding, 0.0
+        where that is not known.
 
         is_error       the engine failed it
         is_streamed    so that what came first of the answer was its first token
         output_tokens  that the engine made of it, as far as is known
         """
         if self.load.ended:
-            return
+            return 0.0
         parts, first_data_s = self._parts, self.record.first_data_s
-        now = parts.clock()
+        now, decode_s = parts.clock(), 0.0
         if first_data_s is None:
             self._use.ended(0.0, 0, None, now, is_error=is_error)
         else:
             report = self.replica.report
-            work_s = self.decision.score.prefill_s
             if report.decode_tokens_per_s:
                 # A step decodes for all that run, so each is charged its share of it.
-                work_s += output_tokens / report.decode_tokens_per_s / max(1, report.running)
+                decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
+            work_s = self.decision.score.prefill_s + decode_s
             self._use.ended(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error=is_error)
         parts.mind.load.end(self.load, now)
         parts.waiting.poke()
         if self._hold is not None:
             self._index.release(self._hold)
             self._hold = None
+        return decode_s

@@ -22,6 +22,7 @@ from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.upstream import Origin
 from router.stages import (
     Question,
+    answered,
     asked,
     decided,
     decided_at_once,
@@ -204,7 +205,9 @@ class Journey(msgspec.Struct, eq=False):
                 flight.end()
             else:
                 is_error = attempt.status >= 500 or attempt.is_broken
-                flight.end(is_error=is_error, is_streamed=attempt.streamed, output_tokens=output_tokens)
+                decode_s = flight.end(is_error=is_error, is_streamed=attempt.streamed, output_tokens=output_tokens)
+                if decode_s:
+                    answered(self.parts, self.caller, flight.target, decode_s)
         if self.granted is not None:
             self.parts.quotas.settle(
                 self.granted,
@@ -215,7 +218,7 @@ class Journey(msgspec.Struct, eq=False):
 
     def _runs_on(self) -> bool:
         """Whether its engine goes on with it: then it is over when that says so, or is gone."""
-        attempt, flight, granted, parts = self.attempt, self.flight, self.granted, self.parts
+        attempt, flight, granted, parts, caller = self.attempt, self.flight, self.granted, self.parts, self.caller
         if flight is None or self.usage is not None or (attempt is not None and attempt.status >= 400):
             return False
         if attempt is not None:
@@ -229,7 +232,7 @@ class Journey(msgspec.Struct, eq=False):
                 if flight.record.first_data_s is None:
                     flight.first_token()
                 flight.compare(usage)
-            flight.end(output_tokens=output_tokens)
+            answered(parts, caller, flight.target, flight.end(output_tokens=output_tokens))
             if granted is not None:
                 prompt_tokens = usage.prompt_tokens if usage else None
                 parts.quotas.settle(
@@ -239,7 +242,7 @@ class Journey(msgspec.Struct, eq=False):
         parts.background.follow(
             self.background_id,
             flight.replica.incarnation,
-            self.caller.tenant or "",
+            caller.tenant or "",
             over,
             shown_tokens=attempt.events if attempt is not None else 0,
         )

@@ -374,12 +374,23 @@ async def decided(
         prompt=prompt,
         tenant=caller.tenant or "",
         adapter=adapter.lora_id if adapter else "",
-        weight=2.0 ** max(-_MOST_PRIORITY, min(_MOST_PRIORITY, adapter.priority)) if adapter else 1.0,
+        weight=_weight(adapter),
         priority=question.priority,
         size_bytes=question.size_bytes,
         deadline_at=question.deadline_at,
     )
     return await parts.waiting.admitted(ticket, begin)
+
+
+def answered(parts: Parts, caller: Caller, target: Target, decode_s: float) -> None:
+    """An answer is over that took its engine so many seconds besides its prefill: its tenant has had them."""
+    adapter = target.adapter
+    name = adapter.lora_id if adapter else ""
+    parts.mind.waiting.answered(caller.tenant or "", name, _weight(adapter), decode_s)
+
+
+def _weight(adapter: Adapter | None) -> float:
+    return 1.0 if adapter is None else 2.0 ** max(-_MOST_PRIORITY, min(_MOST_PRIORITY, adapter.priority))
 
 
 def _session(named: str) -> str:

@@ -29,7 +29,7 @@ class Displaced(Exception):
 class Sent(Protocol):
     """A request on its way, which counts as load until `end`."""
 
-    def end(self) -> None: ...
+    def end(self) -> object: ...
 
 
 S = TypeVar("S", bound=Sent)

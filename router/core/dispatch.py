@@ -5,7 +5,9 @@ by its weight, counted in seconds of work. A better replica can still be chosen 
 starves behind a hot adapter.
 
 The order is start-time fair queueing (Goyal, Vin and Cheng, 1996) on two levels: what deficit round robin gives,
-without a quantum to choose. Pure: time is an argument, nothing here waits by itself.
+without a quantum to choose. A request counts with its prefill when it is sent, and with its answer when that is over
+and its length is known, as in Sheng et al., Fairness in Serving Large Language Models (2024). Pure: time is an
+argument, nothing here waits by itself.
 """
 
 import heapq
@@ -31,6 +33,8 @@ _LOOKED_OVER = 1000
 # Who waits and is not served, because what it waits for is scarce, may be this much work behind the others and no more:
 # else it would have all of the fleet for minutes once there is room for it. A guess.
 _MOST_LAG_S = 10.0
+# And who had more than was counted when it was sent, by long answers or many, is set back by this much and no more.
+_MOST_DEBT_S = 10.0
 _LEAST_WORK_S = 0.001
 # Tenants, and adapters of one tenant, that are remembered while they do not wait, as long as anybody does. One that is
 # forgotten joins where the others are: at most it is spared what it had of the last request.
@@ -199,6 +203,17 @@ class Dispatcher:
             self._full.clear()
             self._level_s = 0.0
 
+    def answered(self, tenant: str, adapter: str, weight: float, work_s: float) -> None:
+        """An answer is over that took so much work besides its prefill. Counts while anybody waits: before, whatever
+        was taken was taken from nobody.
+        """
+        if not self._waiting:
+            return
+        had = self._tenants.setdefault(tenant, _Tenant())
+        had.had_s = _set_back(had.had_s, self._level_s, work_s)
+        flow = had.flows.setdefault(adapter, _Flow())
+        flow.had_s = _set_back(flow.had_s, had.level_s, work_s / weight)
+
     def wait_s(self, ticket: Ticket, decision: Decision) -> float:
         """For how long this request would wait, going by what is ahead of it in fair order and how fast that goes."""
         return self._wait_behind_s(self._ahead_s(ticket), decision)
@@ -349,6 +364,11 @@ class Dispatcher:
         tenant = self._tenants[ticket.tenant]
         tenant.waiting_s -= ticket.bound_s
         tenant.flows[ticket.adapter].waiting_s -= ticket.bound_s
+
+
+def _set_back(had_s: float, level_s: float, work_s: float) -> float:
+    joined_s = max(had_s, level_s)
+    return min(joined_s + work_s, max(joined_s, level_s + _MOST_DEBT_S))
 
 
 def _forget(idle: dict[str, float], known: dict[str, Any]) -> None:

@@ -70,8 +70,9 @@ def test_a_refusal_says_which_bound_was_reached():
     st.sampled_from("abcd"),
     st.sampled_from(["", SQL]),
     st.sampled_from([0.5, 1.0, 4.0]),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["", SQL]), st.floats(0.0, 20.0)), max_size=5),
 )
-def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished, tenant, adapter, weight):
+def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished, tenant, adapter, weight, answers):
     fleet = Fleet()
     for who, what, seconds in asked:
         fleet.ask(who, what, seconds, weight=weight if what else 1.0)
@@ -79,6 +80,8 @@ def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished,
         if fleet.running:
             fleet.finish()
     line = fleet.mind.waiting
+    for who, what, seconds in answers:
+        line.answered(who, what, weight if what else 1.0, seconds)
     weighs = weight if adapter else 1.0
     ticket = Ticket(prompt=Prompt(Ask("m", adapter, RATE // 4)), tenant=tenant, adapter=adapter, weight=weighs)
     predicted = line._ahead_s(ticket)

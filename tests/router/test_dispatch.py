@@ -141,6 +141,72 @@ def test_shares_are_counted_in_seconds_of_work_not_in_requests():
     assert work["short"] == pytest.approx(work["long"], abs=1.0)
 
 
+@pytest.mark.parametrize("by", ["tenant", "adapter"])
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_whose_answers_are_long_has_had_them_too(by, weight):
+    fleet = Fleet()
+    fleet.roster = Roster((a_replica("w0", residents=["a@0", "b@0"], max_loras=99, max_num_seqs=99),))
+    wordy, terse = (("w", "a@0"), ("t", "b@0")) if by == "tenant" else (("t", "a@0"), ("t", "b@0"))
+    had, line = Counter(), fleet.mind.waiting
+    for _ in range(200):
+        fleet.ask(*wordy, seconds=0.2, weight=weight)
+        fleet.ask(*terse, seconds=0.2)
+    while len(fleet.sent) < 150:
+        ticket, _ = fleet.running[0]
+        fleet.finish()
+        is_wordy = ticket.adapter == "a@0"
+        had[ticket.adapter] += 0.2 + 0.6 * is_wordy
+        if is_wordy:
+            line.answered(ticket.tenant, ticket.adapter, weight, 0.6)
+    share = weight if by == "adapter" else 1.0
+    # Within what is in flight, whose answers are not known yet.
+    assert had["a@0"] == pytest.approx(share * had["b@0"], abs=5 * 0.8 * share)
+
+
+def test_what_was_answered_while_nobody_waited_is_not_remembered():
+    fleet = Fleet()
+    fleet.mind.waiting.answered("a", "", 1.0, 5.0)
+    assert not fleet.mind.waiting._tenants
+    for _ in range(10):
+        fleet.ask("b")
+    fleet.mind.waiting.answered("a", "", 1.0, 5.0)
+    assert fleet.mind.waiting._tenants["a"].had_s == pytest.approx(5.0)
+    while fleet.running:
+        fleet.finish()
+    assert not fleet.mind.waiting._tenants
+
+
+def test_answers_set_back_from_where_the_others_are_and_forgive_nothing():
+    fleet = Fleet()
+    for _ in range(60):
+        fleet.ask("others", seconds=0.5)
+    for seconds in (30.0, 0.5):
+        fleet.ask("long", seconds=seconds)
+    while len(fleet.sent) < 30:
+        fleet.finish()
+    line = fleet.mind.waiting
+    before_s, level_s = line._tenants["long"].had_s, line._level_s
+    assert before_s > level_s + 10 > 15
+    line.answered("long", "", 1.0, 1.0)
+    line.answered("idle", "", 1.0, 2.0)
+    assert line._tenants["long"].had_s == before_s
+    assert line._tenants["idle"].had_s == pytest.approx(level_s + 2.0)
+
+
+def test_nobody_is_set_back_for_long_whatever_it_was_answered():
+    fleet = Fleet()
+    for _ in range(100):
+        fleet.ask("others", seconds=0.5)
+    for _ in range(50):
+        fleet.mind.waiting.answered("a", "", 1.0, 30.0)
+    late = fleet.ask("a", seconds=0.5)
+    served = 0.0
+    while late.is_waiting:
+        fleet.finish()
+        served += 0.5
+    assert 9.0 < served < 12.0
+
+
 class Crowd(Fleet):
     """A line that never empties: `steady` always has one request in it and `greedy` ten, and others come once."""
 

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from lorafleet.auth import hash_key
 from lorafleet.kv.blocks import block_hashes, root_hash
 from orchestrator.wire import Draining
+from router.core.dispatch import Dispatcher
 from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from router.relay.front import front
@@ -945,6 +946,23 @@ async def test_what_one_of_several_answers_found_cached_is_not_held_against_the_
         assert answer.status_code == 200
         await until(lambda: not list(parts.mind.load.in_flight()))
         assert parts.decisions[0].cached_tokens == (48 if is_compared else None)
+
+
+async def test_the_length_of_an_answer_counts_for_its_tenant_and_its_adapter(monkeypatch):
+    told = []
+    monkeypatch.setattr(Dispatcher, "answered", lambda _, *what: told.append(what))
+
+    async def with_usage(engine, body):
+        usage = {"prompt_tokens": 4, "completion_tokens": 100}
+        return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
+
+    control = Control()
+    control.add_adapter("sql/v1", on=["w0"], priority=1)
+    control.figures = Load(decode_tokens_per_s=50.0, running=2)
+    async with fleet(Engine("w0", with_usage), control=control) as (client, _, _):
+        assert (await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
+        await until(lambda: told)
+    assert told == [("", "sql/v1", 2.0, pytest.approx(1.0))]
 
 
 async def test_an_engine_whose_events_went_missing_is_asked_to_report_again_what_it_reuses():
