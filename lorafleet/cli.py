@@ -612,7 +612,3 @@ def main() -> None:
         raise SystemExit(exc.status) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-if __name__ == "__main__":
-    main()

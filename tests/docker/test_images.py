@@ -152,7 +152,7 @@ def test_the_wheel_has_everything_that_the_houses_need_at_run_time(installed, tm
         "assert resources.files('lorafleet').joinpath('tiny_corpus.txt').is_file()\n"
         "assert resources.files('orchestrator.api').joinpath('ui.html').is_file()\n"
     )
-    for words in (["-c", script], ["-m", "lorafleet.cli", "--help"], ["-m", "router", "--help"]):
+    for words in (["-c", script], ["-m", "lorafleet", "--help"], ["-m", "router", "--help"]):
         done = subprocess.run(
             [str(installed / "bin" / "python3"), *words],
             env={"PYTHONPATH": f"{ours}:{theirs}", "PATH": "/usr/bin:/bin"},

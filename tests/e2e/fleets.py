@@ -91,7 +91,7 @@ def start(state_dir: Path, *flags: str, token: str = "", environment: dict[str, 
     tag = f"LORA_E2E_TAG={uuid.uuid4().hex}"
     name, _, value = tag.partition("=")
     errors = state_dir.with_name(f"{state_dir.name}.{value[:8]}.err")
-    command = [sys.executable, "-m", "lorafleet.cli", "up", "--state-dir", str(state_dir)]
+    command = [sys.executable, "-m", "lorafleet", "up", "--state-dir", str(state_dir)]
     ports = [w for flag in ("--router-port", "--orchestrator-port") if flag not in flags for w in (flag, "0")]
     with errors.open("w") as err:
         process = subprocess.Popen(

@@ -377,7 +377,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A router that has decided four requests: base, base again, an adapter, and the base once more."""
     folder = tmp_path_factory.mktemp("fleet")
     words = ["up", "--engine", "sim", "--workers", "2", "--router-port", "0", "--orchestrator-port", "0", "--state-dir"]
-    command = [sys.executable, "-m", "lorafleet.cli", *words, str(folder)]
+    command = [sys.executable, "-m", "lorafleet", *words, str(folder)]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=clean)
     assert process.stdout is not None
