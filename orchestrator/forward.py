@@ -28,13 +28,20 @@ LEADERS = frozenset({"/v1/catalog", "/v1/events"})
 FORWARDED = "x-lorafleet-forwarded-by"
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host"})
 _LOOK_EVERY_S = 0.2
+# What is nearly done may still be done; what waits for an adapter would be cut off later, with less to say.
+_LOOKS_WHEN_STOPPING = 10
+
+
+class _Stopping(Exception):
+    """We are told to end, and the leader takes its time."""
 
 
 class Forwarder:
     """ASGI middleware in front of all routes.
 
     refresh      reads the store again, before a read is answered from it
-    is_stopping  whether this process is told to end: streams of events, which have none, end then
+    is_stopping  whether this process is told to end: streams of events, which have none, end then, and so do calls that
+                 wait
     """
 
     def __init__(
@@ -83,6 +90,10 @@ class Forwarder:
         elif leader is not None and leader.url:
             try:
                 return await self._asked(leader, request)
+            except _Stopping:
+                self._metrics.forwarded.labels("refused").inc()
+                why = "this orchestrator stops, and the one that leads has not answered yet; ask again"
+                return error_response(Unavailable(why, code="not_leading", retry_after_s=self._retry_after_s))
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
                 self._metrics.forwarded.labels("unreachable").inc()
                 why = f"the orchestrator that leads, {leader.url}, does not answer ({exc!r})"
@@ -108,10 +119,17 @@ class Forwarder:
         return StreamingResponse(self._body(answer), status_code=answer.status_code, headers=kept)
 
     async def _while_it_leads(self, leader: Hold, sending: Any) -> httpx.Response:
-        """Its answer. Some calls wait for minutes, so what ends the wait is that it leads no longer: TimeoutError."""
+        """Its answer. Some calls wait for minutes, so what ends the wait is that it leads no longer: TimeoutError. Or
+        that we end: _Stopping.
+        """
         task: asyncio.Task[httpx.Response] = asyncio.ensure_future(sending)
+        looks = _LOOKS_WHEN_STOPPING
         try:
             while not (await asyncio.wait([task], timeout=_LOOK_EVERY_S))[0]:
+                if self._is_stopping():
+                    looks -= 1
+                    if not looks:
+                        raise _Stopping
                 now = self._leadership.other
                 if now is None or now.holder != leader.holder:
                     raise TimeoutError("it leads no longer")

@@ -163,6 +163,23 @@ async def test_a_call_that_waits_ends_when_the_leader_leads_no_longer(leader):
         leader.hang.set()
 
 
+async def test_a_call_that_waits_ends_with_a_word_of_it_when_the_orchestrator_that_forwards_it_stops(leader):
+    leadership = standby(leader.url)
+    async with forwarding(leadership) as client:
+        waiting = asyncio.create_task(client.post("/hang"))
+        while not leader.seen:
+            await asyncio.sleep(0.01)
+        leadership.is_stopping = True
+        answer = await asyncio.wait_for(waiting, 5)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "not_leading"
+        assert "stops" in answer.json()["error"]["message"]
+        assert int(answer.headers["retry-after"]) >= 1
+        # What is answered soon still is.
+        assert (await client.post("/v1/adapters", content=b"{}")).json() == {"body": "{}"}
+        leader.hang.set()
+
+
 async def test_what_is_about_this_process_and_all_that_a_leader_is_asked_stays_here(leader):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client:
