@@ -42,7 +42,9 @@ class WorkerSettings(HouseSettings):
     engine_host: str = Field(default="127.0.0.1", description="address the engine listens on")
     engine_port: int = Field(default=8100, ge=0, le=65535, description="port of the engine; 0 picks a free one")
     engine_advertise_url: Url = Field(default="", description="engine URL that routers use, if not its own address")
-    engine_args: tuple[str, ...] = Field(default=(), description="further engine arguments, passed on as they are")
+    engine_args: tuple[str, ...] = Field(
+        default=(), description='further engine arguments, each by itself, as a JSON list: ["--seed", "1"]'
+    )
     engine_output: bool = Field(
         default=True, description="pass the engine's output on to stderr; it is in state_dir/engine.log, too"
     )
@@ -158,6 +160,15 @@ class WorkerSettings(HouseSettings):
                 " sglang or sim, see docs/engines.md"
             )
         return kind
+
+    @field_validator("engine_args")
+    @classmethod
+    def _are_apart(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        for word in words:
+            flag, _, rest = word.partition(" ")
+            if flag.startswith("--") and "=" not in flag and rest:
+                raise ValueError(f"each argument by itself: {flag!r}, {rest!r}; found {word!r} as one")
+        return words
 
     @field_validator("orchestrator_url")
     @classmethod

@@ -105,6 +105,13 @@ def test_two_workers_of_one_machine_have_sockets_of_their_own():
     assert one != other
 
 
+def test_engine_arguments_stand_each_by_itself():
+    given = ("--seed", "1", "--chat-template=a b.jinja", "--override", '{"a": 1}', "a text")
+    assert settings(engine_args=given).engine_args == given
+    with pytest.raises(ValidationError, match=r"each argument by itself: '--seed', '1'; found '--seed 1' as one"):
+        settings(engine_args=("--seed 1",))
+
+
 @pytest.mark.parametrize("wrong", [{"max_loras": 4, "max_cpu_loras": 2}, {"model": ""}, {"max_lora_rank": 12}])
 def test_settings_that_cannot_work_are_refused(wrong):
     with pytest.raises(ValidationError):
