@@ -1,4 +1,5 @@
 import asyncio
+import ssl
 
 import pytest
 from starlette.applications import Starlette
@@ -11,7 +12,7 @@ from router.relay.events import Echo
 from router.relay.upstream import Origin, Pool
 from router.surface.routes import ROUTES
 from router.surface.usage import EngineUsage
-from tests.router.relay.wires import Engine, finished
+from tests.router.relay.wires import Engine, finished, until
 from tests.serving import serving
 
 CHAT = ROUTES["POST", "/v1/chat/completions"]
@@ -238,3 +239,26 @@ async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowl
         await asyncio.wait_for(over.wait(), 5)
         await pool.close()
     assert b"".join(exchange.sent) == TOKEN + DONE
+
+
+async def test_an_engine_that_breaks_off_in_the_read_that_brought_its_first_event_is_passed_over(certificate):
+    key, cert = certificate
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # its end comes in one read with what was said before
+    theirs.load_cert_chain(cert, key)
+
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(b"%b%x\r\n%b\r\n" % (head, len(TOKEN), TOKEN))
+        await finished(writer)
+
+    engine = Engine(script)
+    server = await asyncio.start_server(engine._serve, "127.0.0.1", 0, ssl=theirs)
+    url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
+    pool = Pool(connect_s=2, tls=ssl.create_default_context(cafile=cert))
+    async with server:
+        with pytest.raises(ReplicaUnreachable) as passed_over:
+            await open_attempt(pool, call_to(url, streamed=True), LIMITS)
+        assert passed_over.value.reason == "no_answer"
+        await pool.close()
+        await until(lambda: not engine.open)

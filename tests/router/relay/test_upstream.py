@@ -5,7 +5,6 @@ import gc
 import os
 import socket
 import ssl
-import subprocess
 
 import pytest
 
@@ -633,16 +632,6 @@ async def test_an_engine_may_listen_on_ipv6(pool):
         assert heard.body == b"abc"
         await pool.close()
         await until(lambda: not engine.open)
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    key, cert = folder / "key.pem", folder / "cert.pem"
-    asked = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    asked += f" -addext subjectAltName=DNS:localhost -keyout {key} -out {cert}"
-    subprocess.run(["openssl", *asked.split()], check=True, capture_output=True)
-    return key, cert
 
 
 async def test_an_engine_may_speak_tls_and_is_checked(certificate):
