@@ -151,12 +151,18 @@ async def test_what_keeps_it_from_leading_is_in_the_refusal():
     assert message == f"this orchestrator does not lead, and knows of none that does: {leadership.trouble}"
 
 
+async def asked(client, leader):
+    """A call that waits at the leader by now."""
+    waiting = asyncio.create_task(client.post("/hang"))
+    while not leader.seen:
+        await asyncio.sleep(0.01)
+    return waiting
+
+
 async def test_a_call_that_waits_ends_when_the_leader_leads_no_longer(leader):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client:
-        waiting = asyncio.create_task(client.post("/hang"))
-        while not leader.seen:
-            await asyncio.sleep(0.01)
+        waiting = await asked(client, leader)
         leadership.other = Hold(holder="another", url="http://127.0.0.1:9", duration_s=5.0)
         answer = await asyncio.wait_for(waiting, 5)
         assert answer.json()["error"]["code"] == "not_leading"
@@ -166,9 +172,7 @@ async def test_a_call_that_waits_ends_when_the_leader_leads_no_longer(leader):
 async def test_a_call_that_waits_ends_with_a_word_of_it_when_the_orchestrator_that_forwards_it_stops(leader):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client:
-        waiting = asyncio.create_task(client.post("/hang"))
-        while not leader.seen:
-            await asyncio.sleep(0.01)
+        waiting = await asked(client, leader)
         leadership.is_stopping = True
         answer = await asyncio.wait_for(waiting, 5)
         assert answer.status_code == 503
