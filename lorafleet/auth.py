@@ -238,19 +238,20 @@ def refuse_open_server(keys: Keys, host: str, *, allow_open: bool) -> None:
         )
 
 
-def host_check(keys: Keys, *, allow_open: bool) -> Callable[[str], None] | None:
+def host_check(keys: Keys, *, allow_open: bool) -> Callable[[str | bytes], None] | None:
     """`check_host` for a server without keys, which relies on being out of everybody's reach; None for any other."""
     return check_host if keys.is_open and not allow_open else None
 
 
 @lru_cache(maxsize=1024)
-def check_host(host: str) -> None:
+def check_host(host: str | bytes) -> None:
     """Raises HttpError 421 `unknown_host` for a `Host` header with a name that somebody may own.
 
     A page in this machine's browser whose own name was pointed at this machine (DNS rebinding) calls what is open here
     as if it were its own server, and reads the answers. It cannot do so by an address, by a name without a dot, or by
     one that nobody can register.
     """
+    host = host.decode("latin-1") if isinstance(host, bytes) else host
     name = host.strip().lower().partition(":")[0].rstrip(".")
     top = name.rpartition(".")[2]
     if host.startswith("[") or "." not in name or top.isdigit() or top in _NOBODYS:

@@ -73,16 +73,12 @@ class Inference:
     def sender(self, headers: Mapping[bytes, bytes]) -> Caller | None:
         """Who sends this; None for who may not."""
         try:
-            return self._caller(headers)
+            if self._check_host is not None:
+                self._check_host(headers.get(b"host", b""))
+            caller = self._parts.keys.caller(_authorization(headers))
         except HttpError:
             return None
-
-    def _caller(self, headers: Mapping[bytes, bytes]) -> Caller:
-        if self._check_host is not None:
-            self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        caller = self._parts.keys.caller(_authorization(headers))
-        check_scope(caller, "infer")
-        return caller
+        return caller if caller.may("infer") else None
 
     def route(self, method: str, path: str) -> Handler | None:
         """What answers this, or None: it is not an inference route."""
@@ -139,7 +135,9 @@ class Inference:
 
     def _refused(self, headers: Mapping[bytes, bytes]) -> NoReturn:
         """Raises HttpError that says why this has no caller."""
-        self._caller(headers)
+        if self._check_host is not None:
+            self._check_host(headers.get(b"host", b""))
+        check_scope(self._parts.keys.caller(_authorization(headers)), "infer")
         raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
 
     def _wrong_method(self, exchange: Exchange) -> None:

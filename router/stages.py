@@ -384,9 +384,9 @@ async def decided(
 
 def answered(parts: Parts, caller: Caller, target: Target, decode_s: float) -> None:
     """An answer is over that took its engine so many seconds besides its prefill: its tenant has had them."""
-    adapter = target.adapter
-    name = adapter.lora_id if adapter else ""
-    parts.mind.waiting.answered(caller.tenant or "", name, _weight(adapter), decode_s)
+    waiting, adapter = parts.mind.waiting, target.adapter
+    if waiting:
+        waiting.answered(caller.tenant or "", adapter.lora_id if adapter else "", _weight(adapter), decode_s)
 
 
 def _weight(adapter: Adapter | None) -> float:

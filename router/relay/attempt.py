@@ -108,12 +108,10 @@ class Attempt(msgspec.Struct, eq=False):
                 replica had reported but no longer knows, an engine shutting down, an error in place of the first event
         """
         failure, call = self.failure, self._call
-        # It may break off in the very read that decided it: nothing has gone to the client then.
-        lost = failure.__cause__ if isinstance(failure, StreamBroken) else failure
-        if isinstance(lost, EngineLost):
-            raise _unreachable(call, lost)
         if failure is not None:
-            raise failure
+            # It may break off in the very read that decided it: nothing has gone to the client then.
+            lost = failure.__cause__ if isinstance(failure, StreamBroken) else failure
+            raise _unreachable(call, lost) if isinstance(lost, EngineLost) else failure
         if self.status != 200:
             reason = _retry_reason(self, call)
             if reason is not None:
