@@ -35,7 +35,7 @@ from router.stages import (
 )
 from router.surface import generate
 from router.surface.routes import Route
-from router.surface.stored import gone, tagged_response_id, worker_of
+from router.surface.stored import gone, left, tagged_response_id, worker_of
 from router.surface.usage import EngineUsage
 from router.tokens import Slowly, Tokens
 from router.tracing import AttributeValue, Trace
@@ -320,6 +320,10 @@ class Journey(msgspec.Struct, eq=False):
         worker = worker_of(earlier, tenant=self.caller.tenant, param="previous_response_id")
         for replica in self.parts.discovery.fleet.roster(target.base_model).replicas:
             if replica.id == worker:
+                adapter = target.adapter
+                if adapter is not None and adapter.engine_name and adapter.engine_name not in replica.residents:
+                    # Nothing loads it there for this, so coming back would not help.
+                    raise left(str(earlier), worker, adapter.lora_id, param="previous_response_id")
                 return replica.incarnation
         raise gone(str(earlier), worker, param="previous_response_id")
 

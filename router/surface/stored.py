@@ -75,6 +75,15 @@ def gone(response_id: str, worker: str, *, param: str) -> ResponseNotFound:
     )
 
 
+def left(response_id: str, worker: str, lora_id: str, *, param: str) -> ResponseNotFound:
+    """The error for a response that its worker keeps, but cannot go on with: its adapter has left that worker."""
+    return ResponseNotFound(
+        f"Response with id {response_id!r} is kept by worker {worker!r}, where adapter {lora_id!r} is not any more; "
+        "send the whole conversation as input",
+        param=param,
+    )
+
+
 def _mark(tenant: str | None) -> str:
     return xxh3_64_hexdigest(b"" if tenant is None else b"\0" + tenant.encode())
 

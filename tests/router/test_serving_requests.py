@@ -16,6 +16,7 @@ from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from router.relay.front import front
 from router.surface.routes import ROUTES
+from router.surface.stored import tagged_response_id
 from tests.router.doubles import (
     BASE,
     CHAT,
@@ -980,3 +981,20 @@ async def test_an_engine_whose_events_went_missing_is_asked_to_report_again_what
         parts.trust.lost("w0")
         await client.post("/v1/chat/completions", json=CHAT)
     assert [body.get("vllm_xargs") for body in engine.bodies] == [None, {"kv_cache_report_mode": "full"}]
+
+
+async def test_a_response_whose_adapter_has_left_its_worker_cannot_be_gone_on_with():
+    control = Control()
+    control.add_adapter("a/v1", on=("w0",))
+    earlier = tagged_response_id("r", "", tenant=None, worker="w0")
+    ask = {"model": "a/v1", "input": "more", "previous_response_id": earlier}
+    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, parts):
+        assert (await client.post("/v1/responses", json=ask)).headers["x-lorafleet-worker"] == "w0"
+        control.residents = {"w1": ["a/v1"]}
+        control.tell()
+        await until(lambda: parts.discovery.fleet.replicas["w1"].residents)
+        await until(lambda: not parts.discovery.fleet.replicas["w0"].residents)
+        refused = await client.post("/v1/responses", json=ask)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "response_not_found")
+        assert "send the whole conversation" in refused.json()["error"]["message"]
+        assert not control.ensured
