@@ -81,10 +81,7 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
     @api.get("/v1/models/{model:path}")
     async def model(model: str, caller: infers) -> JSONResponse:
         """One of them."""
-        card = _cards(_fleet(parts), caller).get(model)
-        if card is None:
-            raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what is", param="model")
-        return JSONResponse(card)
+        return JSONResponse(_card(parts, caller, model))
 
     @api.post("/v1/route", dependencies=admin, response_model=RouteAnswer)
     async def explain(request: Request) -> Any:
@@ -243,6 +240,14 @@ def _is_about(record: Record, adapter: str | None, worker: str | None, request: 
         and adapter in (None, name, name.rpartition("@")[0])
         and request in (None, record.request_id)
     )
+
+
+def _card(parts: Parts, caller: Caller, model: str) -> dict[str, Any]:
+    card = _cards(_fleet(parts), caller).get(model)
+    if card is None:
+        parts.discovery.check_heard()
+        raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what is", param="model")
+    return card
 
 
 def _cards(fleet: Fleet, caller: Caller) -> dict[str, dict[str, Any]]:

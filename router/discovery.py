@@ -18,6 +18,7 @@ from lorafleet.loops import Changes, forever
 from lorafleet.plain import PlainEngine
 from orchestrator.wire import Catalog
 from router.catalog import draining_by_worker, named_by, read_catalog, save_catalog
+from router.core.errors import NoReplica
 from router.core.fleet import Adapter, Alias, Fleet, Replica
 from router.core.index import WorkerId
 from router.follow import Follow, placed, replica_from, state_of
@@ -162,6 +163,13 @@ class Discovery:
     def slices_age_s(self) -> float | None:
         """Seconds since the API server last confirmed the slices; None before the first time, or without any."""
         return None if self.slices is None else self.slices.age_s()
+
+    def check_heard(self) -> None:
+        """Raises NoReplica where there are workers and none has said anything yet: which base models there are is known
+        from them alone.
+        """
+        if self._follows and not self.fleet.replicas:
+            raise NoReplica("no worker has answered this router yet, so which base models there are is not known")
 
     def _has_asked_all(self) -> bool:
         return all(f.metadata is not None or f.heard_at for f in self._follows.values())

@@ -14,7 +14,7 @@ from lorafleet.auth import Caller
 from lorafleet.kv.blocks import BlockHash, root_hash
 from router.core.decision import Ask, Decision
 from router.core.dispatch import Match, Prompt, Ticket
-from router.core.errors import BadBody, CatalogUnavailable
+from router.core.errors import BadBody, CatalogUnavailable, ModelNotFound
 from router.core.fleet import Adapter, Excluded, Incarnation
 from router.core.mind import first_blocks
 from router.core.resolve import Target, resolve
@@ -139,14 +139,18 @@ def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
     """resolve and authorise: what the caller may not use does not exist for it."""
     if not parts.discovery.has_catalog:
         raise CatalogUnavailable("this router has not heard from the orchestrator yet", retry_after_s=2.0)
-    target = resolve(
-        parts.discovery.fleet,
-        model=question.decoded.get("model"),
-        lora_id=question.decoded.get("lora_id"),
-        visible=lambda adapter: caller.may_use(adapter.tenants),
-        rng=parts.mind.rng,
-        session=question.session,
-    )
+    try:
+        target = resolve(
+            parts.discovery.fleet,
+            model=question.decoded.get("model"),
+            lora_id=question.decoded.get("lora_id"),
+            visible=lambda adapter: caller.may_use(adapter.tenants),
+            rng=parts.mind.rng,
+            session=question.session,
+        )
+    except ModelNotFound:
+        parts.discovery.check_heard()
+        raise
     # Where an adapter is but a name, its base model does the same, and nothing need be loaded.
     return target if question.route.adapter == "runs" else Target(target.base_model, None, target.asked)
 

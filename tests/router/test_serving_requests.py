@@ -31,6 +31,7 @@ from tests.router.doubles import (
     until,
     with_sql,
 )
+from tests.serving import serving
 from workers.wire import Load, Metadata
 
 SQL = f"sql/v1@{DIGEST[:12]}"
@@ -998,3 +999,18 @@ async def test_a_response_whose_adapter_has_left_its_worker_cannot_be_gone_on_wi
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "response_not_found")
         assert "send the whole conversation" in refused.json()["error"]["message"]
         assert not control.ensured
+
+
+async def test_no_model_is_denied_before_any_worker_was_heard():
+    engine = Engine("w0")
+    async with serving(engine.app) as url, fleet(control=Control(workers={"w0": url}, silent=True)) as got:
+        client, control, parts = got
+        await until(parts.discovery.is_synced)
+        for ask in (client.post("/v1/chat/completions", json=CHAT), client.get(f"/v1/models/{BASE}")):
+            refused = await ask
+            assert error_of(refused) == (503, "no_replica")
+            assert "retry-after" in refused.headers
+        control.silent = False
+        await until(lambda: parts.discovery.fleet.replicas)
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=CHAT | {"model": "absent"})).status_code == 404
