@@ -53,15 +53,21 @@ class SharedAccounts:
         self._memory = mmap.mmap(descriptor, processes * TABLE_BYTES)
         self._ours = slot * TABLE_BYTES
         self._theirs = [other * TABLE_BYTES for other in range(processes) if other != slot]
-        self._cells: dict[str, int] = {}
+        # Where our accounts are, by their tags, and which of them only the process before us has touched.
+        self._cells: dict[int, int] = {}
+        self._inherited: set[int] = set()
         self._forget_at = -inf
         self._has_said = False
-        self._wipe()  # it is of the process that had this slot before
+        self._take_over()
         _PID.pack_into(self._memory, self._ours, os.getpid())
 
     def left(self, key_id: str) -> Iterator[Left]:
-        """How the others left this key's account, those that have touched it. Nothing runs where a process died."""
+        """How the others left this key's account, those that have touched it, and who had our place before us. Nothing
+        runs where a process died.
+        """
         tag = _tag(key_id)
+        if tag in self._inherited:
+            yield self._read(self._cells[tag])
         for table in self._theirs:
             offset = self._find(table, tag)
             found, *told = _CELL.unpack_from(self._memory, offset)
@@ -73,26 +79,43 @@ class SharedAccounts:
 
     def leave(self, key_id: str, left: Left) -> None:
         """Tell the others how we left it."""
-        offset = self._cells.get(key_id)
+        tag = _tag(key_id)
+        self._inherited.discard(tag)
+        self._leave(tag, left)
+
+    def _take_over(self) -> None:
+        """What the process took that had this slot before stays taken; what it had under way is over."""
+        begin = self._ours + _HEAD_BYTES
+        for offset in range(begin, self._ours + TABLE_BYTES, _CELL.size):
+            (tag,) = _TAG.unpack_from(self._memory, offset)
+            if tag:
+                self._cells[tag] = offset
+                self._inherited.add(tag)
+                self._write(offset, self._read(offset)._replace(running=0))
+
+    def _leave(self, tag: int, left: Left) -> None:
+        offset = self._cells.get(tag)
         if offset is None:
             if len(self._cells) >= _MOST and left.at >= self._forget_at:
                 self._forget_idle(left.at)
-            offset = self._claimed(key_id)
+            offset = self._claimed(tag)
             if offset is None:
                 return
         self._write(offset, left)
 
-    def _claimed(self, key_id: str) -> int | None:
+    def _claimed(self, tag: int) -> int | None:
         if len(self._cells) >= _MOST:
             if not self._has_said:
                 self._has_said = True
                 log.warning("too many keys with limits at once; further ones have them in each process", most=_MOST)
             return None
-        tag = _tag(key_id)
-        offset = self._cells[key_id] = self._find(self._ours, tag)
+        offset = self._cells[tag] = self._find(self._ours, tag)
         self._write(offset, _NOTHING)
         _TAG.pack_into(self._memory, offset, tag)
         return offset
+
+    def _read(self, offset: int) -> Left:
+        return Left(*_CELL.unpack_from(self._memory, offset)[1:])
 
     def _write(self, offset: int, left: Left) -> None:
         when = offset + _TAG.size
@@ -112,15 +135,16 @@ class SharedAccounts:
     def _forget_idle(self, now: float) -> None:
         """Accounts that are full again are as good as none: those that nothing was taken from for a minute."""
         kept = {}
-        for key_id, offset in self._cells.items():
-            left = Left(*_CELL.unpack_from(self._memory, offset)[1:])
+        for tag, offset in self._cells.items():
+            left = self._read(offset)
             if left.running or min(left.requests, left.tokens) < 0 or now - left.at < MINUTE_S:
-                kept[key_id] = left
+                kept[tag] = left
         self._forget_at = now + _FORGET_EVERY_S
         self._cells.clear()
+        self._inherited &= kept.keys()
         self._wipe()
-        for key_id, left in kept.items():
-            self.leave(key_id, left)
+        for tag, left in kept.items():
+            self._leave(tag, left)
 
     def _wipe(self) -> None:
         begin = self._ours + _HEAD_BYTES

@@ -347,6 +347,41 @@ def test_a_process_that_takes_anothers_place_begins_with_nothing_of_its_own_unde
     assert again.headers(again.take("k", limits, 0.0), 0.0)["x-ratelimit-remaining-requests"] == "3"
 
 
+def test_what_a_process_took_stays_taken_when_another_takes_its_place_and_nobody_had_looked_meanwhile():
+    limits = KeyLimits(requests_per_minute=6, tokens_per_minute=100)
+    descriptor = shared_memory(2)
+    dead, there = (Quotas(SharedAccounts(descriptor, slot, 2)) for slot in range(2))
+    for _ in range(6):
+        dead.settle(dead.take("k", limits, 0.0, 10), 0.0, completion_tokens=5)
+    dead.take("other", limits, 0.0, 100)
+    again = Quotas(SharedAccounts(descriptor, 0, 2))
+    refused(again, limits, 0.0)
+    refused(there, limits, 0.0)
+    granted = again.take("k", limits, 10.0)
+    assert again.headers(granted, 10.0)["x-ratelimit-remaining-tokens"] == "26"
+    refused(there, limits, 10.0)
+    assert refused(Quotas(SharedAccounts(descriptor, 0, 2)), limits, 11.0, 50, key="other").limit == "tokens_per_minute"
+    os.close(descriptor)
+
+
+def test_accounts_of_the_process_before_are_forgotten_like_others_when_the_table_is_full(monkeypatch):
+    monkeypatch.setattr(accounts, "_MOST", 12)
+    limits = KeyLimits(requests_per_minute=1)
+    descriptor = shared_memory(2)
+    dead = Quotas(SharedAccounts(descriptor, 0, 2))
+    for number in range(11):
+        dead.take(f"idle{number}", limits, 0.0)
+    dead.take("busy", limits, 100.0)
+    here, other = SharedAccounts(descriptor, 0, 2), Quotas(SharedAccounts(descriptor, 1, 2))
+    again = Quotas(here)
+    again.take("k", limits, 101.0)
+    assert len(here._cells) == 2
+    for quotas in (again, other):
+        for key in ("busy", "k"):
+            refused(quotas, limits, 101.0, key=key)
+    os.close(descriptor)
+
+
 def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypatch):
     monkeypatch.setattr(accounts, "_MOST", 12)
     limits = KeyLimits(requests_per_minute=1)
