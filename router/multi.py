@@ -246,6 +246,7 @@ class _Parent:
         self._forced = asyncio.Event()
         self._has_served = False
         self._never_started: dict[int, int] = {}
+        self._has_given_up = False
         self._has_failed = False
         self._chance = random.Random()
 
@@ -255,7 +256,7 @@ class _Parent:
             loop.add_signal_handler(sig, self._told, sig)
         log.info("serving", host=self._host, port=self._port, processes=self._processes)
         await asyncio.gather(*(self._keep(slot) for slot in range(self._processes)))
-        if self._none_can_start():
+        if self._has_given_up:
             return max(1, *self._never_started.values())
         return 1 if self._has_failed else 0
 
@@ -297,7 +298,8 @@ class _Parent:
                 self._never_started[slot] = status
                 if self._none_can_start():
                     log.error("no process can start", status=status)
-                    self._stopping.set()
+                    self._has_given_up = True
+                    self._told(signal.SIGTERM)  # some may be at it once more, and could by now
                     return
             pause_s = backoff_s(failures, _FIRST_PAUSE_S, _MOST_PAUSE_S, self._chance)
             log.warning(

@@ -282,9 +282,12 @@ async def test_processes_that_cannot_start_end_the_parent_with_their_status(tmp_
         assert list(tmp_path.iterdir()) == []
 
 
-PARENT = "import sys; from router import multi; sys.exit(multi.run(sys.argv[1:], 2, **{}))".format(
-    {"host": "127.0.0.1", "port": 0, "port_file": None, "drain_s": 0.0, "stop_s": 1.0}
-)
+PARENT = """
+import pathlib, sys; from router import multi
+folder = pathlib.Path(sys.argv[1]).parent
+within = {"drain_s": 0.0, "stop_s": 1.0}
+sys.exit(multi.run(sys.argv[1:], 2, host="127.0.0.1", port=0, port_file=folder / "port", **within))
+"""
 # Serves nothing, and ends with its parent.
 PROCESS = """
 import json, os, pathlib, socket
@@ -328,6 +331,48 @@ async def test_a_process_that_cannot_be_started_is_started_later_and_the_others_
             parent.kill()
             await parent.communicate()
     await until(lambda: all(map(is_gone, pids())))
+
+
+# In the first slot it ends with 7, and is well the second time; in the other it ends with 7 while that one begins.
+WELL_TOO_LATE = """
+import json, os, pathlib, signal, socket, sys, time
+told, here = json.loads(os.environ["LORAFLEET_PROCESS"]), pathlib.Path(__file__).parent
+line, parent = socket.socket(fileno=told["lifeline"]), os.getppid()
+def serve(*_):
+    line.send(b"s")
+    while not (here / "port").exists() and os.getppid() == parent:
+        time.sleep(0.01)
+    (here / "stopped").touch()
+    sys.exit(0)
+if told["slot"]:
+    while not (here / "again").exists():
+        time.sleep(0.01)
+elif (here / "first").exists():
+    signal.signal(signal.SIGTERM, serve)
+    (here / "again").touch()
+    line.recv(1)
+(here / "first").touch()
+sys.exit(7)
+"""
+
+
+async def test_a_process_that_begins_once_more_when_none_could_start_is_stopped_in_order(tmp_path):
+    program = tmp_path / "program"
+    program.write_text(f"#!{sys.executable} -IS{WELL_TOO_LATE}")
+    program.chmod(0o700)
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PARENT, str(program)),
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(20):
+            await parent.wait()
+    finally:
+        if parent.returncode is None:
+            parent.kill()
+            await parent.wait()
+    assert (parent.returncode, (tmp_path / "stopped").exists()) == (7, True)
 
 
 async def test_a_port_file_that_cannot_be_written_ends_all_with_an_error(tmp_path):
