@@ -205,7 +205,8 @@ class Board:
             self.free[load.worker_id] -= 1
         else:
             self.gone[load.worker_id].add(load.evict)
-            self.holders[load.evict].discard(load.worker_id)
+            # Nobody's where the copy has other bytes than the registered ones, which may not be known yet.
+            self.holders.get(load.evict, set()).discard(load.worker_id)
         for lora_id in changed:
             self._spread(lora_id, self.weight(lora_id), self.loads)
 

@@ -353,6 +353,15 @@ def test_an_adapter_that_is_protected_makes_room_for_nobody(why):
     assert load.evict == "old"
 
 
+@pytest.mark.parametrize("registered", ["other bytes", None])
+def test_a_copy_of_other_bytes_than_the_registered_ones_makes_room_as_well(registered):
+    adapters = intent(adapter("old", digest=registered), adapter("new"))
+    observed = fleet(worker("w0", held("old"), slots=1))
+    desired = place(adapters, observed, want("new"), Rules(), NOW)
+    assert [(load.lora_id, load.evict) for load in desired.loads] == [("new", "old")]
+    assert "old" not in desired.replicas
+
+
 def test_nobody_is_thrown_out_for_an_adapter_that_only_lost_its_place():
     observed = fleet(worker("w0", held("old"), slots=1))
     adapters = intent(adapter("old"), adapter("new"))
