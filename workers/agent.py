@@ -43,6 +43,11 @@ from workers.wire import (
 
 log = structlog.get_logger()
 
+# A prompt is in no count of vLLM's before its first step is over, and a beam search never is: one request a token and
+# beam, each over with its step (0.32, seen running). So an engine is idle after so long without either, and after no
+# less than two steps. vLLM's own count of calls (`/load`) is no help: it falls below zero when clients leave.
+_QUIET_S = 2.0
+
 
 class Agent:
     """One worker's adapters and what is known of its engine. The event loop is the only writer."""
@@ -242,6 +247,8 @@ class Agent:
         """Say draining, refuse loads, and wait until the engine has nothing left or the deadline has passed."""
         self._begin_drain()
         deadline = self._clock() + deadline_s
+        quiet_s, quiet_since = max(_QUIET_S, 2 * self.link.step_s()), self._clock()
+        before: Scrape | None = None
         while True:
             left_s = deadline - self._clock()
             engine = self.link.engine
@@ -253,12 +260,16 @@ class Agent:
                     message = "draining, but the engine does not say what still runs; ask again"
                     raise EngineError("engine_timeout", message, retry_after_s=2) from exc
                 await asyncio.sleep(0.2)
+                quiet_since = self._clock()
                 continue
-            left_s = deadline - self._clock()
-            if scrape.running + scrape.waiting == 0 or left_s <= 0:
-                return DrainAnswer(
-                    is_drained=scrape.running + scrape.waiting == 0, running=scrape.running, waiting=scrape.waiting
-                )
+            now = self._clock()
+            left_s = deadline - now
+            is_idle = scrape.running + scrape.waiting == 0 and scrape.ended == (before or scrape).ended
+            if not is_idle:
+                quiet_since = now
+            before = scrape
+            if now - quiet_since >= quiet_s or left_s <= 0:
+                return DrainAnswer(is_drained=is_idle, running=scrape.running, waiting=scrape.waiting)
             await asyncio.sleep(min(0.2, left_s))
 
     def _begin_drain(self) -> None:

@@ -167,6 +167,11 @@ class Link:
         self._load.add(await self.engine.scrape(), self._clock())
         self._metrics.rates(self._load.rates)
 
+    def step_s(self) -> float:
+        """How long a step full of prompts takes there; 0 while it is not known how fast they are read."""
+        speed = self._load.rates.prefill_tokens_per_s
+        return self._settings.max_num_batched_tokens / speed if speed else 0.0
+
     def measure(self) -> None:
         """Bring the ledger's gauges up to date."""
         if self._kv is not None:

@@ -471,6 +471,41 @@ async def test_draining_waits_for_what_runs_and_says_so_when_time_is_up(worker):
         assert (await running).status_code == 200
 
 
+async def test_draining_waits_for_what_may_be_in_its_first_step(worker, tmp_path):
+    """vLLM shows a request when its first step is over, however long that is: a pod would end with it inside."""
+    config = make_adapter(tmp_path / "late", "late/v1") / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sim": {"delay_s": 2.5}}))
+    flags = ("--lora-path", str(tmp_path / "late"), "--preload-loras", "late/v1")
+    slow = ("--engine-args=--sim-prefill-tokens-per-s=500", "--max-num-batched-tokens", "750")  # a step takes 1.5 s
+    async with worker.running(*flags, *slow) as client, httpx.AsyncClient(timeout=30) as direct:
+        told = await metadata(client)
+        url = f"{told.transport.engine_url}/v1/completions"
+        await direct.post(url, json={"model": "tiny-qwen", "prompt": [7] * 100, "max_tokens": 1})
+        async with asyncio.timeout(10):
+            while not (await metadata(client)).load.prefill_tokens_per_s:
+                await asyncio.sleep(0.02)
+        body = {"model": told.lora.loaded_loras[0].engine_name, "prompt": "a", "max_tokens": 20}
+        asked = asyncio.create_task(direct.post(url, json=body))
+        assert (await post(client, "drain", deadline_s=20)).json()["is_drained"] is True
+        assert asked.done()
+        assert (await asked).status_code == 200
+
+
+async def test_draining_waits_for_what_is_in_no_count_but_goes_on_ending(worker):
+    """So does a beam search of vLLM's: a request a token, each over with the step that it was begun in."""
+    async with worker.running() as client, httpx.AsyncClient(timeout=30) as direct:
+        url = (await metadata(client)).transport.engine_url
+
+        async def search() -> None:
+            while True:
+                await direct.post(f"{url}/v1/completions", json={"model": "tiny-qwen", "prompt": "a", "max_tokens": 1})
+
+        searching = asyncio.create_task(search())
+        assert (await post(client, "drain", deadline_s=3)).json()["is_drained"] is False
+        searching.cancel()
+        assert (await post(client, "drain", deadline_s=20)).json()["is_drained"] is True
+
+
 async def test_draining_a_hung_engine_lasts_to_its_deadline_and_claims_nothing(worker):
     async with worker.running("--health-timeout-s", "0.3", "--hang-after-s", "60") as client:
         os.kill(worker.engine_pid, signal.SIGSTOP)
