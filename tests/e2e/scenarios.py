@@ -108,15 +108,19 @@ class FleetSuite:
         assert answer.headers["x-lorafleet-worker"] in fleet.held_by(COLD)
 
     def test_a_streamed_answer_comes_in_pieces(self, fleet: Fleet) -> None:
-        body = chat(prompt=fresh_prompt(), lora_id=SQL, stream=True, max_tokens=48, ignore_eos=True)
-        with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=120) as answer:
-            assert answer.status_code == 200
-            arrived = list(answer.iter_raw())
-        everything = b"".join(arrived)
-        assert everything.endswith(b"data: [DONE]\n\n")
-        assert everything.count(b"data: ") > 40
-        # How many come together is the machine's business; that the first need not wait for the last is ours.
-        assert arrived[0].count(b"data: ") < 40
+        def first_piece() -> int:
+            body = chat(prompt=fresh_prompt(), lora_id=SQL, stream=True, max_tokens=48, ignore_eos=True)
+            with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=120) as answer:
+                assert answer.status_code == 200
+                arrived = list(answer.iter_raw())
+            everything = b"".join(arrived)
+            assert everything.endswith(b"data: [DONE]\n\n")
+            assert everything.count(b"data: ") > 40
+            return arrived[0].count(b"data: ")
+
+        # How many come together is the machine's business, and on a busy one all may, once; that the first need not
+        # wait for the last is ours.
+        assert any(first_piece() < 40 for _ in range(5))
 
     def test_unknown_names_and_broken_bodies_have_their_own_errors(self, fleet: Fleet) -> None:
         unknown = fleet.ask(model="no-such-model")
