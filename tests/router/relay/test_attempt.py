@@ -7,8 +7,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from router.core.errors import ReplicaUnreachable
-from router.relay.attempt import Call, Limits, open_attempt
-from router.relay.events import Echo
+from router.relay.attempt import Attempt, Call, Limits, open_attempt
+from router.relay.events import MAX_EVENT_BYTES, Echo
 from router.relay.upstream import Origin, Pool
 from router.surface.routes import ROUTES
 from router.surface.usage import EngineUsage
@@ -262,3 +262,79 @@ async def test_an_engine_that_breaks_off_in_the_read_that_brought_its_first_even
         assert passed_over.value.reason == "no_answer"
         await pool.close()
         await until(lambda: not engine.open)
+
+
+async def test_a_first_event_without_end_is_given_up_and_its_engine_notices():
+    piece = b"x" * 2**18
+
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"6\r\ndata: \r\n")
+        for _ in range(4 * MAX_EVENT_BYTES // len(piece)):
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await writer.drain()
+        await reader.read()
+
+    pool = Pool(connect_s=2)
+    try:
+        async with Engine(script) as engine:
+            with pytest.raises(ReplicaUnreachable) as given_up:
+                await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
+            assert given_up.value.reason == "answer_too_large"
+            await asyncio.wait_for(engine.closed.wait(), 5)
+            assert not pool.connections
+    finally:
+        await pool.close()
+
+
+async def test_a_stream_that_begins_with_an_error_is_left_at_once_though_its_engine_would_go_on():
+    refused = b'data: {"error":{"message":"no","code":500}}\n\n'
+
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n" % (len(refused), refused))
+        await reader.read()
+
+    pool = Pool(connect_s=2)
+    try:
+        async with Engine(script) as engine:
+            with pytest.raises(ReplicaUnreachable) as passed_over:
+                await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
+            assert passed_over.value.reason == "first_event_error"
+            assert not pool.connections
+            await asyncio.wait_for(engine.closed.wait(), 2)
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize("ends", ["well", "broken"])
+async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_decides_nothing(ends):
+    more, told, over = asyncio.Event(), [], asyncio.Event()
+
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n" % (len(TOKEN), TOKEN))
+        await more.wait()
+        writer.write(b"%x\r\n%b\r\n" % (len(DONE), DONE))
+        writer.write(b"0\r\n\r\n" if ends == "well" else b"")
+        await finished(writer)
+
+    exchange, pool = Client(), Pool(connect_s=2)
+    try:
+        async with Engine(script) as engine:
+            call = call_to(engine.url, streamed=True)
+            attempt = Attempt(call, LIMITS, lambda: told.append(attempt.status), True)
+            attempt.begin(await pool.connect(call.origin))
+            await until(lambda: told)
+            more.set()
+            await until(lambda: attempt._connection is None)
+            assert told == [200]
+            attempt.relay(exchange, Echo("m", "m"), over.set)
+            await asyncio.wait_for(over.wait(), 5)
+            assert (b"".join(exchange.sent), attempt.events) == (TOKEN + DONE, 2)
+            assert attempt.is_broken == (ends == "broken")
+    finally:
+        await pool.close()
