@@ -783,8 +783,9 @@ async def test_a_client_that_reads_again_is_no_longer_watched_though_its_answer_
         assert b"last" in (await reading)[-20:]
 
 
+@pytest.mark.parametrize("path", [HOT, COLD])
 @pytest.mark.parametrize("line", [b"Connection: close", b"Connection: keep-alive"])
-async def test_a_client_that_does_not_read_its_last_answer_is_closed_though_nothing_was_paused_for_it(line):
+async def test_a_client_that_does_not_read_its_last_answer_is_closed_though_nothing_was_paused_for_it(line, path):
     def is_closed():
         connection.check(connection.loop.time() + FrontLimits().send_stall_s + FrontLimits().idle_s)
         return not served.front.connections
@@ -793,13 +794,39 @@ async def test_a_client_that_does_not_read_its_last_answer_is_closed_though_noth
         exchange._connection.transport.set_write_buffer_limits(2 * LARGE)
         exchange.respond(200, b"", b"x" * LARGE)
 
+    async def large_of_the_app(send):
+        (connection,) = served.front.connections
+        connection.transport.set_write_buffer_limits(2 * LARGE)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LARGE)]})
+        await send({"type": "http.response.body", "body": b"x" * LARGE})
+
     async with fronted(large) as served, await served.client() as client:
-        client.send(post(HOT, b"abc", line))
+        served.app.answer = large_of_the_app
+        client.send(post(path, b"abc", line))
         await until(lambda: served.seen)
         (connection,) = served.front.connections
         await until(connection.transport.get_write_buffer_size)
         await until(is_closed)
         assert len(await client.rest()) < LARGE
+
+
+async def test_the_app_waits_for_a_client_that_reads_too_slowly_and_goes_on_when_it_reads():
+    pieces, sent = [b"x" * 2**20] * 64, 0
+
+    async def stream(send):
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (64 << 20))]})
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            sent += 1
+        await send({"type": "http.response.body", "body": b""})
+
+    async with fronted() as served, await served.client() as client:
+        served.app.answer = stream
+        client.send(post(COLD, b"abc"))
+        await until(lambda: sent and any(connection.is_write_paused for connection in served.front.connections))
+        assert sent < 64
+        assert (await client.answer())[2] == b"".join(pieces)
 
 
 async def test_a_client_that_was_watched_while_idle_is_not_at_its_next_request():
