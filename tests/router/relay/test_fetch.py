@@ -191,3 +191,36 @@ async def test_a_stream_that_nobody_reads_holds_its_sender_back(pool):
         # The kernel keeps some megabytes on the way, and more where it has many.
         assert sent < 64
         assert sum([len(data) async for data in told]) == 64 << 20
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\n"])
+async def test_a_stream_whose_sender_leaves_before_its_head_is_lost_and_not_waited_for(pool, said):
+    async with answering(said, closes=True) as agent:
+        with pytest.raises(EngineLost) as lost:
+            async with asyncio.timeout(5), stream(pool, agent.url, "/events", idle_s=30):
+                pass
+        assert lost.value.reason == "no_answer"
+        assert not pool.connections
+
+
+@pytest.mark.parametrize(("more", "reason"), [(b"HTTP/1.1 2", "no_answer"), (None, "no_answer_in_time")])
+async def test_what_a_kept_connection_was_heard_on_or_hangs_on_is_not_asked_again(pool, more, reason):
+    whole = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody"
+
+    async def script(engine, reader, writer):
+        engine.requests.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(whole)
+        engine.requests.append(await reader.readuntil(b"\r\n\r\n"))
+        if more is None:
+            await reader.read()
+        else:
+            writer.write(more)
+            await finished(writer)
+
+    async with Engine(script) as agent:
+        assert await fetch(pool, agent.url, "/metadata", timeout_s=5) == b"body"
+        with pytest.raises(EngineLost) as lost:
+            await fetch(pool, agent.url, "/metadata", timeout_s=0.3)
+        assert lost.value.reason == reason
+        assert (agent.connections, len(agent.requests)) == (1, 2)
+        assert not pool.connections

@@ -570,6 +570,7 @@ async def test_a_connection_that_is_made_as_the_pool_closes_is_closed(pool):
         with pytest.raises(EngineLost):
             await connecting
         assert not pool.connections
+        await until(lambda: engine.connections and not engine.open)
 
 
 async def test_thousands_of_requests_given_up_leave_nothing(pool):
