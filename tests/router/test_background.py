@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from starlette.applications import Starlette
@@ -14,6 +15,8 @@ from starlette.routing import Route
 from lorafleet.auth import hash_key
 from router.background import Background
 from router.core.fleet import Report
+from router.relay.fetch import Refused
+from router.relay.upstream import EngineLost
 from tests.router.doubles import BASE, Control, Engine, error_of, fleet, until
 from tests.router.test_policy import a_replica
 from workers.wire import Load
@@ -199,6 +202,78 @@ async def test_a_worker_that_is_nowhere_for_a_moment_works_on(how):
     usage = await over
     assert usage is not None
     assert usage.completion_tokens == USAGE["output_tokens"]
+
+
+async def test_an_engine_that_is_away_or_talks_nonsense_for_a_moment_is_asked_again():
+    refused, lost = Refused("503", 503, b"busy"), EngineLost("no_answer", "closed")
+    troubles = [refused, lost, b"no JSON", b'{"status": 3}', b'{"status": ""}', b"\xff", b"[" * 100_000]
+    told, found = dict(enumerate(troubles)), {}
+
+    async def ask(replica, response_id):
+        answer = told.pop(int(response_id), json.dumps({"status": "completed", "usage": USAGE}).encode())
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    replica = a_replica("w0", engine_boot_id="b")
+    background = Background(ask, lambda _: replica, most=len(troubles), tenant_share=1.0, timeout_s=60.0)
+    for number in told:
+        background.enter("")
+        over = partial(lambda number, usage, _: found.update({number: usage}), number)
+        background.follow(str(number), ("w0", "b"), "", over)
+    await until(lambda: not len(background))
+    assert not told
+    assert [usage and usage.completion_tokens for usage in found.values()] == [USAGE["output_tokens"]] * len(troubles)
+
+
+async def test_those_whose_engine_is_gone_and_that_cannot_be_followed_leave_their_places():
+    why = {"gone": EngineLost("connection", "refused"), "ours": RuntimeError("a mistake of ours")}
+    found = []
+
+    async def ask(replica, response_id):
+        raise why[response_id]
+
+    replica = a_replica("w0", engine_boot_id="b", state="unreachable")
+    background = Background(ask, lambda _: replica, most=2, tenant_share=1.0, timeout_s=60.0)
+    for response_id in why:
+        background.enter("")
+        background.follow(response_id, ("w0", "b"), "", lambda *told: found.append(told), shown_tokens=3)
+    await until(lambda: not len(background))
+    assert found == [(None, 3)] * 2
+    for _ in why:
+        background.enter("")  # there is room again
+
+
+class Hurried(asyncio.SelectorEventLoop):
+    """A loop whose clock goes on to what is next: nothing is waited for."""
+
+    ahead_s = 0.0
+
+    def time(self):
+        return super().time() + self.ahead_s
+
+    def _run_once(self):
+        if self._scheduled and not self._ready:
+            self.ahead_s += max(0.0, self._scheduled[0].when() - self.time())
+        super()._run_once()
+
+
+@pytest.mark.parametrize("nowhere", [None, a_replica("w0", engine_url="", engine_boot_id="", state="starting")])
+def test_one_whose_worker_does_not_come_back_is_over_after_a_while(nowhere):
+    async def ask(replica, response_id):
+        raise AssertionError("there is nobody to ask")
+
+    async def follow():
+        loop = asyncio.get_running_loop()
+        began_at, over = loop.time(), loop.create_future()
+        background = Background(ask, lambda _: nowhere, most=1, tenant_share=1.0, timeout_s=600.0)
+        background.enter("")
+        background.follow("r", ("w0", "b"), "", lambda usage, tokens: over.set_result((usage, tokens)), shown_tokens=3)
+        assert await over == (None, 3)
+        assert 10 < loop.time() - began_at < 30
+
+    with asyncio.Runner(loop_factory=Hurried) as runner:
+        runner.run(follow())
 
 
 async def test_one_that_takes_longer_than_it_may_counts_no_longer(tmp_path):
