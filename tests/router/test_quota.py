@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, islice
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from lorafleet.auth import KeyLimits, hash_key
 from router import accounts
 from router.accounts import SharedAccounts, shared_memory
 from router.core.errors import RateLimited
-from router.core.quota import Quotas, header_block, shown_s
+from router.core.quota import Left, Quotas, header_block, shown_s
 from tests.router.doubles import BASE, Engine, chunk, echo, fleet, until
 
 
@@ -380,6 +381,18 @@ def test_accounts_of_the_process_before_are_forgotten_like_others_when_the_table
         for key in ("busy", "k"):
             refused(quotas, limits, 101.0, key=key)
     os.close(descriptor)
+
+
+def test_keys_whose_cells_meet_have_accounts_of_their_own():
+    names = map("k{}".format, count())
+    last = list(islice((name for name in names if accounts._tag(name) % accounts._CELLS == accounts._CELLS - 1), 3))
+    with processes(2) as (here, there):
+        keys = [*last, *islice(names, accounts._MOST - len(last))]
+        told = {key: Left(float(number), number, 1.0, 2.0, number) for number, key in enumerate(keys)}
+        for key, left in told.items():
+            there.leave(key, left)
+        assert {key: tuple(here.left(key)) for key in told} == {key: (left,) for key, left in told.items()}
+        assert not list(here.left("unknown"))
 
 
 def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypatch):

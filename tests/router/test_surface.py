@@ -286,7 +286,19 @@ def test_an_id_with_another_tenants_mark_is_another_id_than_the_engine_knows():
 
 
 @pytest.mark.parametrize(
-    "odd", ["", "resp_1", "a.b.c", "a.0123456789abcdef.!", "a.0123456789abcdef.", None, 3, "a" * 999]
+    "odd",
+    [
+        "",
+        "resp_1",
+        "a.b.c",
+        "a.0123456789abcdef.!",
+        "a.0123456789abcdef.",
+        "a.0123456789abcdef.A",  # not base64
+        "a.0123456789abcdef._w",  # not UTF-8
+        None,
+        3,
+        "a" * 999,
+    ],
 )
 def test_an_id_that_no_router_made_is_not_found(odd):
     assert stored_at(odd) is None
