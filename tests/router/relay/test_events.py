@@ -1,0 +1,65 @@
+"""What is read of an answer's events, and what is changed in them."""
+
+import json
+
+import pytest
+
+from router.relay.events import Undated, event_error, has_first_event, refusal_event
+
+DATE = b"0123456789ab"
+
+
+def test_the_answer_that_an_engine_keeps_loses_its_digest_wherever_its_stream_is_cut():
+    text = json.dumps('say "model":"x@' + DATE.decode() + '"').encode()
+    said = b'event: x\ndata: {"response":{"model":"sql/v1@%b"},"text":%b}\n\n' % (DATE, text)
+    said += b'data: {"model": "sql/v1@%b"}\r\n\r\ndata: {"model":"a@b"}\n\ndata: {"model":"sql/v1@%b"}' % (DATE, DATE)
+    plain = said.replace(b'sql/v1@%b"' % DATE, b'sql/v1"')
+    assert plain.count(DATE) == 1
+    for at in range(len(said) + 1):
+        undated = Undated()
+        assert undated.chunk(said[:at]) + undated.chunk(said[at:]) + undated.end() == plain
+    assert Undated().whole(said) == plain
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b'{"error":{"message":"m","code":503}}', 503),
+        (b'{"error":{"message":"m","code":404}}', 404),
+        (b'{"object":"error","message":"m","code":400}', 400),
+        (b'{"type":"error","error":{"type":"internal_error","message":"{\'code\': 429}"}}', 429),
+        (b'{"type":"error","error":{"type":"internal_error","message":"m"}}', 500),
+        (b'{"error":{"message":"m","code":200}}', 500),
+        (b'{"error":{"message":"m","code":600}}', 500),
+        (b'{"error":{"message":"m","code":"x"}}', 500),
+        (b'{"error":"m"}', 500),
+        (b'{"error":{"message', 500),
+        (b'{"error":' + b"[" * 100_000, 500),
+    ],
+)
+@pytest.mark.parametrize("before", [b"", b": ping\n\n", b"event: error\n"])
+def test_an_error_for_a_first_event_is_told_with_a_status_that_is_one(before, line, told):
+    event = before + b"data: " + line + b"\n\n"
+    assert has_first_event(event)
+    assert event_error(event) == (told, line)
+
+
+def test_what_is_no_error_is_none_whatever_its_text_says():
+    for line in (b'{"choices":[{"text":"{\\"error\\":"}]}', b'{"id":"1","error":null}', b"[DONE]", b""):
+        assert event_error(b"data: " + line + b"\n\ndata: " + b'{"error":{"code":500}}\n\n') is None
+
+
+@pytest.mark.parametrize(
+    "held", [b"", b": ping\n\n", b"data: x", b"data: x\n", b": ping\n\ndata: x\n", b"metadata: x\n\n"]
+)
+def test_half_an_event_or_none_with_data_is_no_first_one(held):
+    assert not has_first_event(held)
+
+
+@pytest.mark.parametrize("body", [b"plain \xff words", b"[" * 100_000, b'["m"]'])
+def test_a_refusal_that_is_no_json_object_is_told_in_an_envelope_of_ours(body):
+    first, done, _ = refusal_event(400, body).split(b"\n\n")
+    error = json.loads(first.removeprefix(b"data: "))["error"]
+    assert error["message"] == body.decode(errors="replace")
+    assert done == b"data: [DONE]"
+    assert refusal_event(400, body, "anthropic").startswith(b"event: error\ndata: {")
