@@ -338,3 +338,40 @@ async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_dec
             assert attempt.is_broken == (ends == "broken")
     finally:
         await pool.close()
+
+
+class Noting(Echo):
+    """An echo that counts what it is given."""
+
+    def __init__(self):
+        super().__init__("m", "m")
+        self.reads = 0
+
+    def chunk(self, chunk):
+        self.reads += 1
+        return super().chunk(chunk)
+
+
+async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes():
+    go_on, over, echo = asyncio.Semaphore(0), asyncio.Event(), Noting()
+    end = [DONE[at : at + 3] for at in range(0, len(DONE), 3)]
+
+    async def script(engine, reader, writer):
+        await engine.request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for piece in (TOKEN, event(SOME), *end):
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await go_on.acquire()
+        writer.write(b"0\r\n\r\n")
+
+    exchange, pool = Client(), Pool(connect_s=2)
+    async with Engine(script) as engine:
+        attempt = await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
+        attempt.relay(exchange, echo, over.set)
+        for reads in range(1, 3 + len(end)):
+            await until(lambda reads=reads: echo.reads == reads)
+            go_on.release()
+        await asyncio.wait_for(over.wait(), 5)
+        await pool.close()
+    assert b"".join(exchange.sent) == TOKEN + event(SOME) + DONE
+    assert (attempt.usage(), attempt.events) == (EngineUsage(40, 2, 32), 3)
