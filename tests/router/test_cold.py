@@ -380,3 +380,52 @@ async def test_who_came_and_left_leaves_nothing_at_a_load_that_goes_on():
         await stop(passing)
         assert (len(flight.task._callbacks), flight.waiting) == (before, 1)
         await stop([staying])
+
+
+@pytest.mark.parametrize("said", [b"<html>not here</html>", b'{"error": "x"}', b"[]", b"{}", b'{"error": {}}', b"\xff"])
+async def test_a_refusal_in_words_that_nobody_knows_is_told_in_ours(said):
+    async def refuse(control, lora_id):
+        return Response(said, 404)
+
+    control = with_sql()
+    control.ensure = refuse
+    async with fleet(Engine("w0"), control=control) as (client, _, parts):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+        assert error_of(answer) == (404, "model_not_found")
+        assert answer.json()["error"]["message"] == "the control plane answered 404"
+        assert not parts.cold._flights
+
+
+@pytest.mark.parametrize("gone", ["the adapter", "every worker"])
+async def test_what_goes_while_the_orchestrator_does_not_answer_is_not_waited_for(gone):
+    async def away(control, lora_id):
+        if gone == "the adapter":
+            control.adapters.clear()
+        else:
+            control.starting = frozenset({"w0"})
+        control.tell()
+        await until(lambda: not (parts.discovery.fleet.adapters and parts.cold._homes(adapter)))
+        return Response(status_code=500)
+
+    control = with_sql()
+    control.ensure = away
+    async with fleet(Engine("w0"), control=control) as (client, _, parts):
+        adapter = parts.discovery.fleet.adapters["sql/v1"]
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+        assert error_of(answer) == ((404, "model_not_found") if gone == "the adapter" else (503, "no_replica"))
+        assert not control.loads
+        assert not parts.cold._flights
+
+
+async def test_an_adapter_whose_base_model_nobody_has_said_is_brought_once_and_runs_where_it_is():
+    async def placed(control, lora_id):
+        control.residents["w1"] = [lora_id]
+        return loading(lora_id, ready=["w1"], loading=[], state="ready")
+
+    control = Control(ensure=placed)
+    control.add_adapter("sql/v1", base_model=None)
+    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, _):
+        for _ in range(3):
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
+            assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, "w1")
+    assert control.ensured == ["sql/v1"]
