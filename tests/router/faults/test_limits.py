@@ -440,6 +440,26 @@ async def test_what_follows_up_on_a_response_waits_its_turn_as_everybody_does():
         await given_up(asking)
 
 
+async def test_what_follows_up_on_a_response_whose_worker_is_no_more_is_told_so_and_goes_to_no_other():
+    async with house(2) as router:
+        earlier = tagged_response_id("r", "", tenant=None, worker="w9")
+        for more in ({}, {"background": True}, {"stream": True}):
+            body = {"model": BASE, "input": "x", "previous_response_id": earlier} | more
+            answer = await router.client.post("/v1/responses", json=body)
+            assert error_of(answer) == (404, "response_not_found")
+            error = answer.json()["error"]
+            assert ("'w9', which is gone" in error["message"], error["param"]) == (True, "previous_response_id")
+        assert not router.play.asked
+
+
+async def test_ids_of_responses_that_are_no_texts_are_their_engines_to_refuse():
+    async with house(1) as router:
+        given = {"model": BASE, "input": "x", "request_id": 3, "previous_response_id": [4]}
+        await router.client.post("/v1/responses", json=given)
+        (sent,) = [json.loads(body) for engine in router.engines for body in engine.requests]
+        assert (sent["request_id"], sent["previous_response_id"]) == (3, [4])
+
+
 async def test_what_only_counts_or_spells_tokens_waits_for_no_room_and_takes_none(tmp_path):
     limits = key_file(tmp_path, tokens_per_minute=100)
     async with house(1, late_binding_s=0.01, max_waiting_requests=3, **limits) as router:
