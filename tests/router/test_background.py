@@ -291,6 +291,7 @@ async def test_a_stream_that_its_client_leaves_goes_on_and_costs_what_it_came_to
             pieces = answer.aiter_bytes()
             assert b"response.created" in await anext(pieces)
         await until(lambda: len(parts.background) == 1)
+        await until(lambda: parts.pool.connections == sum(map(len, parts.pool._idle.values())))  # it is read no more
         assert in_flight(parts) == [("w0", 1)]
         assert level(parts) > 900
         engine.over()

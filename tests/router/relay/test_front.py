@@ -14,6 +14,7 @@ from tests.router.relay.wires import COLD, HOT, App, Client, error_of, fronted, 
 
 # More than the sockets between a client that does not read and the front hold.
 LARGE = 20_000_000
+CHUNKED = b"Transfer-Encoding: chunked"
 
 
 class Work:
@@ -366,7 +367,16 @@ async def test_a_handler_without_a_task_is_told_once_that_its_client_left(leave)
             await until(lambda: calls.gone)
         await until(lambda: not served.front.connections)
     assert calls.gone == 1
-    assert calls.exchanges[0].is_over
+    (exchange,) = calls.exchanges
+    assert exchange.is_over
+    # Whatever is said to it now goes nowhere, and does no harm.
+    exchange.respond(200, b"", b"late")
+    exchange.begin(200, b"")
+    exchange.send(b"late")
+    exchange.finish(b"late")
+    exchange.go_on(length(exchange))
+    exchange.abort()
+    assert not exchange.is_paused
 
 
 async def test_a_client_that_leaves_before_its_task_begins_is_told_of_all_the_same(recwarn):
@@ -388,6 +398,18 @@ async def test_what_is_answered_without_a_task_ends_when_the_router_stops():
     async with fronted(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: calls.exchanges)
+        served.front.stop()
+        assert (await client.answer())[0::2] == (503, b"stopping")
+    assert calls.gone == 1
+
+
+async def test_a_stop_ends_what_is_at_work_whoever_else_is_connected():
+    calls = Calls()
+    async with fronted(calls) as served, contextlib.AsyncExitStack() as idle, await served.client() as client:
+        for _ in range(4):
+            await idle.enter_async_context(await served.client())
+        client.send(post(HOT, b"abc"))
+        await until(lambda: calls.exchanges and len(served.front.connections) == 5)
         served.front.stop()
         assert (await client.answer())[0::2] == (503, b"stopping")
     assert calls.gone == 1
@@ -561,6 +583,39 @@ async def test_a_body_that_is_too_large_is_a_413_that_the_client_can_read(path, 
         async with await served.client() as client:
             client.send(post(path, body[:100_000]))
             assert (await client.answer())[2] == b"100000"
+
+
+async def test_a_client_that_was_refused_and_never_closes_is_hung_up_on_after_a_while():
+    async with fronted(body_bytes=1000) as served, await served.client() as client:
+        client.send(post(HOT, b"x" * 1001))
+        assert error_of(await client.rest()) == (413, "body_too_large")
+        (connection,) = served.front.connections
+        now = connection.loop.time()
+        connection.check(now)
+        client.send(b"more")  # it may still be sending what was refused
+        await until(lambda: connection._drained_bytes)
+        assert served.front.connections
+        connection.check(now + 5)
+        await until(lambda: not served.front.connections)
+
+
+async def test_an_answer_of_the_apps_that_has_begun_when_its_message_is_refused_is_cut_off():
+    async def begin(send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        begun.set()
+        await served.app.left.wait()
+
+    begun = asyncio.Event()
+    async with fronted(body_bytes=1000) as served, await served.client() as client:
+        served.app.read_body, served.app.answer = False, begin
+        client.send(post(COLD, b"x" * 10).split(b"\r\n\r\n")[0].replace(b"Content-Length: 10", CHUNKED) + b"\r\n\r\n")
+        await asyncio.wait_for(begun.wait(), 5)
+        client.send(b"fff\r\n" + b"x" * 0xFFF)
+        said = await client.rest()
+        served.app.left.set()
+    assert said.endswith(b"\r\n\r\nbegun") or not said
+    assert said.count(b"HTTP/1.1") <= 1
 
 
 async def test_a_client_that_waits_to_be_asked_is_told_at_once_that_its_body_is_too_large():
