@@ -85,6 +85,20 @@ async def test_when_the_only_engine_fails_it_goes_on_being_asked_and_serves_as_s
         assert (await ask(client)).status_code == 200
 
 
+async def test_an_engine_that_answers_everything_with_an_error_of_its_own_gets_no_more_though_each_was_answered():
+    async def fail(engine, body):
+        return JSONResponse({"error": {"message": "CUDA error", "code": 500}}, 500)
+
+    sick, sound = Engine("w0", fail), Engine("w1")
+    async with fleet(sick, sound) as (client, _, parts):
+        parts.mind.breaker.rules = BreakerRules(failures=3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        answers = [await ask(client) for _ in range(60)]
+        assert [answer.status_code for answer in answers].count(500) == len(sick.bodies) == 3
+        assert {answer.status_code for answer in answers} == {200, 500}
+        (shut,) = parts.mind.breaker.shut(parts.clock())
+        assert shut[0] == "w0"
+
+
 async def test_a_request_that_is_the_clients_fault_opens_nothing():
     async def refuse(engine, body):
         return JSONResponse({"error": {"message": "bad temperature", "code": 400}}, 400)
