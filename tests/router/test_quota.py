@@ -322,6 +322,22 @@ def outcome(ask, *what):
         return {"limit": exc.limit, "retry_after_s": round(exc.retry_after_s, 6)}
 
 
+def test_what_one_process_charges_settles_or_shows_is_on_top_of_what_the_others_took():
+    limits = KeyLimits(requests_per_minute=10, tokens_per_minute=100)
+    with processes(2) as tables:
+        here, there = map(Quotas, tables)
+        mine, theirs = here.take("k", limits, 0.0, 10), there.take("k", limits, 0.0)
+        there.charge(theirs, 60, 0.0)
+        left = here.headers(mine, 0.0)
+        assert (left["x-ratelimit-remaining-requests"], left["x-ratelimit-remaining-tokens"]) == ("8", "30")
+        there.charge(theirs, 10, 0.0)
+        with pytest.raises(RateLimited):
+            here.charge(mine, 25, 0.0)
+        there.charge(theirs, 15, 0.0)
+        here.settle(mine, 0.0, completion_tokens=4)
+        assert there.headers(theirs, 0.0)["x-ratelimit-remaining-tokens"] == "1"
+
+
 def test_what_a_process_that_died_had_under_way_is_over_and_what_it_took_is_not():
     limits = KeyLimits(requests_per_minute=6, concurrent_requests=2)
     with processes(2) as (here, there):
