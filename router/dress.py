@@ -224,7 +224,7 @@ def dialect_of(kind: str, *, engine_name: str, path: str = "/v1/completions") ->
     known = DIALECTS.get(kind)
     if known is not None:
         if engine_name and known.paths is not None and path not in known.paths:
-            message = f"this adapter is served by {kind}, which answers {path} from the base model"
+            message = f"this adapter is served by {kind}, which runs no adapter at {path}"
             raise BadBody(f"{message}; there are /v1/chat/completions, /v1/completions and /v1/messages", param="model")
         return known
     if engine_name:

@@ -235,7 +235,7 @@ def test_each_engine_is_told_the_name_in_its_own_way():
 
 def test_sglangs_base_model_is_asked_at_any_path_and_its_adapters_where_it_serves_them():
     assert dialect_of("sglang", engine_name="", path="/v1/responses").model("base", "") == "base"
-    with pytest.raises(BadBody, match="answers /v1/responses from the base model"):
+    with pytest.raises(BadBody, match="runs no adapter at /v1/responses"):
         dialect_of("sglang", engine_name="sql/v1@1", path="/v1/responses")
 
 
