@@ -104,6 +104,8 @@ def read(
                 f" {parts.config.max_sequences} may be asked for: send several requests",
                 param="n" if "n" in decoded else route.lists[0],
             )
+        if decoded.get("use_beam_search"):
+            sequences = 1  # vLLM 0.32 runs a request for each token of each beam, and counts none of them
     streamed = route.streams and decoded.get("stream") is True
     user, priority = decoded.get("user"), decoded.get("priority")
     return Question(

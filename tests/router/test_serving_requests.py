@@ -452,14 +452,15 @@ async def test_a_call_of_more_items_than_a_router_can_hold_in_hand_is_a_400():
     assert engine.bodies == []
 
 
-async def test_as_many_as_an_engine_runs_for_a_request_count_there_until_it_is_over():
+@pytest.mark.parametrize(("more", "sequences"), [({}, 7), ({"use_beam_search": True}, 1)])
+async def test_as_many_as_an_engine_runs_for_a_request_count_there_until_it_is_over(more, sequences):
     engine = Engine("w0")
     engine.go_on.clear()
     async with fleet(engine) as (client, _, parts):
-        body = {**CHAT, "n": 7, "stream": True}
+        body = {**CHAT, "n": 7, "stream": True, **more}
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             await anext(answer.aiter_bytes())
-            assert parts.mind.load.own("w0").in_flight == 7
+            assert parts.mind.load.own("w0").in_flight == sequences
             engine.go_on.set()
         await until(lambda: not parts.mind.load.own("w0").in_flight)
 
