@@ -1,6 +1,7 @@
 """How all houses call one another and their engines: httpx' transport, with one fault of the libraries below it told as
 what it is, and answers that are gone as soon as nobody has them."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -25,8 +26,24 @@ class Transport(httpx.AsyncHTTPTransport):
             # Who is killed resets what waits to be accepted. Under uvloop such a connection may be closed before the
             # next turn of the loop, and anyio 4.16 asks it for its peer's name (abc/_sockets.py extra_attributes).
             raise httpx.ConnectError("closed by the peer as soon as it was open", request=request) from exc
+        except BaseException:
+            await self._close_orphans()
+            raise
         answer.stream = _Body(answer)
         return answer
+
+    async def _close_orphans(self) -> None:
+        """Close the connections that are nobody's: where a call is cancelled between connecting and sending, httpcore
+        1.0 keeps what it had connected for ever, and its descriptor (_async/http11.py handle_async_request).
+        """
+        pool = self._pool
+        # A request is in the pool for as long as its answer is not closed.
+        had = {id(request.connection) for request in pool._requests}
+        orphans = [c for c in pool.connections if id(c) not in had and not c.is_idle() and not c.is_closed()]
+        for orphan in orphans:
+            pool._connections.remove(orphan)
+        for orphan in orphans:
+            await orphan.aclose()
 
 
 class _Body(httpx.AsyncByteStream):
@@ -48,6 +65,7 @@ class _Body(httpx.AsyncByteStream):
         answer, self._answer = self._answer, None
         if answer is not None:
             try:
-                await self._stream.aclose()
+                # In a task of its own: one that is cancelled half-way has freed nothing, and is not begun again.
+                await asyncio.shield(asyncio.ensure_future(self._stream.aclose()))
             finally:
                 answer.stream = self._stream = httpx.ByteStream(b"")

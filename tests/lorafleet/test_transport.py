@@ -94,3 +94,23 @@ async def _answer(client: httpx.AsyncClient, url: str, how: str) -> httpx.Respon
 
 async def _long(_request: Request) -> PlainTextResponse:
     return PlainTextResponse("x" * 100_000)
+
+
+@pytest.mark.parametrize("when", ["connection.connect_tcp.complete", "http11.response_closed.started"])
+async def test_a_call_that_is_called_off_at_any_moment_keeps_no_connection(when):
+    async def answer(_request: Request) -> PlainTextResponse:
+        return PlainTextResponse("x")
+
+    async def trace(name: str, _info: dict[str, object]) -> None:
+        if name == when:
+            task.cancel()
+
+    transport = Transport()
+    async with serving(Starlette(routes=[Route("/", answer)])) as url, httpx.AsyncClient(transport=transport) as client:
+        task = asyncio.create_task(client.get(url, extensions={"trace": trace}))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(5):
+            while not all(connection.is_idle() for connection in transport._pool.connections):
+                await asyncio.sleep(0)
+        assert (await client.get(url)).text == "x"
