@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import itertools
+import json
 import random
 import re
 import subprocess
@@ -16,12 +17,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from router import tracing
 from router.tracing import Tracer, TracingUnavailable, tracer
-from tests.router.doubles import until
+from tests.router.doubles import BASE, Engine, fleet, until, with_sql
+from tests.router.doubles import CHAT as ASK
 from tests.serving import serving
 
 CHAT = "/v1/chat/completions"
@@ -200,6 +202,59 @@ async def test_failures_are_told_apart():
     assert attributes(failed) == {"error.type": "connection"}
     assert failed.status.code == Status.STATUS_CODE_ERROR
     assert fine.status.code == Status.STATUS_CODE_UNSET
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokenizer": "off"}])  # off: nothing is waited for but the engine
+async def test_a_request_through_a_router_is_told_by_its_stages_and_what_it_came_to(settings):
+    refusals = []
+    usage = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}
+
+    async def moody(engine, body):
+        if refusals:
+            return JSONResponse({"error": {"message": refusals.pop()}}, 503)
+        said = {"id": "1", "model": body["model"], "choices": [], "usage": usage}
+        if not body.get("stream"):
+            return JSONResponse(said)
+        return Response(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
+
+    collector, bodies = Collector(), [{"model": BASE}, {"model": "sql/v1"}, {"model": BASE, "stream": True}] * 2
+    engines = [Engine(name, moody) for name in ("w0", "w1")]
+    async with serving(collector.app) as url, contextlib.AsyncExitStack() as stack:
+        found = fleet(*engines, control=with_sql("w0", "w1"), otlp_endpoint=url, trace_ratio=1.0, **settings)
+        client, _, _ = await stack.enter_async_context(found)
+        answers = [await client.post(CHAT, json={**ASK, **body}) for body in bodies]
+        refusals.append("no room")
+        answers += [await client.post(CHAT, json={**ASK, "model": name}) for name in (BASE, "nobody")]
+        await until(lambda: sum(not span.parent_span_id for span in collector.spans) == len(answers))
+    traces = []
+    for _, spans in itertools.groupby(sorted(collector.spans, key=lambda s: s.trace_id), key=lambda s: s.trace_id):
+        root, *stages = sorted(spans, key=lambda s: (bool(s.parent_span_id), s.start_time_unix_nano))
+        assert {span.parent_span_id for span in stages} == {root.span_id}
+        shown = [(span.name, *attributes(span).values()) for span in stages]
+        traces.append((root.start_time_unix_nano, attributes(root), shown))
+    *served, (_, _, retried), (_, refused, stages) = sorted(traces, key=lambda trace: trace[0])
+    assert (refused["error.type"], stages) == ("model_not_found", [("authenticate",), ("read",), ("resolve",)])
+    assert retried[6][0::2] == ("open", "engine_unavailable")
+    assert retried[-2:] == [("open", answers[-2].headers["x-lorafleet-worker"]), ("relay",)]
+    for (_, told, stages), body, answer in zip(served, bodies, answers[:-2], strict=True):
+        worker = answer.headers["x-lorafleet-worker"]
+        before = [(name,) for name in ("authenticate", "read", "resolve", "tokenize", "warm", "decide")]
+        assert stages == [*before, ("open", worker), ("relay",)]
+        assert told.pop("lorafleet.waited_s") < 5
+        assert told == {
+            "http.request.method": "POST",
+            "http.route": CHAT,
+            "http.response.status_code": 200,
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": body["model"],
+            "gen_ai.usage.input_tokens": 7,
+            "gen_ai.usage.output_tokens": 2,
+            "gen_ai.usage.cache_read.input_tokens": 5,
+            "lorafleet.request_id": answer.headers["x-request-id"],
+            "lorafleet.worker": worker,
+            "lorafleet.adapter": answer.headers["x-lorafleet-adapter"],
+            "lorafleet.cached_tokens": 0,
+        }
 
 
 async def test_traces_are_sent_while_the_router_serves():
