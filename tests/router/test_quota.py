@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -427,6 +428,23 @@ def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypat
         for number in range(12):
             refused(other, limits, 2000.0, key=f"busy{number}")
         other.take("busy19", limits, 2000.0)
+
+
+def test_a_table_that_is_full_keeps_who_is_at_work_or_in_debt_however_long_ago_that_was_told(monkeypatch):
+    monkeypatch.setattr(accounts, "_MOST", 6)
+    long_ago = {
+        "at work": Left(0.0, 1, 5.0, 5.0, 1),
+        "owes tokens": Left(0.0, 1, 5.0, -5.0, 0),
+        "owes requests": Left(0.0, 1, -5.0, inf, 0),
+        "idle": Left(0.0, 1, 5.0, 5.0, 0),
+    }
+    lately = {f"k{number}": Left(100.0 + number, 1, 5.0, 5.0, 0) for number in range(3)}
+    with processes(2) as (here, there):
+        for key, left in (long_ago | lately).items():
+            here.leave(key, left)
+        assert {key: tuple(there.left(key)) for key in lately} == {key: (left,) for key, left in lately.items()}
+        kept = {key: left for key in long_ago for left in there.left(key)}
+        assert kept == {key: left for key, left in long_ago.items() if key != "idle"}
 
 
 # --- in a router ------------------------------------------------------------------------------------------------------
