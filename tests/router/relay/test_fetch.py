@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from router.relay.fetch import Refused, fetch, stream
-from router.relay.upstream import EngineLost, Pool
+from router.relay.upstream import EngineLost, Origin, Pool
 from tests.router.relay.wires import Engine, finished, until
 
 
@@ -224,3 +224,33 @@ async def test_what_a_kept_connection_was_heard_on_or_hangs_on_is_not_asked_agai
         assert lost.value.reason == reason
         assert (agent.connections, len(agent.requests)) == (1, 2)
         assert not pool.connections
+
+
+async def test_what_comes_and_ends_while_a_stream_is_looked_at_is_read_too(pool):
+    more, got = asyncio.Event(), []
+
+    async def script(engine, reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+        await more.wait()
+        writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
+        await reader.read()
+
+    async with Engine(script) as agent, stream(pool, agent.url, "/events", idle_s=5) as told:
+        async for data in told:
+            got.append(data)
+            more.set()
+            await until(lambda: told._ended)
+    assert got == [b"one", b"two"]
+
+
+async def test_a_stream_that_is_read_after_its_end_leaves_its_connection_as_the_next_one_has_it(pool):
+    async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\none") as agent:
+        async with stream(pool, agent.url, "/events", idle_s=5) as told:
+            await until(lambda: told._ended)
+            connection = pool.idle(Origin.parse(agent.url))
+            connection.pause()
+            assert [data async for data in told] == [b"one"]
+            assert connection._paused_at is not None
+        assert pool.connections == 1
+        connection.close()
