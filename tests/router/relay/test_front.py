@@ -865,6 +865,25 @@ async def test_a_client_that_does_not_read_its_last_answer_is_closed_though_noth
         assert len(await client.rest()) < LARGE
 
 
+async def test_a_client_that_says_its_last_and_reads_nothing_of_what_waits_for_it_is_closed():
+    async def large(exchange):
+        exchange._connection.transport.set_write_buffer_limits(2 * LARGE)
+        exchange.respond(200, b"", b"x" * LARGE)
+
+    def is_closed():
+        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
+        return not served.front.connections
+
+    async with fronted(large, idle_s=10**6) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await until(lambda: served.seen)
+        (connection,) = served.front.connections
+        await until(connection.transport.get_write_buffer_size)
+        client.writer.write_eof()
+        await until(is_closed)
+        assert len(await client.rest()) < LARGE
+
+
 async def test_the_app_waits_for_a_client_that_reads_too_slowly_and_goes_on_when_it_reads():
     pieces, sent = [b"x" * 2**20] * 64, 0
 
