@@ -53,6 +53,8 @@ _CHAT_PROMPT = frozenset(
 )
 # With these an engine's answer says less, or other things, of what it had cached.
 _SAMPLING = frozenset({"n", "use_beam_search", "prompt_logprobs", "logprobs"})
+# More than any engine takes, and no number of thousands of digits.
+_MOST_ANSWERS = 10**9
 _SCORED = ("documents", "items", "text_2", "data_2")
 _PROMPT_FIELDS: Mapping[PromptKind, frozenset[str]] = {
     "chat": _CHAT_PROMPT | _SAMPLING,
@@ -247,7 +249,7 @@ def sequences_of(route: Route, decoded: Mapping[str, Any]) -> int:
     if n is None:
         return texts
     try:
-        return texts * max(1, int(n))  # vLLM reads "2" and 2.0 as 2
+        return texts * min(_MOST_ANSWERS, max(1, int(n)))  # vLLM reads "2" and 2.0 as 2
     except (TypeError, ValueError, OverflowError):
         return texts
 

@@ -407,6 +407,7 @@ async def test_a_field_that_steers_engine_or_index_is_refused(more):
         ("/v1/chat/completions", {"n": 5}, "n"),
         ("/v1/completions", {"prompt": ["a", "b", "c"], "n": 2}, "n"),
         ("/v1/completions", {"prompt": ["a"] * 5}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 2, "n": "9" * 4300}, "n"),
         ("/v1/chat/completions/batch", {"messages": [CHAT["messages"]] * 5}, "messages"),
         ("/generate", {"text": "a", "sampling_params": {"n": 5}}, "n"),
     ],

@@ -80,6 +80,7 @@ def test_a_row_decodes_what_its_prompt_is_made_of_and_what_every_request_is_rout
         ("/v1/completions", {"prompt": [1, 2, 3], "n": 2}, 2),
         ("/v1/completions", {"prompt": [[1, 2, 3], [4]]}, 2),
         ("/v1/completions", {"prompt": []}, 1),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": "9" * 4300}, 2 * 10**9),
         ("/v1/embeddings", {"input": ["one", "two"]}, 2),
         ("/v1/embeddings", {"input": [1, 2]}, 1),
         ("/v1/embeddings", {"input": [USER, USER]}, 1),
