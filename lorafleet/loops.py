@@ -6,11 +6,14 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 import httpx
 import structlog
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 # Somebody else is not there, or says no: nothing that a traceback of ours would explain.
 _AWAY = (OSError, TimeoutError, httpx.HTTPError)
@@ -25,6 +28,17 @@ def backoff_s(failures: int, first_s: float, most_s: float, rng: random.Random |
     of it and all, so that who failed together does not come back together.
     """
     return min(most_s, first_s * 2.0 ** min(failures - 1, 30)) * (rng or random).uniform(0.5, 1.0)
+
+
+async def watched(work: Awaitable[T], look: Callable[[], object], *, every_s: float) -> T:
+    """What `work` gives, however long it takes; `look` is called so often meanwhile, and calls it off by raising."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=every_s))[0]:
+            look()
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def forever(

@@ -7,8 +7,7 @@ another. Without one, reads of what is stored are answered from the store; every
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 from starlette.requests import Request
@@ -16,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorafleet.http import error_response
+from lorafleet.loops import watched
 from orchestrator.core.errors import OrchestratorError, Unavailable
 from orchestrator.core.lease import Hold
 from orchestrator.leadership import Leadership
@@ -118,24 +118,22 @@ class Forwarder:
         kept = {k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP}
         return StreamingResponse(self._body(answer), status_code=answer.status_code, headers=kept)
 
-    async def _while_it_leads(self, leader: Hold, sending: Any) -> httpx.Response:
+    async def _while_it_leads(self, leader: Hold, sending: Awaitable[httpx.Response]) -> httpx.Response:
         """Its answer. Some calls wait for minutes, so what ends the wait is that it leads no longer: TimeoutError. Or
         that we end: _Stopping.
         """
-        task: asyncio.Task[httpx.Response] = asyncio.ensure_future(sending)
-        looks = _LOOKS_WHEN_STOPPING
-        try:
-            while not (await asyncio.wait([task], timeout=_LOOK_EVERY_S))[0]:
-                if self._is_stopping():
-                    looks -= 1
-                    if not looks:
-                        raise _Stopping
-                now = self._leadership.other
-                if now is None or now.holder != leader.holder:
-                    raise TimeoutError("it leads no longer")
-            return task.result()
-        finally:
-            task.cancel()
+        looks_left = _LOOKS_WHEN_STOPPING
+
+        def look() -> None:
+            nonlocal looks_left
+            looks_left -= self._is_stopping()
+            if not looks_left:
+                raise _Stopping
+            now = self._leadership.other
+            if now is None or now.holder != leader.holder:
+                raise TimeoutError("it leads no longer")
+
+        return await watched(sending, look, every_s=_LOOK_EVERY_S)
 
     async def _body(self, answer: httpx.Response) -> AsyncIterator[bytes]:
         """As it comes; the connection to the leader ends with it, however that ends."""

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import structlog
 from pydantic_core import from_json
 
+from lorafleet.loops import watched
 from orchestrator.wire import EnsureAnswer, EnsureRequest
 from router.core.admission import Bounds, Room
 from router.core.errors import (
@@ -276,17 +277,14 @@ class ColdStarts:
 
     async def _answer(self, path: str, body: bytes) -> bytes:
         """The orchestrator's, which may wait with it; raises EngineLost at once where it says nothing to anybody."""
-        asking = asyncio.ensure_future(
-            self.post(self.orchestrator_url, path, body=body, timeout_s=_ENSURE_WAIT_S + 5.0)
-        )
-        try:
-            while not (await asyncio.wait({asking}, timeout=_ASK_AGAIN_S))[0]:
-                age_s = self.discovery.catalog_age_s()
-                if age_s is not None and age_s > self.silent_after_s:
-                    raise EngineLost("no_answer_in_time", f"the orchestrator has said nothing for {age_s:.1f} s")
-            return asking.result()
-        finally:
-            asking.cancel()
+
+        def look() -> None:
+            age_s = self.discovery.catalog_age_s()
+            if age_s is not None and age_s > self.silent_after_s:
+                raise EngineLost("no_answer_in_time", f"the orchestrator has said nothing for {age_s:.1f} s")
+
+        asking = self.post(self.orchestrator_url, path, body=body, timeout_s=_ENSURE_WAIT_S + 5.0)
+        return await watched(asking, look, every_s=_ASK_AGAIN_S)
 
     def _note(self, lora_id: str, expected_s: float | None, stuck: str | None) -> None:
         flight = self._flights.get(lora_id)
