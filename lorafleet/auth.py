@@ -25,7 +25,6 @@ from lorafleet.http import HttpError
 
 log = structlog.get_logger()
 
-SCOPES = ("infer", "load", "register", "drain", "admin")
 # Which scopes do for one that is asked for.
 _DO_FOR = {
     "infer": frozenset({"infer", "load", "admin"}),
@@ -34,6 +33,7 @@ _DO_FOR = {
     "drain": frozenset({"drain", "admin"}),
     "admin": frozenset({"admin"}),
 }
+SCOPES = tuple(_DO_FOR)
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
 _RECHECK_S = 1.0
 # Headers whose caller is remembered: a hash costs more than the rest of the look-up.

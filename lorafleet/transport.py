@@ -1,5 +1,5 @@
 """How all houses call one another and their engines: httpx' transport, with one fault of the libraries below it told as
-what it is, and answers that are gone as soon as nobody has them."""
+what it is, and answers and connections that are gone as soon as nobody has them."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -206,8 +206,7 @@ class Journey(msgspec.Struct, eq=False):
             else:
                 is_error = attempt.status >= 500 or attempt.is_broken
                 decode_s = flight.end(is_error=is_error, is_streamed=attempt.streamed, output_tokens=output_tokens)
-                if decode_s:
-                    answered(self.parts, self.caller, flight.target, decode_s)
+                answered(self.parts, self.caller, flight.target, decode_s)
         if self.granted is not None:
             self.parts.quotas.settle(
                 self.granted,

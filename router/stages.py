@@ -391,7 +391,7 @@ async def decided(
 def answered(parts: Parts, caller: Caller, target: Target, decode_s: float) -> None:
     """An answer is over that took its engine so many seconds besides its prefill: its tenant has had them."""
     waiting, adapter = parts.mind.waiting, target.adapter
-    if waiting:
+    if decode_s and waiting:
         waiting.answered(caller.tenant or "", adapter.lora_id if adapter else "", _weight(adapter), decode_s)
 
 
