@@ -76,6 +76,8 @@ def agent(
         "state-dir": folder / "workers" / name,
         "ipc-dir": sockets,
         "orchestrator-url": orchestrator_url,
+        # A local fleet's router ends before its workers, and with it all that an engine would have to finish.
+        "engine-shutdown-s": 5,
     }
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     tiny = [*_TINY, *_TINY_BLOCKS, *_TINY_DTYPE] if base.is_tiny else []

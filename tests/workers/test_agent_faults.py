@@ -201,6 +201,20 @@ async def test_an_engine_command_of_ones_own_is_started_with_the_flags_it_lacks(
     assert "--enable-lora --max-loras 2" in said
 
 
+async def test_an_engine_that_heeds_nothing_while_it_starts_is_not_waited_for_when_the_agent_stops(worker):
+    deaf = f'trap "" TERM; echo starting; sleep 60; exec {sys.executable} -m workers.engines.sim "$@"'
+    long = ("--engine-shutdown-s", "50")
+    async with worker.running(*long, "--", "sh", "-c", deaf, "sim", until_ready=False):  # its end waits for 30 s
+        await until(lambda: "starting" in _text(worker.state_dir / "engine.log"))
+        group = group_of(worker.engine_pid)
+    assert not any(map(is_running, group))
+    assert worker.process.returncode == 0
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 async def test_an_engine_whose_port_is_taken_is_not_mistaken_for_whoever_has_it(worker, agent_model):
     stranger = start_engine("sim", agent_model)
     try:
