@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +18,7 @@ from lorafleet.settings import what_is_wrong
 log = structlog.get_logger()
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_MOST_SHOWN = 80  # of what a caller sent, in a message
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
@@ -53,7 +55,7 @@ def _found(error: Any) -> str:
     if error["type"] in ("missing", "json_invalid") or not isinstance(found, str | int | float | bool | None):
         return ""
     text = ascii(found)
-    return f", found {text if len(text) <= 80 else text[:77] + '...'}"
+    return f", found {text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + '...'}"
 
 
 def error_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
@@ -141,16 +143,26 @@ def _check_json(body: bytes) -> None:
         raise HttpError(400, "invalid_request", f"the body is not JSON: {exc}") from exc
 
 
+def _no_route(request: Request, exc: HTTPException) -> str:
+    path = request.url.path
+    shown = ascii(path if len(path) <= _MOST_SHOWN else path[: _MOST_SHOWN - 3] + "...")[1:-1]
+    if exc.status_code == 405:
+        return f"{shown} takes {Headers(exc.headers).get('allow', 'another method')}, found {request.method}"
+    why = "" if path.startswith("/v1/") and not path.startswith("/v1/v1") else ": a base URL ends in /v1, once"
+    return f"there is no {shown} here{why}; GET /docs shows what there is"
+
+
 def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
     """Answer every error of these trees, and the framework's own, in the envelope; never a bare 500."""
 
     async def ours(_request: Request, exc: Exception) -> JSONResponse:
         return error_response(exc)
 
-    async def framework(_request: Request, exc: Exception) -> JSONResponse:
+    async def framework(request: Request, exc: Exception) -> JSONResponse:
         assert isinstance(exc, HTTPException)
         code = _CODES.get(exc.status_code, "http_error")
-        return JSONResponse(envelope(exc.status_code, code, str(exc.detail)), exc.status_code, exc.headers)
+        message = _no_route(request, exc) if code in ("not_found", "method_not_allowed") else str(exc.detail)
+        return JSONResponse(envelope(exc.status_code, code, message), exc.status_code, exc.headers)
 
     async def invalid(request: Request, exc: Exception) -> JSONResponse:
         assert isinstance(exc, RequestValidationError)

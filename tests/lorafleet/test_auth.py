@@ -327,6 +327,9 @@ async def test_errors_of_every_kind_come_in_one_envelope(tmp_path):
             "/number": await client.get("/number?n=x"),
             "/broken": await client.get("/broken"),
             "/nowhere": await client.get("/nowhere"),
+            "/v1/v1/admin": await client.get("/v1/v1/admin"),
+            "/v1/nowhere": await client.get("/v1/nowhere"),
+            "/v1/\u20ac": await client.get("/v1/\u20ac" + "x" * 100),
             "post": await client.post("/admin"),
         }
     found = {name: (a.status_code, a.json()["error"]["code"]) for name, a in answers.items()}
@@ -336,8 +339,18 @@ async def test_errors_of_every_kind_come_in_one_envelope(tmp_path):
         "/number": (400, "invalid_request"),
         "/broken": (500, "internal_error"),
         "/nowhere": (404, "not_found"),
+        "/v1/v1/admin": (404, "not_found"),
+        "/v1/nowhere": (404, "not_found"),
+        "/v1/\u20ac": (404, "not_found"),
         "post": (405, "method_not_allowed"),
     }
     assert answers["/number"].json()["error"]["param"] == "query.n"
+    said = {name: answer.json()["error"]["message"] for name, answer in answers.items()}
+    assert said["post"] == "/admin takes GET, found POST"
+    is_wrong_base = ": a base URL ends in /v1, once"
+    assert said["/nowhere"] == f"there is no /nowhere here{is_wrong_base}; GET /docs shows what there is"
+    assert said["/v1/v1/admin"] == f"there is no /v1/v1/admin here{is_wrong_base}; GET /docs shows what there is"
+    assert said["/v1/nowhere"] == "there is no /v1/nowhere here; GET /docs shows what there is"
+    assert said["/v1/\u20ac"] == f"there is no /v1/\\u20ac{'x' * 72}... here; GET /docs shows what there is"
     assert "secret" not in answers["/broken"].text
     assert answers["/admin"].headers["www-authenticate"] == "Bearer"
