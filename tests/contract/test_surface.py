@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from anthropic import AsyncAnthropic, BadRequestError, NotFoundError
 
 from lorafleet.chat import ChatTokenizer
 from router.dress import may_send_ids
@@ -24,6 +25,7 @@ from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, USER
 from tests.contract.surface import (
     ENGINE_NAME,
     GENERATE_FLAGS,
+    LORA_ID,
     NOT_SERVED,
     POOLING,
     Direct,
@@ -458,6 +460,28 @@ async def test_a_schema_that_the_engine_cannot_take_is_the_clients_error_where_i
             answer = await client.post("/v1/messages", json=body | more)
             assert answer.status_code == 400, answer.text
         assert not parts.mind.breaker._circuits
+
+
+async def test_anthropics_own_client_streams_counts_and_hears_errors_as_its_own(
+    direct: Direct, model_dir: Path
+) -> None:
+    ask: dict[str, Any] = {"max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
+    ask["extra_body"] = {"temperature": 0}
+    async with routed(direct, model_dir) as (http, _parts):
+        client = AsyncAnthropic(base_url=str(http.base_url), api_key="any", max_retries=0)
+        whole = await client.messages.create(model=LORA_ID, **ask)
+        async with client.messages.stream(model=LORA_ID, **ask) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            last = await stream.get_final_message()
+        assert (last.model, last.usage.output_tokens, last.stop_reason) == (LORA_ID, 8, "max_tokens")
+        assert text == last.content[0].text == whole.content[0].text
+        counted = await client.messages.count_tokens(model=BASE, messages=ask["messages"])
+        assert counted.input_tokens == whole.usage.input_tokens == last.usage.input_tokens
+        with pytest.raises(NotFoundError, match="does not exist"):
+            await client.messages.create(model="nope", **ask)
+        with pytest.raises(BadRequestError):
+            await client.messages.create(model=LORA_ID, **{**ask, "max_tokens": -1})
+        await client.close()
 
 
 async def test_a_response_is_followed_up_by_whoever_made_it(direct: Direct, model_dir: Path) -> None:
