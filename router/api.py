@@ -256,7 +256,10 @@ def _cards(fleet: Fleet, caller: Caller) -> dict[str, dict[str, Any]]:
     def may_use(adapter: Adapter) -> bool:
         return caller.may_use(adapter.tenants)
 
-    def card(id_: str, root: str, parent: str | None, **more: Any) -> dict[str, Any]:
+    # As the replicas that take most have it: a request goes where it fits.
+    contexts = {name: {"max_model_len": fleet.roster(name).max_model_len or None} for name in fleet.base_models}
+
+    def card(id_: str, root: str, parent: str | None) -> dict[str, Any]:
         return {
             "id": id_,
             "object": "model",
@@ -264,11 +267,10 @@ def _cards(fleet: Fleet, caller: Caller) -> dict[str, dict[str, Any]]:
             "owned_by": "lorafleet",
             "root": root,
             "parent": parent,
-        } | more
+        } | contexts.get(parent or id_, {})
 
-    bases = fleet.base_models
     mine = visible_adapters(fleet, may_use)
-    cards = {name: card(name, name, None, max_model_len=r.max_model_len) for name, r in bases.items() if r}
+    cards = {name: card(name, name, None) for name, replica in fleet.base_models.items() if replica}
     cards |= {
         lora_id: card(lora_id, adapter.engine_name or lora_id, adapter.base_model) for lora_id, adapter in mine.items()
     }

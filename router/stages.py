@@ -15,7 +15,7 @@ from lorafleet.kv.blocks import BlockHash, root_hash
 from router.core.decision import Ask, Decision
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import BadBody, CatalogUnavailable, ModelNotFound
-from router.core.fleet import Adapter, Excluded, Incarnation
+from router.core.fleet import Adapter, Excluded, Incarnation, Roster
 from router.core.mind import first_blocks
 from router.core.resolve import Target, resolve
 from router.dress import Body, asks_for_usage, refuse_steering
@@ -35,8 +35,12 @@ _LONGEST_SESSION = 200
 # Each step of an adapter's priority doubles its share of its tenant's time, up to so many.
 _MOST_PRIORITY = 3
 
+# How long the answer may get, by chats, completions and messages, and by responses.
+_ANSWER_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
 _decode_body = msgspec.json.Decoder(Body).decode
 _decode_any = msgspec.json.Decoder().decode
+_decode_number = msgspec.json.Decoder(int).decode
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -253,19 +257,48 @@ def asked(
 ) -> Prompt:
     """hash: what the choice of a replica depends on, with the prompt's blocks at every block size of its fleet."""
     adapter, ids = target.adapter, tokens.ids
+    roster = parts.discovery.fleet.roster(target.base_model)
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
     chains: dict[int, Sequence[BlockHash]] = {}
     if ids is not None and reads_cache(question):
         salt = question.decoded.get("cache_salt")
         root = root_hash(target.base_model, engine_name, salt if isinstance(salt, str) else "")
-        for block_size in parts.discovery.fleet.roster(target.base_model).block_sizes:
+        for block_size in roster.block_sizes:
             chains[block_size] = parts.chains.chain(
                 ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
             )
     prompt_tokens = sized(parts, target, question, tokens)
     session, sequences = question.session, question.sequences
-    ask = Ask(target.base_model, engine_name, prompt_tokens, excluded, session, first_blocks(chains), only, sequences)
+    total_tokens = _total(question, len(ids), roster) if ids is not None and roster.is_uneven else 0
+    ask = Ask(
+        target.base_model,
+        engine_name,
+        prompt_tokens,
+        excluded,
+        session,
+        first_blocks(chains),
+        only,
+        sequences,
+        total_tokens,
+    )
     return Prompt(ask, chains)
+
+
+def _total(question: Question, prompt_tokens: int, roster: Roster) -> int:
+    """Tokens that a request may come to: its prompt, and the answer that it asks for, or at least one token.
+
+    An answer that nobody has room for is cut short where the prompt fits (vLLM 0.32, api_utils.py get_max_tokens).
+    """
+    wanted = (_number(question.fields.get(name)) for name in _ANSWER_TOKENS)
+    total_tokens = prompt_tokens + max(1, next(filter(None, wanted), 1))
+    return total_tokens if total_tokens <= roster.max_model_len else prompt_tokens + 1
+
+
+def _number(raw: msgspec.Raw | None) -> int:
+    try:
+        return 0 if raw is None else _decode_number(raw)
+    except ValueError:
+        return 0  # for the engine to refuse
 
 
 def reads_cache(question: Question) -> bool:

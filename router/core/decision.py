@@ -24,6 +24,7 @@ class Ask(NamedTuple):
     first_blocks  a hash of the prompt's first blocks under its adapter; 0 when it was not tokenized
     only          the engine that keeps what it follows up on, if it does
     sequences     that an engine makes of it: `n` answers to each of its prompts
+    total_tokens  of its prompt and answer, where replicas differ in how many they take; 0: not known, or of no matter
     """
 
     base_model: str
@@ -34,6 +35,7 @@ class Ask(NamedTuple):
     first_blocks: int = 0
     only: Incarnation | None = None
     sequences: int = 1
+    total_tokens: int = 0
 
 
 class Scene(NamedTuple):
@@ -71,6 +73,8 @@ class Scene(NamedTuple):
         wrongly, must not be what takes an adapter away.
         """
         able = self.roster.able(ask.engine_name)
+        if ask.total_tokens:
+            able = tuple(i for i in able if self._too_short(i, ask) is None)
         if ask.excluded:
             able = tuple(i for i in able if self.roster.replicas[i].incarnation not in ask.excluded)
         if ask.only is not None:
@@ -86,12 +90,26 @@ class Scene(NamedTuple):
 
     def rejected(self, ask: Ask) -> dict[WorkerId, str]:
         """The filter that each replica fails, of those that fail one."""
-        reasons = {r.id: _refused(r, ask) or rejection(r, ask.engine_name) for r in self.roster.replicas}
+        reasons = {
+            r.id: _refused(r, ask) or rejection(r, ask.engine_name) or self._too_short(i, ask)
+            for i, r in enumerate(self.roster.replicas)
+        }
         rejected = {worker: reason for worker, reason in reasons.items() if reason is not None}
         shut = {
             r.id: "circuit open" for r in self.roster.replicas if r.incarnation in self.shut and r.id not in rejected
         }
         return rejected | shut if len(rejected) + len(shut) < len(reasons) else rejected
+
+    def _too_short(self, position: int, ask: Ask) -> str | None:
+        """Why this replica must not be given so long a request. Where it is too long for every one that could be asked
+        it is for an engine to say so.
+        """
+        takes = self.roster.replicas[position].max_model_len
+        if not 0 < takes < ask.total_tokens or ask.only is not None:
+            return None
+        if not self.roster.takes(ask.engine_name, ask.total_tokens):
+            return None
+        return f"takes {takes} tokens, and this may come to {ask.total_tokens}"
 
     def score(self, ask: Ask, position: int) -> Score:
         """What this request costs on one replica, term by term."""

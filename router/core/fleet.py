@@ -144,6 +144,19 @@ class Roster:
         return max([replica.max_model_len for replica in self.replicas], default=0)
 
     @cached_property
+    def is_uneven(self) -> bool:
+        """Whether some replicas take longer prompts than others."""
+        return len({replica.max_model_len for replica in self.replicas} - {0}) > 1
+
+    def takes(self, engine_name: str, total_tokens: int) -> bool:
+        """Whether some replica with this adapter (the base model when empty) takes so many tokens, though not now."""
+        return any(
+            replica.max_model_len >= total_tokens
+            for replica in self.replicas
+            if not engine_name or engine_name in replica.residents
+        )
+
+    @cached_property
     def middle(self) -> Report:
         """The median over the replicas of each learned figure, those that have none left out; 0.0 without any."""
 

@@ -124,6 +124,7 @@ class Control:
     figures: Load = field(default_factory=Load)  # of every engine
     max_loras: int = 2
     block_sizes: dict[str, int] = field(default_factory=dict)
+    max_model_lens: dict[str, int] = field(default_factory=dict)
     revision: int = 1
     url: str = ""
     _told: asyncio.Event = field(default_factory=asyncio.Event)
@@ -156,7 +157,7 @@ class Control:
             total_kv_blocks=10_000,
             max_num_seqs=8,
             max_num_batched_tokens=2048,
-            max_model_len=2048,
+            max_model_len=self.max_model_lens.get(worker, 2048),
         )
         return Metadata(
             instance_id=worker,

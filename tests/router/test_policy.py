@@ -109,6 +109,36 @@ def test_what_failed_a_request_is_not_chosen_for_it_again_until_its_engine_has_r
     assert choose(ask, [replace(fleet[0], engine_boot_id="two"), fleet[1]], {"w0": 60}).replica.id == "w0"
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_too_long_for_one_replica_goes_to_another_and_the_decision_says_why(policy):
+    short, long = a_replica("short", residents=[SQL], max_model_len=4096), a_replica("long", max_model_len=8192)
+    fleet, ask = [short, long], Ask("m", "", 4000, total_tokens=4097)
+    decision = choose(ask, fleet, {"short": 200}, policy=policy)
+    assert decision.replica.id == "long"
+    assert decision.rejected == {"short": "takes 4096 tokens, and this may come to 4097"}
+    again = replayed(json.loads(json.dumps(record_of(decision))))
+    assert (again.replica.id, again.rejected) == ("long", decision.rejected)
+    assert choose(ask._replace(total_tokens=4096), fleet, {"short": 200}, policy="kv_lora").replica.id == "short"
+
+
+def test_a_replica_that_is_too_short_is_asked_only_where_none_is_known_that_takes_it():
+    short, long = a_replica("short", max_model_len=4096), a_replica("long", max_model_len=8192)
+    ask = Ask("m", "", 4000, total_tokens=5000)
+    for away in (replace(long, state="draining"), replace(long, state="unreachable")):
+        with pytest.raises(NoReplica, match="short: takes 4096 tokens, and this may come to 5000"):
+            choose(ask, [short, away])
+    with pytest.raises(NoReplica, match="failed this request before"):
+        choose(ask._replace(excluded=frozenset({long.incarnation})), [short, long])
+    assert choose(ask, [short, replace(long, state="starting", max_model_len=0)]).replica.id == "short"
+    assert choose(ask._replace(total_tokens=9000), [short, long]).rejected == {}
+    # Nobody who has the adapter takes it: its engine says so.
+    holder = replace(short, residents=a_replica("", residents=[SQL]).residents)
+    assert choose(Ask("m", SQL, 4000, total_tokens=5000), [holder, long]).replica.id == "short"
+    assert choose(ask._replace(only=short.incarnation), [short, long]).replica.id == "short"
+    unknown = replace(short, max_model_len=0)
+    assert choose(ask, [unknown, long], {"short": 200}).replica.id == "short"
+
+
 def test_another_digest_of_the_same_adapter_is_not_resident():
     with pytest.raises(NoReplica, match="not resident"):
         choose(Ask("m", "sql/v1@bbbbbbbbbbbb", 10), [a_replica("w0", residents=[SQL])])

@@ -499,6 +499,30 @@ async def test_an_unknown_model_and_an_empty_fleet_have_their_own_codes():
         assert answer.status_code == 404
 
 
+@pytest.mark.parametrize("named", [{}, {"lora_id": "sql/v1"}])
+async def test_where_engines_differ_in_their_context_a_request_goes_where_it_and_its_answer_fit(named):
+    control = with_sql("short", "long")
+    control.max_model_lens = {"short": 100, "long": 2048}
+    async with fleet(Engine("short"), Engine("long"), control=control, policy="round_robin") as (client, _, _):
+
+        async def went_to(prompt_tokens, **more):
+            body = {"model": BASE, "prompt": list(range(prompt_tokens)), **named, **more}
+            answers = [await client.post("/v1/completions", json=body) for _ in range(4)]
+            return {answer.headers["x-lorafleet-worker"] for answer in answers}
+
+        assert await went_to(99) == {"short", "long"}
+        assert await went_to(100) == {"long"}
+        assert await went_to(10, max_tokens=90) == {"short", "long"}
+        assert await went_to(10, max_tokens=91) == {"long"}
+        assert await went_to(10, max_completion_tokens=91, max_tokens=4) == {"long"}
+        # What no engine has room for, and what is no number, is for an engine to cut or to refuse.
+        for odd in (5000, 10**400, -1, 1.5, "91", None, [91], True):
+            assert await went_to(10, max_tokens=odd) == {"short", "long"}, odd
+        assert await went_to(3000) == {"short", "long"}
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert {card["id"]: card["max_model_len"] for card in cards} == {BASE: 2048, "sql/v1": 2048}
+
+
 async def test_a_router_that_never_had_a_catalog_says_so_and_is_not_ready():
     async with fleet(control=Control(down=True)) as (client, _, _):
         assert error_of(await client.post("/v1/chat/completions", json=CHAT)) == (503, "catalog_unavailable")
