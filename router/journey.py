@@ -48,6 +48,8 @@ _DEATHS = frozenset({"no_answer", "begun_only", "engine_dead", "first_event_erro
 _MAX_DEATHS = 2
 # What may be the doing of what ran; that nobody was there, or had no room or no such adapter, is the fleet's.
 _FAULTS = _DEATHS | {"no_answer_in_time"}
+# What an engine says that is up: waiting for it to start again, or loading an adapter elsewhere, would not help.
+_REFUSALS = frozenset({"engine_unavailable", "first_event_error"})
 # What says of an engine that it is gone, which one that answers afterwards is not.
 _BROKE_OFF = frozenset({"connection", "no_answer", "begun_only"})
 
@@ -277,7 +279,7 @@ class Journey(msgspec.Struct, eq=False):
         if exc.reason in _BROKE_OFF:
             self.broke_off = {**self.broke_off, flight.replica.incarnation: self.parts.clock()}
         # An engine that is up and says no will not be another one soon; one that died may be.
-        self._is_refused = exc.reason == "engine_unavailable"
+        self._is_refused = exc.reason in _REFUSALS
         self._note(exc, flight)
         if self.only is not None:
             raise NoReplica(f"only worker {flight.replica.id!r} keeps the earlier response: {exc}") from exc

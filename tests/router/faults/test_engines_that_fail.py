@@ -320,6 +320,22 @@ async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_brok
             assert router.play.asked["always"] == 3
 
 
+@pytest.mark.parametrize("lora_id", [None, "sql/v1"])
+async def test_an_engine_that_lives_and_ends_a_stream_with_an_error_of_its_own_is_not_waited_for(lora_id):
+    """vLLM 0.32, of a number over 64 bits such as `top_k`."""
+    error = {"message": "", "type": "InternalServerError", "param": None, "code": 500}
+    event = b"data: %b\n\n" % json.dumps({"error": error}).encode()
+    control = Control()
+    control.add_adapter("sql/v1", on=["w0"])
+    named = {} if lora_id is None else {"lora_id": lora_id}
+    async with house(1, control=control, failover_wait_s=60.0, cold_start_timeout_s=60.0) as router:
+        async with asyncio.timeout(10):
+            refused = await router.ask("x", saying(STREAM_HEAD + pieces(event, DONE)), stream=True, **named)
+        assert error_of(refused) == (503, "no_replica")
+        assert not control.ensured, "nothing is loaded elsewhere for it"
+        assert (await router.ask("x", stream=True, **named)).content == CLEAN
+
+
 async def test_what_a_dying_engine_had_in_flight_is_retried_once_each_and_one_at_a_time():
     at_once, most, served = 0, 0, []
 
