@@ -212,8 +212,7 @@ class Attempt(msgspec.Struct, eq=False):
         if self._is_decided:
             self._break(StreamBroken(f"replica {self._call.replica} broke off in the middle of its answer"), exc)
             return
-        if exc.reason == "no_answer" and self.streamed and is_begun_only(self._call.route, b"".join(self._got)):
-            # So does vLLM 0.32 with a response whose schema it can't take: it says little of the engine.
+        if exc.reason == "no_answer" and self._has_only_begun():
             exc = EngineLost("begun_only", str(exc))
         self.failure = exc
         self.is_stale = (
@@ -225,6 +224,14 @@ class Attempt(msgspec.Struct, eq=False):
             and connection.loop.time() - self._sent_at <= _AT_ONCE_S
         )
         self._decide()
+
+    def _has_only_begun(self) -> bool:
+        """Whether what came says little of the engine: so vLLM 0.32 breaks off a response whose schema it can't take;
+        and behind the head alone one that it can't tell of, such as of `"truncation": null`.
+        """
+        if not (self.streamed and self.status == 200 and self._call.route.begun):
+            return False
+        return not self._got or is_begun_only(self._call.route, b"".join(self._got))
 
     def _decide(self) -> None:
         self._is_decided = True

@@ -484,6 +484,18 @@ async def test_anthropics_own_client_streams_counts_and_hears_errors_as_its_own(
         await client.close()
 
 
+async def test_a_response_that_the_engine_breaks_off_before_it_begins_opens_no_circuit(
+    direct: Direct, model_dir: Path
+) -> None:
+    ask = {"model": BASE, "input": "hello", "max_output_tokens": 4, "truncation": None}
+    async with routed(direct, model_dir, breaker_failures=2) as (client, parts):
+        assert (await client.post(RESPONSES, json=ask)).status_code == 400
+        answer = await client.post(RESPONSES, json=ask | {"stream": True})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert [reason for (reason,) in parts.metrics.retries._children] == ["begun_only"]
+        assert not parts.mind.breaker._shut
+
+
 async def test_a_response_is_followed_up_by_whoever_made_it(direct: Direct, model_dir: Path) -> None:
     ask = {"model": "sql/v1", "input": "hello", "max_output_tokens": 4, "temperature": 0}
     async with routed(direct, model_dir) as (client, _parts), routed(direct, model_dir) as (other, _):
