@@ -76,6 +76,7 @@ FORWARDED_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _FULL = msgspec.Raw(b'"full"')
 _TRUE = msgspec.Raw(b"true")
 _UNSET = (b"null", b"false")
+_UNASKED = (None, False)
 
 # Fields with which an answer would show that the engine was given ids for a text: it repeats the prompt, or cuts it.
 # A text that the tokenizer normalizes does not come back from its ids as it was.
@@ -252,8 +253,9 @@ def asks_for_usage(stream_options: object) -> bool:
     """Whether a client's decoded `stream_options` ask for the usage event, in whatever form an engine may take."""
     if not isinstance(stream_options, dict):
         return stream_options is not None
-    # With the one set, the other puts usage into every chunk (vLLM 0.32).
-    return bool(stream_options.get("include_usage") or stream_options.get("continuous_usage_stats"))
+    # With the one set, the other puts usage into every chunk (vLLM 0.32). What is no truth value is the engine's to
+    # refuse, so it is not overwritten.
+    return any(stream_options.get(name) not in _UNASKED for name in ("include_usage", "continuous_usage_stats"))
 
 
 def _plain(body: Body, model: str, *, ask_usage: bool) -> Body:

@@ -295,6 +295,7 @@ LIMITS = {"max_tokens": 8, "temperature": 0}
 ASKED: list[tuple[str, str, dict[str, Any]]] = [
     *((CHAT, name, {"messages": [USER], **LIMITS, **more}) for name, more in MORE_CHATS),
     (CHAT, "usage", {"messages": [USER], **LIMITS, "stream_options": {"include_usage": True}}),
+    (CHAT, "no usage", {"messages": [USER], **LIMITS, "stream_options": {"include_usage": []}}),
     (CHAT, "all usage", {"messages": [USER], **LIMITS, "stream_options": {"continuous_usage_stats": True}}),
     (CHAT, "an echo", {"messages": [USER], **LIMITS, "echo": True}),
     (CHAT, "the prompt's text", {"messages": [USER], **LIMITS, "return_prompt_text": True}),
