@@ -104,7 +104,7 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
                 at=time.time(),
                 adapter=adapter,
                 tokens_from=tokens.source,
-                replicas=parts.discovery.fleet.roster(target.base_model).replicas,
+                roster=parts.discovery.fleet.roster(target.base_model),
                 note=note,
             )
         trust = parts.trust.state(decision.replica.id)

@@ -1,11 +1,11 @@
 """Why this replica: decisions in words, for `/v1/route` and `/v1/decisions`, and made again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 
-from router.core.decision import Ask, Decision
+from router.core.decision import Ask, Decision, too_short
 from router.core.errors import BadBody, NoReplica
-from router.core.fleet import Replica, rejection
+from router.core.fleet import Roster, rejection
 from router.core.index import WorkerId
 from router.core.policies import POLICIES
 from router.core.policies.kv_lora import KvLora, within_slots
@@ -69,7 +69,7 @@ def explained(record: Record, trust: Callable[[WorkerId], str], *, note: str | N
 
 
 def undecided(
-    ask: Ask, *, request_id: str, at: float, adapter: str, tokens_from: Source, replicas: Sequence[Replica], note: str
+    ask: Ask, *, request_id: str, at: float, adapter: str, tokens_from: Source, roster: Roster, note: str
 ) -> RouteAnswer:
     """No replica can take it now: which filter each one failed, and what a real request would do."""
     return RouteAnswer(
@@ -84,7 +84,10 @@ def undecided(
         kappa=1.0,
         rho=0.0,
         scores=(),
-        rejected=tuple(RejectedItem(worker_id=r.id, reason=rejection(r, ask.engine_name) or "able") for r in replicas),
+        rejected=tuple(
+            RejectedItem(worker_id=r.id, reason=rejection(r, ask.engine_name) or too_short(roster, i, ask) or "able")
+            for i, r in enumerate(roster.replicas)
+        ),
         note=note,
     )
 

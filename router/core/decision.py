@@ -74,7 +74,7 @@ class Scene(NamedTuple):
         """
         able = self.roster.able(ask.engine_name)
         if ask.total_tokens:
-            able = tuple(i for i in able if self._too_short(i, ask) is None)
+            able = tuple(i for i in able if too_short(self.roster, i, ask) is None)
         if ask.excluded:
             able = tuple(i for i in able if self.roster.replicas[i].incarnation not in ask.excluded)
         if ask.only is not None:
@@ -91,7 +91,7 @@ class Scene(NamedTuple):
     def rejected(self, ask: Ask) -> dict[WorkerId, str]:
         """The filter that each replica fails, of those that fail one."""
         reasons = {
-            r.id: _refused(r, ask) or rejection(r, ask.engine_name) or self._too_short(i, ask)
+            r.id: _refused(r, ask) or rejection(r, ask.engine_name) or too_short(self.roster, i, ask)
             for i, r in enumerate(self.roster.replicas)
         }
         rejected = {worker: reason for worker, reason in reasons.items() if reason is not None}
@@ -99,17 +99,6 @@ class Scene(NamedTuple):
             r.id: "circuit open" for r in self.roster.replicas if r.incarnation in self.shut and r.id not in rejected
         }
         return rejected | shut if len(rejected) + len(shut) < len(reasons) else rejected
-
-    def _too_short(self, position: int, ask: Ask) -> str | None:
-        """Why this replica must not be given so long a request. Where it is too long for every one that could be asked
-        it is for an engine to say so.
-        """
-        takes = self.roster.replicas[position].max_model_len
-        if not 0 < takes < ask.total_tokens or ask.only is not None:
-            return None
-        if not self.roster.takes(ask.engine_name, ask.total_tokens):
-            return None
-        return f"takes {takes} tokens, and this may come to {ask.total_tokens}"
 
     def score(self, ask: Ask, position: int) -> Score:
         """What this request costs on one replica, term by term."""
@@ -255,6 +244,18 @@ class Scene(NamedTuple):
     def kappa(self) -> float:
         """How much dearer work is than waiting now."""
         return kappa(self.rho, self.costs)
+
+
+def too_short(roster: Roster, position: int, ask: Ask) -> str | None:
+    """Why this replica must not be given so long a request. Where it is too long for every one that could be asked it
+    is for an engine to say so.
+    """
+    takes = roster.replicas[position].max_model_len
+    if not 0 < takes < ask.total_tokens or ask.only is not None:
+        return None
+    if not roster.takes(ask.engine_name, ask.total_tokens):
+        return None
+    return f"takes {takes} tokens, and this may come to {ask.total_tokens}"
 
 
 def _refused(replica: Replica, ask: Ask) -> str | None:

@@ -523,6 +523,19 @@ async def test_where_engines_differ_in_their_context_a_request_goes_where_it_and
         assert {card["id"]: card["max_model_len"] for card in cards} == {BASE: 2048, "sql/v1": 2048}
 
 
+async def test_what_only_an_engine_that_starts_would_take_is_not_given_to_a_short_one():
+    control = Control(starting=frozenset({"long"}), max_model_lens={"short": 100, "long": 2048})
+    async with fleet(Engine("short"), Engine("long"), control=control) as (client, _, _):
+        body = {"model": BASE, "prompt": list(range(200))}
+        refused = await client.post("/v1/completions", json=body)
+        assert error_of(refused) == (503, "no_replica")
+        why = "takes 100 tokens, and this may come to 201"
+        assert f"short: {why}" in refused.json()["error"]["message"]
+        told = (await client.post("/v1/route", json=body)).json()
+        rejected = {item["worker_id"]: item["reason"] for item in told["rejected"]}
+        assert (told["worker_id"], rejected) == (None, {"short": why, "long": "starting"})
+
+
 async def test_a_router_that_never_had_a_catalog_says_so_and_is_not_ready():
     async with fleet(control=Control(down=True)) as (client, _, _):
         assert error_of(await client.post("/v1/chat/completions", json=CHAT)) == (503, "catalog_unavailable")
