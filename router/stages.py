@@ -285,13 +285,11 @@ def asked(
 
 
 def _total(question: Question, prompt_tokens: int, roster: Roster) -> int:
-    """Tokens that a request may come to: its prompt, and the answer that it asks for, or at least one token.
-
-    An answer that nobody has room for is cut short where the prompt fits (vLLM 0.32, api_utils.py get_max_tokens).
+    """Tokens that a request may come to: its prompt, and the answer that it asks for, or at least one token. What comes
+    to more than any engine takes is for one that takes most: it says so, or cuts the answer.
     """
     wanted = (_number(question.fields.get(name)) for name in _ANSWER_TOKENS)
-    total_tokens = prompt_tokens + max(1, next(filter(None, wanted), 1))
-    return total_tokens if total_tokens <= roster.max_model_len else prompt_tokens + 1
+    return min(prompt_tokens + max(1, next(filter(None, wanted), 1)), roster.max_model_len)
 
 
 def _number(raw: msgspec.Raw | None) -> int:
