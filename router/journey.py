@@ -91,6 +91,7 @@ class Journey(msgspec.Struct, eq=False):
     _is_stale: bool = False
     _is_trial: bool = False
     _is_in_background: bool = False
+    _last_failure: str = ""
 
     def at_once(self, tell: Callable[[], None]) -> bool:
         """Send it, where nothing need be waited for but the engine's answer: `tell` is called when that is decided, and
@@ -150,6 +151,11 @@ class Journey(msgspec.Struct, eq=False):
                 await self._open()
             except ReplicaUnreachable as exc:
                 self._failed(exc)
+            except NoReplica as exc:
+                if not self._last_failure:
+                    raise
+                message = f"{exc}; the last attempt: {self._last_failure}"
+                raise NoReplica(message, retry_after_s=exc.retry_after_s or 1.0) from exc
             else:
                 return
 
@@ -278,6 +284,7 @@ class Journey(msgspec.Struct, eq=False):
         self.excluded |= {flight.replica.incarnation}
         if exc.reason in _BROKE_OFF:
             self.broke_off = {**self.broke_off, flight.replica.incarnation: self.parts.clock()}
+        self._last_failure = str(exc)
         # An engine that is up and says no will not be another one soon; one that died may be.
         self._is_refused = exc.reason in _REFUSALS
         self._note(exc, flight)

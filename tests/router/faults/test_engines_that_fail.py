@@ -333,6 +333,8 @@ async def test_an_engine_that_lives_and_ends_a_stream_with_an_error_of_its_own_i
         async with asyncio.timeout(10):
             refused = await router.ask("x", saying(STREAM_HEAD + pieces(event, DONE)), stream=True, **named)
         assert error_of(refused) == (503, "no_replica")
+        assert "w0: failed this request before" in refused.json()["error"]["message"]
+        assert 'the last attempt: replica w0: 500 b\'{"error"' in refused.json()["error"]["message"]
         assert not control.ensured, "nothing is loaded elsewhere for it"
         assert (await router.ask("x", stream=True, **named)).content == CLEAN
 
