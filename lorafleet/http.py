@@ -54,8 +54,11 @@ def _found(error: Any) -> str:
     found = error.get("input")
     if error["type"] in ("missing", "json_invalid") or not isinstance(found, str | int | float | bool | None):
         return ""
-    text = ascii(found)
-    return f", found {text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + '...'}"
+    return f", found {_short(ascii(found))}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def error_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
@@ -145,10 +148,11 @@ def _check_json(body: bytes) -> None:
 
 def _no_route(request: Request, exc: HTTPException) -> str:
     path = request.url.path
-    shown = ascii(path if len(path) <= _MOST_SHOWN else path[: _MOST_SHOWN - 3] + "...")[1:-1]
+    shown = ascii(_short(path))[1:-1]
     if exc.status_code == 405:
         return f"{shown} takes {Headers(exc.headers).get('allow', 'another method')}, found {request.method}"
-    why = "" if path.startswith("/v1/") and not path.startswith("/v1/v1") else ": a base URL ends in /v1, once"
+    begins_well = path.startswith("/v1/") and not path.startswith("/v1/v1/")
+    why = "" if begins_well else ": paths of the API begin with /v1, once"
     return f"there is no {shown} here{why}; GET /docs shows what there is"
 
 

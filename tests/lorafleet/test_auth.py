@@ -347,7 +347,7 @@ async def test_errors_of_every_kind_come_in_one_envelope(tmp_path):
     assert answers["/number"].json()["error"]["param"] == "query.n"
     said = {name: answer.json()["error"]["message"] for name, answer in answers.items()}
     assert said["post"] == "/admin takes GET, found POST"
-    is_wrong_base = ": a base URL ends in /v1, once"
+    is_wrong_base = ": paths of the API begin with /v1, once"
     assert said["/nowhere"] == f"there is no /nowhere here{is_wrong_base}; GET /docs shows what there is"
     assert said["/v1/v1/admin"] == f"there is no /v1/v1/admin here{is_wrong_base}; GET /docs shows what there is"
     assert said["/v1/nowhere"] == "there is no /v1/nowhere here; GET /docs shows what there is"
