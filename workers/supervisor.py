@@ -32,7 +32,7 @@ _POLL_S = 0.03
 _PROBE_S = 0.01
 _ATTACHED_S = 3.0  # without health, and an engine of others is taken for gone
 _SPARE_S = 10.0  # between the engine's own end of draining and SIGKILL
-_UNUSED_S = 3.0  # the same for one that never was healthy: vLLM 0.32 heeds no SIGTERM while it starts
+_UNUSED_S = 3.0  # the same for one that never was in use: vLLM 0.32 heeds no SIGTERM while it starts
 
 
 class Supervisor:
@@ -58,7 +58,6 @@ class Supervisor:
         self._port = _port_of((*own_command, *settings.engine_args)) or settings.engine_port
         self._has_any_port = self._port == 0
         self._process: EngineProcess | None = None
-        self._was_healthy = False
         self._restarts = Restarts(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
 
     async def run(self) -> None:
@@ -84,7 +83,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Drain and end the engine; nothing of it is left afterwards. One that still starts has nothing to drain."""
         if self._process is not None:
-            grace_s = self._settings.engine_shutdown_s + _SPARE_S if self._was_healthy else _UNUSED_S
+            grace_s = _UNUSED_S if self._agent.link.engine is None else self._settings.engine_shutdown_s + _SPARE_S
             await self._process.stop(within_s=grace_s)
         for kind in ("events", "replay"):
             self._settings.socket_path(kind).unlink(missing_ok=True)
@@ -100,7 +99,6 @@ class Supervisor:
         if self._process is not None:
             await self._process.end()
             self._process = None
-        self._was_healthy = False
         await asyncio.sleep(delay_s)
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> Engine:
@@ -123,7 +121,6 @@ class Supervisor:
         engine = connect(self._settings.engine, self._url())
         stack.push_async_callback(engine.aclose)
         await self._until_healthy(engine)
-        self._was_healthy = True
         kv = kv_config(self._settings, topic)
         transport = Transport(
             engine_url=self._settings.engine_advertise_url or engine.url,
