@@ -251,9 +251,7 @@ def too_short(roster: Roster, position: int, ask: Ask) -> str | None:
     is for an engine to say so.
     """
     takes = roster.replicas[position].max_model_len
-    if not 0 < takes < ask.total_tokens or ask.only is not None:
-        return None
-    if not roster.takes(ask.engine_name, ask.total_tokens):
+    if not 0 < takes < ask.total_tokens <= roster.longest(ask.engine_name) or ask.only is not None:
         return None
     return f"takes {takes} tokens, and this may come to {ask.total_tokens}"
 

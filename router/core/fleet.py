@@ -124,6 +124,7 @@ class Roster:
     replicas: tuple[Replica, ...] = ()
     kept: dict[type[Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _able: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _longest: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def able(self, engine_name: str) -> tuple[int, ...]:
         """Positions of the replicas that may run this adapter, or the base model when empty."""
@@ -148,13 +149,15 @@ class Roster:
         """Whether some replicas take longer prompts than others."""
         return len({replica.max_model_len for replica in self.replicas} - {0}) > 1
 
-    def takes(self, engine_name: str, total_tokens: int) -> bool:
-        """Whether some replica with this adapter (the base model when empty) takes so many tokens, though not now."""
-        return any(
-            replica.max_model_len >= total_tokens
-            for replica in self.replicas
-            if not engine_name or engine_name in replica.residents
-        )
+    def longest(self, engine_name: str) -> int:
+        """As `max_model_len`, of the replicas with this adapter (the base model when empty), ready or not."""
+        if not engine_name:
+            return self.max_model_len
+        longest = self._longest.get(engine_name)
+        if longest is None:
+            holders = (r.max_model_len for r in self.replicas if engine_name in r.residents)
+            longest = self._longest[engine_name] = max(holders, default=0)
+        return longest
 
     @cached_property
     def middle(self) -> Report:
