@@ -387,7 +387,15 @@ class Journey(msgspec.Struct, eq=False):
     async def _warm(self, *, is_displaced: bool = False) -> None:
         target = self.target
         assert target is not None
-        warmed = await warm(self.parts, self.caller, target, self.question, self._barred, is_displaced=is_displaced)
+        warmed = await warm(
+            self.parts,
+            self.caller,
+            target,
+            self.question,
+            self._barred,
+            tokens=self.tokens,
+            is_displaced=is_displaced,
+        )
         barred = self._barred()
         if warmed is not target or barred != self.excluded:
             self.target, self.excluded, self.prompt = warmed, barred, None

@@ -208,20 +208,26 @@ async def warm(
     question: Question,
     excluded: Callable[[], Excluded],
     *,
+    tokens: Tokens | None = None,
     is_displaced: bool = False,
 ) -> Target:
     """The target with an adapter that some replica holds; waits for a cold one, and for one whose holders died.
 
     excluded      what failed this request, as things stand
+    tokens        of its prompt, where they are known: what does not take so many is not waited for
     is_displaced  every replica went while it waited for room: the base model's is waited for, too
     """
+
+    def unfit() -> Excluded:
+        return excluded() | _too_short(parts, target, question, tokens)
+
     if target.adapter is None:
         if excluded() or is_displaced:
-            await _until_back(parts, target.base_model, excluded)
+            await _until_back(parts, target.base_model, unfit)
         return target
     adapter = await parts.cold.until_resident(
         target.adapter.lora_id,
-        excluded,
+        unfit,
         tenant=caller.tenant or "",
         size_bytes=question.size_bytes,
         deadline_at=question.deadline_at,
@@ -236,11 +242,22 @@ def _held(target: Target, adapter: Adapter) -> Target:
     return Target(adapter.base_model or target.base_model, adapter, target.asked)
 
 
-async def _until_back(parts: Parts, base_model: str, excluded: Callable[[], Excluded]) -> None:
-    """Wait for a replica that has not failed this request, or for one that did to have started again."""
+def _too_short(parts: Parts, target: Target, question: Question, tokens: Tokens | None) -> Excluded:
+    """What takes less than this request may come to, where something else takes it."""
+    roster, adapter = parts.discovery.fleet.roster(target.base_model), target.adapter
+    if tokens is None or tokens.ids is None or not roster.is_uneven:
+        return frozenset()
+    total = _total(question, len(tokens.ids), roster)
+    if total > roster.longest((adapter.engine_name or "") if adapter is not None else ""):
+        return frozenset()
+    return frozenset([r.incarnation for r in roster.replicas if 0 < r.max_model_len < total])
+
+
+async def _until_back(parts: Parts, base_model: str, unfit: Callable[[], Excluded]) -> None:
+    """Wait for a replica that may serve this request, or for one that failed it to have started again."""
 
     def is_back() -> bool:
-        replicas, barred = parts.discovery.fleet.roster(base_model).replicas, excluded()
+        replicas, barred = parts.discovery.fleet.roster(base_model).replicas, unfit()
         return any(r.state == "ready" and r.incarnation not in barred for r in replicas)
 
     await parts.discovery.changes.until(is_back, timeout_s=parts.config.failover_wait_s)

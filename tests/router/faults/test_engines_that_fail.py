@@ -10,6 +10,7 @@ from tests.lorafleet.test_auth import no_more_files
 from tests.router.doubles import UNHEARD, Control
 from tests.router.faults.house import (
     BASE,
+    COMPLETIONS,
     DONE,
     EVENTS,
     STREAM,
@@ -319,6 +320,20 @@ async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_brok
             answer = await router.ask("always", *[saying(b"", "reset")] * 4, **named)
             assert error_of(answer) == (503, "no_replica")
             assert router.play.asked["always"] == 3
+
+
+@pytest.mark.parametrize("lora_id", [None, "sql/v1"])
+async def test_what_only_one_engine_takes_waits_for_that_one_to_answer_again_though_a_shorter_one_is_ready(lora_id):
+    control = Control(max_model_lens={"w0": 100})
+    control.add_adapter("sql/v1", on=["w0", "w1"])
+    named = {} if lora_id is None else {"lora_id": lora_id}
+    async with house(2, control=control, failover_wait_s=5.0, cold_start_timeout_s=5.0) as router:
+        await router.connect()
+        prompt = list(range(200))
+        router.play.acts[str(prompt)] = [saying(b"", "reset")] * 2
+        answer = await router.client.post(COMPLETIONS, json={"model": BASE, "prompt": prompt, **named})
+        assert (answer.status_code, answer.headers.get("x-lorafleet-worker")) == (200, "w1")
+        assert router.play.asked[str(prompt)] == 3
 
 
 @pytest.mark.parametrize("lora_id", [None, "sql/v1"])
