@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
+from fastapi.params import Depends as Depended
 from fastapi.routing import APIRoute
 
 from lorafleet import yamls
@@ -31,6 +32,7 @@ _DO_FOR = {
     "load": frozenset({"load", "admin"}),
     "register": frozenset({"register", "admin"}),
     "drain": frozenset({"drain", "admin"}),
+    "metrics": frozenset({"metrics", "admin"}),
     "admin": frozenset({"admin"}),
 }
 SCOPES = tuple(_DO_FOR)
@@ -193,6 +195,11 @@ def requires(keys: Keys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
         return found
 
     return caller
+
+
+def of_metrics(keys: Keys, *, need_key: bool) -> list[Depended]:
+    """The dependencies of a house's `/metrics`: none, or a key with the scope `metrics`."""
+    return [Depends(requires(keys, "metrics"))] if need_key else []
 
 
 class KeyFirst(APIRoute):

@@ -567,7 +567,7 @@ def keys_new(
     file: Annotated[Path, typer.Option(help="the key file; made when missing")],
     tenant: Annotated[str | None, typer.Option(help="whose key it is; none stands above tenants")] = None,
     scopes: Annotated[
-        str, typer.Option(help="some of infer, load, register, drain, admin, with commas between")
+        str, typer.Option(help="some of infer, load, register, drain, metrics, admin, with commas between")
     ] = "infer",
     note: Annotated[str, typer.Option(help="for whoever reads the file")] = "",
     requests_per_minute: Annotated[

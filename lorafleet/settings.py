@@ -50,6 +50,9 @@ class HouseSettings(BaseSettings):
     allow_open: bool = Field(
         default=False, description="serve without keys on an address that is not loopback, and under any name"
     )
+    metrics_need_key: bool = Field(
+        default=False, description="answer `/metrics` to keys with the scope `metrics` alone; else to everybody"
+    )
     token: Annotated[str, AfterValidator(plain_key)] = Field(
         default="", description="bearer key for our own calls to other houses", repr=False
     )

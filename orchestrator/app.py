@@ -177,6 +177,7 @@ def build(
             metrics=metrics,
             is_stopping=lambda: whole.is_stopping,
             clock=clock,
+            metrics_need_key=settings.metrics_need_key,
         )
     )
     install_error_handlers(app, OrchestratorError)

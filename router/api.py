@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 
-from lorafleet.auth import Caller, KeyFirst, requires
+from lorafleet.auth import Caller, KeyFirst, of_metrics, requires
 from lorafleet.http import HttpError
 from router.core.errors import CatalogUnavailable, ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet, ReplicaState
@@ -179,11 +179,12 @@ def exposed(parts: Parts, clients: Front) -> bytes:
 
 
 def health_routes(parts: Parts, own: Callable[[], bytes], siblings: Siblings | None = None) -> APIRouter:
-    """What probes and Prometheus ask; open to whoever can reach it.
+    """What probes and Prometheus ask; open to whoever can reach it, but for metrics that need a key.
 
     own  this process's metrics; with `siblings`, those of all processes are shown
     """
     api = APIRouter()
+    guarded = of_metrics(parts.keys, need_key=parts.config.metrics_need_key)
 
     @api.get("/health")
     async def health() -> dict[str, str]:
@@ -200,7 +201,7 @@ def health_routes(parts: Parts, own: Callable[[], bytes], siblings: Siblings | N
             raise HttpError(503, "not_synced", message, retry_after_s=1.0)
         return {"status": "ready"}
 
-    @api.get("/metrics")
+    @api.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
         """Prometheus."""
         text = own() if siblings is None else await siblings.metrics()

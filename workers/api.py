@@ -1,12 +1,14 @@
 """The agent over HTTP."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.params import Depends as Depended
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from lorafleet.auth import Caller, Keys, check_scope, requires
+from lorafleet.auth import Caller, Keys, check_scope, of_metrics, requires
 from lorafleet.chat import read_files
 from orchestrator.wire import UsageReport
 from workers.agent import Agent
@@ -33,13 +35,15 @@ _MOST_LISTED = 10_000
 _EPOCH_DIGITS = 15  # fits every JSON reader's and database's integers
 
 
-def build_router(agent: Agent, keys: Keys) -> APIRouter:
-    """Every route. Reading and loading need `load`, taking away needs `admin`; health and metrics are open."""
+def build_router(agent: Agent, keys: Keys, *, metrics_need_key: bool = False) -> APIRouter:
+    """Every route. Reading and loading need `load`, taking away needs `admin`; health is open, and so are metrics that
+    need no key.
+    """
     api = APIRouter()
     api.include_router(_told(agent, keys))
     api.include_router(kv_routes(agent, keys))
     api.include_router(_done(agent, keys))
-    api.include_router(_probed(agent))
+    api.include_router(_probed(agent, of_metrics(keys, need_key=metrics_need_key)))
     return api
 
 
@@ -163,7 +167,7 @@ def _done(agent: Agent, keys: Keys) -> APIRouter:
     return api
 
 
-def _probed(agent: Agent) -> APIRouter:
+def _probed(agent: Agent, guarded: Sequence[Depended]) -> APIRouter:
     api = APIRouter()
 
     @api.get("/health")
@@ -178,7 +182,7 @@ def _probed(agent: Agent) -> APIRouter:
             raise EngineError("not_ready", f"{agent.state}{reason}", retry_after_s=5)
         return {"status": "ready"}
 
-    @api.get("/metrics")
+    @api.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
         agent.measure()
         return Response(agent.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")

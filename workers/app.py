@@ -134,7 +134,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
         description="The agent beside one engine: starts and watches it, and holds its adapters.",
         lifespan=lifespan,
     )
-    app.include_router(build_router(agent, keys))
+    app.include_router(build_router(agent, keys, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
     app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "drain"))
     app.add_middleware(CheckHost, check=host_check(keys, allow_open=settings.allow_open))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from fastapi import APIRouter
 
-from lorafleet.auth import Keys
+from lorafleet.auth import Keys, of_metrics
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes
 from orchestrator.api.fleet import fleet_routes, heartbeat_routes, worker_routes
@@ -33,13 +33,14 @@ def build_router(
     metrics: Metrics,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
+    metrics_need_key: bool = False,
 ) -> APIRouter:
     """All routes."""
     views = Views(reconciler, clock)
     metrics.observe(views.counts, views.workers_by_state, views.pools)
     api = APIRouter()
     api.include_router(ui_routes())
-    api.include_router(health_routes(reconciler, metrics, is_stopping))
+    api.include_router(health_routes(reconciler, metrics, is_stopping, of_metrics(keys, need_key=metrics_need_key)))
     api.include_router(router_routes(keys, registry, reconciler, views, is_stopping, clock))
     api.include_router(worker_routes(keys, reconciler, views))
     api.include_router(adapter_routes(keys, registry, reconciler, views))

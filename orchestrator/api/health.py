@@ -1,8 +1,9 @@
 """Alive, synced, and counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, Response
+from fastapi.params import Depends
 from fastapi.responses import PlainTextResponse
 
 from orchestrator.core.errors import Unavailable
@@ -11,7 +12,10 @@ from orchestrator.reconcile import Reconciler
 from orchestrator.wire import Status
 
 
-def health_routes(reconciler: Reconciler, metrics: Metrics, is_stopping: Callable[[], bool]) -> APIRouter:
+def health_routes(
+    reconciler: Reconciler, metrics: Metrics, is_stopping: Callable[[], bool], guarded: Sequence[Depends]
+) -> APIRouter:
+    """Open to whoever can reach them; `guarded`: what `/metrics` asks of its caller."""
     api = APIRouter(tags=["health"])
 
     def status(word: str) -> Status:
@@ -39,7 +43,7 @@ def health_routes(reconciler: Reconciler, metrics: Metrics, is_stopping: Callabl
             raise Unavailable("started, listening to the fleet before anything is decided", code="starting")
         return status("ready")
 
-    @api.get("/metrics", response_class=PlainTextResponse)
+    @api.get("/metrics", response_class=PlainTextResponse, dependencies=guarded)
     async def prometheus() -> Response:
         """Prometheus text."""
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -38,7 +38,9 @@ def _kind(api_version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-_ENDPOINT = _object(("port",), port=_TEXT, path={"const": "/metrics"}, interval=_DURATION)
+# Without `type` it is Bearer; the Secret is one of the monitor's own namespace.
+_AUTHORIZATION = _object(("credentials",), credentials=_object(("name", "key"), name=_TEXT, key=_TEXT))
+_ENDPOINT = _object(("port",), port=_TEXT, path={"const": "/metrics"}, interval=_DURATION, authorization=_AUTHORIZATION)
 _RULE = _object(
     ("alert", "expr", "labels", "annotations"),
     **{"alert": _TEXT, "expr": _TEXT, "for": _DURATION, "labels": _TEXTS, "annotations": _TEXTS},

@@ -168,18 +168,20 @@ def scopes(case: str, house: str, tmp_path) -> dict[str, frozenset[str]]:
 
 
 def test_a_token_opens_the_houses_that_its_holder_speaks_to_and_no_others(tmp_path):
-    infer, load, register, drain, admin = (frozenset({scope}) for scope in SCOPES)
+    infer, load, register, drain, metrics, admin = (frozenset({scope}) for scope in SCOPES)
     assert scopes("cpu", "router", tmp_path) == {"admin.1": admin, "test.1": infer}
     # One orchestrator to another: who stands by follows the leader's events.
     assert scopes("cpu", "orchestrator", tmp_path) == {
         "admin.1": admin, "orchestrator.1": load, "router.1": load, "worker.1": register,
     }  # fmt: skip
     assert scopes("cpu", "worker", tmp_path) == {"orchestrator.1": admin, "router.1": load, "worker.1": drain}
+    for house in ("router", "orchestrator", "worker"):
+        assert scopes("everything", house, tmp_path)["metrics.2"] == metrics
 
 
 def test_while_tokens_rotate_both_generations_are_taken_and_the_new_one_is_used(tmp_path):
     assert scopes("everything", "worker", tmp_path).keys() == {
-        f"{role}.{generation}" for role in ("orchestrator", "router", "worker") for generation in (1, 2)
+        f"{role}.{generation}" for role in ("metrics", "orchestrator", "router", "worker") for generation in (1, 2)
     }
     router = one("everything", "Deployment", "fleet-lorafleet-router")["spec"]["template"]["spec"]["containers"][0]
     token = next(entry for entry in router["env"] if entry["name"] == "LORAFLEET_ROUTER_TOKEN")

@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.metrics import Metrics as OrchestratorMetrics
 from router.metrics import Metrics as RouterMetrics
-from tests.helm.rendering import CHART, VALUES, helm_template, of_kind, one
+from tests.helm.rendering import CHART, VALUES, containers, helm_template, of_kind, one, pod_templates, secret
 from tests.test_docs import DOCS
 from workers.metrics import Metrics as WorkersMetrics
 
@@ -162,6 +162,23 @@ def test_panels_have_titles_of_their_own_and_do_not_overlap():
 @pytest.mark.parametrize("case", sorted(VALUES.keys() - {"everything", "found"}))
 def test_what_needs_the_prometheus_operator_or_keda_is_off_unless_asked_for(case):
     assert not of_kind(case, "ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute")
+
+
+def test_metrics_that_need_a_key_get_the_one_that_monitors_bring():
+    tokens, pods = secret("everything", "fleet-lorafleet-tokens"), pod_templates("everything")
+    for monitor in of_kind("everything", "ServiceMonitor", "PodMonitor"):
+        for endpoint in monitor["spec"].get("endpoints") or monitor["spec"]["podMetricsEndpoints"]:
+            assert endpoint["authorization"]["credentials"]["name"] == "fleet-lorafleet-tokens"
+            assert endpoint["authorization"]["credentials"]["key"] in tokens
+    told = {
+        entry["name"]: entry["value"]
+        for _, pod in pods
+        for container in containers(pod["spec"])
+        for entry in container.get("env", ())
+        if entry["name"].endswith("_METRICS_NEED_KEY")
+    }
+    houses = ("ROUTER", "ORCHESTRATOR", "WORKERS")
+    assert told == {f"LORAFLEET_{house}_METRICS_NEED_KEY": "true" for house in houses}
 
 
 def test_a_pools_trigger_is_its_wait_itself_and_its_slots_wanted_over_those_there():

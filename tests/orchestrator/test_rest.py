@@ -399,6 +399,10 @@ async def test_scopes_keep_everyone_to_their_own_calls(open_house, tmp_path):
     assert not {await status(key, *heartbeat) for key in ("register", "admin")} & {401, 403}
     for path in ("/health", "/ready", "/metrics"):
         assert await status(None, "GET", path) == 200
+    house = open_house(key_files=(tmp_path / "keys.yaml",), metrics_need_key=True)
+    refused |= {"register": 403, "admin": 200}
+    assert {key: await status(key, "GET", "/metrics") for key in refused} == refused
+    assert await status(None, "GET", "/health") == 200
 
 
 async def _next_event(lines):

@@ -710,6 +710,25 @@ async def test_who_may_not_infer_is_refused_on_every_route(tmp_path):
     assert engine.bodies == []
 
 
+async def test_metrics_that_need_a_key_are_for_those_with_the_scope_and_health_for_all(tmp_path):
+    keys, control = tmp_path / "keys.yaml", Control()
+    rows = "".join(f"- {{sha256: {hash_key(name)}, scopes: [{name}]}}\n" for name in ("infer", "metrics", "admin"))
+    keys.write_text(f"keys:\n{rows}")
+    async with fleet(control=control, key_files=(keys,), metrics_need_key=True) as (client, _, _):
+
+        async def status(path, key=None):
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            return (await client.get(path, headers=headers)).status_code
+
+        found = {key: await status("/metrics", key) for key in (None, "guess", "infer", "metrics", "admin")}
+        assert found == {None: 401, "guess": 401, "infer": 403, "metrics": 200, "admin": 200}
+        for path in ("/v1/models", "/v1/decisions"):
+            assert await status(path, "metrics") == 403, path
+        assert await status("/health") == await status("/ready") == 200
+    async with fleet(control=control, metrics_need_key=True) as (client, _, _):
+        assert (await client.get("/metrics")).status_code == 200, "without key files there are no keys to ask for"
+
+
 async def test_an_open_router_answers_no_page_whose_name_was_pointed_at_it():
     engine, strange = Engine("w0"), {"host": "evil.example:8000"}
     async with fleet(engine) as (client, _, _):

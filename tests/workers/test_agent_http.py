@@ -371,8 +371,13 @@ async def test_the_scopes_of_a_key_file_hold(worker, tmp_path):
     keys = tmp_path / "keys.yaml"
     rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in SCOPES]
     keys.write_text(json.dumps({"keys": rows}))
-    async with worker.running("--key-files", str(keys)) as client:
+    async with worker.running("--key-files", str(keys), "--metrics-need-key") as client:
         assert code(await client.get("/metadata")) == "invalid_api_key"
+        assert code(await client.get("/metrics")) == "invalid_api_key"
+        assert {
+            scope: (await client.get("/metrics", headers={"authorization": f"Bearer {scope}"})).status_code
+            for scope in SCOPES
+        } == {"infer": 403, "load": 403, "register": 403, "drain": 403, "metrics": 200, "admin": 200}
 
         async def status(key: str, call: str, epoch: str | None = None, **body) -> int:
             headers = {"authorization": f"Bearer {key}"} | ({"x-lorafleet-epoch": epoch} if epoch else {})

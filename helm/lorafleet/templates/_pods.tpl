@@ -106,6 +106,16 @@ valueFrom:
       key: {{ include "lorafleet.tokenKey" . }}
 {{- end }}
 
+{{/* What a monitor shows to `/metrics`, where that needs a key. */}}
+{{- define "lorafleet.scrapeKey" -}}
+{{- if .Values.monitoring.needKey -}}
+authorization:
+  credentials:
+    name: {{ include "lorafleet.tokensSecret" . }}
+    key: {{ include "lorafleet.tokenKey" (dict "root" . "role" "metrics") }}
+{{- end -}}
+{{- end }}
+
 {{/* Files of hashes, mounted whole so that a change arrives without a restart. (dict "root" $ "house" "router") */}}
 {{- define "lorafleet.keyVolumes" -}}
 - name: keys
