@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import structlog
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from lorafleet import logs, serve
 from lorafleet.auth import KeyFileError, Keys, host_check, refuse_open_server
@@ -57,6 +58,7 @@ from router.relay.front import Front, FrontLimits, front
 from router.relay.upstream import Pool
 from router.siblings import Siblings
 from router.stages import match
+from router.surface.origins import of_middleware, told
 from router.tokens import Tokenizers
 from router.tracing import TracingUnavailable, tracer
 from router.usage import Usage, send_usage
@@ -223,7 +225,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         tracer=traces,
     )
     inference = Inference(parts)
-    clients = front(inference.route, _front_limits(config, keys), inference.sender)
+    clients = front(inference.route, _front_limits(config, keys), inference.sender, told(config.allowed_origins))
     own_metrics = partial(exposed, parts, clients)
     siblings = None
     if me is not None:
@@ -234,6 +236,8 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     install_error_handlers(app, RouterError)
     describe_inference(app)
     app.add_middleware(CheckHost, check=host_check(keys, allow_open=config.allow_open))
+    if config.allowed_origins:
+        app.add_middleware(CORSMiddleware, **of_middleware(config.allowed_origins))
     app.state.http = clients
     app.state.siblings = siblings
     return app, parts

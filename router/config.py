@@ -1,16 +1,27 @@
 """The router's settings."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import DirectoryPath, Field, NonNegativeFloat, field_validator, model_validator
+from pydantic import AfterValidator, DirectoryPath, Field, NonNegativeFloat, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.plain import engines_by_id
 from lorafleet.settings import HouseSettings, Url
 from router.core.cost import Costs
 
+_ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+")
+
+
+def _origin(text: str) -> str:
+    if not _ORIGIN.fullmatch(text):
+        raise ValueError(f"{text!r} is no origin: expected https://host or http://host:port, without a path, or *")
+    return text.lower()
+
+
+Origin = Annotated[str, AfterValidator(_origin)]
 PolicyName = Literal["kv_lora", "round_robin", "least_loaded", "session", "prefix_hash"]
 
 
@@ -98,6 +109,11 @@ class RouterSettings(HouseSettings):
     body_timeout_s: float = Field(default=60.0, gt=0, description="for a client to send a whole body; longer: 408")
     send_timeout_s: float = Field(
         default=60.0, gt=0, description="how long a client may read nothing of its answer before it is hung up on"
+    )
+    allowed_origins: tuple[Origin, ...] = Field(
+        default=(),
+        description="whose pages in a browser may ask and read answers, each as https://host, or * for all; none by"
+        " default. With * and without keys any page that a user of this machine opens may",
     )
     keep_alive_s: float = Field(
         default=75.0,

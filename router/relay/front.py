@@ -54,6 +54,7 @@ _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATC
 Handler = Callable[["Exchange"], Coroutine[Any, Any, None] | None]
 Route = Callable[[str, str], Handler | None]
 Sender = Callable[[Mapping[bytes, bytes]], Caller | None]
+Told = Callable[[bytes], bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +83,15 @@ class FrontLimits:
     pipelined: int = 16
 
 
-def front(route: Route, limits: FrontLimits, sender: Sender = lambda _: OPEN) -> "Front":
+def front(route: Route, limits: FrontLimits, sender: Sender = lambda _: OPEN, told: Told | None = None) -> "Front":
     """What makes the protocols, for `uvicorn.Config(http=...)`.
 
     route   (method, path) -> who answers it, or None: the ASGI app does. The path is as sent, without its query.
     sender  headers -> who sends this; None: who may not, and whose body is thrown away as it comes
+    told    a page's origin -> header lines for the answer to it; None: to answer none. What a browser asks before
+            (OPTIONS) is for the ASGI app
     """
-    return Front(route, limits, sender)
+    return Front(route, limits, sender, told)
 
 
 class Front:
@@ -100,10 +103,11 @@ class Front:
     outbox       what is to be sent to clients at the end of the loop's turn
     """
 
-    def __init__(self, route: Route, limits: FrontLimits, sender: Sender) -> None:
+    def __init__(self, route: Route, limits: FrontLimits, sender: Sender, told: Told | None) -> None:
         self.route = route
         self.limits = limits
         self.sender = sender
+        self.told = told
         self.connections: set[_Connection] = set()
         self.held_bytes = 0
         self._held_of: Counter[str] = Counter()
@@ -219,6 +223,7 @@ class Exchange(msgspec.Struct, eq=False):
     on_pause: Callable[[], None] | None = None
     on_resume: Callable[[], None] | None = None
     on_gone: Callable[[], None] | None = None
+    _told: bytes = b""
     _head: bytes = b""
     _task: asyncio.Task[None] | None = None
     _work: Coroutine[Any, Any, None] | None = None
@@ -240,6 +245,8 @@ class Exchange(msgspec.Struct, eq=False):
             return
         line = STATUS_LINE[status]
         self.status = status
+        if self._told:
+            headers += self._told
         length = b"" if status in (204, 304) else b"content-length: %d\r\n" % len(body)
         if self.method == "HEAD":
             body = b""
@@ -261,7 +268,7 @@ class Exchange(msgspec.Struct, eq=False):
             connection.hear_no_more()
         self._head = b"%b%b%b%b\r\n" % (
             STATUS_LINE[status],
-            headers,
+            headers + self._told,
             b"transfer-encoding: chunked\r\n" if self._chunked else b"",
             b"" if self._keep else _CLOSE,
         )
@@ -476,13 +483,16 @@ class _Connection(HttpToolsProtocol):
         method = _METHODS.get(name) or name.decode("ascii")
         handler = self._front.route(method, path)
         self._phase = _BODY
-        if handler is None:
+        told = self._front.told
+        if handler is None or (told is not None and _asks_before(method, fields)):
             self._incoming = None
             self._begin_cold(expects)
         else:
             keep = is_1_1 and parser.should_keep_alive()
             caller = self._front.sender(fields)
             self._incoming = Exchange(method, path, query, fields, self, handler, is_1_1, keep, caller)
+            if told is not None and b"origin" in fields:
+                self._incoming._told = told(fields[b"origin"])
             if expects:
                 self._expects = True
                 self._say_continue()
@@ -720,8 +730,8 @@ class _Connection(HttpToolsProtocol):
         self._front.refused[refusal.code] += 1
         self._refusal = refusal
         in_cold = self._phase == _BODY and self._incoming is None
+        words = _error_answer(refusal, self._told())
         self.hear_no_more()
-        words = _error_answer(refusal)
         if in_cold:
             self._refuse_cold(words)
         elif self._is_cold_busy():
@@ -730,6 +740,16 @@ class _Connection(HttpToolsProtocol):
             self._last_words = words
         else:
             self._linger(words)
+
+    def _told(self) -> bytes:
+        """What the answer to the message being read says besides, as `Exchange` has it."""
+        told = self._front.told
+        if told is None or self._phase == _IDLE:
+            return b""
+        if self._phase == _BODY:
+            return b"" if self._incoming is None else self._incoming._told
+        origin = dict(self.headers).get(b"origin")
+        return b"" if origin is None else told(origin)
 
     def _refuse_cold(self, words: bytes) -> None:
         """The app has the message already, perhaps has begun to answer it: then there is no room for another."""
@@ -839,6 +859,11 @@ class _EnoughError(Exception):
     """Stops the parser: nothing more is read of this client, and nothing is wrong with what came before."""
 
 
+def _asks_before(method: str, fields: Mapping[bytes, bytes]) -> bool:
+    """Whether a browser asks whether a page of another origin may ask."""
+    return method == "OPTIONS" and b"access-control-request-method" in fields
+
+
 def _fail(exchange: Exchange, status: int, code: str, message: str) -> None:
     """An error for an answer, or a broken connection if one has begun."""
     if exchange.status is not None:
@@ -854,9 +879,9 @@ def _fail_unexpectedly(exchange: Exchange, exc: Exception) -> None:
     _fail(exchange, 500, "internal_error", message)
 
 
-def _error_answer(refusal: Refused) -> bytes:
+def _error_answer(refusal: Refused, told: bytes) -> bytes:
     body = msgspec.json.encode(envelope(refusal.status, refusal.code, str(refusal)))
     extra = error_headers(refusal.status, refusal.retry_after_s)
     lines = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in extra.items())
-    head = STATUS_LINE[refusal.status] + _JSON + lines + b"content-length: %d\r\n" % len(body) + _CLOSE
+    head = STATUS_LINE[refusal.status] + _JSON + lines + told + b"content-length: %d\r\n" % len(body) + _CLOSE
     return head + b"\r\n" + body
