@@ -216,7 +216,8 @@ def describe_inference(app: FastAPI) -> None:
 
     def with_inference() -> dict[str, Any]:
         schema = describe()
-        schema["paths"] = openapi_paths() | schema["paths"]
+        inference, own = openapi_paths(), schema["paths"]
+        schema["paths"] = {path: inference.get(path, {}) | own.get(path, {}) for path in inference | own}
         return schema
 
     app.openapi = with_inference  # type: ignore[method-assign]

@@ -45,6 +45,8 @@ _TIMEOUT = TIMEOUT_HEADER.encode()
 _GENERATE = Route(path=generate.PATH, summary="Texts continued, in SGLang's native form", generates=True)
 _ITEM = ROUTES["POST", generate.ITEM_PATH]
 _PATHS = {path for _, path in ROUTES} | {generate.PATH}
+# What FastAPI answers, of the router itself, at a path that is an inference route's, too.
+_OWN = frozenset({("GET", "/v1/decisions")})
 # A comment, which clients of event streams pass over.
 _WAITING = b": waiting\n\n"
 # Of JSON: some 50 ms at worst.
@@ -88,12 +90,14 @@ class Inference:
         route = find(method, path)
         if route is not None:
             return self._handlers[route.method, route.path]
+        if (method, path) in _OWN:
+            return None
         return self._wrong_method if self._offered(path) else None
 
     def _offered(self, path: str) -> dict[str, str]:
         """Method -> path as its route has it, of all that may be asked for there."""
         if path in _PATHS:
-            return {method: known for method, known in self._handlers if known == path}
+            return {method: known for method, known in (*self._handlers, *_OWN) if known == path}
         found = {method: find(method, path) for method in ("GET", "POST")}
         return {method: route.path for method, route in found.items() if route is not None}
 

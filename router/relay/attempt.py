@@ -17,7 +17,7 @@ from router.relay.upstream import Connection, EngineLost, Headers, Origin, Pool
 from router.surface.routes import Route, is_begun_only
 from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
 
-_SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), DEAD.encode()
+_SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, DEAD))
 # SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
 _NOT_LOADED = (b"Got LoRA adapter that has never been loaded", b"Failed to implicitly load LoRA adapter")
 _EVENT_STREAM = b"text/event-stream"
@@ -375,7 +375,7 @@ def _retry_reason(attempt: Attempt, call: Call) -> str | None:
         return "adapter_missing"
     if status == 500 and _SHUTTING_DOWN in first:
         return "engine_draining"
-    if status == 500 and _DEAD in first:
+    if status == 500 and any(said in first for said in _DEAD):
         return "engine_dead"
     if attempt.in_band_error and status >= 500:
         return "first_event_error"

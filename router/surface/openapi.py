@@ -137,6 +137,18 @@ EXAMPLES: Mapping[str, tuple[Json | None, Json]] = {
             "usage": {"input_tokens": 27, "output_tokens": 1},
         },
     ),
+    "/v1/decisions": (
+        {
+            "model": _MODEL,
+            "input": "SELECT 1",
+            "questions": [{"type": "predicate", "name": "sql", "instructions": "Is it SQL?"}],
+        },
+        {
+            "model": _MODEL,
+            "answers": [{"type": "predicate", "name": "sql", "probability": 0.9}],
+            "usage": {"input_tokens": 27, "output_tokens": 1, "total_tokens": 28},
+        },
+    ),
     "/tokenize": ({"model": _MODEL, "prompt": "SELECT"}, {"count": 1, "max_model_len": 32768, "tokens": [4925]}),
     "/detokenize": ({"model": _MODEL, "tokens": [4925]}, {"prompt": "SELECT"}),
     generate.PATH: (

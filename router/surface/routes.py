@@ -1,7 +1,7 @@
 """The inference routes: one row says all that the handler must know of one.
 
-Source: vLLM 0.32 entrypoints (`*/api_router.py`), each row seen on a running engine, with and without an adapter
-(tests/contract/test_surface.py); pooling rows on one started with `--runner pooling`.
+Source: vLLM 0.32 and 0.33 entrypoints (`*/api_router.py`), each row seen on a running engine, with and without an
+adapter (tests/contract/test_surface.py); pooling rows on one started with `--runner pooling`.
 
 Not offered, on purpose:
 - `/v1/audio/*`, `/v1/realtime`: not text; multipart bodies and websockets.
@@ -202,6 +202,12 @@ _ROWS = (
         path="/v1/systemone",
         summary="Answers to several questions about one state",
         usage="none",
+        lists=("questions",),
+    ),
+    Route(
+        path="/v1/decisions",
+        summary="Answers to several questions about one input, in OpenAI's form",
+        usage="responses",
         lists=("questions",),
     ),
     Route(path="/tokenize", summary="Token ids of a prompt", usage="none", echoes_model=False, adapter="names"),

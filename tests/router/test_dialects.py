@@ -67,6 +67,7 @@ async def test_sglang_is_asked_for_base_and_adapter_and_the_client_sees_the_name
         ("/v1/rerank", {"query": "x", "documents": ["y"]}),
         ("/classify", {"input": "x"}),
         ("/v1/systemone", {"state": "x", "questions": []}),
+        ("/v1/decisions", {"input": "x", "questions": []}),
     ],
 )
 async def test_where_sglang_answers_for_an_adapter_from_the_base_model_it_is_not_asked(path, body):

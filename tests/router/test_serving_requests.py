@@ -499,6 +499,19 @@ async def test_an_unknown_model_and_an_empty_fleet_have_their_own_codes():
         assert answer.status_code == 404
 
 
+async def test_decisions_that_are_posted_are_the_engines_and_those_that_are_got_the_routers_own():
+    engine = Engine("w0")
+    async with fleet(engine, control=with_sql("w0")) as (client, _, _):
+        asked = {"model": "sql/v1", "input": "x", "questions": [{"type": "predicate", "instructions": "?"}]}
+        answer = await client.post("/v1/decisions", json=asked)
+        assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (404, "w0"), "this engine has none"
+        (decision,) = (await client.get("/v1/decisions")).json()["data"]
+        assert decision["worker_id"] == "w0"
+        refused = await client.delete("/v1/decisions")
+        assert (refused.status_code, refused.headers["allow"]) == (405, "GET or POST")
+        assert (await client.get("/openapi.json")).json()["paths"]["/v1/decisions"].keys() == {"get", "post"}
+
+
 @pytest.mark.parametrize("named", [{}, {"lora_id": "sql/v1"}])
 async def test_where_engines_differ_in_their_context_a_request_goes_where_it_and_its_answer_fit(named):
     control = with_sql("short", "long")

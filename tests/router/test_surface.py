@@ -89,6 +89,7 @@ def test_a_row_decodes_what_its_prompt_is_made_of_and_what_every_request_is_rout
         ("/rerank", {"query": "q", "documents": ["a", "b", "c"]}, 3),
         ("/score", {"text_1": "a", "text_2": ["b", "c"]}, 2),
         ("/v1/systemone", {"questions": {"a": {}, "b": {}}}, 2),
+        ("/v1/decisions", {"input": "x", "questions": [{}, {}, {}]}, 3),
     ],
 )
 def test_an_engine_makes_so_many_sequences_of_a_body(path, body, sequences):
