@@ -29,6 +29,7 @@ from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.events import Echo, Growing, Renamed, Undated, error_event, refusal_event
 from router.relay.front import Exchange, Handler
+from router.relay.refusals import anthropics
 from router.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cached_tokens
 from router.surface import generate
 from router.surface.bodies import check_items
@@ -479,10 +480,10 @@ class _Answer(msgspec.Struct, eq=False):
     def fail(self, exc: RouterError | HttpError) -> None:
         """One error answer; the last event of a stream that has begun."""
         self.code = exc.code
-        body: dict[str, object] = envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param)
+        body = envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param)
         errors = self.route.errors
         if errors == "anthropic":
-            body["type"] = "error"
+            body = anthropics(body, exc.status)
         if self.exchange.status is not None:
             self.exchange.finish(error_event(body, errors))
             return

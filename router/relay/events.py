@@ -9,6 +9,7 @@ import msgspec
 
 from lorafleet.http import envelope
 from router.core.errors import StreamBroken
+from router.relay.refusals import status_of
 from router.surface.routes import ErrorShape
 
 # What ends an event: a blank line, with either line end.
@@ -148,11 +149,13 @@ def event_error(event: bytes) -> tuple[int, bytes] | None:
     except (msgspec.DecodeError, RecursionError):
         return 500, line
     inner = error.get("error")
-    code = (inner if isinstance(inner, dict) else error).get("code")
+    told = inner if isinstance(inner, dict) else error
+    code = told.get("code")
     if not isinstance(code, int):
-        # vLLM 0.32 anthropic/serving.py: what its chat route said is the text of an `internal_error`.
+        # Of vLLM's messages: 0.33 has a word for the status, in 0.32 what its chat route said is the text of an
+        # `internal_error` (anthropic/serving.py).
         said = _SAID_CODE.search(line)
-        code = int(said[1]) if said else 500
+        code = int(said[1]) if said else status_of(told.get("type")) or 500
     return (code if 400 <= code < 600 else 500), line
 
 

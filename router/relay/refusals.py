@@ -6,6 +6,29 @@ import msgspec
 
 from lorafleet.http import envelope
 
+# By which Anthropic's clients tell errors apart (vLLM 0.33 entrypoints/anthropic/protocol.py translate_error_type).
+_ANTHROPICS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_STATUSES = {word: status for status, word in _ANTHROPICS.items()}
+
+
+def anthropics(body: dict[str, Any], status: int) -> dict[str, Any]:
+    """An error of ours as Anthropic's clients have it."""
+    word = _ANTHROPICS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": body["error"] | {"type": word}}
+
+
+def status_of(word: object) -> int | None:
+    """What an error means that has only Anthropic's word for its kind; None: it is not one of a known status."""
+    return _STATUSES.get(word) if isinstance(word, str) else None
+
 
 def enveloped(status: int, body: bytes) -> bytes:
     """An engine's error as OpenAI's `{"error": {...}}`; unchanged where it is that already, or is nothing we know.

@@ -401,19 +401,21 @@ async def test_anthropics_clients_use_their_own_header_and_hear_errors_in_their_
             told = found.json()
             assert told["type"] == "error"
             assert isinstance(told["error"]["message"], str)
-            return found.status_code, told["error"]["code"]
+            return found.status_code, told["error"]["code"], told["error"]["type"]
 
-        assert await said(ask, key="wrong") == (401, "invalid_api_key")
-        assert await said({**ask, "model": "absent"}) == (404, "model_not_found")
+        assert await said(ask, key="wrong") == (401, "invalid_api_key", "authentication_error")
+        assert await said({**ask, "model": "absent"}) == (404, "model_not_found", "not_found_error")
         router.play.acts["None"] = [saying(STREAM_HEAD + pieces(first), "close")]
         broken = await router.client.post("/v1/messages", json={**ask, "stream": True}, headers={"x-api-key": "a"})
         assert broken.status_code == 200
         start, error = events_of(broken.content)
         assert start == first
         assert error.startswith(b"event: error\ndata: ")
-        assert json.loads(error.split(b"data: ")[1])["type"] == "error"
-        assert await said(ask) == (429, "rate_limited")
-        assert await said(ask, key="b", **{"x-lorafleet-timeout-s": "no"}) == (400, "invalid_request_body")
+        told = json.loads(error.split(b"data: ")[1])
+        assert (told["type"], told["error"]["type"]) == ("error", "api_error")
+        assert await said(ask) == (429, "rate_limited", "rate_limit_error")
+        refused = (400, "invalid_request_body", "invalid_request_error")
+        assert await said(ask, key="b", **{"x-lorafleet-timeout-s": "no"}) == refused
 
 
 async def waiting_for(router, path, body, *, count):
