@@ -533,6 +533,7 @@ class _Connection(HttpToolsProtocol):
             return
         self._read_by = _NEVER
         self._expects = False
+        self._incoming = None  # its body is not to outlive its answer
         body, self._body = self._body, b""
         exchange.body = body if isinstance(body, bytes) else bytes(body)
         exchange.received_at = self.loop.time()

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 import struct
+import weakref
 
 import pytest
 from structlog.testing import capture_logs
@@ -673,6 +675,29 @@ async def test_all_bodies_together_are_bounded_and_the_next_one_is_told_to_come_
             work.go_on.set()
             assert (await first.answer())[0] == (await second.answer())[0] == 200
         assert served.front.held_bytes == 0
+
+
+async def test_of_what_is_answered_nothing_is_kept_while_its_client_says_no_more():
+    class Kept:
+        def answer(self, exchange):
+            exchange.on_gone = exchange.on_pause = exchange.on_resume = self.leave
+            exchange.respond(200, b"", b"")
+
+        def leave(self): ...
+
+    kept = []
+
+    def handler(exchange):
+        one = Kept()
+        kept.append(weakref.ref(one))
+        one.answer(exchange)
+
+    async with fronted(handler) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await client.answer()
+        assert served.front.connections
+        gc.collect()
+        assert kept[0]() is None
 
 
 async def test_a_client_that_goes_on_and_on_behind_its_last_request_is_hung_up_on():
