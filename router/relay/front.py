@@ -315,7 +315,10 @@ class Exchange(msgspec.Struct, eq=False):
         if work is not None:
             work.close()
         if self.on_gone is not None:
-            self.on_gone()
+            try:
+                self.on_gone()
+            except Exception as exc:  # noqa: BLE001  (whatever it is: this is called for many clients in a row)
+                _fail_unexpectedly(self, exc)
 
     def abort(self) -> None:
         """Close the client's connection in the middle, so that it cannot take what it has for a whole answer."""

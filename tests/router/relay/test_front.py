@@ -381,6 +381,44 @@ async def test_a_handler_without_a_task_is_told_once_that_its_client_left(leave)
     assert not exchange.is_paused
 
 
+def failing(exchange) -> None:
+    """A handler that cannot be told that its client left."""
+
+    def fail():
+        raise RuntimeError("a defect")
+
+    exchange.on_gone = fail
+
+
+@pytest.mark.parametrize("leave", ["close", "reset"])
+async def test_a_handler_that_fails_when_it_is_told_that_its_client_left_holds_on_to_nothing(leave):
+    with capture_logs() as logs:
+        async with fronted(failing) as served:
+            async with await served.client() as client:
+                client.send(post(HOT, b"abc") * 3 + post(HOT, b"abc")[:-1])
+                await until(lambda: served.front.held_bytes == 11)
+                if leave == "reset":
+                    reset(client)
+            await until(lambda: not served.front.connections)
+            assert served.front.held_bytes == 0
+    assert [each["event"] for each in logs] == ["unexpected error"]
+
+
+async def test_a_handler_that_fails_when_it_is_told_of_a_stop_keeps_no_other_from_being_told():
+    def handler(exchange):
+        failing(exchange) if exchange.body == b"fail" else calls(exchange)
+
+    calls = Calls()
+    async with fronted(handler) as served, contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(await served.client()) for _ in range(5)]
+        for client in clients[1:]:
+            client.send(post(HOT, b"fail"))
+        clients[0].send(post(HOT, b"abc"))
+        await until(lambda: len(served.seen) == 5)
+        served.front.stop()
+        assert [(await client.answer())[0] for client in clients] == [503, 500, 500, 500, 500]
+
+
 async def test_a_client_that_leaves_before_its_task_begins_is_told_of_all_the_same(recwarn):
     calls, work = Calls(), Work()
     async with fronted(calls) as served:
