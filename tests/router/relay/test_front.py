@@ -118,6 +118,14 @@ async def test_a_204_has_no_length():
         assert await client.answer() == (204, {}, b"")
 
 
+async def test_an_answer_to_head_tells_of_a_body_that_does_not_come_and_the_next_one_follows_its_head():
+    async with fronted() as served, await served.client() as client:
+        client.send(b"HEAD /hot HTTP/1.1\r\nHost: a\r\n\r\n" + post(HOT, b"abc"))
+        status, headers = parsed_head(await client.reader.readuntil(b"\r\n\r\n"))
+        assert (status, headers[b"content-length"]) == (200, b"1")
+        assert (await client.answer())[::2] == (200, b"3")
+
+
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("raises", [False, True])
 async def test_a_handler_that_fails_is_a_500_or_a_broken_stream_never_silence(begun, raises):

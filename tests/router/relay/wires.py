@@ -80,6 +80,7 @@ class Client:
 
 def parsed_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    assert first.startswith(b"HTTP/1.1 "), head  # nothing is left of the answer before it
     pairs = [line.split(b": ", 1) for line in lines]
     assert len({name for name, _ in pairs}) == len(pairs), head
     return int(first.split(b" ")[1]), dict(pairs)
@@ -140,7 +141,7 @@ async def length(exchange: Exchange) -> None:
 
 @contextlib.asynccontextmanager
 async def fronted(handler=length, **limits):
-    """A server with `handler` on HOT for POST and GET, and an app on every other path."""
+    """A server with `handler` on HOT for POST, GET and HEAD, and an app on every other path."""
     seen: list[tuple[str, bytes]] = []
 
     def noted(exchange: Exchange):
@@ -148,7 +149,8 @@ async def fronted(handler=length, **limits):
         return handler(exchange)
 
     made = front(
-        lambda method, path: noted if path == HOT and method in ("POST", "GET") else None, FrontLimits(**limits)
+        lambda method, path: noted if path == HOT and method in ("POST", "GET", "HEAD") else None,
+        FrontLimits(**limits),
     )
     app = App(seen)
     async with serving(app, http=made) as url:
