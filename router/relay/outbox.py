@@ -46,3 +46,4 @@ class Outbox:
                     transport.write(data)
                 except Exception:
                     log.exception("unexpected error: not written", size_bytes=len(data))
+                    transport.abort()  # what follows it must not be taken for the whole

@@ -34,6 +34,9 @@ class Transport:
             raise RuntimeError("closed")
         self.written.append(data)
 
+    def abort(self):
+        self.closed = True
+
 
 def test_what_a_turn_writes_goes_out_at_its_end_in_order():
     loop, box, one, other = Loop(), Outbox(), Transport(), Transport()
@@ -67,6 +70,17 @@ def test_one_that_cannot_be_written_takes_no_other_with_it():
     closed.closed = True
     loop.turn()
     assert (closed.written, transport.written) == ([], [b"x"])
+
+
+def test_behind_what_cannot_be_written_nothing_is_written_to_the_same():
+    loop, box, transport = Loop(), Outbox(), Transport(raises=True)
+    box.write(transport, b"lost", loop)
+    loop.turn()
+    transport.raises = False
+    box.write(transport, b"what follows", loop)
+    loop.turn()
+    assert transport.closed
+    assert not transport.written
 
 
 async def test_what_was_answered_in_the_turn_in_which_the_connection_ends_is_sent_before():
