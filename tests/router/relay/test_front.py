@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lorafleet import serve
+from lorafleet.auth import Caller
 from router.relay.front import FrontLimits, front
 from tests.router.relay.wires import COLD, HOT, App, Client, error_of, fronted, length, parsed_head, post, until
 
@@ -398,6 +399,30 @@ def failing(exchange) -> None:
     exchange.on_gone = fail
 
 
+@pytest.mark.parametrize("in_task", [False, True])
+async def test_who_breaks_an_answer_off_is_not_told_to_end(in_task):
+    told, done = [], asyncio.Event()
+
+    def cut_off(exchange):
+        exchange.on_gone = lambda: told.append(exchange)
+        exchange.begin(200, b"")
+        exchange.send(b"some")
+        exchange.abort()
+
+    async def work(exchange):
+        cut_off(exchange)
+        await asyncio.sleep(0)
+        done.set()
+
+    async with fronted(work if in_task else cut_off) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        assert not (await client.rest()).endswith(b"0\r\n\r\n")
+        if in_task:
+            await asyncio.wait_for(done.wait(), 5)
+        await until(lambda: not served.front.connections)
+    assert not told
+
+
 @pytest.mark.parametrize("leave", ["close", "reset"])
 async def test_a_handler_that_fails_when_it_is_told_that_its_client_left_holds_on_to_nothing(leave):
     with capture_logs() as logs:
@@ -721,6 +746,34 @@ async def test_all_bodies_together_are_bounded_and_the_next_one_is_told_to_come_
             work.go_on.set()
             assert (await first.answer())[0] == (await second.answer())[0] == 200
         assert served.front.held_bytes == 0
+
+
+async def test_one_tenants_bodies_are_bounded_and_it_has_their_room_again_when_each_is_answered():
+    calls = Calls()
+
+    def asking(tenant, size):
+        return post(HOT, b"x" * size, b"Tenant: %b" % tenant)
+
+    def sender(headers):
+        return Caller(headers[b"tenant"].decode(), frozenset())
+
+    async with fronted(calls, sender=sender, tenant_bytes=1000) as served, contextlib.AsyncExitStack() as stack:
+        first, second, third, other = [await stack.enter_async_context(await served.client()) for _ in range(4)]
+        first.send(asking(b"a", 600))
+        second.send(asking(b"a", 400))
+        other.send(asking(b"b", 1000))
+        await until(lambda: len(calls.exchanges) == 3)
+        assert error_of(await served.said(asking(b"a", 1))) == (429, "saturated")
+        (answered,) = [each for each in calls.exchanges if len(each.body) == 400]
+        answered.respond(200, b"", b"")
+        await second.answer()
+        assert error_of(await served.said(asking(b"a", 401))) == (429, "saturated")
+        third.send(asking(b"a", 400))
+        await until(lambda: len(calls.exchanges) == 4)
+        for exchange in calls.exchanges:
+            exchange.respond(200, b"", b"")
+        assert [(await each.answer())[0] for each in (first, third, other)] == [200] * 3
+        assert not served.front._held_of  # nor what there once was of a tenant
 
 
 async def test_of_what_is_answered_nothing_is_kept_while_its_client_says_no_more():

@@ -8,6 +8,7 @@ import socket
 import struct
 from dataclasses import dataclass, field
 
+from lorafleet.auth import OPEN
 from router.relay.front import Exchange, Front, FrontLimits, front
 from router.relay.upstream import EngineLost
 from tests.serving import serving
@@ -140,7 +141,7 @@ async def length(exchange: Exchange) -> None:
 
 
 @contextlib.asynccontextmanager
-async def fronted(handler=length, **limits):
+async def fronted(handler=length, *, sender=lambda _: OPEN, **limits):
     """A server with `handler` on HOT for POST, GET and HEAD, and an app on every other path."""
     seen: list[tuple[str, bytes]] = []
 
@@ -151,6 +152,7 @@ async def fronted(handler=length, **limits):
     made = front(
         lambda method, path: noted if path == HOT and method in ("POST", "GET", "HEAD") else None,
         FrontLimits(**limits),
+        sender,
     )
     app = App(seen)
     async with serving(app, http=made) as url:
