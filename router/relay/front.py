@@ -293,7 +293,6 @@ class Exchange(msgspec.Struct, eq=False):
         if self._chunked:
             last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n"
         connection.write(self._head + last)
-        self._head = b""
         connection.answered(self)
 
     def begin_answer(self) -> None:
