@@ -1008,6 +1008,29 @@ async def test_a_client_that_says_its_last_and_reads_nothing_of_what_waits_for_i
         assert len(await client.rest()) < LARGE
 
 
+@pytest.mark.parametrize("path", [HOT, COLD])
+async def test_a_client_that_says_its_last_when_it_is_answered_may_still_read_all_of_it(path):
+    def large(exchange):
+        exchange.respond(200, b"", b"x" * LARGE)
+
+    async def large_of_the_app(send):
+        (connection,) = served.front.connections
+        connection.transport.set_write_buffer_limits(2 * LARGE)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LARGE)]})
+        await send({"type": "http.response.body", "body": b"x" * LARGE})
+
+    async with fronted(large) as served, await served.client() as client:
+        served.app.answer = large_of_the_app
+        client.send(post(path, b"abc"))
+        await until(lambda: served.seen)
+        (connection,) = served.front.connections
+        await until(connection.transport.get_write_buffer_size)
+        client.writer.write_eof()
+        await until(connection.transport.is_closing)
+        assert len((await client.answer())[2]) == LARGE
+        assert await client.rest() == b""
+
+
 async def test_the_app_waits_for_a_client_that_reads_too_slowly_and_goes_on_when_it_reads():
     pieces, sent = [b"x" * 2**20] * 64, 0
 
