@@ -155,10 +155,13 @@ async def fronted(handler=length, *, sender=lambda _: OPEN, **limits):
         sender,
     )
     app = App(seen)
+    unexpected: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unexpected.append(context))
     async with serving(app, http=made) as url:
         yield Served(int(url.rsplit(":", 1)[1]), made, app, seen)
     assert made.held_bytes == 0
     assert not made.connections
+    assert not unexpected
 
 
 def post(path: str, body: bytes, *lines: bytes) -> bytes:
