@@ -941,6 +941,21 @@ def look_later(connection) -> None:
         connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
 
 
+async def test_a_client_that_asks_on_and_reads_nothing_of_what_waits_for_it_is_closed():
+    def large(exchange):
+        exchange.respond(200, b"", b"x" * LARGE)
+
+    async with fronted(large) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await until(lambda: any(each.is_write_paused for each in served.front.connections))
+        client.send(post(HOT, b"next"))
+        await until(lambda: served.front.held_bytes == 4)
+        (connection,) = served.front.connections
+        look_later(connection)
+        await until(lambda: not served.front.connections)
+        assert served.seen == [(HOT, b"abc")]
+
+
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 async def test_a_client_that_reads_again_is_no_longer_watched_though_its_answer_is_its_last(version):
     work, paused, resumed = Work(say_last), asyncio.Event(), asyncio.Event()
