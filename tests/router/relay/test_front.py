@@ -848,6 +848,20 @@ async def test_a_connection_without_requests_is_closed_after_a_while_and_one_at_
             assert await other.rest() == b""
 
 
+async def test_a_connection_whose_last_message_was_answered_before_it_was_whole_is_closed_after_a_while_too():
+    async with fronted() as served, await served.client() as client:
+        served.app.read_body = False
+        client.send(post(COLD, b"abc")[:-1])
+        await client.answer()
+        (connection,) = served.front.connections
+        client.send(b"c")
+        await until(lambda: not connection._phase)
+        connection.check(connection.loop.time() + FrontLimits().idle_s - 1)
+        assert not connection.transport.is_closing()
+        connection.check(connection.loop.time() + FrontLimits().idle_s + 1)
+        assert await client.rest() == b""
+
+
 # Pace
 
 
