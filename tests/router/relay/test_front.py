@@ -271,6 +271,38 @@ async def test_a_body_is_asked_for_only_after_the_answers_before_it():
         assert (await client.answer())[2] == b"3"
 
 
+EXPECTING = post(HOT, b"next", b"Expect: 100-continue")
+
+
+@pytest.mark.parametrize(("begun", "rest"), [(post(HOT, b"next")[:-4], b"next"), (EXPECTING[:-1], b"t")])
+async def test_no_body_is_asked_for_that_nobody_waits_to_send(begun, rest):
+    work = Work()
+    async with fronted(work) as served, await served.client() as client:
+        client.send(post(HOT, b"x") + post(HOT, b"abc", b"Expect: 100-continue") + begun)
+        await until(lambda: served.front.held_bytes == 8 - len(rest))
+        work.go_on.set()
+        assert [(await client.answer())[::2] for _ in range(2)] == [(200, b"1"), (200, b"3")]
+        client.send(rest)
+        assert (await client.answer())[::2] == (200, b"4")
+
+
+async def test_a_body_is_asked_for_behind_what_is_queued_behind_a_large_answer():
+    def large_for_one(exchange):
+        exchange.respond(200, b"", b"x" * LARGE if exchange.body == b"1" else exchange.body)
+
+    async with fronted(large_for_one) as served, await served.client() as client:
+        client.send(post(HOT, b"1"))
+        await until(lambda: any(each.is_write_paused for each in served.front.connections))
+        client.send(post(HOT, b"2") + EXPECTING[:-4])
+        (connection,) = served.front.connections
+        await until(lambda: connection._expects)
+        assert len((await client.answer())[2]) == LARGE
+        assert (await client.answer())[::2] == (200, b"2")
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.send(b"next")
+        assert (await client.answer())[::2] == (200, b"next")
+
+
 # Leaving
 
 
