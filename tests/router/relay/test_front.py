@@ -137,14 +137,24 @@ async def test_a_handler_that_fails_is_a_500_or_a_broken_stream_never_silence(be
         if raises:
             raise RuntimeError("secret")
 
-    async with fronted(bad) as served, await served.client() as client:
-        client.send(post(HOT, b"x", b"Connection: close"))
-        said = await client.rest()
-        if begun:
-            assert not said.endswith(b"0\r\n\r\n")
-        else:
-            assert error_of(said) == (500, "internal_error")
-        assert b"secret" not in said
+    with capture_logs() as logs:
+        async with fronted(bad) as served, await served.client() as client:
+            client.send(post(HOT, b"x", b"Connection: close"))
+            said = await client.rest()
+    if begun:
+        assert not said.endswith(b"0\r\n\r\n")
+    else:
+        assert error_of(said) == (500, "internal_error")
+    assert b"secret" not in said
+    assert [each["event"] for each in logs] == ["unexpected error" if raises else "a handler ended without an answer"]
+
+
+async def test_of_a_handler_that_answers_nothing_is_logged():
+    with capture_logs() as logs:
+        async with fronted() as served, await served.client() as client:
+            client.send(post(HOT, b"x"))
+            await client.answer()
+    assert not logs
 
 
 async def test_the_app_serves_every_other_path_on_the_same_connection():
@@ -558,9 +568,11 @@ async def test_a_handler_that_raises_is_answered_for(caplog):
         raise RuntimeError("a defect")
 
     async with fronted(broken) as served, await served.client() as client:
-        client.send(post(HOT, b"abc"))
-        status, _, body = await client.answer()
-        assert (status, b"RuntimeError" in body, b"a defect" in body) == (500, True, False)
+        for _ in range(2):
+            client.send(post(HOT, b"abc"))
+            status, _, body = await client.answer()
+            assert (status, b"RuntimeError" in body, b"a defect" in body) == (500, True, False)
+        assert not served.front.refused
 
 
 @pytest.mark.parametrize("leave", ["close", "reset", "half_close"])
