@@ -855,6 +855,22 @@ async def test_a_client_that_goes_on_and_on_behind_its_last_request_is_hung_up_o
         await until(lambda: work.cancelled)
 
 
+async def test_what_a_client_sends_behind_its_last_request_does_not_take_the_answer_from_it():
+    work = Work()
+    async with fronted(work) as served, await served.client() as client:
+        client.send(post(HOT, b"abc", b"Connection: close"))
+        await until(lambda: work.begun)
+        (connection,) = served.front.connections
+        client.send(b"more")
+        await until(lambda: connection._drained_bytes == 4)
+        work.go_on.set()
+        assert (await client.answer())[2] == b"3"
+        client.send(b"and more")
+        await until(lambda: connection._drained_bytes == 12)  # what is not read comes back as a reset
+        assert await client.rest() == b""
+        assert not client.was_reset
+
+
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_a_client_that_sends_its_request_too_slowly_gets_a_408(path):
     raw = post(path, b"abc" * 1000)
@@ -1251,6 +1267,15 @@ async def test_while_it_drains_every_answer_ends_its_connection_and_new_ones_are
                         assert (status, headers[b"connection"], body) == (200, b"close", b"3")
                         assert await client.rest() == b""
             served.front.is_draining = False
+
+
+async def test_after_an_answer_that_ends_its_connection_nothing_more_is_begun():
+    async with fronted(lambda exchange: exchange.respond(200, b"", b"")) as served, await served.client() as client:
+        served.front.is_draining = True
+        client.send(post(HOT, b"abc") * 2)
+        assert (await client.answer())[1][b"connection"] == b"close"
+        assert await client.rest() == b""
+        assert len(served.seen) == 1
 
 
 @pytest.mark.parametrize("came_before", [0, -1])
