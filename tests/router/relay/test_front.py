@@ -457,11 +457,12 @@ async def test_who_breaks_an_answer_off_is_not_told_to_end(in_task):
         done.set()
 
     async with fronted(work if in_task else cut_off) as served, await served.client() as client:
-        client.send(post(HOT, b"abc"))
+        client.send(post(HOT, b"abc") * 2)
         assert not (await client.rest()).endswith(b"0\r\n\r\n")
         if in_task:
             await asyncio.wait_for(done.wait(), 5)
         await until(lambda: not served.front.connections)
+        assert len(served.seen) == 1
     assert not told
 
 
