@@ -226,7 +226,8 @@ async def test_an_apps_request_is_never_answered_out_of_order(paths):
         await asyncio.sleep(0.02)
         work.go_on.set()
         served.app.go_on.set()
-        assert (await client.answer())[2] == b"1"
+        _, headers, body = await client.answer()
+        assert (headers[b"connection"], body) == (b"close", b"1")
         assert await client.rest() == b""
         assert served.seen == [(paths[0], b"x")]
 
@@ -870,6 +871,31 @@ async def test_what_a_client_sends_behind_its_last_request_does_not_take_the_ans
         await until(lambda: connection._drained_bytes == 12)  # what is not read comes back as a reset
         assert await client.rest() == b""
         assert not client.was_reset
+
+
+async def test_what_is_too_much_ahead_does_not_take_the_answers_before_it_away():
+    work = Work()
+    async with fronted(work, pipelined=1) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") * 3)
+        await until(lambda: work.begun)
+        (connection,) = served.front.connections
+        work.go_on.set()
+        assert [(await client.answer())[2] for _ in range(2)] == [b"3", b"3"]
+        drained_bytes = connection._drained_bytes
+        client.send(b"more")
+        await until(lambda: connection._drained_bytes == drained_bytes + 4)
+        assert await client.rest() == b""
+        assert not client.was_reset
+
+
+async def test_the_app_is_told_at_once_that_what_it_reads_is_refused():
+    async with fronted(body_bytes=1000) as served, await served.client() as client:
+        client.send(b"POST /cold HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+        await until(lambda: any(each._is_cold_busy() for each in served.front.connections))
+        client.send(b"3e8\r\n" + b"x" * 1000)
+        assert error_of(await client.rest()) == (413, "body_too_large")
+        await asyncio.wait_for(served.app.left.wait(), 5)
+        assert served.front.connections  # it may still be sending what was refused
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])
