@@ -484,7 +484,6 @@ class _Connection(HttpToolsProtocol):
         name = parser.get_method()
         method = _METHODS.get(name) or name.decode("ascii")
         handler = self._front.route(method, path)
-        self._phase = _BODY
         told = self._front.told
         if handler is None or (told is not None and _asks_before(method, fields)):
             self._incoming = None
@@ -498,6 +497,7 @@ class _Connection(HttpToolsProtocol):
             if expects:
                 self._expects = True
                 self._say_continue()
+        self._phase = _BODY
         # Trailers, which mean nothing to anybody, go into a list of their own; they are bounded with the head.
         self.headers = []
 

@@ -898,6 +898,19 @@ async def test_the_app_is_told_at_once_that_what_it_reads_is_refused():
         assert served.front.connections  # it may still be sending what was refused
 
 
+async def test_what_nobody_thought_of_is_a_500_and_closes_its_connection():
+    def sender(_headers):
+        raise RuntimeError("secret")
+
+    with capture_logs() as logs:
+        async with fronted(sender=sender) as served:
+            said = await served.said(post(HOT, b"abc"))
+            assert error_of(said) == (500, "internal_error")
+            assert not served.seen
+    assert b"secret" not in said
+    assert [each["event"] for each in logs] == ["unexpected error"]
+
+
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_a_client_that_sends_its_request_too_slowly_gets_a_408(path):
     raw = post(path, b"abc" * 1000)
