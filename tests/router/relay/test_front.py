@@ -888,6 +888,16 @@ async def test_what_is_too_much_ahead_does_not_take_the_answers_before_it_away()
         assert not client.was_reset
 
 
+async def test_a_message_that_is_refused_when_it_is_answered_already_has_no_second_answer():
+    async with fronted(body_bytes=1000) as served, await served.client() as client:
+        served.app.read_body = False
+        client.send(b"POST /cold HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+        assert (await client.answer())[0] == 200
+        client.send(b"3e8\r\n" + b"x" * 1000)
+        assert await client.rest() == b""
+        assert served.front.refused == {"body_too_large": 1}
+
+
 async def test_the_app_is_told_at_once_that_what_it_reads_is_refused():
     async with fronted(body_bytes=1000) as served, await served.client() as client:
         client.send(b"POST /cold HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
