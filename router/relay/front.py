@@ -705,9 +705,7 @@ class _Connection(HttpToolsProtocol):
             self._watch_sending()
             return
         self.flow.resume_reading()
-        if self._deaf:
-            self._end()
-        elif not self._phase:
+        if not self._phase:
             self._read_by = self.loop.time() + self._limits.idle_s
 
     # Refusals and limits
