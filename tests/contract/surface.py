@@ -27,8 +27,8 @@ ENGINE_NAME = f"{LORA_ID}@{DIGEST[:12]}"
 NAMES = {BASE: BASE, LORA_ID: ENGINE_NAME}
 
 POOLING = ("/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
-# A model of another kind: a classifier, one made for structured decisions.
-NOT_SERVED = ("/classify", "/v1/systemone")
+# A model of another kind: a classifier, one made for structured decisions; or vLLM 0.33.
+NOT_SERVED = ("/classify", "/v1/systemone", "/v1/decisions")
 GENERATE_FLAGS = ("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 POOLING_FLAGS = ("--runner", "pooling")
 STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
