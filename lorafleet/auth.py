@@ -328,4 +328,6 @@ def _limits(given: object, where: str) -> KeyLimits | None:
         if not is_number or value < 1 or (name == "concurrent_requests" and value != int(value)):
             kind = "a whole number" if name == "concurrent_requests" else "a number"
             raise KeyFileError(f"{where}: {name} must be {kind} of at least 1, found {value!r}; leave it out for none")
+    if "concurrent_requests" in given:  # 8.0 is whole, too, and what is counted with it goes to others as integers
+        given = given | {"concurrent_requests": int(given["concurrent_requests"])}
     return KeyLimits(**given) if given else None

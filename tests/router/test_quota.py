@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
 from structlog.testing import capture_logs
 
-from lorafleet.auth import KeyLimits, hash_key
+from lorafleet.auth import KeyLimits, Keys, hash_key
 from router import accounts
 from router.accounts import SharedAccounts, shared_memory
 from router.core.errors import RateLimited
@@ -337,6 +337,16 @@ def test_what_one_process_charges_settles_or_shows_is_on_top_of_what_the_others_
         there.charge(theirs, 15, 0.0)
         here.settle(mine, 0.0, completion_tokens=4)
         assert there.headers(theirs, 0.0)["x-ratelimit-remaining-tokens"] == "1"
+
+
+def test_a_batch_of_a_key_whose_requests_at_once_are_written_with_a_point_is_counted_in_every_process(tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys: [{{sha256: {hash_key('mine')}, scopes: [infer], limits: {{concurrent_requests: 2.0}}}}]")
+    limits = Keys([path]).caller("Bearer mine").limits
+    with processes(2) as (here, there):
+        batch = Quotas(here).take_batch("k", limits, 0.0, 5, at_once=64)
+        assert batch.at_once == 2
+        refused(Quotas(there), limits, 0.0)
 
 
 def test_what_a_process_that_died_had_under_way_is_over_and_what_it_took_is_not():
