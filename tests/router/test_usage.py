@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from orchestrator.wire import UsageReport
 from router.core.load import LoadBook
 from router.usage import Holds, Usage
-from tests.router.doubles import CHAT, Engine, chunk, fleet, until, with_sql
+from tests.router.doubles import CHAT, Engine, chunk, error_of, fleet, until, with_sql
 
 SQL = {**CHAT, "lora_id": "sql/v1"}
 TOLD = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
@@ -95,17 +95,33 @@ async def test_a_client_that_leaves_is_no_error_of_the_engines(question):
         assert (use.errors, use.output_tokens, use.first_tokens) == (0, 1, 1)
 
 
-async def test_a_held_request_is_a_hold_and_one_that_is_turned_away_is_a_shed_too():
-    async def never(control, lora_id):
-        await asyncio.sleep(60)
+async def never(control, lora_id):
+    await asyncio.sleep(60)
 
+
+async def without_room(control, lora_id):
+    told = {"lora_id": lora_id, "digest": None, "state": "registered", "ready": [], "loading": [], "expected_s": None}
+    return JSONResponse({**told, "error": "no slot"})
+
+
+@pytest.mark.parametrize(
+    ("ensure", "headers", "told"),
+    [
+        (never, {}, (503, "adapter_loading")),
+        (without_room, {}, (503, "no_capacity")),
+        (never, {"x-lorafleet-timeout-s": "0.05"}, (504, "deadline_exceeded")),
+    ],
+)
+async def test_a_held_request_is_a_hold_and_one_that_is_turned_away_is_a_shed_too(ensure, headers, told):
     control = with_sql()
-    control.ensure = never
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.05) as (client, _, parts):
-        assert (await client.post("/v1/chat/completions", json=SQL)).status_code == 503
+    control.ensure = ensure
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.2) as (client, _, parts):
+        answer = await client.post("/v1/chat/completions", json=SQL, headers=headers)
+        assert error_of(answer) == told
+        assert "sql/v1" in answer.json()["error"]["message"]
         (hold,) = parts.usage.report(1, time.monotonic()).holds
         assert (hold.lora_id, hold.held, hold.sheds) == ("sql/v1", 1, 1)
-        assert hold.hold_s >= 0.05
+        assert 0.04 <= hold.hold_s < 10
 
 
 def test_a_report_counts_up_and_what_another_version_leaves_out_is_zero():

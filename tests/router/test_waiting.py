@@ -10,6 +10,7 @@ from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, error_of, 
 from workers.wire import Load
 
 NUMBERS = itertools.count()
+TIMEOUT = "x-lorafleet-timeout-s"
 
 
 def a_prompt():
@@ -85,6 +86,20 @@ async def test_who_cannot_wait_gets_429_with_a_time_to_come_back(limit, says):
         assert {answer.status_code for answer in await asyncio.gather(*asking)} <= {200, 429}
         assert not len(parts.mind.waiting)
     assert done
+
+
+async def test_whose_deadline_passes_while_it_waits_for_room_is_told_that_and_counts_as_turned_away():
+    engine = Slow("w0")
+    async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05) as (client, _, parts):
+        ahead = [ask(client, model="sql/v1") for _ in range(2)]
+        await until(lambda: len(engine.bodies) == 2)
+        late = await client.post("/v1/completions", json=a_prompt() | {"model": "sql/v1"}, headers={TIMEOUT: "1"})
+        assert error_of(late) == (504, "deadline_exceeded")
+        assert "while it waited for room" in late.json()["error"]["message"]
+        (hold,) = parts.usage.report(1, 0.0).holds
+        assert (hold.sheds, hold.waiting) == (1, 0)
+        engine.first.set()
+        await asyncio.gather(*ahead)
 
 
 async def test_who_waits_for_room_is_held_when_its_adapter_goes_and_served_where_it_is_loaded_again():
