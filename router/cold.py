@@ -177,13 +177,12 @@ class ColdStarts:
                 del wanted[lora_id]
                 if not flight.task.done() and self.tenant_adapters < inf:
                     self._left.setdefault(tenant, {})[lora_id] = self.clock() + _WANTED_FOR_S
-            if not wanted and self._wanted.get(tenant) is wanted:
+            if not wanted:
                 del self._wanted[tenant]
             flight.waiting -= 1
             if not flight.waiting:
                 flight.task.cancel()
-                if self._flights.get(lora_id) is flight:
-                    del self._flights[lora_id]
+                del self._flights[lora_id]
 
     def _check_hold(self, lora_id: str, tenant: str, size_bytes: int) -> None:
         refusal = self._held.refusal(tenant, size_bytes)
