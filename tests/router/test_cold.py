@@ -1,6 +1,7 @@
 """Requests for adapters that are loaded nowhere, before a real router: bounded, fair, and in nobody's way."""
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -34,6 +35,10 @@ async def stop(tasks):
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def bringing():
+    return [task for task in asyncio.all_tasks() if "_bring" in repr(task)]
+
+
 async def test_hot_requests_flow_while_the_hold_is_full():
     control = many_adapters(40)
     control.ensure = never
@@ -47,6 +52,14 @@ async def test_hot_requests_flow_while_the_hold_is_full():
         refused = await ask("cold-0/v1")
         assert refused.status_code == 429
         assert "40 requests wait already" in refused.json()["error"]["message"]
+        (hold,) = parts.usage.report(1, 0.0).holds
+        assert (hold.lora_id, hold.sheds) == ("cold-0/v1", 1)
+        # One that a request may go to after all is not waited for.
+        assert (await parts.cold.until_resident("hot/v1")).lora_id == "hot/v1"
+        shown = (await client.get("/metrics")).text
+        assert "lorafleet_router_held_requests 40.0" in shown
+        assert f"lorafleet_router_held_bytes {parts.cold._held.size_bytes:.1f}" in shown
+        assert parts.cold._held.size_bytes > 40 * len(json.dumps(CHAT)) / 2
         began_at = time.monotonic()
         answers = await asyncio.gather(*[ask("hot/v1") for _ in range(20)])
         assert [answer.status_code for answer in answers] == [200] * 20
@@ -60,6 +73,7 @@ async def test_hot_requests_flow_while_the_hold_is_full():
         assert len(parts.cold._held) == 40
         await stop(held)
         await until(lambda: not len(parts.cold._held))
+        assert "lorafleet_router_held_requests 0.0" in (await client.get("/metrics")).text
         assert parts.cold._flights == parts.cold._wanted == parts.cold._held._tenants == {}
 
 
@@ -243,6 +257,7 @@ async def test_a_load_is_measured_once_however_many_waited_for_it():
         assert {adapter.lora_id for adapter in adapters} == {"sql/v1"}
         assert len(parts.cold._loads_s) == 1
         assert 0 < parts.cold._loads_s[0] < 5
+        await until(lambda: not bringing())
         assert parts.cold.resident("sql/v1") == adapters[0]
         (replica,) = parts.discovery.fleet.replicas.values()
         assert parts.cold.resident("sql/v1", frozenset({replica.incarnation})) is None
@@ -318,6 +333,41 @@ async def test_adapters_that_a_tenant_no_longer_waits_for_count_until_they_are_t
         await comes_and_goes(3)
 
 
+async def test_an_adapter_that_a_tenant_waits_for_counts_though_one_of_its_requests_left_long_ago():
+    control = many_adapters(2)
+    control.ensure = never
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        cold = parts.cold
+        cold.tenant_adapters, cold.clock = 1, Later()
+        leaving, staying = (asyncio.create_task(cold.until_resident("cold-0/v1", tenant="greedy")) for _ in range(2))
+        await until(lambda: len(cold._held) == 2)
+        await stop([leaving])
+        cold.clock.by_s = 61.0
+        with pytest.raises(Saturated, match="1 adapters are being loaded for you"):
+            await cold.until_resident("cold-1/v1", tenant="greedy")
+        await stop([staying])
+
+
+async def test_all_who_wait_are_told_as_soon_as_the_orchestrator_refuses():
+    go_on = asyncio.Event()
+
+    async def refuse(control, lora_id):
+        await go_on.wait()
+        return JSONResponse({"error": {"message": "no"}}, 409)
+
+    control = with_sql()
+    control.ensure = refuse
+    quiet = {"metadata_poll_s": 60.0, "catalog_poll_s": 60.0, "cold_start_timeout_s": 60.0}
+    async with fleet(Engine("w0"), control=control, **quiet) as (_, _, parts):
+        waiting = [asyncio.create_task(parts.cold.until_resident("sql/v1")) for _ in range(3)]
+        await until(lambda: control.ensured)
+        go_on.set()
+        async with asyncio.timeout(5):
+            told = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(error) for error in told] == [AdapterFailed] * 3
+        assert not parts.cold._flights
+
+
 async def test_waiting_for_adapters_that_are_placed_nowhere_asks_no_agent_anything():
     class Counting(Control):
         asked = 0
@@ -380,6 +430,7 @@ async def test_who_came_and_left_leaves_nothing_at_a_load_that_goes_on():
         await stop(passing)
         assert (len(flight.task._callbacks), flight.waiting) == (before, 1)
         await stop([staying])
+        await until(lambda: not bringing())  # nobody waits: nobody is asked any more
 
 
 @pytest.mark.parametrize("said", [b"<html>not here</html>", b'{"error": "x"}', b"[]", b"{}", b'{"error": {}}', b"\xff"])
