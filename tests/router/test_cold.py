@@ -7,9 +7,17 @@ import time
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from lorafleet.loops import Changes
+from router.cold import ColdStarts
 from router.core.admission import Bounds, Room
 from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, NoCapacity, Saturated
+from router.core.fleet import Adapter, Fleet
+from router.metrics import Metrics
+from router.relay.fetch import Refused
+from router.relay.upstream import EngineLost
 from tests.router.doubles import CHAT, DIGEST, Control, Engine, error_of, fleet, until, with_sql
+from tests.router.test_background import Hurried
+from tests.router.test_policy import a_replica
 
 
 def many_adapters(count):
@@ -122,6 +130,107 @@ async def test_while_the_orchestrator_is_away_a_hundred_requests_are_one_load_at
     assert control.ensured == ["sql/v1"]
 
 
+ORCHESTRATOR = "http://orchestrator"
+
+
+class Known:
+    """What discovery knows of an adapter with a secret, and of these replicas."""
+
+    def __init__(self, *replicas):
+        adapter = Adapter("sql/v1", "m", DIGEST, "s3://adapters/sql", secret="store/key")
+        self.fleet = Fleet(1, {replica.id: replica for replica in replicas}, {"sql/v1": adapter})
+        self.changes = Changes()
+
+    def look_now(self, worker):
+        raise AssertionError("nothing was placed")
+
+    def catalog_age_s(self):
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error"),
+    [
+        (EngineLost("connection", "refused"), ColdStartTimeout),
+        (Refused("503", 503, b"busy"), ColdStartTimeout),
+        (Refused("503", 503, b'{"error": {"code": "no_free_slot"}}'), ColdStartTimeout),
+        (Refused("409", 409, b'{"error": {"code": "digest_mismatch"}}'), ColdStartTimeout),
+        (Refused("409", 409, b'{"error": {"code": "no_free_slot"}}'), NoCapacity),
+    ],
+)
+async def test_only_a_home_that_says_so_has_no_room_and_what_else_it_answers_is_waited_out(trouble, error):
+    asked = []
+
+    async def post(url, path, *, body, timeout_s):
+        if url == ORCHESTRATOR:
+            raise EngineLost("connection", "refused")
+        asked.append((url, path, json.loads(body), timeout_s))
+        raise trouble
+
+    # Of all that serve the base model one alone can load: the others are starting, or engines and no more.
+    others = [a_replica(f"s{n}", state="starting") for n in range(9)] + [
+        a_replica(f"e{n}", agent_url="") for n in range(9)
+    ]
+    cold = ColdStarts(post, Known(*others, a_replica("w0")), Metrics(), ORCHESTRATOR, 0.2, max_held=10)
+    with pytest.raises(error):
+        await cold.until_resident("sql/v1")
+    ((url, path, wanted, timeout_s),) = asked
+    assert (url, path, timeout_s) == ("http://w0", "/v1/admin/load_lora", 0.2)
+    assert wanted.pop("wire")
+    assert wanted == {
+        "lora_id": "sql/v1",
+        "source": "s3://adapters/sql",
+        "base_model": "m",
+        "digest": DIGEST,
+        "secret": "store/key",
+    }
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [Response("<html>welcome</html>"), JSONResponse({}), JSONResponse({"error": {"message": "whose key?"}}, 401)],
+)
+async def test_what_is_no_answer_of_an_orchestrators_is_as_if_it_were_away(answer):
+    async def other(control, lora_id):
+        return answer
+
+    control = with_sql()
+    control.ensure = other
+    async with fleet(Engine("w0"), control=control) as (client, _, _):
+        assert (await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
+    assert len(control.loads) == 1
+
+
+def test_what_failed_on_one_worker_is_not_told_while_another_loads():
+    asked = []
+
+    async def post(url, path, *, body, timeout_s):
+        asked.append(path)
+        # At first there is no room at all, then there is.
+        more = {} if len(asked) > 1 else {"loading": [], "state": "registered"}
+        return loading("sql/v1", error="w1: no slot", **more).body
+
+    async def wait():
+        cold = ColdStarts(post, Known(), Metrics(), ORCHESTRATOR, 3.5, max_held=10)
+        with pytest.raises(ColdStartTimeout):
+            await cold.until_resident("sql/v1")
+        assert len(asked) == 4
+
+    with asyncio.Runner(loop_factory=Hurried) as runner:
+        runner.run(wait())
+
+
+async def test_where_an_adapter_was_placed_is_looked_at_at_once():
+    async def placed(control, lora_id):
+        control.residents["w0"] = [lora_id]
+        return loading(lora_id, ready=["w0"], loading=[], state="ready")
+
+    control = with_sql()
+    control.ensure = placed
+    async with fleet(Engine("w0"), control=control, metadata_poll_s=60.0, catalog_poll_s=60.0) as (client, _, _):
+        assert (await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
+
+
 async def test_an_orchestrator_that_hangs_is_waited_for_no_longer_than_it_takes_to_see_that():
     control = with_sql()
     control.ensure = never
@@ -225,8 +334,8 @@ async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_t
     control.ensure = slow
     async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.2) as (_, _, parts):
 
-        async def told_s(lora_id):
-            with pytest.raises(ColdStartTimeout) as refused:
+        async def told_s(lora_id, error=ColdStartTimeout):
+            with pytest.raises(error) as refused:
                 await parts.cold.until_resident(lora_id)
             return refused.value.retry_after_s
 
@@ -235,6 +344,14 @@ async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_t
         parts.cold._loads_s.extend([7.0, 9.0, 70.0])
         assert await told_s("cold-1/v1") == 9.0
         assert await told_s("cold-0/v1") == 3.0
+
+        async def full(control, lora_id):
+            return loading(lora_id, state="registered", loading=[], error="no slot")
+
+        control.ensure = full
+        assert await told_s("cold-2/v1", NoCapacity) == 9.0
+        parts.cold.tenant_adapters = 0
+        assert await told_s("cold-2/v1", Saturated) == 9.0
 
 
 async def test_a_load_is_measured_once_however_many_waited_for_it():
