@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -163,26 +163,6 @@ async def test_one_that_its_engine_does_not_work_on_any_more_is_over(tmp_path, h
         assert (await client.post(RESPONSES, json=ASK)).status_code == 200
 
 
-async def test_one_that_stays_queued_is_over_when_its_engine_has_had_nothing_to_do_for_a_while():
-    loop = asyncio.get_running_loop()
-    busy_until, asked = loop.time() + 1.0, []
-
-    def replica_of(worker):
-        return a_replica(worker, engine_boot_id="b", report=Report(running=loop.time() < busy_until, at=loop.time()))
-
-    async def ask(replica, response_id):
-        asked.append(loop.time())
-        return b'{"status":"queued","usage":null}'
-
-    over = loop.create_future()
-    background = Background(ask, replica_of, most=1, tenant_share=1.0, timeout_s=60.0, idle_s=1.0)
-    background.enter("")
-    background.follow("r", ("w0", "b"), "", lambda usage, tokens: over.set_result((usage, tokens)), shown_tokens=3)
-    assert await over == (None, 3)
-    assert loop.time() > busy_until + 1.0
-    assert len(asked) >= 3
-
-
 @pytest.mark.parametrize("how", ["gone", "its agent starts anew"])
 async def test_a_worker_that_is_nowhere_for_a_moment_works_on(how):
     looks = []
@@ -274,6 +254,77 @@ def test_one_whose_worker_does_not_come_back_is_over_after_a_while(nowhere):
 
     with asyncio.Runner(loop_factory=Hurried) as runner:
         runner.run(follow())
+
+
+def followed(replica_of, answer):
+    """(when it was over, its usage, when its engine was asked), in seconds since it began; nothing is waited for.
+
+    replica_of, answer   what is known of its worker, and what its engine says, after so many seconds
+    """
+
+    async def follow():
+        loop = asyncio.get_running_loop()
+        began_at, over, asked = loop.time(), loop.create_future(), []
+
+        async def ask(replica, response_id):
+            asked.append(loop.time() - began_at)
+            return json.dumps(answer(asked[-1])).encode()
+
+        def there(worker):
+            replica = replica_of(loop.time() - began_at)
+            if replica is None:
+                return None
+            return replace(replica, report=replace(replica.report, at=replica.report.at + began_at))
+
+        background = Background(ask, there, most=1, tenant_share=1.0, timeout_s=10_000.0)
+        background.enter("")
+        background.follow("r", ("w0", "b"), "", lambda usage, _: over.set_result(usage))
+        return await over, loop.time() - began_at, asked
+
+    with asyncio.Runner(loop_factory=Hurried) as runner:
+        usage, over_at, asked = runner.run(follow())
+    return over_at, usage, asked
+
+
+def busy(now):
+    return a_replica("w0", engine_boot_id="b", report=Report(running=1, at=now))
+
+
+@pytest.mark.parametrize(("takes_s", "late_s", "most_asked"), [(0.4, 0.2, 1), (20.0, 6.0, 15), (3600.0, 10.0, 400)])
+def test_its_end_is_seen_by_a_quarter_of_its_time_late_and_never_by_more_than_ten_seconds(takes_s, late_s, most_asked):
+    over_at, usage, asked = followed(busy, lambda now: {"status": "completed" if now > takes_s else "queued"})
+    assert takes_s < over_at < takes_s + late_s + 0.1
+    assert len(asked) <= most_asked
+    assert usage is None
+
+
+def test_a_worker_that_is_nowhere_for_a_moment_time_and_again_works_on():
+    def replica_of(now):
+        return None if now % 30 > 20 else busy(now)
+
+    told = {"status": "completed", "usage": USAGE}
+    over_at, usage, _ = followed(replica_of, lambda now: told if now > 200 else {"status": "in_progress"})
+    assert over_at > 200
+    assert usage.completion_tokens == USAGE["output_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("told", "over_s"),
+    [
+        (lambda now: Report(at=now), 30),
+        (lambda now: Report(at=now, running=int(20 < now < 40)), 70),
+        (lambda now: Report(at=now, waiting=int(20 < now < 40)), 70),
+        (lambda now: Report(at=-20.0 if now < 15 else now), 45),  # what it was before says nothing
+        (lambda now: Report(at=now if now < 20 or now > 100 else 20.0), 100),  # nor does what nobody has heard since
+    ],
+    ids=["always", "but for one that ran", "but for one that waited", "since it began", "as far as one has heard"],
+)
+def test_an_engine_that_has_nothing_to_do_is_believed_when_it_has_said_so_for_a_while(told, over_s):
+    over_at, usage, _ = followed(
+        lambda now: a_replica("w0", engine_boot_id="b", report=told(now)), lambda _: {"status": "queued"}
+    )
+    assert usage is None
+    assert over_s < over_at < over_s + 25
 
 
 async def test_one_that_takes_longer_than_it_may_counts_no_longer(tmp_path):
