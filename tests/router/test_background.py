@@ -364,6 +364,22 @@ async def test_what_was_sent_of_a_stream_is_paid_for_though_it_is_cancelled(tmp_
         assert not in_flight(parts)
 
 
+async def test_what_was_sent_once_is_not_paid_for_again_and_not_forgotten_when_less_is_read_the_next_time():
+    async def ask(replica, response_id):
+        raise AssertionError("its end is told before")
+
+    found = []
+    background = Background(ask, lambda _: None, most=1, tenant_share=1.0, timeout_s=60.0)
+    background.enter("")
+    background.follow("r", ("w0", "b"), "", lambda *told: found.append(told), shown_tokens=3)
+    for tokens in (600, 5):
+        background.shown("r", tokens)
+    background.seen("r", b'{"status": "cancelled", "usage": null}')
+    background.shown("r", 900)
+    assert found == [(None, 600)]
+    await background.close()
+
+
 async def test_a_stream_that_is_whole_is_over_with_it(tmp_path):
     async with keeping(tmp_path) as (client, engine, parts, _):
         assert (await client.post(RESPONSES, json=ASK | {"stream": True})).status_code == 200
