@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from lorafleet.auth import hash_key
 from router.background import Background
+from router.core.errors import Saturated
 from router.core.fleet import Report
 from router.relay.fetch import Refused
 from router.relay.upstream import EngineLost
@@ -432,6 +433,17 @@ async def test_one_tenant_does_not_take_all_that_may_be_under_way(tmp_path):
         assert statuses == [200, 429, 200]
 
 
+def test_however_small_its_share_a_tenant_may_have_one_under_way_and_is_told_of_its_own():
+    background = Background(None, None, most=3, tenant_share=0.1, timeout_s=60.0)
+    background.enter("a")
+    with pytest.raises(Saturated, match="1 responses of yours"):
+        background.enter("a")
+    background.enter("b")
+    background.enter("c")
+    with pytest.raises(Saturated, match=r"^3 responses are under way"):
+        background.enter("d")
+
+
 async def test_several_of_one_name_are_several_and_each_counts_until_it_is_over():
     engine = Keeper("w0")
     busy = Control(figures=Load(running=1))
@@ -467,6 +479,7 @@ async def test_a_router_that_stops_waits_for_none_and_leaves_no_task(tmp_path):
     parts.background.enter("")
     parts.background.follow("late", ("w0", "first"), "", lambda usage, tokens: engine.aborted.set())
     assert engine.aborted.is_set(), "what comes when it has stopped is over at once"
+    assert not parts.background._tenants
 
 
 async def test_one_whose_worker_has_an_agent_that_just_started_is_to_be_asked_for_again():
