@@ -14,6 +14,7 @@ from router.core.dispatch import Prompt, Ticket
 from router.core.errors import DeadlineExceeded, Saturated
 from router.core.fleet import Roster
 from router.metrics import Metrics
+from router.usage import Holds
 from router.waiting import WaitingRoom
 from tests.router.test_dispatch import RATE, Fleet
 from tests.router.test_policy import SQL, a_replica
@@ -352,3 +353,105 @@ async def test_one_tenant_cannot_fill_the_room_with_requests_or_with_bytes():
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert hall.fleet.mind.waiting.room.requests == 0
+
+
+@pytest.mark.parametrize("is_sent", [True, False], ids=["as it is sent", "just before"])
+async def test_who_leaves_in_the_moment_in_which_it_is_sent_counts_nowhere(is_sent):
+    hall, begun = Hall(), []
+    first = hall.sent()
+    running = asyncio.create_task(hall.room.run())
+
+    def begin(decision):
+        begun.append(hall.begin(decision))
+        asyncio.get_running_loop().call_soon(waiting.cancel)
+        return begun[-1]
+
+    waiting = asyncio.create_task(hall.room.admitted(hall.ticket(), begin))
+    await asyncio.sleep(0)
+    assert len(hall.fleet.mind.waiting) == 1
+    first.end()
+    hall.room.poke()
+    if not is_sent:
+        waiting.cancel()
+    (told,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert isinstance(told, asyncio.CancelledError)
+    assert len(begun) == is_sent
+    assert not list(hall.fleet.mind.load.in_flight())
+    assert not len(hall.fleet.mind.waiting)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_one_that_is_sent_in_the_moment_in_which_it_may_wait_no_longer_counts_nowhere():
+    hall, begun = Hall(most_wait_s=0.3), []
+    first = hall.sent(0.2)
+    running = asyncio.create_task(hall.room.run())
+
+    def begin(decision):
+        begun.append(hall.begin(decision))
+        return begun[-1]
+
+    waiting = asyncio.create_task(hall.room.admitted(hall.ticket(seconds=0.1), begin))
+    await asyncio.sleep(0)
+    first.end()
+    hall.room.poke()
+    time.sleep(0.4)  # noqa: ASYNC251  (this process stands still, and then both are due at once)
+    with pytest.raises(Saturated):
+        await waiting
+    assert len(begun) == 1
+    assert not list(hall.fleet.mind.load.in_flight())
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_one_that_cannot_be_begun_is_told_and_holds_up_nobody():
+    hall = Hall()
+    first = hall.sent()
+    running = asyncio.create_task(hall.room.run())
+
+    def begin(decision):
+        raise RuntimeError("cannot")
+
+    broken = asyncio.create_task(hall.room.admitted(hall.ticket(seconds=0.01), begin))
+    behind = asyncio.create_task(hall.admitted(seconds=0.01))
+    await asyncio.sleep(0)
+    assert len(hall.fleet.mind.waiting) == 2
+    first.end()
+    hall.room.poke()
+    with pytest.raises(RuntimeError, match="cannot"):
+        await asyncio.wait_for(broken, 5)
+    assert isinstance(await asyncio.wait_for(behind, 5), Sent)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_of_each_adapter_it_is_told_who_waits_who_waited_and_who_was_turned_away():
+    hall = Hall(most_waiting=1, holds=Holds())
+    hall.sent()
+    waiting = asyncio.create_task(hall.admitted(seconds=0.01, adapter=SQL))
+    await asyncio.sleep(0)
+    with pytest.raises(Saturated):
+        await hall.admitted("other", 0.01, adapter=SQL)
+
+    def told():
+        (hold,) = hall.room._holds.report(time.monotonic())
+        return hold.waiting, hold.held, hold.sheds
+
+    assert told() == (1, 0, 1)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert told() == (0, 1, 1)
+
+
+@pytest.mark.parametrize(("behind_s", "least_s"), [(0.05, 1.0), (5.0, 5.0)])
+async def test_who_found_no_room_in_time_is_told_to_come_back_when_what_waits_is_worked_off(behind_s, least_s):
+    hall = Hall(most_wait_s=0.3)
+    hall.sent(0.2)
+    short = asyncio.create_task(hall.admitted("a", 0.05))
+    await asyncio.sleep(0)
+    behind = asyncio.create_task(hall.admitted("b", behind_s))
+    with pytest.raises(Saturated, match="no engine had room") as refused:
+        await short
+    assert least_s <= refused.value.retry_after_s <= 2 * least_s
+    with pytest.raises(Saturated):
+        await behind
