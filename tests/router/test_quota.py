@@ -407,6 +407,8 @@ def test_accounts_of_the_process_before_are_forgotten_like_others_when_the_table
     for quotas in (again, other):
         for key in ("busy", "k"):
             refused(quotas, limits, 101.0, key=key)
+    again.take("idle0", limits, 101.0)  # who was forgotten begins anew
+    refused(other, limits, 101.0, key="idle0")
     os.close(descriptor)
 
 
@@ -441,11 +443,12 @@ def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypat
 
 
 def test_a_table_that_is_full_keeps_who_is_at_work_or_in_debt_however_long_ago_that_was_told(monkeypatch):
-    monkeypatch.setattr(accounts, "_MOST", 6)
+    monkeypatch.setattr(accounts, "_MOST", 7)
     long_ago = {
         "at work": Left(0.0, 1, 5.0, 5.0, 1),
         "owes tokens": Left(0.0, 1, 5.0, -5.0, 0),
         "owes requests": Left(0.0, 1, -5.0, inf, 0),
+        "not full yet": Left(50.0, 1, 0.0, 0.0, 0),
         "idle": Left(0.0, 1, 5.0, 5.0, 0),
     }
     lately = {f"k{number}": Left(100.0 + number, 1, 5.0, 5.0, 0) for number in range(3)}
