@@ -13,7 +13,6 @@ from router.core.index import WorkerId
 # begins: that an engine does a second of prefill in a second. Decoding makes it slower.
 _DRAIN_HORIZON_S = 20.0
 _DRAIN_PRIOR_S = 2.0
-_SLOWEST_DRAIN = 0.01
 _MOST_DRAINS = 1000
 
 
@@ -121,7 +120,7 @@ class Drain:
         speed = self._speeds.get(worker)
         if speed is None:
             return 1.0
-        return max(_SLOWEST_DRAIN, (speed.work_s + _DRAIN_PRIOR_S) / (speed.passed_s + _DRAIN_PRIOR_S))
+        return (speed.work_s + _DRAIN_PRIOR_S) / (speed.passed_s + _DRAIN_PRIOR_S)
 
 
 def wait_s(ahead_s: float, bound: Mapping[WorkerId, float], able: Iterable[WorkerId], drain: Drain) -> float:
