@@ -61,6 +61,20 @@ def test_a_refusal_says_which_bound_was_reached():
     assert "4 requests wait already" in room.refusal("d", 0)
 
 
+def test_one_alone_may_always_wait_however_large_and_what_just_fits_may_too():
+    room = Room(Bounds(requests=4, size_bytes=100, tenant_share=0.2))
+    assert room.refusal("a", 1000) is None
+    room.enter("a", 60)
+    assert room.refusal("b", 40) is None
+    assert "60 bytes already" in room.refusal("b", 41)
+    shared = Room(Bounds(requests=8, size_bytes=100, tenant_share=0.5))
+    for tenant, size in (("a", 30), ("b", 0)):
+        shared.enter(tenant, size)
+    assert shared.refusal("a", 20) is None
+    assert shared.refusal("b", 50) is None
+    assert "of yours hold 30 bytes" in shared.refusal("a", 21)
+
+
 # --- the predicted wait -----------------------------------------------------------------------------------------------
 
 
@@ -203,6 +217,7 @@ def test_a_drain_nobody_measured_is_a_second_a_second_and_lines_without_work_wai
     assert wait_s(10.0, {"w0": 5.0, "w1": 5.0}, ["w0", "w1"], drain) == 5.0
     assert wait_s(0.0, {}, ["w0"], drain) == 0.0
     assert wait_s(10.0, {"w1": 5.0}, ["w0"], drain) == 0.0
+    assert wait_s(10.0, {"w1": 5.0}, [], drain) == 0.0
 
 
 def test_one_long_standstill_of_the_process_does_not_make_its_lines_slow_for_minutes():

@@ -281,6 +281,21 @@ def test_another_tenants_response_is_not_found_even_with_its_id():
             worker_of(made, tenant=other, param="previous_response_id")
 
 
+def test_a_tenant_without_a_name_is_not_the_one_above_tenants():
+    for whose, other in ((None, ""), ("", None)):
+        made = tagged_response_id(None, "f00", tenant=whose, worker="w0")
+        with pytest.raises(ResponseNotFound):
+            worker_of(made, tenant=other, param="id")
+
+
+@pytest.mark.parametrize("more", ["/cancel", "?x=1", "/../r", "\n", ".x", " "])
+def test_an_id_with_something_behind_it_is_none_and_never_goes_into_a_path(more):
+    made = tagged_response_id(None, "f00", tenant="a", worker="w0")
+    for odd in (made + more, more + made):
+        with pytest.raises(ResponseNotFound):
+            worker_of(odd, tenant="a", param="id")
+
+
 def test_an_id_with_another_tenants_mark_is_another_id_than_the_engine_knows():
     mine = tagged_response_id("x", "f00", tenant="a", worker="w0")
     theirs = tagged_response_id("x", "f00", tenant="b", worker="w0")
