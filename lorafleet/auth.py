@@ -7,7 +7,6 @@ tokens_per_minute: 100000, concurrent_requests: 8}}]`; limits, and each of them,
 
 import hashlib
 import ipaddress
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
@@ -42,6 +41,8 @@ _RECHECK_S = 1.0
 _REMEMBERED = 4096
 # A header may have 64 KiB, most of them blanks around its key, and be another each time.
 _REMEMBERED_BYTES = 256
+# What floats count exactly, as buckets do.
+_MOST_OF_A_LIMIT = 2**53
 # Of a key's hash, enough to tell keys apart in logs and accounts.
 _KEY_ID_DIGITS = 12
 # Names below these cannot be registered (RFC 6761, RFC 6762, ICANN 2024).
@@ -324,10 +325,11 @@ def _limits(given: object, where: str) -> KeyLimits | None:
     if not isinstance(given, dict) or given.keys() - set(LIMITS):
         raise KeyFileError(f"{where}: limits must be some of {', '.join(LIMITS)}, each with a number")
     for name, value in given.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value < 1 or (name == "concurrent_requests" and value != int(value)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= _MOST_OF_A_LIMIT
+        if not is_number or (name == "concurrent_requests" and value != int(value)):
             kind = "a whole number" if name == "concurrent_requests" else "a number"
-            raise KeyFileError(f"{where}: {name} must be {kind} of at least 1, found {value!r}; leave it out for none")
+            found = f"found {value!r:.40}; leave it out for none"
+            raise KeyFileError(f"{where}: {name} must be {kind} of at least 1 and at most 2**53, {found}")
     if "concurrent_requests" in given:  # 8.0 is whole, too, and what is counted with it goes to others as integers
         given = given | {"concurrent_requests": int(given["concurrent_requests"])}
     return KeyLimits(**given) if given else None

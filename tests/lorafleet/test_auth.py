@@ -111,6 +111,7 @@ def test_a_key_may_have_limits_and_each_of_them_may_be_left_out(tmp_path):
         ("{tokens_per_minute: many}", "found 'many'"),
         ("{tokens_per_minute: true}", "found True"),
         ("{tokens_per_minute: .inf}", "found inf"),
+        (f"{{tokens_per_minute: 1{'0' * 400}}}", "at most 2"),
         ("{tokens_per_minute: .nan}", "found nan"),
         ("{concurrent_requests: 1.5}", "whole number"),
     ],
