@@ -20,9 +20,9 @@ State = Literal["closed", "open", "half_open"]
 
 # Work is there and nothing has come back for longer than it can explain: open at once, for all of it would wait.
 SILENT = "silent"
-# Of ReplicaUnreachable's reasons those that speak against an engine, and any other 5xx (`engine_error`). A 4xx is the
-# client's, and an adapter that an engine no longer knows is a stale report: a peer whose breaker counted such answers
-# shut out a whole fleet.
+# Of ReplicaUnreachable's reasons those that speak against an engine, and any other 5xx (`engine_error`) but 501, which
+# vLLM says to what its model is not made for. A 4xx is the client's, and an adapter that an engine no longer knows is a
+# stale report: a peer whose breaker counted such answers shut out a whole fleet.
 COUNTED = frozenset(
     {
         "connection",

