@@ -45,6 +45,18 @@ async def say_last(exchange) -> None:
     exchange.finish(b"last")
 
 
+def large_of(served):
+    """An app's answer that is in the transport as a whole, and pauses nothing."""
+
+    async def answer(send) -> None:
+        (connection,) = served.front.connections
+        connection.transport.set_write_buffer_limits(2 * LARGE)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LARGE)]})
+        await send({"type": "http.response.body", "body": b"x" * LARGE})
+
+    return answer
+
+
 def reset(client: Client) -> None:
     sock = client.writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -1112,14 +1124,8 @@ async def test_a_client_that_does_not_read_its_last_answer_is_closed_though_noth
         exchange._connection.transport.set_write_buffer_limits(2 * LARGE)
         exchange.respond(200, b"", b"x" * LARGE)
 
-    async def large_of_the_app(send):
-        (connection,) = served.front.connections
-        connection.transport.set_write_buffer_limits(2 * LARGE)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LARGE)]})
-        await send({"type": "http.response.body", "body": b"x" * LARGE})
-
     async with fronted(large) as served, await served.client() as client:
-        served.app.answer = large_of_the_app
+        served.app.answer = large_of(served)
         client.send(post(path, b"abc", line))
         await until(lambda: served.seen)
         (connection,) = served.front.connections
@@ -1152,14 +1158,8 @@ async def test_a_client_that_says_its_last_when_it_is_answered_may_still_read_al
     def large(exchange):
         exchange.respond(200, b"", b"x" * LARGE)
 
-    async def large_of_the_app(send):
-        (connection,) = served.front.connections
-        connection.transport.set_write_buffer_limits(2 * LARGE)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LARGE)]})
-        await send({"type": "http.response.body", "body": b"x" * LARGE})
-
     async with fronted(large) as served, await served.client() as client:
-        served.app.answer = large_of_the_app
+        served.app.answer = large_of(served)
         client.send(post(path, b"abc"))
         await until(lambda: served.seen)
         (connection,) = served.front.connections
