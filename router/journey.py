@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from http import HTTPStatus
 from secrets import token_hex
 
 import msgspec
 import structlog
 
 from lorafleet.auth import Caller
+from router.core.breaker import is_fault
 from router.core.decision import NOTHING
 from router.core.dispatch import Prompt
 from router.core.errors import AnswerTooLarge, NoReplica, ReplicaUnreachable
@@ -268,7 +268,7 @@ class Journey(msgspec.Struct, eq=False):
         status, sent_at = attempt.status, flight.load.began_at
         if status < 400:
             mind.succeeded(flight.replica, self.parts.clock(), sent_at=sent_at)
-        elif status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED:
+        elif is_fault(status):
             # The client's to have, and a word against the engine all the same.
             mind.failed(flight.replica, "engine_error", self.parts.clock(), sent_at=sent_at)
 

@@ -12,7 +12,7 @@ from xxhash import xxh3_128_hexdigest
 
 from lorafleet.auth import Caller
 from lorafleet.kv.blocks import BlockHash, root_hash
-from router.core.decision import Ask, Decision
+from router.core.decision import Ask, Decision, too_short
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import BadBody, CatalogUnavailable, ModelNotFound
 from router.core.fleet import Adapter, Excluded, Incarnation, Roster
@@ -247,10 +247,9 @@ def _too_short(parts: Parts, target: Target, question: Question, tokens: Tokens 
     roster, adapter = parts.discovery.fleet.roster(target.base_model), target.adapter
     if tokens is None or tokens.ids is None or not roster.is_uneven:
         return frozenset()
-    total = _total(question, len(tokens.ids), roster)
-    if total > roster.longest((adapter.engine_name or "") if adapter is not None else ""):
-        return frozenset()
-    return frozenset([r.incarnation for r in roster.replicas if 0 < r.max_model_len < total])
+    engine_name = (adapter.engine_name or "") if adapter is not None else ""
+    ask = Ask(target.base_model, engine_name, 0, total_tokens=_total(question, len(tokens.ids), roster))
+    return frozenset([r.incarnation for i, r in enumerate(roster.replicas) if too_short(roster, i, ask)])
 
 
 async def _until_back(parts: Parts, base_model: str, unfit: Callable[[], Excluded]) -> None:

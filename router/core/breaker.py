@@ -8,6 +8,7 @@ success.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from math import inf
 from random import Random
 from statistics import median
@@ -37,6 +38,11 @@ COUNTED = frozenset(
     }
 )
 _NOBODY: Excluded = frozenset()
+
+
+def is_fault(status: int) -> bool:
+    """Whether an answer's status speaks against the engine: see COUNTED."""
+    return status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED
 
 
 class Trial(Protocol):

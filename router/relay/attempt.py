@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
 
 import msgspec
 
 from lorafleet.vllm_errors import DEAD, SHUTTING_DOWN
+from router.core.breaker import is_fault
 from router.core.errors import ReplicaUnreachable, StreamBroken
 from router.relay.events import MAX_EVENT_BYTES, Renamed, event_error, has_first_event
 from router.relay.front import Exchange
@@ -378,6 +378,6 @@ def _retry_reason(attempt: Attempt, call: Call) -> str | None:
         return "engine_draining"
     if status == 500 and any(said in first for said in _DEAD):
         return "engine_dead"
-    if attempt.in_band_error and status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED:
+    if attempt.in_band_error and is_fault(status):
         return "first_event_error"
     return None
