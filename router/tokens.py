@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import httpx
+import msgspec
 import structlog
 from jinja2 import TemplateError
 
@@ -120,7 +121,7 @@ PROBES: tuple[dict[str, Any], ...] = (
 )
 
 
-class Tokens(NamedTuple):
+class Tokens(msgspec.Struct, frozen=True):
     """Token ids of a prompt, unsigned 32-bit, and who made them; `ids` is None when nobody could: then no KV term.
 
     seen     so many of the first were in an earlier prompt, too

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from router.core.fleet import Replica, Report, Roster
 from router.core.index import WorkerId
@@ -66,7 +67,7 @@ class Costs:
         return best_s * (1 + self.tie_share) + self.tie_s
 
 
-class Score(NamedTuple):
+class Score(msgspec.Struct, frozen=True):
     """One replica's terms, in seconds but for `depth_blocks` and `cached_tokens`."""
 
     replica: WorkerId

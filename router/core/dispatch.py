@@ -16,7 +16,9 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from lorafleet.kv.blocks import BlockHash
 from router.core.admission import Drain, Room, wait_s
@@ -41,14 +43,14 @@ _LEAST_WORK_S = 0.001
 _REMEMBERED_IDLE = 256
 
 
-class Prompt(NamedTuple):
+class Prompt(msgspec.Struct, frozen=True):
     """A request's question and its block hashes, by block size; none when it could not be tokenized."""
 
     ask: Ask
     chains: Chains = NOTHING
 
 
-class Match(NamedTuple):
+class Match(msgspec.Struct, frozen=True):
     """What the fleet has cached of one prompt; all three as in Scene."""
 
     depths: Mapping[WorkerId, int] = NOTHING

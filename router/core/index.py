@@ -18,6 +18,8 @@ from heapq import heappop, heappush
 from itertools import repeat
 from typing import Literal, NewType
 
+import msgspec
+
 from lorafleet.kv.blocks import BlockHash
 from router.core.holders import Holders
 
@@ -33,8 +35,7 @@ _SPARE_MASKS = 4096
 _NOTHING: tuple[tuple[BlockHash, ...], list[tuple[int, int]]] = ((), [])
 
 
-@dataclass(slots=True, eq=False)
-class Hold:
+class Hold(msgspec.Struct, eq=False):
     """Blocks that count as stored on the device for a while, though no engine has said so; see `release`."""
 
     worker: WorkerId

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import exp, inf, log
 from typing import Final, NamedTuple
 
+import msgspec
+
 from router.core.cost import context
 from router.core.fleet import Replica
 from router.core.index import WorkerId
@@ -30,8 +32,7 @@ _REMEMBERED = 512
 _MOMENT_S = 0.01
 
 
-@dataclass(slots=True, eq=False)
-class InFlight:
+class InFlight(msgspec.Struct, eq=False):
     """One request at one replica, from dispatch to end. `book`: what it counts in, its worker forgotten or not.
 
     sequences    as the engine counts: `n` answers to each of its prompts
@@ -156,7 +157,7 @@ _PLACED: Final = 15
 _AT_REST = _IDLE[:FRESH]
 
 
-class Loads:
+class Loads(msgspec.Struct, frozen=True, eq=False):
     """The load of every replica, in the order of their roster, and what every decision needs to know of all of them.
 
     felt     what each replica's Own is made of, when somebody asks for one
@@ -164,21 +165,11 @@ class Loads:
     full     how many replicas have all adapter slots in use
     """
 
-    __slots__ = ("felt", "full", "least_placed", "others_in_flight", "resting")
-
-    def __init__(
-        self,
-        felt: Sequence[Felt],
-        resting: Sequence[float | None],
-        least_placed: float,
-        others_in_flight: int,
-        full: int,
-    ) -> None:
-        self.felt = felt
-        self.resting = resting
-        self.least_placed = least_placed
-        self.others_in_flight = others_in_flight
-        self.full = full
+    felt: Sequence[Felt]
+    resting: Sequence[float | None]
+    least_placed: float
+    others_in_flight: int
+    full: int
 
     @classmethod
     def of(cls, owns: Iterable[Own]) -> "Loads":

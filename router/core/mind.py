@@ -185,14 +185,13 @@ class Mind:
         if len(self._turns) >= _MOST_TURNS:
             self._turns.clear()
         turn = self._turns[names] = self._turns.get(names, 0) + 1
-        depths, lower, ranks = matched
         # In order, not by name: that takes a third of the time.
         scene = Scene(
             roster,
             loads,
-            depths,
-            lower,
-            ranks,
+            matched.depths,
+            matched.lower,
+            matched.ranks,
             # A copy: the scene is kept, and what waits goes on changing.
             dict(backlog) if backlog else NOTHING,
             self.breaker.shut(now),

@@ -6,6 +6,8 @@ from dataclasses import MISSING, asdict, fields
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from router.core.cost import Costs
 from router.core.decision import Ask, Decision, Scene, decide
 from router.core.fleet import Excluded, Replica, Report, Resident, Roster
@@ -72,7 +74,11 @@ def _plain(thing: Any) -> dict[str, Any]:
 
 
 def _defaults(kind: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of a named tuple or a dataclass with their defaults, `_NO_DEFAULT` where there is none."""
+    """The fields of a struct, a named tuple or a dataclass with their defaults, `_NO_DEFAULT` where there is none."""
+    if issubclass(kind, msgspec.Struct):
+        for known in msgspec.structs.fields(kind):
+            yield known.name, _NO_DEFAULT if known.default is msgspec.NODEFAULT else known.default
+        return
     if issubclass(kind, tuple):
         for name in kind._fields:
             yield name, kind._field_defaults.get(name, _NO_DEFAULT)

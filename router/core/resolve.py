@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from math import log
 from random import Random
-from typing import NamedTuple
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound, NoReplica
@@ -13,7 +13,7 @@ from router.core.fleet import Adapter, Fleet
 Visible = Callable[[Adapter], bool]
 
 
-class Target(NamedTuple):
+class Target(msgspec.Struct, frozen=True):
     """What to run. `asked` is the name to answer with: what the client said, or the base model's name."""
 
     base_model: str

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from orchestrator.core.placement import rendezvous
 from router.config import RouterSettings
@@ -118,7 +119,9 @@ def test_what_is_too_long_for_one_replica_goes_to_another_and_the_decision_says_
     assert decision.rejected == {"short": "takes 4096 tokens, and this may come to 4097"}
     again = replayed(json.loads(json.dumps(record_of(decision))))
     assert (again.replica.id, again.rejected) == ("long", decision.rejected)
-    assert choose(ask._replace(total_tokens=4096), fleet, {"short": 200}, policy="kv_lora").replica.id == "short"
+    assert (
+        choose(structs.replace(ask, total_tokens=4096), fleet, {"short": 200}, policy="kv_lora").replica.id == "short"
+    )
 
 
 def test_a_replica_that_is_too_short_is_asked_only_where_none_is_known_that_takes_it():
@@ -128,13 +131,13 @@ def test_a_replica_that_is_too_short_is_asked_only_where_none_is_known_that_take
         with pytest.raises(NoReplica, match="short: takes 4096 tokens, and this may come to 5000"):
             choose(ask, [short, away])
     with pytest.raises(NoReplica, match="failed this request before"):
-        choose(ask._replace(excluded=frozenset({long.incarnation})), [short, long])
+        choose(structs.replace(ask, excluded=frozenset({long.incarnation})), [short, long])
     assert choose(ask, [short, replace(long, state="starting", max_model_len=0)]).replica.id == "short"
-    assert choose(ask._replace(total_tokens=9000), [short, long]).rejected == {}
+    assert choose(structs.replace(ask, total_tokens=9000), [short, long]).rejected == {}
     # Nobody who has the adapter takes it: its engine says so.
     holder = replace(short, residents=a_replica("", residents=[SQL]).residents)
     assert choose(Ask("m", SQL, 4000, total_tokens=5000), [holder, long]).replica.id == "short"
-    assert choose(ask._replace(only=short.incarnation), [short, long]).replica.id == "short"
+    assert choose(structs.replace(ask, only=short.incarnation), [short, long]).replica.id == "short"
     unknown = replace(short, max_model_len=0)
     assert choose(ask, [unknown, long], {"short": 200}).replica.id == "short"
 
@@ -372,7 +375,7 @@ def test_the_loop_that_decides_comes_to_the_cost_model_term_by_term(moment):
     tidy = [tidy_score(ask, scene, i) for i in able]
     at, found = scene.terms(ask, able)
     assert at == list(able)
-    assert found == [pytest.approx(score[1:]) for score in tidy]
+    assert found == [pytest.approx(structs.astuple(score)[1:]) for score in tidy]
     assert [scene.score(ask, i) for i in able] == list(map(scene.named, at, found))
 
 
@@ -390,7 +393,7 @@ def test_the_close_ones_are_those_that_are_about_as_good_as_the_best(moment):
 @given(moments())
 def test_the_winner_is_never_dearer_than_a_tie_and_never_predicted_to_hold_all_of_a_prompt(moment):
     ask, scene = moment
-    decision = decide(KvLora(), ask, scene._replace(costs=Costs()))
+    decision = decide(KvLora(), ask, structs.replace(scene, costs=Costs()))
     fits = {scene.roster.replicas[i].id for i in within_slots(ask, scene, scene.able(ask))}
     best = min(s.cost_s for s in decision.scores if s.replica in fits)
     assert decision.score.replica in fits

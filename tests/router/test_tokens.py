@@ -621,7 +621,7 @@ async def test_a_batch_of_one_is_tokenized_as_the_one_prompt_that_it_is(client, 
     assert (await tokens.ids(cut, base_model=BASE, engine_url="")).ids is None
     remote = Tokenizers(client, mode="remote", remote_timeout_s=5.0)
     async with serving(worker.app) as url:
-        assert await remote.ids({"prompt": [RULES]}, base_model=BASE, engine_url=url) == (expected, "remote", 0, 0, 0)
+        assert await remote.ids({"prompt": [RULES]}, base_model=BASE, engine_url=url) == Tokens(expected, "remote")
     remote.close()
 
 
