@@ -55,6 +55,7 @@ from router.multi import Member
 from router.parts import Parts
 from router.relay.fetch import fetch, stream
 from router.relay.front import Front, FrontLimits, front
+from router.relay.outbox import Outbox
 from router.relay.upstream import Pool
 from router.siblings import Siblings
 from router.stages import match
@@ -163,6 +164,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     agents = Pool(connect_s=config.control_timeout_s)
     feeds = Feeds(metrics, config.kv_tail_poll_s, trust, config.token, agents)
     usage = Usage(router_id, load)
+    outbox = Outbox()
     if config.state_dir is not None:
         config.state_dir.mkdir(parents=True, exist_ok=True)
     joined = _Joined(
@@ -219,13 +221,14 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         cold=cold,
         usage=usage,
         metrics=metrics,
-        pool=Pool(connect_s=config.connect_timeout_s),
+        pool=Pool(connect_s=config.connect_timeout_s, outbox=outbox),
         background=_background(config, keys, discovery, agents),
         quotas=Quotas(SharedAccounts(me.accounts, me.slot, me.processes) if me else None),
         tracer=traces,
     )
     inference = Inference(parts)
-    clients = front(inference.route, _front_limits(config, keys), inference.sender, told(config.allowed_origins))
+    limits, origins = _front_limits(config, keys), told(config.allowed_origins)
+    clients = front(inference.route, limits, inference.sender, origins, outbox)
     own_metrics = partial(exposed, parts, clients)
     siblings = None
     if me is not None:

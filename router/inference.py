@@ -1,7 +1,7 @@
 """The inference routes: from a client's request to its answer, relayed or an error."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.events import Echo, Growing, Renamed, Undated, error_event, refusal_event
 from router.relay.front import Exchange, Handler
 from router.relay.refusals import anthropics
+from router.relay.turn import Steps
 from router.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cached_tokens
 from router.surface import generate
 from router.surface.bodies import check_items
@@ -104,8 +105,10 @@ class Inference:
         found = {method: find(method, path) for method in ("GET", "POST")}
         return {method: route.path for method, route in found.items() if route is not None}
 
-    def _handle(self, route: Route, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
-        """One request, from its first stage to its answer or error; in a task where something must be waited for."""
+    def _handle(self, route: Route, exchange: Exchange) -> Steps:
+        """One request, a stage at a step, up to its engine, or to its error; in a task where something must be waited
+        for.
+        """
         headers, tracer = exchange.headers, self._parts.tracer
         trace = None
         if tracer is not None:
@@ -133,12 +136,14 @@ class Inference:
                 journey = Journey(self._parts, self._limits, caller, self._question(answer, exchange.body), trace)
                 if self._keep_alive_s and journey.question.streamed:
                     answer.keep_alive(self._keep_alive_s)
-                work = answer.travel(journey)
+                yield
+                work = yield from answer.travel(journey)
         except Exception as exc:  # noqa: BLE001  (its client's, as an error)
             answer.refuse(exc)
             answer.close()
-            return None
-        return None if work is None else answer.in_task(work)
+            return
+        if work is not None:
+            exchange.go_on(answer.in_task(work))
 
     def _refused(self, headers: Mapping[bytes, bytes]) -> NoReturn:
         """Raises HttpError that says why this has no caller."""
@@ -327,12 +332,12 @@ class _Answer(msgspec.Struct, eq=False):
     journey: Journey | None = None
     said_next: asyncio.TimerHandle | None = None
 
-    def travel(self, journey: Journey) -> Work | None:
+    def travel(self, journey: Journey) -> Generator[None, None, Work | None]:
         """Answer by plain calls; or what does it in a task."""
         self.journey = journey
         exchange = self.exchange
         exchange.on_gone = self.gone
-        if journey.question.deadline_at is None and journey.at_once(self._decided):
+        if journey.question.deadline_at is None and (yield from journey.at_once(self._decided)):
             return None
         return self.travelled
 
@@ -348,6 +353,8 @@ class _Answer(msgspec.Struct, eq=False):
             if attempt.streamed:
                 await attempt.relayed(self.exchange, echo, hidden=hidden)
                 self._streamed()
+            else:
+                journey.learn()
 
     async def in_task(self, work: Work) -> None:
         """Work for this answer, and whatever comes of it is answered."""
@@ -367,18 +374,25 @@ class _Answer(msgspec.Struct, eq=False):
     # What is called when its journey is at an engine.
 
     def _decided(self) -> None:
+        self.exchange.step_on(self._answered())
+
+    def _answered(self) -> Steps:
         journey = self.journey
-        assert journey is not None
+        if journey is None:
+            return  # its client left in this very turn
         try:
             if not journey.is_taken():
                 self.exchange.go_on(self.in_task(self.travelled))
                 return
+            yield
             attempt = journey.attempt
             assert attempt is not None
             echo, hidden = self._begun(journey, attempt)
             if attempt.streamed:
                 attempt.relay(self.exchange, echo, self._over, hidden=hidden)
                 return
+            yield
+            journey.learn()
         except Exception as exc:  # noqa: BLE001  (its client's, as an error)
             self.refuse(exc)
         self.close()
@@ -420,7 +434,6 @@ class _Answer(msgspec.Struct, eq=False):
             about += f"metadata: {echo.whole(attempt.metadata).decode('latin-1')}\r\n"
         if not attempt.streamed:
             self.whole(attempt.status, about, echo.whole(attempt.first))
-            journey.learn()
             return echo, None
         if journey.grows is not None:
             echo = Growing(journey.grows.events)

@@ -1,6 +1,6 @@
 """One request from what it names to an answer that has begun: decide -> open, again elsewhere while that may help."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from secrets import token_hex
@@ -94,9 +94,10 @@ class Journey(msgspec.Struct, eq=False):
     _is_in_background: bool = False
     _last_failure: str = ""
 
-    def at_once(self, tell: Callable[[], None]) -> bool:
-        """Send it, where nothing need be waited for but the engine's answer: `tell` is called when that is decided, and
-        `is_taken` is next. False: something must be waited for, and `begun` goes on from there. Raises RouterError.
+    def at_once(self, tell: Callable[[], None]) -> Generator[None, None, bool]:
+        """Send it, a stage at a step, where nothing need be waited for but the engine's answer: `tell` is called when
+        that is decided, and `is_taken` is next. False: something must be waited for, and `begun` goes on from there.
+        Raises RouterError.
         """
         self._prepare()
         tokens, target, trace = self.tokens, self.target, self.trace
@@ -111,10 +112,13 @@ class Journey(msgspec.Struct, eq=False):
         self.target = target
         if trace is not None:
             trace.stage("decide")
+        yield
         self.prompt = prompt = self._asked()
+        yield
         flight = self.flight = decided_at_once(self.parts, target, self.question, prompt, tokens.source)
         if flight is None:
             return False
+        yield
         self.tries = 1
         if trace is not None:
             trace.stage("open", **{"lorafleet.worker": flight.replica.id})
@@ -123,6 +127,7 @@ class Journey(msgspec.Struct, eq=False):
         except ReplicaUnreachable as exc:
             self._failed(exc)
             return False
+        yield
         connection = self.parts.pool.idle(call.origin)
         if connection is None:
             return False

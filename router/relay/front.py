@@ -23,6 +23,7 @@ from lorafleet.auth import OPEN, Caller
 from lorafleet.http import envelope, error_headers
 from router.relay.framing import Refused, checked_head, checked_target
 from router.relay.outbox import Outbox
+from router.relay.turn import Steps, Turn
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -41,17 +42,15 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _HOLDS = "the router holds as many bytes"
 
-# Requests begun before streams are looked after again. A guess: a millisecond's worth of decisions or less.
-_BEGUN_AT_ONCE = 4
-
 # What is being read of a client: nothing yet of the next message, its head, its body.
 _IDLE, _HEAD, _BODY = range(3)
 
 _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
 
-# Answers a request by plain calls, now or as what it asked for comes (`Exchange.on_gone` is then set); or gives back a
-# coroutine that does: it is run in a task, and cancelled when its client leaves.
-Handler = Callable[["Exchange"], Coroutine[Any, Any, None] | None]
+# Answers a request by plain calls, now or as what it asked for comes (`Exchange.on_gone` is then set); in steps, beside
+# others that came with it; or gives back a coroutine that does: it is run in a task, and cancelled when its client
+# leaves.
+Handler = Callable[["Exchange"], Coroutine[Any, Any, None] | Steps | None]
 Route = Callable[[str, str], Handler | None]
 Sender = Callable[[Mapping[bytes, bytes]], Caller | None]
 Told = Callable[[bytes], bytes]
@@ -83,15 +82,22 @@ class FrontLimits:
     pipelined: int = 16
 
 
-def front(route: Route, limits: FrontLimits, sender: Sender = lambda _: OPEN, told: Told | None = None) -> "Front":
+def front(
+    route: Route,
+    limits: FrontLimits,
+    sender: Sender = lambda _: OPEN,
+    told: Told | None = None,
+    outbox: Outbox | None = None,
+) -> "Front":
     """What makes the protocols, for `uvicorn.Config(http=...)`.
 
     route   (method, path) -> who answers it, or None: the ASGI app does. The path is as sent, without its query.
     sender  headers -> who sends this; None: who may not, and whose body is thrown away as it comes
     told    a page's origin -> header lines for the answer to it; None: to answer none. What a browser asks before
             (OPTIONS) is for the ASGI app
+    outbox  whatever else is written by what answers requests goes through it, too
     """
-    return Front(route, limits, sender, told)
+    return Front(route, limits, sender, told, outbox or Outbox())
 
 
 class Front:
@@ -100,10 +106,12 @@ class Front:
     refused      how many requests got which code before any handler saw them
     is_draining  every answer says that its connection ends with it: clients and proxies that keep some open have moved
                  to another router when this one hangs up, instead of sending into that moment
-    outbox       what is to be sent to clients at the end of the loop's turn
+    has_stopped  nothing is begun any more
+    outbox       what is to be sent at the end of the loop's turn
+    turn         the requests that have come in it
     """
 
-    def __init__(self, route: Route, limits: FrontLimits, sender: Sender, told: Told | None) -> None:
+    def __init__(self, route: Route, limits: FrontLimits, sender: Sender, told: Told | None, outbox: Outbox) -> None:
         self.route = route
         self.limits = limits
         self.sender = sender
@@ -113,13 +121,12 @@ class Front:
         self._held_of: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.is_draining = False
-        self.outbox = Outbox()
+        self.has_stopped = False
+        self.outbox = outbox
+        self.turn = Turn(outbox)
         shortest = min(limits.head_s, limits.body_s, limits.send_stall_s, limits.idle_s)
         self._sweep_every_s = min(1.0, max(0.02, shortest / 4))
         self._timer: asyncio.TimerHandle | None = None
-        self._tick = 0.0
-        self._begun = 0
-        self._late: deque[Exchange] = deque()
 
     def __call__(
         self,
@@ -156,34 +163,11 @@ class Front:
         if self._timer is None:
             self._timer = connection.loop.call_later(self._sweep_every_s, self._sweep, connection.loop)
 
-    def begin(self, exchange: "Exchange", loop: asyncio.AbstractEventLoop) -> None:
-        """Have a request answered: at once, or when a crowd of them came together, after a look at the sockets.
-
-        Else what came first would wait for the decisions on all the others, and every stream with it.
-        """
-        now = loop.time()  # of the loop's turn, in whole milliseconds (uvloop)
-        if now != self._tick:
-            self._tick, self._begun = now, 0
-        self._begun += 1
-        if self._begun <= _BEGUN_AT_ONCE and not self._late:
-            exchange.begin_answer()
-            return
-        self._late.append(exchange)
-        if len(self._late) == 1:
-            loop.call_soon(self._begin_late, loop)
-
-    def _begin_late(self, loop: asyncio.AbstractEventLoop) -> None:
-        late = self._late
-        for _ in range(min(_BEGUN_AT_ONCE, len(late))):
-            late.popleft().begin_answer()
-        self.outbox.flush()
-        if late:
-            loop.call_soon(self._begin_late, loop)
-
     def stop(self) -> None:
         """The time to finish is over: whatever is being answered by plain calls ends here, as tasks end that are
         cancelled.
         """
+        self.has_stopped = True
         for connection in list(self.connections):
             connection.stop()
 
@@ -295,10 +279,20 @@ class Exchange(msgspec.Struct, eq=False):
         connection.write(self._head + last)
         connection.answered(self)
 
-    def begin_answer(self) -> None:
-        """Start its handler, unless the client has gone meanwhile."""
-        if self._connection is not None:
-            self._connection.answer(self)
+    def begin_answer(self) -> Steps | None:
+        """Start its handler, unless the client has gone meanwhile; the steps that are left of it."""
+        connection = self._connection
+        return None if connection is None else connection.answer(self)
+
+    def failed(self, exc: Exception) -> None:
+        """Its handler failed in a way that it did not expect."""
+        _fail_unexpectedly(self, exc)
+
+    def step_on(self, steps: Steps) -> None:
+        """Have it answered in steps, in this turn of the loop, beside what else its engines have answered in it."""
+        connection = self._connection
+        if connection is not None:
+            connection.step_on(self, steps)
 
     def go_on(self, work: Coroutine[Any, Any, None]) -> None:
         """Have it answered in a task from now on."""
@@ -555,17 +549,25 @@ class _Connection(HttpToolsProtocol):
 
     def _start(self, exchange: Exchange) -> None:
         self._current = exchange
-        self._front.begin(exchange, self.loop)
+        self._front.turn.begin(exchange, self.loop)
 
-    def answer(self, exchange: Exchange) -> None:
+    def answer(self, exchange: Exchange) -> Steps | None:
         """Its turn has come."""
+        if self._front.has_stopped:
+            _fail(exchange, 503, "stopping", "the router stopped before this request was begun; send it again")
+            return None
         try:
             work = exchange._handler(exchange)
         except Exception as exc:  # noqa: BLE001  (whatever it is: its client is told, and the log)
             _fail_unexpectedly(exchange, exc)
-            return
-        if work is not None:
+            return None
+        if isinstance(work, Coroutine):
             self.work(exchange, work)
+            return None
+        return work
+
+    def step_on(self, exchange: Exchange, steps: Steps) -> None:
+        self._front.turn.go_on(exchange, steps, self.loop)
 
     def work(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         """A task for what must be waited for."""

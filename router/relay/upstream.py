@@ -368,6 +368,7 @@ class Pool:
     connect_s    to open a connection, names and TLS included
     keepalive_s  how long an idle one is kept; vLLM 0.32 closes after 5 s, and a request sent just then would be lost
     max_idle     per origin; more are closed when their answer is complete
+    outbox       what is written goes through it; by default one of the pool's own
     """
 
     def __init__(
@@ -377,6 +378,7 @@ class Pool:
         keepalive_s: float = 4.0,
         max_idle: int = 512,
         tls: ssl.SSLContext | None = None,
+        outbox: Outbox | None = None,
     ) -> None:
         self._connect_s = connect_s
         self._keepalive_s = keepalive_s
@@ -387,7 +389,7 @@ class Pool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._outbox = Outbox()
+        self._outbox = outbox or Outbox()
 
     @property
     def connections(self) -> int:

@@ -254,8 +254,6 @@ async def test_behind_an_upgrade_that_is_not_taken_up_each_message_is_taken_for_
         assert (await client.answer())[::2] == (200, b"0")
         if last:
             assert error_of(await client.rest()) == last
-        elif at_once:
-            assert (await client.answer())[::2] == (200, b"3")
         else:
             assert await client.rest() == b""
         assert served.front.refused == ({last[1]: 1} if last else {})

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from lorafleet import serve
 from lorafleet.auth import Caller
 from router.relay.front import FrontLimits, front
+from router.relay.turn import Turn
 from tests.router.relay.wires import COLD, HOT, App, Client, error_of, fronted, length, parsed_head, post, until
 
 # More than the sockets between a client that does not read and the front hold.
@@ -329,61 +330,15 @@ async def test_a_body_is_asked_for_behind_what_is_queued_behind_a_large_answer()
 # Leaving
 
 
-class Turns:
-    """A loop that goes on when it is told to; `now` is the time of its turn."""
-
-    def __init__(self):
-        self.now = 1.0
-        self.soon = []
-
-    def time(self):
-        return self.now
-
-    def call_soon(self, callback, *args):
-        self.soon.append((callback, args))
-
-    def turn(self):
-        soon, self.soon = self.soon, []
-        for callback, args in soon:
-            callback(*args)
-
-
-class Waiting:
-    """A request of a crowd."""
-
-    def __init__(self, begun):
-        self.begin_answer = lambda: begun.append(self)
-
-
-def test_of_a_crowd_a_few_are_begun_in_each_turn_and_in_order():
-    loop, begun = Turns(), []
-    shared = front(lambda *_: None, FrontLimits())
-    crowd = [Waiting(begun) for _ in range(11)]
-    for exchange in crowd[:10]:
-        shared.begin(exchange, loop)
-    assert begun == crowd[:4]
-    loop.now += 0.001
-    shared.begin(crowd[10], loop)  # behind those that wait
-    assert begun == crowd[:4]
-    for most in (8, 11):
-        loop.turn()
-        assert begun == crowd[:most]
-    assert not loop.soon
-    loop.now += 0.001
-    shared.begin(crowd[0], loop)
-    assert begun == [*crowd, crowd[0]]
-
-
 async def test_a_client_that_leaves_before_its_turn_is_not_worked_for(monkeypatch):
-    monkeypatch.setattr("router.relay.front._BEGUN_AT_ONCE", 0)
     work, late = Work(), []
     async with fronted(work) as served:
-        monkeypatch.setattr(served.front, "_late", late)
+        monkeypatch.setattr(Turn, "begin", lambda _self, exchange, _loop: late.append(exchange))
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
             await until(lambda: late)
         await until(lambda: not served.front.connections)
-        late[0].begin_answer()
+        assert late[0].begin_answer() is None
         assert late[0].is_over
         assert not work.begun
 
@@ -548,11 +503,24 @@ async def test_what_is_queued_when_the_router_stops_is_not_begun():
     calls = Calls()
     async with fronted(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"def"))
-        await until(lambda: served.front.held_bytes == 6)
+        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
         served.front.stop()
         assert (await client.answer())[0] == 503
         assert served.front.held_bytes == 0
     assert len(calls.exchanges) == 1
+
+
+async def test_what_has_come_when_the_router_stops_is_told_that_it_was_not_begun():
+    calls = Calls()
+    async with fronted(calls) as served, await served.client() as client:
+        await until(lambda: served.front.connections)
+        (connection,) = served.front.connections
+        connection.data_received(post(HOT, b"abc"))
+        served.front.stop()
+        status, _, body = await client.answer()
+        assert (status, b'"stopping"' in body) == (503, True)
+        assert served.front.held_bytes == 0
+    assert not calls.exchanges
 
 
 async def test_a_task_that_has_not_begun_when_the_router_stops_never_does():
@@ -570,6 +538,7 @@ async def test_a_task_that_has_not_begun_when_the_router_stops_never_does():
             await until(lambda: served.front.connections)
             (connection,) = served.front.connections
             connection.data_received(post(HOT, b"abc"))
+            served.front.turn._work(connection.loop)
             served.front.stop()
             assert (await client.answer())[0::2] == (503, b"stopping")
             assert not connection.tasks
@@ -1322,8 +1291,9 @@ async def test_while_it_drains_every_answer_ends_its_connection_and_new_ones_are
 async def test_after_an_answer_that_ends_its_connection_nothing_more_is_begun():
     async with fronted(lambda exchange: exchange.respond(200, b"", b"")) as served, await served.client() as client:
         served.front.is_draining = True
-        client.send(post(HOT, b"abc") * 2)
+        client.send(post(HOT, b"abc"))
         assert (await client.answer())[1][b"connection"] == b"close"
+        client.send(post(HOT, b"abc"))
         assert await client.rest() == b""
         assert len(served.seen) == 1
 

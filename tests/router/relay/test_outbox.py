@@ -88,3 +88,14 @@ async def test_what_was_answered_in_the_turn_in_which_the_connection_ends_is_sen
         client.send(post(HOT, b"abc") + post(HOT, b"abcd", b"Connection: close"))
         assert [(await client.answer())[2] for _ in range(2)] == [b"3", b"4"]
         assert await asyncio.wait_for(client.rest(), 5) == b""
+
+
+def test_who_will_flush_it_is_not_called_for_that_besides():
+    loop, box, transport = Loop(), Outbox(), Transport()
+    box.is_due = True
+    box.write(transport, b"1", loop)
+    assert not loop.soon
+    box.flush()
+    box.write(transport, b"2", loop)
+    loop.turn()
+    assert transport.written == [b"1", b"2"]
