@@ -292,7 +292,7 @@ class Exchange(msgspec.Struct, eq=False):
         """Have it answered in steps, in this turn of the loop, beside what else its engines have answered in it."""
         connection = self._connection
         if connection is not None:
-            connection.step_on(self, steps)
+            connection._front.turn.go_on(self, steps, connection.loop)
 
     def go_on(self, work: Coroutine[Any, Any, None]) -> None:
         """Have it answered in a task from now on."""
@@ -565,9 +565,6 @@ class _Connection(HttpToolsProtocol):
             self.work(exchange, work)
             return None
         return work
-
-    def step_on(self, exchange: Exchange, steps: Steps) -> None:
-        self._front.turn.go_on(exchange, steps, self.loop)
 
     def work(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         """A task for what must be waited for."""

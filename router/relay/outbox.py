@@ -11,7 +11,7 @@ import structlog
 
 log = structlog.get_logger()
 
-# So many writes are not held back for more: half a millisecond's work or less.
+# So many writes are not held back for more: a millisecond's work or less.
 _MOST = 32
 
 
