@@ -144,6 +144,7 @@ Felt = tuple[
     float,
     float,
 ]
+BUSY_UNTIL: Final = 0
 _IN_PREFILL: Final = 3
 _IN_DECODE: Final = 4
 _OTHERS: Final = 5
@@ -237,7 +238,8 @@ class _Book:
 
     prefill_s, largest_s  of those in prefill: seconds of work together, and of the largest; `as_large`: how many are it
     unreported_tokens     uncached tokens of those that the engine's report does not know of, or that are in prefill
-    names                 how many requests run each; `engine_names` and `fresh` as in Own, None: to be made anew
+    names                 how many requests run each; `engine_names`, `slots_used` and `fresh` as in Own, the first
+                          None: it and the second are to be made anew
     reported_at           when the engine's own counts were read
     base_model            what its worker serves
     boot_id               of its engine: another one has nothing of what was sent to the one before
@@ -260,6 +262,7 @@ class _Book:
     prefill_sequences: int = 0
     names: dict[str, int] = field(default_factory=dict)
     engine_names: frozenset[str] | None = None
+    slots_used: int = 0
     fresh: frozenset[str] = frozenset()
     busy_until: float = -inf
     freed_tokens: int = 0
@@ -291,7 +294,7 @@ class _Book:
 
     def add(self, flight: InFlight) -> None:
         """One more, in prefill."""
-        now, prefill_s, name = flight.began_at, flight.prefill_s, flight.engine_name
+        now, prefill_s, name, names = flight.began_at, flight.prefill_s, flight.engine_name, self.names
         self.changes(now)
         self.flights.add(flight)
         self.in_prefill[flight] = None
@@ -304,10 +307,10 @@ class _Book:
         elif prefill_s == self.largest_s:
             self.as_large += 1
         self.unreported_tokens += flight.uncached_tokens
-        if name in self.names:
-            self.names[name] += 1
+        if name in names:
+            names[name] += 1
         else:
-            self.names[name] = 1
+            names[name] = 1
             self.engine_names = None
         self.dispatched_at[name] = now
         if name not in self.fresh and now > self.reported_at:
@@ -347,10 +350,12 @@ class _Book:
             self.unreported_tokens -= flight.uncached_tokens
         if flight.began_at <= self.reported_at:
             self.freed_tokens += flight.uncached_tokens
-        name = flight.engine_name
-        self.names[name] -= 1
-        if not self.names[name]:
-            del self.names[name]
+        name, names = flight.engine_name, self.names
+        left = names[name] - 1
+        if left:
+            names[name] = left
+        else:
+            del names[name]
             self.engine_names = None
 
     def reported(self, at: float, waiting: int) -> int:
@@ -496,10 +501,10 @@ class LoadBook:
         if flight.ended:
             return
         flight.ended = True
-        flight.work.in_flight -= 1
-        flight.work.sequences -= flight.sequences
-        flight.work.in_flight_tokens -= flight.prompt_tokens
-        book = flight.book
+        book, work = flight.book, flight.work
+        work.in_flight -= 1
+        work.sequences -= flight.sequences
+        work.in_flight_tokens -= flight.prompt_tokens
         book.changes(now)
         if flight.in_prefill:
             book.leave_prefill(flight, now)
@@ -508,7 +513,7 @@ class LoadBook:
             # first, so that one odd request does not count for ten.
             book.ended += 1
             book.heard_at = now
-            share = max(_SMOOTHING, 1 / book.ended)
+            share = _SMOOTHING if book.ended * _SMOOTHING > 1 else 1 / book.ended
             book.mean_request_s += share * (now - flight.began_at - book.mean_request_s)
         book.remove(flight)
 
@@ -568,18 +573,18 @@ class LoadBook:
                 line.replicas = replicas
             else:
                 line = self._lines[base_model] = self._lined(replicas)
-        for position in line.stale:
-            felt, before = _felt(line.books[position]), line.felt[position]
-            line.felt[position], line.placed[position], line.resting[position] = felt, felt[_PLACED], _resting(felt)
+        stale, all_felt, placed = line.stale, line.felt, line.placed
+        while stale:
+            position = stale.pop()
+            felt, before = _felt(line.books[position]), all_felt[position]
+            all_felt[position], placed[position], line.resting[position] = felt, felt[_PLACED], _resting(felt)
             line.others_in_flight += felt[_OTHERS] - before[_OTHERS]
             if felt[_SLOT_AT] > -inf:
                 line.full.add(position)
-            else:
+            elif line.full:
                 line.full.discard(position)
-        line.stale.clear()
-        placed = line.placed
         least_placed = min(placed) if placed else -inf
-        return Loads(line.felt.copy(), line.resting.copy(), least_placed, line.others_in_flight, len(line.full))
+        return Loads(all_felt.copy(), line.resting.copy(), least_placed, line.others_in_flight, len(line.full))
 
     def _lined(self, replicas: tuple[Replica, ...]) -> _Line:
         count = len(replicas)
@@ -636,35 +641,39 @@ def _felt(book: _Book) -> Felt:
     in_prefill, all_of_ours = book.prefill_sequences, book.sequences
     # By ours that ended, else as the engine says, else a guess.
     request_s = book.mean_request_s or book.reported_request_s
-    full_s = kv_token_s = 0.0
+    full_s = kv_token_s = behind_s = 0.0
     kv_tokens = kv_free_tokens = inf
     slot_at = placed = -inf
     if names is None:
         names = book.engine_names = frozenset(book.names)
-    slots_used = len(names) - ("" in names)
+        book.slots_used = len(names) - ("" in names)
     beyond = all_of_ours + others + 1 - book.max_seqs
     if beyond > 0:
         full_s = request_s * beyond / book.max_seqs
-    if 0 < book.max_loras <= slots_used:
+    if 0 < book.max_loras <= book.slots_used:
         slot_at = _slot_at(book.flights, book.max_loras, request_s)
     if total:
         # What the engine says, less what has ended since, and with what it has not begun; a prefix that several
         # requests share is in use once.
-        in_use = max(0.0, book.kv_tokens_used + book.unreported_tokens - book.freed_tokens)
+        in_use = book.kv_tokens_used + book.unreported_tokens - book.freed_tokens
+        if in_use < 0:
+            in_use = 0.0
         kv_tokens, kv_free_tokens = total, total - in_use
         # Running requests give back all of theirs in the time that one takes.
-        kv_token_s = request_s / max(in_use, 1.0)
+        kv_token_s = request_s / in_use if in_use > 1 else request_s
     if book.placed_tokens > 0:
         placed = log(book.placed_tokens / (total or _KV_TOKENS)) + book.placed_at / PLACED_S
+    if book.prefill_s > book.largest_s:
+        behind_s = book.prefill_s - book.largest_s
     return (
         book.busy_until,
-        max(0.0, book.prefill_s - book.largest_s),
+        behind_s,
         book.others_until,
         in_prefill,
         all_of_ours - in_prefill,
         others,
         names,
-        slots_used,
+        book.slots_used,
         book.fresh,
         slot_at,
         full_s,

@@ -279,19 +279,22 @@ REPORTS = st.builds(
 
 @st.composite
 def moments(draw):
-    """An ask and a scene of one to eight replicas, all of which can serve it."""
-    count = draw(st.integers(1, 8))
+    """An ask and a scene of one to eight replicas, all of which can serve it; half of them without what is rare."""
+    count, is_plain = draw(st.integers(1, 8)), draw(st.booleans())
     ids = [f"w{i}" for i in range(count)]
+    locations = st.just("device") if is_plain else LOCATIONS
     replicas = [
-        a_replica(i, residents=[SQL], location=draw(LOCATIONS), report=draw(REPORTS), engine_boot_id="b") for i in ids
+        a_replica(i, residents=[SQL], location=draw(locations), report=draw(REPORTS), engine_boot_id="b") for i in ids
     ]
     some = st.dictionaries(st.sampled_from(ids), st.integers(1, 90))
     scene = Scene(
         roster=Roster(tuple(replicas)),
         loads=Loads.of(draw(OWNS | RESTING) for _ in ids),
         depths=draw(some),
-        lower=draw(st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20)))),
-        backlog=draw(st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))),
+        lower=draw(st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20))))
+        if not is_plain
+        else {},
+        backlog=draw(st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))) if not is_plain else {},
         shut=frozenset((i, "b") for i in draw(st.sets(st.sampled_from(ids)))),
         rho=draw(st.floats(0, 2)),
         context_tokens=draw(st.floats(1, 30_000)),
@@ -354,8 +357,10 @@ def test_what_is_cached_lower_down_never_makes_a_prompt_dearer(prompt_tokens, de
 def fleets_at_rest(draw):
     """An ask and a scene of replicas of which nearly all are alike."""
     ids = [f"w{i}" for i in range(8)]
-    report = Report(prefill_tokens_per_s=1000.0)
-    owns = st.sampled_from([Own(), Own(), Own(in_decode=1), Own(placed=3.0)])
+    report = Report(prefill_tokens_per_s=1000.0, decode_tokens_per_s=50.0, output_tokens=100.0)
+    owns = st.sampled_from(
+        [Own(), Own(), Own(in_decode=1), Own(placed=3.0), Own(placed=-2.9), Own(busy_until=0.001), Own(busy_until=1.0)]
+    )
     replicas = [a_replica(i, residents=[SQL], report=report, engine_boot_id="b") for i in ids]
     scene = Scene(
         roster=Roster(tuple(replicas)),
@@ -364,8 +369,9 @@ def fleets_at_rest(draw):
         lower=draw(st.sampled_from([{}, {}, {"w1": (2, 0)}])),
         backlog=draw(st.sampled_from([{}, {}, {"w1": 0.5}])),
         seed=draw(st.integers(0, 9)),
+        costs=Costs(decode_share=0.05),
     )
-    return Ask("m", SQL, 200), scene
+    return Ask("m", SQL, draw(st.sampled_from([16, 144, 200]))), scene
 
 
 @given(moments() | fleets_at_rest())
