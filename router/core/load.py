@@ -199,7 +199,7 @@ class Loads(msgspec.Struct, frozen=True, eq=False):
         return felt[_SLOT_AT] == -inf or engine_name in felt[_ENGINE_NAMES]
 
     def __getitem__(self, position: int) -> Own:
-        return Own(*self.felt[position])
+        return Own._make(self.felt[position])
 
     def __iter__(self) -> Iterator[Own]:
         return map(Own._make, self.felt)
@@ -513,7 +513,7 @@ class LoadBook:
             # first, so that one odd request does not count for ten.
             book.ended += 1
             book.heard_at = now
-            share = _SMOOTHING if book.ended * _SMOOTHING > 1 else 1 / book.ended
+            share = max(_SMOOTHING, 1 / book.ended)
             book.mean_request_s += share * (now - flight.began_at - book.mean_request_s)
         book.remove(flight)
 
@@ -573,18 +573,18 @@ class LoadBook:
                 line.replicas = replicas
             else:
                 line = self._lines[base_model] = self._lined(replicas)
-        stale, all_felt, placed = line.stale, line.felt, line.placed
-        while stale:
-            position = stale.pop()
-            felt, before = _felt(line.books[position]), all_felt[position]
-            all_felt[position], placed[position], line.resting[position] = felt, felt[_PLACED], _resting(felt)
+        for position in line.stale:
+            felt, before = _felt(line.books[position]), line.felt[position]
+            line.felt[position], line.placed[position], line.resting[position] = felt, felt[_PLACED], _resting(felt)
             line.others_in_flight += felt[_OTHERS] - before[_OTHERS]
             if felt[_SLOT_AT] > -inf:
                 line.full.add(position)
-            elif line.full:
+            else:
                 line.full.discard(position)
+        line.stale.clear()
+        placed = line.placed
         least_placed = min(placed) if placed else -inf
-        return Loads(all_felt.copy(), line.resting.copy(), least_placed, line.others_in_flight, len(line.full))
+        return Loads(line.felt.copy(), line.resting.copy(), least_placed, line.others_in_flight, len(line.full))
 
     def _lined(self, replicas: tuple[Replica, ...]) -> _Line:
         count = len(replicas)

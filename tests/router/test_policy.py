@@ -287,14 +287,14 @@ def moments(draw):
         a_replica(i, residents=[SQL], location=draw(locations), report=draw(REPORTS), engine_boot_id="b") for i in ids
     ]
     some = st.dictionaries(st.sampled_from(ids), st.integers(1, 90))
+    lower = st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20)))
+    backlog = st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))
     scene = Scene(
         roster=Roster(tuple(replicas)),
         loads=Loads.of(draw(OWNS | RESTING) for _ in ids),
         depths=draw(some),
-        lower=draw(st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20))))
-        if not is_plain
-        else {},
-        backlog=draw(st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))) if not is_plain else {},
+        lower={} if is_plain else draw(lower),
+        backlog={} if is_plain else draw(backlog),
         shut=frozenset((i, "b") for i in draw(st.sets(st.sampled_from(ids)))),
         rho=draw(st.floats(0, 2)),
         context_tokens=draw(st.floats(1, 30_000)),
