@@ -378,6 +378,10 @@ class Reconciler:
             return True
         return self._reads.view.warming.get(worker_id) == ()  # None: no pass has looked at it yet
 
+    def in_flight(self, worker_id: str) -> int:
+        """Requests that routers have at that worker's engine."""
+        return self.queues.in_flight(worker_id, self._clock())
+
     def observe(self) -> Observed:
         """The fleet now, with what we have under way in it."""
         return self._reads.observe()

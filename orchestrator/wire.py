@@ -516,12 +516,13 @@ class Heartbeat(_Wire):
 
 
 class HeartbeatAnswer(_Wire):
-    """`is_warm`: nothing has to be loaded before the worker is ready."""
+    """`is_warm`: nothing has to be loaded before the worker is ready. `in_flight`: requests that routers have there."""
 
     epoch: int
     revision: int
     interval_s: float
     is_warm: bool = True
+    in_flight: int = 0
     wire: int = WIRE
 
 

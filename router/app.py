@@ -53,6 +53,7 @@ from router.kv_events import Feeds
 from router.metrics import Metrics
 from router.multi import Member
 from router.parts import Parts
+from router.relay.attempt import Attempt
 from router.relay.fetch import fetch, stream
 from router.relay.front import Front, FrontLimits, front
 from router.relay.outbox import Outbox
@@ -433,9 +434,21 @@ async def _watch(mind: Mind, pool: Pool, discovery: Discovery, metrics: Metrics)
         heard_at = pool.heard_at()  # by the loop's clock, which is time.monotonic
         for replica in replicas:
             mind.load.heard(replica.id, heard_at.get(replica.engine_url, -inf))
-        mind.watch(replicas, time.monotonic())
+        now = time.monotonic()
+        mind.watch(replicas, now)
+        for replica in replicas:
+            if replica.is_suspect:
+                _leave(replica, mind, pool, now)
 
     await forever(step, name="watch", every_s=_WATCH_EVERY_S, on_failure=metrics.loop_failures.labels("watch").inc)
+
+
+def _leave(hung: Replica, mind: Mind, pool: Pool, now: float) -> None:
+    """What waits at an engine that hangs goes elsewhere, where somebody may serve it; else it may come back yet."""
+    others = [replica for replica in mind.able(hung.base_model, now) if replica.max_model_len >= hung.max_model_len]
+    if others:
+        served = {name for replica in others for name in replica.residents if name not in replica.draining}
+        pool.give_up(hung.engine_url, lambda sink: isinstance(sink, Attempt) and sink.may_move(served))
 
 
 def _count_slices_failure(metrics: Metrics, exc: Exception) -> None:

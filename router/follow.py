@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 
 from lorafleet.plain import PlainEngine
@@ -48,6 +49,7 @@ def replica_from(
     """A replica as its agent describes it; `draining` are engine names that the catalog says to avoid there."""
     held = [lora for lora in metadata.lora.loaded_loras if lora.state in ("ready", "draining")]
     shape, load = metadata.model.runtime_config, metadata.load
+    read_at = follow.heard_at - load.read_age_s
     residents = MappingProxyType(
         {lora.engine_name: Resident(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
     )
@@ -68,6 +70,7 @@ def replica_from(
         residents=follow.replica.residents if follow.replica and follow.replica.residents == residents else residents,
         draining=draining | {lora.engine_name for lora in held if lora.state == "draining"},
         is_far=bool(zone and metadata.zone and metadata.zone != zone),
+        is_suspect=metadata.is_suspect,
         report=Report(
             running=load.running,
             waiting=load.waiting,
@@ -77,7 +80,8 @@ def replica_from(
             output_tokens=load.mean_output_tokens,
             request_s=load.mean_request_s,
             load_s=load.load_seconds,
-            at=follow.heard_at - load.read_age_s,
+            at=read_at,
+            moved_at=inf if load.still_s is None else read_at - load.still_s,
         ),
     )
 

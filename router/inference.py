@@ -202,7 +202,7 @@ class Inference:
         timeout = _text(exchange.headers, _TIMEOUT)
         question = read(parts, answer.request_id, route, b"", target=target, timeout=timeout)
         door = door_of(replica, parts.config.engine_key)
-        call = Call(route, door.origin, door.request(question, b""), "", False, worker, False)
+        call = Call(route, door.origin, door.request(question, b""), "", "", worker, False)
         async with _in_time(parts, question):
             await self._relay_stored(call, answer)
 

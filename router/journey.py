@@ -45,7 +45,7 @@ from router.waiting import Displaced
 log = structlog.get_logger()
 
 # Reasons that may mean that the engine died with the request in it.
-_DEATHS = frozenset({"no_answer", "begun_only", "engine_dead", "first_event_error"})
+_DEATHS = frozenset({"no_answer", "begun_only", "engine_dead", "first_event_error", "hung"})
 _MAX_DEATHS = 2
 # What may be the doing of what ran; that nobody was there, or had no room or no such adapter, is the fleet's.
 _FAULTS = _DEATHS | {"no_answer_in_time"}
@@ -471,7 +471,7 @@ class Journey(msgspec.Struct, eq=False):
             door.origin,
             door.request(question, body, flight.rank),
             model,
-            flight.target.adapter is not None,
+            ask.engine_name,
             replica.id,
             question.streamed,
         )

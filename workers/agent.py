@@ -166,16 +166,24 @@ class Agent:
             self._warming.set()
 
     async def is_trusted(self, engine: Engine) -> bool:
-        """Whether the engine is well. One whose load hangs has to give a token: its health route sees nothing of it."""
-        timeout_s = self.settings.health_timeout_s
-        if not self.link.suspicion:
+        """Whether the engine is well. Of one that hangs, in a load or else, the health route sees nothing: it has to
+        compute, or to give a token.
+        """
+        link, settings = self.link, self.settings
+        timeout_s, still_s = settings.health_timeout_s, link.still_s()
+        was_suspect = bool(link.suspicion)
+        if not was_suspect and still_s <= settings.suspect_after_s + 2 * link.step_s():
             return await engine.is_healthy(timeout_s=timeout_s)
-        if not await engine.gives_tokens(self.link.card().name, timeout_s=timeout_s):
-            return False
-        self.link.trust()
-        self.events.add("TRUSTED")
-        self.residency.changed()
-        return True
+        # One that is full computes, and gives us no token.
+        is_well = was_suspect and link.has_moved
+        if is_well or await engine.gives_tokens(link.card().name, timeout_s=timeout_s):
+            if was_suspect:
+                self._loader.trust()
+            return True
+        if not was_suspect:
+            reason = f"the engine has requests, and has computed nothing for {still_s:.0f} s"
+            self._loader.suspect(reason, patience_s=settings.stuck_after_s)
+        return False
 
     async def engine_down(self, reason: str) -> None:
         """The engine is gone, and with it all that it held; the record keeps what should be there."""
@@ -184,6 +192,7 @@ class Agent:
         await self.link.down(reason)
         self.residency.begin()
         self.metrics.engine_up.set(0)
+        self.metrics.engine_suspect.set(0)
         if was_up:
             self.events.add("ENGINE_DOWN", error=reason)
         self.set_state("engine_down", reason)

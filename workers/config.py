@@ -145,6 +145,14 @@ class WorkerSettings(HouseSettings):
     load_deadline_s: float = Field(default=120.0, gt=0, description="seconds the engine may take to load an adapter")
     health_timeout_s: float = Field(default=5.0, gt=0, description="seconds the engine may take to say it is healthy")
     hang_after_s: float = Field(default=60.0, gt=0, description="seconds without health before a restart")
+    suspect_after_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="seconds an engine may have requests and compute nothing until it is suspect",
+    )
+    stuck_after_s: float = Field(
+        default=120.0, gt=0, description="seconds in which a suspect engine gives no token before a restart"
+    )
     crash_loop_after: int = Field(default=5, ge=1, description="failures in a row after which restarts become slow")
     crash_loop_retry_s: float = Field(default=60.0, gt=0, description="seconds between such slow restarts")
     event_buffer: int = Field(default=1000, ge=1, description="events kept for those who reconnect")

@@ -80,6 +80,7 @@ class Heartbeats:
         told = HeartbeatAnswer.model_validate_json(answer.content)
         # Whoever answers heartbeats leads; commands of an older epoch are refused from now on.
         self._agent.records.raise_epoch(told.epoch)
+        self._agent.link.told(told.in_flight)
         if metadata.is_warming and told.is_warm:
             self._agent.warmed()
 

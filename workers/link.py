@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from math import inf
 from pathlib import Path
 
 import structlog
@@ -20,13 +21,16 @@ from workers.wire import KV_HASHING, Load, ModelCard, RuntimeConfig, Transport
 
 log = structlog.get_logger()
 
+_WORD_S = 10.0  # what the orchestrator said of our requests is of no use later
+
 
 class Link:
     """One engine at a time. `lock` is held by whoever changes what it holds: each load stalls it for everybody.
 
     `shared` is the same lock, held together by all who ask for it so.
 
-    suspicion  why no load may begin: the last one hangs in the engine; empty while the engine is trusted
+    suspicion   why no load may begin: the engine hangs, in the last one or else; empty while the engine is trusted
+    patience_s  how long it may go on doing so
     """
 
     def __init__(
@@ -37,7 +41,8 @@ class Link:
         self.boot_id = ""
         self.transport = Transport(engine_url="")
         self.suspicion = ""
-        self.suspect_since: float | None = None
+        self.patience_s = 0.0
+        self._in_flight = (0, -inf)
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
@@ -45,6 +50,8 @@ class Link:
         self._shape = Shape()
         self._mark = ""
         self._load = EngineLoad()
+        self._suspect_since = -inf
+        self._busy_since: float | None = None
         self._down_reason = ""
         self._entrance = asyncio.Lock()
         self._sharers = 0
@@ -89,14 +96,42 @@ class Link:
             raise EngineError("engine_down", f"the engine is down: {self._down_reason}", retry_after_s=5)
         return self.engine
 
-    def suspect(self, reason: str) -> None:
-        """A load hangs: its engine may be stuck in it, whatever its health route says."""
-        if self.suspect_since is None:
-            self.suspect_since = self._clock()
-        self.suspicion = reason
+    def suspect(self, reason: str, *, patience_s: float) -> None:
+        """It hangs, whatever its health route says."""
+        if not self.suspicion:
+            self._suspect_since = self._clock()
+        self.suspicion, self.patience_s = reason, patience_s
 
     def trust(self) -> None:
-        self.suspicion, self.suspect_since = "", None
+        self.suspicion, self._suspect_since, self._busy_since = "", -inf, None
+
+    def told(self, in_flight: int) -> None:
+        """So many requests routers have there now."""
+        self._in_flight = in_flight, self._clock()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it has computed something since it is suspect."""
+        return (self._load.moved_at or -inf) > self._suspect_since
+
+    def still_s(self) -> float:
+        """For how long it has had requests and computed nothing; 0 while it has none, as far as it or routers know."""
+        if self._busy_since is None or self._load.moved_at is None:
+            return 0.0
+        return self._clock() - max(self._busy_since, self._load.moved_at)
+
+    def _note_work(self) -> None:
+        """A request that began while nothing else ran shows in no counter of vLLM 0.32 before its first step is over:
+        of those routers tell.
+        """
+        now = self._clock()
+        in_flight, said_at = self._in_flight
+        has_work = self._load.has_work or (in_flight > 0 and now - said_at < _WORD_S)
+        # A load stalls all else there (vLLM 0.32), and has a deadline of its own.
+        if not has_work or self.lock.locked():
+            self._busy_since = None
+        elif self._busy_since is None:
+            self._busy_since = now
 
     async def is_healthy(self) -> bool:
         engine = self.engine
@@ -164,6 +199,7 @@ class Link:
         """Read the engine's own counters. Raises EngineError."""
         if self.engine is None:
             return
+        self._note_work()
         self._load.add(await self.engine.scrape(), self._clock())
         self._metrics.rates(self._load.rates)
 

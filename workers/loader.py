@@ -246,6 +246,21 @@ class Loader:
                 self._residency.forget_load(victim)
             return announced
 
+    def suspect(self, reason: str, *, patience_s: float) -> None:
+        """The engine hangs: that is told, and nothing more is loaded there until it is trusted again."""
+        log.warning("the engine is suspect", reason=reason)
+        self._link.suspect(reason, patience_s=patience_s)
+        self._metrics.engine_suspect.set(1)
+        self._residency.events.add("SUSPECT", error=reason)
+        self._residency.changed()
+
+    def trust(self) -> None:
+        """It has given a token again, or computed something."""
+        self._link.trust()
+        self._metrics.engine_suspect.set(0)
+        self._residency.events.add("TRUSTED")
+        self._residency.changed()
+
     async def _load_and_check(self, engine: Engine, record: Record) -> None:
         await self._load_one(engine, record)
         if record.engine_name not in await engine.adapters():
@@ -258,10 +273,7 @@ class Loader:
         except EngineError as exc:
             if exc.code == "engine_timeout" and self._link.engine is engine:
                 reason = f"the load of {record.lora_id} hangs since {self._settings.load_deadline_s:g} s"
-                log.warning("the engine is suspect", reason=reason)
-                self._link.suspect(reason)
-                self._residency.events.add("SUSPECT", error=reason)
-                self._residency.changed()
+                self.suspect(reason, patience_s=self._settings.hang_after_s)
             raise
 
     async def _make_room(self, engine: Engine, evict: str | None) -> Record | None:

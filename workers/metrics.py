@@ -62,6 +62,9 @@ class Metrics:
         )
         self.disk_free_bytes = Gauge("lorafleet_workers_disk_free_bytes", "Free in the cache.", registry=registry)
         self.engine_up = Gauge("lorafleet_workers_engine_up", "1 while the engine answers.", registry=registry)
+        self.engine_suspect = Gauge(
+            "lorafleet_workers_engine_suspect", "1 while the engine hangs, as it seems.", registry=registry
+        )
         self.engine_restarts = Counter("lorafleet_workers_engine_restarts", "Engine failures.", registry=registry)
         self.heartbeat_failures = Counter(
             "lorafleet_workers_heartbeat_failures", "Heartbeats that were not taken.", registry=registry

@@ -171,12 +171,15 @@ class Supervisor:
         while True:
             if await self._exited_within(1.0):
                 return await self._exit_reason("the engine exited")
-            if await self._agent.is_trusted(engine):
+            is_trusted = await self._agent.is_trusted(engine)
+            # One of somebody else's that is suspect cannot be started again from here: it stays so while it listens.
+            if is_trusted or (self._process is None and await self._agent.link.is_healthy()):
                 healthy_at = self._clock()
                 if self._process is None and await self._is_another(engine):
                     return "the attached engine was restarted"
             elif self._clock() - healthy_at > self._patience_s():
-                return f"the engine gave no sign of health for {self._clock() - healthy_at:.0f} s"
+                reason = self._agent.link.suspicion or "the engine gave no sign of health"
+                return f"{reason} ({self._clock() - healthy_at:.0f} s ago it was well)"
 
     async def _is_another(self, engine: Engine) -> bool:
         with contextlib.suppress(EngineError):  # not heard is not another one
@@ -185,9 +188,9 @@ class Supervisor:
 
     def _patience_s(self) -> float:
         """How long it may be silent. One of somebody else's is only taken for gone, which costs little."""
-        if self._process is not None or self._agent.link.suspicion:
-            return self._settings.hang_after_s
-        return _ATTACHED_S
+        if self._process is None:
+            return _ATTACHED_S
+        return self._agent.link.patience_s if self._agent.link.suspicion else self._settings.hang_after_s
 
     async def _exited_within(self, seconds: float) -> bool:
         if self._process is None:

@@ -139,6 +139,8 @@ class Load(_Wire):
     decode_tokens_per_s   of one request with no prefill beside it; `inter_token_s` is a token's time as it is now
     mean_output_tokens, mean_request_s  of requests that ended lately; seconds from scheduled to the last token
     load_seconds          an adapter from disk to ready: the middle of the loads measured here
+    still_s               for how long none of its counters had moved at that reading: one that has requests computes
+                          nothing; None: not told
     """
 
     running: int = 0
@@ -152,13 +154,15 @@ class Load(_Wire):
     mean_request_s: float = 0.0
     load_seconds: float = 0.0
     read_age_s: float = 0.0
+    still_s: float | None = None
 
 
 class Metadata(_Wire):
     """`GET /metadata`: everything that a router or an orchestrator may know of a worker.
 
     instance_id  goes into headers, logs and terminals, so it has no character that means something there
-    is_suspect   a load hangs in its engine: no other one is taken until the engine has given a token again
+    is_suspect   its engine hangs, whatever that says of its health, in a load or else: none is taken until it has given
+                 a token again
     is_warming   it is starting, and takes loads already: what the orchestrator wants there before it is ready
     """
 

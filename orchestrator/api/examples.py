@@ -120,7 +120,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "EnsureRequest": {"replicas": 1, "wait_s": 10.0},
     "Heartbeat": {"metadata": _METADATA},
-    "HeartbeatAnswer": {"epoch": 7, "revision": 1794900000000, "interval_s": 1.0, "is_warm": True},
+    "HeartbeatAnswer": {"epoch": 7, "revision": 1794900000000, "interval_s": 1.0, "is_warm": True, "in_flight": 3},
     "HistoryList": {"data": [_HISTORY], "next": "41"},
     "OrphanList": {"data": [_ORPHAN], "next": None},
     "PlacementList": {"data": [_PLACEMENT], "next": None},

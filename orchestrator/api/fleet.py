@@ -51,7 +51,8 @@ def heartbeat_routes(keys: Keys, reconciler: Reconciler) -> APIRouter:
             epoch=reconciler.store.epoch,
             revision=reconciler.catalog.revision,
             interval_s=reconciler.settings.heartbeat_interval_s,
-            is_warm=not body.metadata.is_warming or reconciler.is_warm(body.metadata.instance_id),
+            is_warm=not told.is_warming or reconciler.is_warm(told.instance_id),
+            in_flight=reconciler.in_flight(told.instance_id),
         )
 
     return api

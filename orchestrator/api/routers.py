@@ -1,5 +1,6 @@
 """What routers follow, tell and ask for: catalog, events, usage, ensure."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated
 
@@ -94,7 +95,10 @@ def router_routes(
             holds=[Hold(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
         )
         if accepted:
-            reconciler.queues.report(report.router_id, report.waits_s, clock())
+            in_flight = Counter[str]()
+            for use in report.uses:
+                in_flight[use.worker_id] += use.in_flight
+            reconciler.queues.report(report.router_id, report.waits_s, in_flight, clock())
         if accepted and reconciler.has_drains:
             reconciler.poke()  # it may have been the last word that a drain waited for
         return UsageAnswer(accepted=accepted, revision=catalog.revision)

@@ -53,18 +53,30 @@ class Pool:
 
 @dataclass(slots=True)
 class QueueBook:
-    """What routers say of the queues in front of workers; a silent router's word expires."""
+    """What routers say of the queues in front of workers, and of what they have there; a silent router's word
+    expires.
+    """
 
-    _said: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
+    _said: dict[str, tuple[float, Mapping[str, float], Mapping[str, int]]] = field(default_factory=dict)
 
-    def report(self, router_id: str, waits_s: Mapping[str, float], now: float) -> None:
-        """waits_s: worker_id -> seconds until what waits in that router for that worker has gone there."""
+    def report(self, router_id: str, waits_s: Mapping[str, float], in_flight: Mapping[str, int], now: float) -> None:
+        """What one router says now.
+
+        waits_s    worker_id -> seconds until what waits in that router for that worker has gone there
+        in_flight  worker_id -> its requests at that worker's engine
+        """
         self._said = {name: said for name, said in self._said.items() if now - said[0] < LIVE_S}
-        self._said[router_id] = now, waits_s
+        self._said[router_id] = now, waits_s, in_flight
 
     def wait_s(self, worker_id: str, now: float) -> float:
         """The longest that any live router says: they share an engine, and each sees how fast its own part moves."""
-        return max((waits.get(worker_id, 0.0) for at, waits in self._said.values() if now - at < LIVE_S), default=0.0)
+        return max(
+            (waits.get(worker_id, 0.0) for at, waits, _ in self._said.values() if now - at < LIVE_S), default=0.0
+        )
+
+    def in_flight(self, worker_id: str, now: float) -> int:
+        """Requests that all live routers have at that worker's engine."""
+        return sum(there.get(worker_id, 0) for at, _, there in self._said.values() if now - at < LIVE_S)
 
 
 def engine_wait_s(running: int, waiting: int, request_s: float) -> float:

@@ -34,6 +34,7 @@ COUNTED = frozenset(
         "engine_dead",
         "engine_error",
         "first_event_error",
+        "hung",
         SILENT,
     }
 )

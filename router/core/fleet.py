@@ -36,6 +36,7 @@ class Report:
     output_tokens         of a request, the mean over those that ended lately
     request_s             from a request's start there to its last token
     load_s                an adapter that must be read again, from disk to ready
+    moved_at              when its counters had last moved; inf: not told
     """
 
     running: int = 0
@@ -47,13 +48,15 @@ class Report:
     request_s: float = 0.0
     load_s: float = 0.0
     at: float = 0.0
+    moved_at: float = inf
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
     """A worker as the router sees it. `residents` by engine name; `draining` are engine names to avoid.
 
-    is_far  it is in another zone than this router, as far as both are known
+    is_far      it is in another zone than this router, as far as both are known
+    is_suspect  its agent says that it hangs
     """
 
     id: WorkerId
@@ -71,6 +74,7 @@ class Replica:
     residents: Mapping[str, Resident] = field(default_factory=lambda: MappingProxyType({}))
     draining: frozenset[str] = frozenset()
     is_far: bool = False
+    is_suspect: bool = False
     report: Report = Report()
 
     @property

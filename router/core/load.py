@@ -240,7 +240,7 @@ class _Book:
     unreported_tokens     uncached tokens of those that the engine's report does not know of, or that are in prefill
     names                 how many requests run each; `engine_names`, `slots_used` and `fresh` as in Own, the first
                           None: it and the second are to be made anew
-    reported_at           when the engine's own counts were read
+    reported_at           when the engine's own counts were read; `moved_at`: when they had last moved
     base_model            what its worker serves
     boot_id               of its engine: another one has nothing of what was sent to the one before
     sequences, prefill_sequences   of all in flight, and of those in prefill
@@ -280,6 +280,7 @@ class _Book:
     kv_tokens_used: float = 0.0
     reported_request_s: float = _FIRST_REQUEST_S
     reported_at: float = -inf
+    moved_at: float = inf
     others_until: float = -inf
     others_in_flight: int = 0
     stale: set[int] = field(default_factory=set)
@@ -482,19 +483,26 @@ class LoadBook:
     def silent_s(self, worker: WorkerId, now: float, *, since: float = -inf) -> float:
         """For how long a replica has said nothing to anybody, beyond the time that what it has to do may take.
 
-        since  requests from before that do not count; 0.0 where nobody waits for a first token
+        Whoever waits for a first token would have heard of it. For a whole answer one may wait long: what speaks for
+        silence then is that the engine's own counters did not move either.
+
+        since  requests from before that do not count; 0.0 where nobody waits
         """
         book = self._books.get(worker)
         if book is None:
             return 0.0
-        waiting = [flight for flight in book.in_prefill if flight.is_streamed and flight.began_at >= since]
-        if not waiting:
-            return 0.0
-        own = self.own(worker)
-        # Behind running requests the first token is as far away as their last one.
-        behind_s = own.request_s if own.full_s or own.slot_at > -inf or own.kv_free_tokens <= 0 else 0.0
-        silent_from = max(min(flight.began_at for flight in waiting), book.heard_at)
-        return max(0.0, now - silent_from - book.prefill_s - behind_s)
+        waiting = [flight for flight in book.flights if not flight.is_answered and flight.began_at >= since]
+        streams = [flight.began_at for flight in waiting if flight.is_streamed]
+        silent_s = still_s = 0.0
+        if streams:
+            own = self.own(worker)
+            # Behind running requests the first token is as far away as their last one.
+            behind_s = own.request_s if own.full_s or own.slot_at > -inf or own.kv_free_tokens <= 0 else 0.0
+            silent_s = now - max(min(streams), book.heard_at) - behind_s
+        if waiting:
+            began_at = min(flight.began_at for flight in waiting)
+            still_s = book.reported_at - max(began_at, book.heard_at, book.moved_at)
+        return max(0.0, silent_s - book.prefill_s, still_s - book.prefill_s)
 
     def end(self, flight: InFlight, now: float) -> None:
         """It is over, well or badly; repeats change nothing."""
@@ -537,6 +545,7 @@ class LoadBook:
         book.kv_tokens = replica.total_kv_blocks * replica.block_size
         book.kv_tokens_used = report.kv_usage * book.kv_tokens
         book.reported_request_s = report.request_s or _FIRST_REQUEST_S
+        book.moved_at = report.moved_at
         book.stale.add(book.position)
         if report.at == book.reported_at:
             return

@@ -131,12 +131,20 @@ class Mind:
         return is_lost or self._budget_of(replica.base_model, now).take(now)
 
     def watch(self, replicas: Collection[Replica], now: float) -> None:
-        """Look for engines that have fallen silent, and forget the circuits of others than these; once a second."""
+        """Look for engines that have fallen silent, or that their agents suspect, and forget the circuits of others
+        than these; once a second.
+        """
         self.breaker.known(replicas, now)
         for replica in replicas:
             silent_s = self.load.silent_s(replica.id, now, since=self.breaker.changed_at(replica))
-            if silent_s > self.breaker.rules.silent_s:
+            if replica.is_suspect or silent_s > self.breaker.rules.silent_s:
                 self.failed(replica, SILENT, now)
+
+    def able(self, base_model: str, now: float) -> list[Replica]:
+        """The replicas that take new requests, and are not known to fail."""
+        shut = self.breaker.shut(now)
+        well = [replica for replica in self.roster(base_model).replicas if not replica.is_suspect]
+        return [replica for replica in well if replica.state == "ready" and replica.incarnation not in shut]
 
     @property
     def retries_refused(self) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,6 +33,7 @@ _LOST = {
     "no_answer": "it broke off before its answer began",
     "begun_only": "it broke off when its answer had begun and nothing more",
     "no_answer_in_time": "no answer in time",
+    "hung": "its engine hangs, by its agent's word",
 }
 
 
@@ -46,13 +47,13 @@ class Limits:
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What is sent. `engine_model` is the name in it; `has_adapter`: that name is an adapter's."""
+    """What is sent. `engine_model` is the name in it; `engine_name` the adapter's, as replicas report it; "": none."""
 
     route: Route
     origin: Origin
     request: bytes
     engine_model: str
-    has_adapter: bool
+    engine_name: str
     replica: str
     streamed: bool
 
@@ -101,6 +102,14 @@ class Attempt(msgspec.Struct, eq=False):
         self._sent_at = now = connection.loop.time()
         connection.deadline = now + self._limits.first_data_s
         connection.send(self._call.request, self)
+
+    def may_move(self, served: Container[str]) -> bool:
+        """Whether nothing of its answer is there, and others, which serve these adapters, may as well give it. What
+        follows up on something that an engine keeps is that engine's.
+        """
+        call = self._call
+        is_served = not call.engine_name or call.engine_name in served
+        return is_served and not self._is_decided and call.route.state == "none"
 
     def check(self) -> None:
         """Once it is decided: whether the answer is the client's, error or not.
@@ -370,9 +379,9 @@ def _retry_reason(attempt: Attempt, call: Call) -> str | None:
     if status in (502, 503):
         return "engine_unavailable"
     # An engine names the model that it does not know; any other 404 (a route that it does not serve) is the client's.
-    if status == 404 and call.has_adapter and call.engine_model.encode() in first:
+    if status == 404 and call.engine_name and call.engine_model.encode() in first:
         return "adapter_missing"
-    if status == 400 and call.has_adapter and any(said in first for said in _NOT_LOADED):
+    if status == 400 and call.engine_name and any(said in first for said in _NOT_LOADED):
         return "adapter_missing"
     if status == 500 and _SHUTTING_DOWN in first:
         return "engine_draining"

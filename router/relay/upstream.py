@@ -11,7 +11,7 @@ import functools
 import re
 import ssl
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,7 +33,8 @@ class EngineLost(ConnectionError):
     """An engine that gave no answer, or half of one.
 
     reason  "connection" (never connected: nothing was sent), "no_descriptors" (as that, and it is ourselves who have
-            none left), "no_answer" (closed, reset, or not HTTP), "no_answer_in_time" (its deadline passed)
+            none left), "no_answer" (closed, reset, or not HTTP), "no_answer_in_time" (its deadline passed), "hung"
+            (nobody waits for it any more: see Pool.give_up)
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -440,6 +441,12 @@ class Pool:
         self._require_open(origin)  # closed meanwhile: this connection was among those closed
         connection.deadline = _NEVER
         return connection
+
+    def give_up(self, url: str, may_go: Callable[[Sink], bool]) -> None:
+        """Take what hangs at that engine for lost, as far as it `may_go`."""
+        for connection in [each for each in self._all if each.origin.url == url]:
+            if connection._sink is not None and may_go(connection._sink):
+                connection._lose("hung", "the engine hangs")
 
     async def close(self) -> None:
         """Close all of them; whoever waits for an answer hears that it is lost."""

@@ -1,7 +1,10 @@
 """What the fleet needs of any engine, asked through its own client and dialect: one suite for every kind we drive."""
 
 import asyncio
+import contextlib
+import os
 import shutil
+import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -227,6 +230,45 @@ async def test_it_is_healthy_gives_tokens_and_keeps_its_boot_mark(bench: Bench) 
     assert await bench.engine.is_healthy(timeout_s=10)
     assert await bench.engine.gives_tokens(BASE, timeout_s=30)
     assert await bench.engine.boot_mark() == await bench.engine.boot_mark()
+
+
+@pytest.mark.parametrize("running", KINDS[2:], indirect=True)  # the others have no core in a process of its own
+async def test_where_its_core_hangs_its_health_route_is_well_and_no_counter_moves(
+    bench: Bench, running: RunningEngine
+) -> None:
+    body = {"model": BASE, "prompt": bench.tokens(1), "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    async with bench.http.stream("POST", "/v1/completions", json=body) as answer:
+        assert (await anext(answer.aiter_lines())).startswith("data: {")
+        cores = _cores(running.process.pid)
+        assert cores
+        try:
+            for core in cores:
+                os.kill(core, signal.SIGSTOP)
+            assert not await bench.engine.gives_tokens(BASE, timeout_s=1)
+            scrape = await bench.engine.scrape()
+            assert await bench.engine.is_healthy(timeout_s=10)
+            assert not await bench.engine.gives_tokens(BASE, timeout_s=1)
+            assert await bench.engine.scrape() == scrape
+        finally:
+            for core in cores:
+                os.kill(core, signal.SIGCONT)
+    assert await bench.engine.gives_tokens(BASE, timeout_s=30)
+    assert await bench.engine.scrape() != scrape
+
+
+def _cores(server: int) -> list[int]:
+    """Where a vLLM computes: the descendants of its API server that it names after itself."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, _, rest = stat.read_text().partition(" (")
+            name, _, fields = rest.rpartition(") ")
+            parents[int(pid)] = name, int(fields.split()[1])
+
+    def is_below(pid: int) -> bool:
+        return pid == server or (pid in parents and is_below(parents[pid][1]))
+
+    return [pid for pid, (name, _) in parents.items() if name.startswith("VLLM::") and is_below(pid)]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -70,12 +70,29 @@ def test_the_wait_of_a_pool_is_the_mean_of_its_workers():
 
 def test_a_routers_word_of_its_queues_expires_and_the_longest_counts():
     book = QueueBook()
-    book.report("r0", {"w0": 2.0}, now=0.0)
-    book.report("r1", {"w0": 5.0, "w1": 1.0}, now=4.0)
+    book.report("r0", {"w0": 2.0}, {"w0": 3}, 0.0)
+    book.report("r1", {"w0": 5.0, "w1": 1.0}, {"w0": 4, "w1": 1}, 4.0)
     assert (book.wait_s("w0", 4.0), book.wait_s("w1", 4.0)) == (5.0, 1.0)
-    book.report("r1", {}, now=5.0)
-    assert book.wait_s("w0", 5.0) == 2.0
-    assert book.wait_s("w0", 10.5) == 0.0
+    assert (book.in_flight("w0", 4.0), book.in_flight("w1", 4.0), book.in_flight("w2", 4.0)) == (7, 1, 0)
+    book.report("r1", {}, {}, 5.0)
+    assert (book.wait_s("w0", 5.0), book.in_flight("w0", 5.0)) == (2.0, 3)
+    assert (book.wait_s("w0", 10.5), book.in_flight("w0", 10.5)) == (0.0, 0)
+
+
+async def test_an_agent_hears_how_many_requests_routers_have_at_its_engine(house, clock):
+    agent = FakeAgent("w0")
+    await house.join(agent)
+    names = ("tiny-qwen", "sql/v1@3f9a1c2b77aa")
+    uses = [{"worker_id": "w0", "engine_name": name, "requests": 9, "in_flight": 2} for name in names]
+    body = {"router_id": "r", "boot_id": "b", "seq": 1, "revision_seen": 0, "uses": uses}
+    (await house.http.post("/v1/usage", json=body)).raise_for_status()
+
+    async def told():
+        return (await house.http.post("/v1/workers/register", json=agent.heartbeat())).json()["in_flight"]
+
+    assert await told() == 4
+    clock.now += 11
+    assert await told() == 0
 
 
 class Pooled(FakeAgent):

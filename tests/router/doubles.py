@@ -117,6 +117,7 @@ class Control:
     boot_id: str = "first"
     files: dict[str, str] = field(default_factory=dict)  # of the model
     starting: frozenset = frozenset()
+    suspects: frozenset = frozenset()
     draining: tuple = ()
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
@@ -162,6 +163,7 @@ class Control:
         return Metadata(
             instance_id=worker,
             state="ready" if is_up else "starting",
+            is_suspect=worker in self.suspects,
             agent_url=f"{self.url}/{self.agents}/{worker}",
             model=ModelCard(name=BASE, base_model=BASE, runtime_config=shape),
             transport=Transport(engine_url=self.workers[worker]),

@@ -1,7 +1,7 @@
 """Circuits: when they open, for how long, who tries, and that nobody is left without a replica by them."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
@@ -13,6 +13,7 @@ from router.core.breaker import COUNTED, Breaker, BreakerRules
 from router.core.budget import RetryBudget
 from router.core.decision import Ask
 from router.core.errors import NoReplica
+from router.core.fleet import Roster
 from router.core.policies import POLICIES
 from router.core.record import record_of, replayed
 from tests.router.test_dispatch import Fleet
@@ -375,6 +376,21 @@ def test_an_engine_that_answers_nobody_is_found_out_without_waiting_for_a_timeou
     # Half-open: the one that hangs since before does not keep it shut, its trial does.
     fleet.now += 10
     fleet.mind.watch(fleet.roster.replicas[:1], fleet.now)
+    assert not fleet.mind.breaker.shut(fleet.now)
+
+
+def test_an_engine_that_its_agent_suspects_is_passed_over_until_the_agent_trusts_it_again():
+    fleet = Failing(replicas=2)
+    suspect, other = fleet.roster.replicas
+    hung = replace(suspect, is_suspect=True)
+    for _ in range(5):
+        fleet.mind.watch([hung, other], fleet.now)
+        assert suspect.incarnation in fleet.mind.breaker.shut(fleet.now)
+        fleet.now += 5
+    fleet.roster = Roster((hung, other))
+    assert fleet.mind.able("m", fleet.now) == [other]
+    fleet.now += 100
+    fleet.mind.watch([suspect, other], fleet.now)
     assert not fleet.mind.breaker.shut(fleet.now)
 
 

@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
 from router.core.breaker import BreakerRules
-from tests.router.doubles import BASE, Engine, chunk, error_of, fleet, until
+from tests.router.doubles import BASE, Control, Engine, chunk, error_of, fleet, until
 
 FAST = {"open_s": 0.3, "most_open_s": 1.0, "jitter": 0.0}
 CHANCE = Random(3)
@@ -134,6 +134,52 @@ async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_w
         hanging.awake.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
         assert not parts.mind.breaker.shut(parts.clock())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_waits_at_an_engine_that_its_agent_suspects_goes_elsewhere_at_once(stream):
+    hanging, sound = Hanging("w0"), Engine("w1")
+    async with fleet(hanging, sound) as (client, control, parts):
+        asking = [asyncio.create_task(ask(client, stream=stream)) for _ in range(12)]
+        await until(lambda: len(hanging.bodies) + len(sound.bodies) == 12)
+        waiting = len(hanging.bodies)
+        assert waiting
+        control.suspects = frozenset({"w0"})
+        answers = await asyncio.gather(*asking)
+        assert [(answer.status_code, answer.headers["x-lorafleet-worker"]) for answer in answers] == [(200, "w1")] * 12
+        assert (len(hanging.bodies), len(sound.bodies)) == (waiting, 12)
+        assert parts.metrics.retries.labels("hung").value == waiting
+        assert not parts.mind.load.all_in_flight
+
+
+async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_answer_it():
+    hanging, other, control = Hanging("w0"), Engine("w1"), Control()
+    control.add_adapter("sql/v1", on=("w0",))
+    async with fleet(hanging, other, control=control) as (client, _, parts):
+        waits = asyncio.create_task(ask(client, model="sql/v1"))
+        await until(lambda: hanging.bodies)
+        control.suspects = frozenset({"w0"})
+        await until(lambda: parts.mind.breaker.shut(parts.clock()))
+        hanging.awake.set()
+        assert (await waits).headers["x-lorafleet-worker"] == "w0"
+        assert not parts.metrics.retries._children
+
+
+async def test_what_a_suspect_engine_has_begun_to_answer_is_its_own():
+    engines = [Engine("w0"), Engine("w1")]
+    for engine in engines:
+        engine.go_on.clear()
+    async with fleet(*engines) as (client, control, parts):
+        streams = [asyncio.create_task(ask(client, stream=True)) for _ in range(8)]
+        await until(lambda: sum(parts.mind.load.own(engine.name).in_decode for engine in engines) == 8)
+        control.suspects = frozenset({"w0"})
+        await until(lambda: parts.mind.breaker.shut(parts.clock()))
+        for engine in engines:
+            engine.go_on.set()
+        answers = await asyncio.gather(*streams)
+        assert {answer.headers["x-lorafleet-worker"] for answer in answers} == {"w0", "w1"}
+        assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
+        assert not parts.metrics.retries._children
 
 
 async def test_an_answer_that_is_not_streamed_may_take_long_and_a_stream_that_does_not_begin_may_not():

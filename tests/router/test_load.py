@@ -184,6 +184,26 @@ def test_a_stream_behind_prompts_whose_answers_are_not_streamed_may_be_silent_fo
     assert book.silent_s("w0", 25.0) == pytest.approx(4.0)
 
 
+def test_a_replica_whose_counters_stand_still_is_silent_though_nobody_there_waits_for_a_first_token():
+    book = LoadBook()
+    flight = unstreamed(book, 2.0, 10.0)
+
+    def silent_s(*, at, moved_at=inf):
+        book.reported(a_replica("w0", report=Report(running=1, at=at, moved_at=moved_at)))
+        return book.silent_s("w0", at + 1.0)
+
+    assert silent_s(at=30.0) == 0.0  # it does not tell
+    assert silent_s(at=31.0, moved_at=30.5) == pytest.approx(0.5)
+    assert silent_s(at=32.0, moved_at=5.0) == pytest.approx(22.0)  # idle before: from when it had something to do
+    assert silent_s(at=33.0, moved_at=12.0) == pytest.approx(21.0)
+    book.heard("w0", 32.0)
+    assert silent_s(at=34.0, moved_at=12.0) == pytest.approx(2.0)
+    assert book.silent_s("w0", 35.0, since=10.5) == 0.0
+    assert book.silent_s("w0", 500.0) == pytest.approx(2.0)  # of what was not read nothing is known
+    book.first_token(flight, 35.0)  # and its client reads it slowly
+    assert silent_s(at=90.0, moved_at=12.0) == 0.0
+
+
 def test_what_others_have_waiting_is_as_long_as_ours_of_the_same_base_model():
     book = LoadBook()
     for _ in range(100):

@@ -117,6 +117,69 @@ async def test_an_engine_that_never_comes_back_from_a_load_is_started_again(work
         assert (await metadata(client)).is_suspect is False
 
 
+STALLS = ("--health-timeout-s", "0.3", "--suspect-after-s", "0.3", "--heartbeat-s", "0.1")
+
+
+@contextlib.asynccontextmanager
+async def stalled(client, adapters):
+    """Its engine computes nothing for `--sim-load-s`, says that it is well, and has a request: that one's task.
+
+    The sim stalls for a load, as vLLM does, and its agent knows nothing of this one.
+    """
+    path = next(adapters.rglob("adapter_config.json")).parent
+    url = (await metadata(client)).transport.engine_url
+    async with httpx.AsyncClient(base_url=url, timeout=60) as engine:
+        body = {"model": "tiny-qwen", "prompt": [1, 2, 3], "max_tokens": 1000, "ignore_eos": True}
+        asking = asyncio.create_task(engine.post("/v1/completions", json=body))
+        async with asyncio.timeout(10):
+            while not (await metadata(client)).load.running:
+                await asyncio.sleep(0.02)
+        load = {"lora_name": "strange", "lora_path": str(path)}
+        loading = asyncio.create_task(engine.post("/v1/load_lora_adapter", json=load))
+        try:
+            yield asking
+        finally:
+            for task in (loading, asking):
+                task.cancel()
+            await asyncio.gather(loading, asking, return_exceptions=True)
+
+
+async def until_suspect(client, *, is_suspect=True) -> Metadata:
+    async with asyncio.timeout(15):
+        while (told := await metadata(client)).is_suspect is not is_suspect:
+            await asyncio.sleep(0.02)
+    return told
+
+
+async def test_an_engine_that_computes_nothing_is_suspect_until_it_does_again(worker, agent_adapters):
+    async with worker.running("--engine-args=--sim-load-s=4", *STALLS) as client:
+        before = await metadata(client)
+        async with stalled(client, agent_adapters):
+            told = await until_suspect(client)
+            assert (told.state, told.engine_boot_id) == ("ready", before.engine_boot_id)
+            assert "has requests, and has computed nothing" in told.state_reason
+            async with httpx.AsyncClient() as http:
+                assert (await http.get(f"{told.transport.engine_url}/health")).status_code == 200
+            refused = await post(client, "load_lora", lora_id="sql-expert/v1")
+            assert (code(refused), "computed nothing" in refused.text) == ("not_ready", True)
+            assert "lorafleet_workers_engine_suspect 1.0" in (await client.get("/metrics")).text
+            told = await until_suspect(client, is_suspect=False)
+            assert "lorafleet_workers_engine_suspect 0.0" in (await client.get("/metrics")).text
+        assert told.engine_boot_id == before.engine_boot_id
+
+
+async def test_an_engine_that_never_computes_again_is_started_again(worker, agent_adapters):
+    flags = ("--engine-args=--sim-load-s=60", *STALLS, "--stuck-after-s", "0.5")
+    async with worker.running(*flags) as client:
+        before = await metadata(client)
+        async with stalled(client, agent_adapters):
+            async with asyncio.timeout(20):
+                while (await metadata(client)).engine_boot_id in {before.engine_boot_id, ""}:
+                    await asyncio.sleep(0.05)
+        assert (await metadata(client)).is_suspect is False
+    assert "has computed nothing for" in (worker.folder / "agent.log").read_text()
+
+
 # --- an engine of somebody else's -----------------------------------------------------------------------------------
 
 
@@ -168,6 +231,26 @@ async def test_an_attached_engine_that_restarts_is_given_its_adapters_again(atta
         finally:
             other.terminate()
             await asyncio.wait_for(other.wait(), 30)
+
+
+async def test_an_attached_engine_that_computes_nothing_stays_suspect_for_nobody_here_can_start_it_again(
+    agent_model, agent_adapters, tmp_path
+):
+    engine = start_engine("sim", agent_model, flags=("--max-cpu-loras", "3", "--sim-load-s", "60"))
+    flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
+    worker = RunningWorker(agent_model, agent_adapters, tmp_path, *flags, *STALLS, "--stuck-after-s", "0.5")
+    try:
+        async with worker.running() as client, stalled(client, agent_adapters) as asking:
+            before = told = await until_suspect(client)
+            async with asyncio.timeout(20):
+                while told.load.still_s < 6:  # twice as long as one that does not answer may be silent
+                    assert (told.is_suspect, told.state) == (True, "ready")
+                    await asyncio.sleep(0.05)
+                    told = await metadata(client)
+            assert told.engine_boot_id == before.engine_boot_id
+            assert not asking.done()
+    finally:
+        engine.stop()
 
 
 async def test_waiting_for_an_engines_end_over_and_over_leaves_nothing_behind(tmp_path):

@@ -7,18 +7,23 @@ The engine is the sim's batch on a simulated clock; its counters are kept here a
 import asyncio
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
 
 import httpx
 import pytest
 
+from lorafleet.plain import EngineLoad
 from lorafleet.rates import Rates, Reading
+from lorafleet.vllm_page import Scrape
 from tests.workers.running import post
 from workers import wire
+from workers.config import WorkerSettings
 from workers.engines.sim.blocks import BlockPool, Chain, Root
 from workers.engines.sim.timing import Batch, Ended, Job, Pace
+from workers.link import Link
+from workers.metrics import Metrics
 
 Lengths = Callable[[Random], float]
 
@@ -243,3 +248,77 @@ async def test_what_an_engines_counters_taught_is_in_metadata_and_metrics(worker
         page = (await client.get("/metrics")).text
         assert f"lorafleet_workers_mean_output_tokens {load.mean_output_tokens}" in page
         assert f"lorafleet_workers_prefill_tokens_per_s {load.prefill_tokens_per_s}" in page
+
+
+# --- an engine that stands still --------------------------------------------------------------------------------------
+
+
+def test_a_reading_tells_for_how_long_no_counter_had_moved():
+    load = EngineLoad()
+    assert load.figures(0.0).still_s is None
+    for at_s, scrape, still_s in [
+        (1.0, Scrape(running=1), 0.0),
+        (2.0, Scrape(running=1), 1.0),
+        (4.0, Scrape(running=1), 3.0),
+        (5.0, Scrape(running=1, kv_usage=0.1), 0.0),
+        (6.0, Scrape(running=1, kv_usage=0.1), 1.0),
+    ]:
+        load.add(scrape, at_s)
+        assert load.figures(at_s + 9.0).still_s == pytest.approx(still_s)
+    load.forget_reading()
+    assert load.figures(9.0).still_s is None
+
+
+class Still:
+    """An engine whose counters stand still until they are told to move."""
+
+    def __init__(self):
+        self.now = Scrape()
+
+    async def scrape(self):
+        return self.now
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+
+@pytest.fixture
+def link():
+    clock = Clock()
+    link = Link(WorkerSettings(model="/models/m"), Metrics(), clock=lambda: clock.now)
+    link.engine = Still()
+    return link, clock
+
+
+async def pass_by(link, clock, seconds, *, in_flight=None):
+    for _ in range(seconds):
+        clock.now += 1.0
+        if in_flight is not None:
+            link.told(in_flight)
+        await link.scrape()
+    return link.still_s()
+
+
+async def test_an_engine_stands_still_from_when_it_has_something_to_do(link):
+    link, clock = link
+    assert await pass_by(link, clock, 60) == 0.0  # idle
+    link.engine.now = Scrape(running=1)
+    assert await pass_by(link, clock, 2) <= 2.0
+    assert await pass_by(link, clock, 10) == pytest.approx(10.0, abs=1.0)
+    link.engine.now = Scrape(running=1, steps=1.0)
+    assert await pass_by(link, clock, 1) == 0.0
+    async with link.lock:  # an adapter is loaded
+        assert await pass_by(link, clock, 20) == 0.0
+    assert await pass_by(link, clock, 10) == pytest.approx(9.0, abs=1.0)
+    link.engine.now = Scrape(steps=1.0)
+    assert await pass_by(link, clock, 3) == 0.0
+
+
+async def test_what_an_idle_engine_hangs_in_is_known_from_routers_for_as_long_as_their_word_is_fresh(link):
+    link, clock = link
+    await pass_by(link, clock, 60, in_flight=0)
+    assert await pass_by(link, clock, 10, in_flight=3) == pytest.approx(9.0, abs=1.0)
+    assert await pass_by(link, clock, 9) > 17.0
+    assert await pass_by(link, clock, 3) == 0.0  # the orchestrator is away

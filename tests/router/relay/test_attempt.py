@@ -59,7 +59,7 @@ class Client:
 def call_to(url, *, streamed):
     origin = Origin.parse(url)
     request = b"POST /v1/x HTTP/1.1\r\nhost: %b\r\ncontent-length: 2\r\n\r\n{}" % origin.host_header
-    return Call(CHAT, origin, request, engine_model="m", has_adapter=False, replica="w0", streamed=streamed)
+    return Call(CHAT, origin, request, engine_model="m", engine_name="", replica="w0", streamed=streamed)
 
 
 async def usage_of(answer, *, streamed):

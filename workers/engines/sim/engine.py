@@ -119,9 +119,11 @@ class Engine:
         if self.is_draining:
             raise Draining("Server shutting down")
         int_id = self.next_int_id()  # burnt even when the load fails, as in vLLM
+        given = self.settings
         async with self._stall:
-            adapter = await asyncio.to_thread(read_adapter, int_id, name, path, max_rank=self.settings.max_lora_rank)
-            await asyncio.sleep(self.settings.sim_load_s)
+            with self.metrics.stalled():
+                adapter = await asyncio.to_thread(read_adapter, int_id, name, path, max_rank=given.max_lora_rank)
+                await asyncio.sleep(given.sim_load_s)
             self.batch.host.use(adapter)
         self.adapters[name] = adapter
 

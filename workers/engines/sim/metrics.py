@@ -1,6 +1,8 @@
 """vLLM's metrics as far as somebody reads them: names, labels and buckets of vLLM 0.32 v1/metrics/loggers.py."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
@@ -91,6 +93,8 @@ class Metrics:
             ["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
             registry=self.registry,
         )
+        self._batch: Batch
+        self._held: tuple[float, ...] | None = None
         self._max_loras = str(settings.max_loras) if settings.enable_lora else ""
         info = {
             "block_size": str(settings.block_size),
@@ -106,12 +110,27 @@ class Metrics:
         Gauge("vllm:cache_config_info", text, list(info), registry=self.registry).labels(**info).set(1)
 
     def watch(self, batch: Batch) -> None:
-        """Let the gauges read `batch` whenever they are asked."""
-        self._gauges["vllm:num_requests_running"].set_function(lambda: len(batch.running))
-        self._gauges["vllm:num_requests_waiting"].set_function(lambda: len(batch.waiting))
-        self._gauges["vllm:kv_cache_usage_perc"].set_function(lambda: batch.pool.usage)
-        self._waiting["capacity"].set_function(lambda: len(batch.waiting) - batch.deferred)
-        self._waiting["deferred"].set_function(lambda: batch.deferred)
+        """Let the gauges read `batch` whenever they are asked, but for while it is `stalled`."""
+        self._batch = batch
+        for i, gauge in enumerate((*self._gauges.values(), *self._waiting.values())):
+            gauge.set_function(partial(self._read, i))
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """While vLLM's core is in a load it tells nothing: its gauges stay as they were."""
+        self._held = self._counts()
+        try:
+            yield
+        finally:
+            self._held = None
+
+    def _read(self, i: int) -> float:
+        return (self._held or self._counts())[i]
+
+    def _counts(self) -> tuple[float, ...]:
+        batch = self._batch
+        waiting, deferred = len(batch.waiting), batch.deferred
+        return len(batch.running), waiting, batch.pool.usage, waiting - deferred, deferred
 
     def page(self) -> bytes:
         """The text of `GET /metrics`."""
