@@ -134,12 +134,14 @@ class EngineLoad:
 
     @property
     def moved_at(self) -> float | None:
-        """When a reading last differed from the one before: then something was computed. None before the first."""
+        """When a reading last differed from the one before: then something was computed. None where none ever did: an
+        engine may be told to count nothing.
+        """
         return self._moved_at
 
     def add(self, scrape: Scrape, at_s: float) -> None:
         """Learn from the next reading, made at `at_s`."""
-        if scrape != self._scrape or self._moved_at is None:
+        if self._read_at is not None and scrape != self._scrape:
             self._moved_at = at_s
         self._scrape, self._read_at = scrape, at_s
         counted = {name: getattr(scrape, name) for name in COUNTERS}

@@ -140,7 +140,7 @@ class Load(_Wire):
     mean_output_tokens, mean_request_s  of requests that ended lately; seconds from scheduled to the last token
     load_seconds          an adapter from disk to ready: the middle of the loads measured here
     still_s               for how long none of its counters had moved at that reading: one that has requests computes
-                          nothing; None: not told
+                          nothing; None: not known, as none ever moved
     """
 
     running: int = 0

@@ -36,7 +36,7 @@ class Report:
     output_tokens         of a request, the mean over those that ended lately
     request_s             from a request's start there to its last token
     load_s                an adapter that must be read again, from disk to ready
-    moved_at              when its counters had last moved; inf: not told
+    moved_at              when its counters had last moved; inf: not known
     """
 
     running: int = 0

@@ -257,14 +257,15 @@ def test_a_reading_tells_for_how_long_no_counter_had_moved():
     load = EngineLoad()
     assert load.figures(0.0).still_s is None
     for at_s, scrape, still_s in [
-        (1.0, Scrape(running=1), 0.0),
-        (2.0, Scrape(running=1), 1.0),
-        (4.0, Scrape(running=1), 3.0),
+        (1.0, Scrape(running=1), None),
+        (2.0, Scrape(running=1), None),  # perhaps it counts nothing
         (5.0, Scrape(running=1, kv_usage=0.1), 0.0),
         (6.0, Scrape(running=1, kv_usage=0.1), 1.0),
+        (8.0, Scrape(running=1, kv_usage=0.1), 3.0),
+        (9.0, Scrape(), 0.0),
     ]:
         load.add(scrape, at_s)
-        assert load.figures(at_s + 9.0).still_s == pytest.approx(still_s)
+        assert load.figures(at_s + 9.0).still_s == still_s
     load.forget_reading()
     assert load.figures(9.0).still_s is None
 
@@ -316,8 +317,15 @@ async def test_an_engine_stands_still_from_when_it_has_something_to_do(link):
     assert await pass_by(link, clock, 3) == 0.0
 
 
+async def test_an_engine_that_counts_nothing_is_never_said_to_stand_still(link):
+    link, clock = link
+    assert await pass_by(link, clock, 60, in_flight=9) == 0.0
+
+
 async def test_what_an_idle_engine_hangs_in_is_known_from_routers_for_as_long_as_their_word_is_fresh(link):
     link, clock = link
+    await pass_by(link, clock, 1)
+    link.engine.now = Scrape(steps=1.0)
     await pass_by(link, clock, 60, in_flight=0)
     assert await pass_by(link, clock, 10, in_flight=3) == pytest.approx(9.0, abs=1.0)
     assert await pass_by(link, clock, 9) > 17.0
