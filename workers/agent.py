@@ -169,10 +169,9 @@ class Agent:
         """Whether the engine is well. Of one that hangs, in a load or else, the health route sees nothing: it has to
         compute, or to give a token.
         """
-        link, settings = self.link, self.settings
-        timeout_s, still_s = settings.health_timeout_s, link.still_s()
-        was_suspect = bool(link.suspicion)
-        if not was_suspect and still_s <= settings.suspect_after_s + 2 * link.step_s():
+        link, timeout_s = self.link, self.settings.health_timeout_s
+        was_suspect, still_s = bool(link.suspicion), link.still_s()
+        if not was_suspect and not link.has_stalled:
             return await engine.is_healthy(timeout_s=timeout_s)
         # One that is full computes, and gives us no token.
         is_well = was_suspect and link.has_moved
@@ -182,7 +181,7 @@ class Agent:
             return True
         if not was_suspect:
             reason = f"the engine has requests, and has computed nothing for {still_s:.0f} s"
-            self._loader.suspect(reason, patience_s=settings.stuck_after_s)
+            self._loader.suspect(reason, patience_s=self.settings.stuck_after_s)
         return False
 
     async def engine_down(self, reason: str) -> None:

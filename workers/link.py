@@ -103,7 +103,7 @@ class Link:
         self.suspicion, self.patience_s = reason, patience_s
 
     def trust(self) -> None:
-        self.suspicion, self._suspect_since, self._busy_since = "", -inf, None
+        self.suspicion = ""
 
     def told(self, in_flight: int) -> None:
         """So many requests routers have there now."""
@@ -119,6 +119,11 @@ class Link:
         if self._busy_since is None or self._load.moved_at is None:
             return 0.0
         return self._clock() - max(self._busy_since, self._load.moved_at)
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether it has computed nothing for so long that it may hang: longer than a step may take."""
+        return self.still_s() > self._settings.suspect_after_s + 2 * self.step_s()
 
     def _note_work(self) -> None:
         """A request that began while nothing else ran shows in no counter of vLLM 0.32 before its first step is over:

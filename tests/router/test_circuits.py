@@ -6,8 +6,10 @@ from random import Random
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
+from orchestrator.wire import Draining
 from router.core.breaker import BreakerRules
-from tests.router.doubles import BASE, Control, Engine, chunk, error_of, fleet, until
+from tests.router.doubles import BASE, DIGEST, Control, Engine, chunk, error_of, fleet, until
+from workers.wire import Load
 
 FAST = {"open_s": 0.3, "most_open_s": 1.0, "jitter": 0.0}
 CHANCE = Random(3)
@@ -152,17 +154,55 @@ async def test_what_waits_at_an_engine_that_its_agent_suspects_goes_elsewhere_at
         assert not parts.mind.load.all_in_flight
 
 
-async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_answer_it():
-    hanging, other, control = Hanging("w0"), Engine("w1"), Control()
-    control.add_adapter("sql/v1", on=("w0",))
-    async with fleet(hanging, other, control=control) as (client, _, parts):
-        waits = asyncio.create_task(ask(client, model="sql/v1"))
+@pytest.mark.parametrize("other", ["lacks the adapter", "drains it", "starts", "takes less", "fails"])
+async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_answer_it(other):
+    hanging, control = Hanging("w0"), Control()
+    control.add_adapter("sql/v1", on=("w0", "w1") if other == "drains it" else ("w0",))
+    model = "sql/v1" if "it" in other or "adapter" in other else BASE
+    if other == "drains it":
+        control.draining = (Draining(lora_id="sql/v1", digest=DIGEST, worker_id="w1"),)
+    if other == "starts":
+        control.starting = frozenset({"w1"})
+    if other == "takes less":
+        control.max_model_lens = {"w1": 100}
+    async with fleet(hanging, Engine("w1"), control=control) as (client, _, parts):
+        if other == "fails":
+            parts.mind.breaker.rules = BreakerRules(failures=1, open_s=60.0, most_open_s=60.0)
+            parts.mind.failed(parts.discovery.fleet.replicas["w1"], "no_answer", parts.clock())
+        waits = asyncio.create_task(ask(client, model=model, max_tokens=100))
         await until(lambda: hanging.bodies)
         control.suspects = frozenset({"w0"})
-        await until(lambda: parts.mind.breaker.shut(parts.clock()))
+        await until(lambda: "w0" in {name for name, _ in parts.mind.breaker.shut(parts.clock())})
         hanging.awake.set()
         assert (await waits).headers["x-lorafleet-worker"] == "w0"
         assert not parts.metrics.retries._children
+
+
+async def test_a_request_that_two_engines_hung_with_is_not_given_to_a_third():
+    engines, control = [Hanging("w0"), Hanging("w1"), Hanging("w2")], Control()
+    async with fleet(*engines, control=control) as (client, _, _):
+        asking = asyncio.create_task(ask(client))
+        for tried in (1, 2):
+            await until(lambda tried=tried: sum(bool(engine.bodies) for engine in engines) == tried)
+            control.suspects = frozenset(engine.name for engine in engines if engine.bodies)
+        assert error_of(await asking) == (503, "no_replica")
+        assert [len(engine.bodies) for engine in engines].count(1) == 2
+
+
+async def test_an_engine_whose_counters_stand_still_is_passed_over_though_nobody_there_waits_for_a_first_token():
+    hanging, sound, control = Hanging("w0"), Engine("w1"), Control(figures=Load(running=1, still_s=0.0))
+    async with fleet(hanging, sound, control=control) as (client, _, parts):
+        parts.mind.breaker.rules = BreakerRules(silent_s=0.3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        asking = [asyncio.create_task(ask(client)) for _ in range(12)]
+        await until(lambda: hanging.bodies)
+        control.figures = Load(running=1, still_s=1000.0)
+        await until(lambda: parts.mind.breaker.shut(parts.clock()))
+        drawn = len(hanging.bodies)
+        for _ in range(20):
+            assert (await ask(client)).headers["x-lorafleet-worker"] == "w1"
+        assert len(hanging.bodies) == drawn
+        hanging.awake.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
 
 
 async def test_what_a_suspect_engine_has_begun_to_answer_is_its_own():
@@ -178,7 +218,7 @@ async def test_what_a_suspect_engine_has_begun_to_answer_is_its_own():
             engine.go_on.set()
         answers = await asyncio.gather(*streams)
         assert {answer.headers["x-lorafleet-worker"] for answer in answers} == {"w0", "w1"}
-        assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
+        assert all("two" in answer.text and "error" not in answer.text for answer in answers)
         assert not parts.metrics.retries._children
 
 

@@ -184,6 +184,14 @@ def test_a_stream_behind_prompts_whose_answers_are_not_streamed_may_be_silent_fo
     assert book.silent_s("w0", 25.0) == pytest.approx(4.0)
 
 
+def test_a_stream_behind_a_full_engines_requests_may_be_silent_for_as_long_as_one_takes():
+    book = LoadBook()
+    book.reported(a_replica("w0", max_num_seqs=1, report=Report(request_s=7.0, at=0.0)))
+    book.first_token(book.begin("w0", "", 1.0, 0.0), 1.0)
+    book.begin("w0", "", 1.0, 1.0)
+    assert book.silent_s("w0", 12.0) == pytest.approx(12.0 - 1.0 - 1.0 - 7.0)
+
+
 def test_a_replica_whose_counters_stand_still_is_silent_though_nobody_there_waits_for_a_first_token():
     book = LoadBook()
     flight = unstreamed(book, 2.0, 10.0)
@@ -196,6 +204,9 @@ def test_a_replica_whose_counters_stand_still_is_silent_though_nobody_there_wait
     assert silent_s(at=31.0, moved_at=30.5) == pytest.approx(0.5)
     assert silent_s(at=32.0, moved_at=5.0) == pytest.approx(22.0)  # idle before: from when it had something to do
     assert silent_s(at=33.0, moved_at=12.0) == pytest.approx(21.0)
+    late = unstreamed(book, 0.5, 33.5)  # its prefill is not over, as far as is known
+    assert silent_s(at=33.6, moved_at=12.0) == pytest.approx(21.1)
+    book.end(late, 33.6)
     book.heard("w0", 32.0)
     assert silent_s(at=34.0, moved_at=12.0) == pytest.approx(2.0)
     assert book.silent_s("w0", 35.0, since=10.5) == 0.0

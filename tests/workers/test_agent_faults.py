@@ -129,7 +129,7 @@ async def stalled(client, adapters):
     path = next(adapters.rglob("adapter_config.json")).parent
     url = (await metadata(client)).transport.engine_url
     async with httpx.AsyncClient(base_url=url, timeout=60) as engine:
-        body = {"model": "tiny-qwen", "prompt": [1, 2, 3], "max_tokens": 1000, "ignore_eos": True}
+        body = {"model": "tiny-qwen", "prompt": [1, 2, 3], "max_tokens": 1900, "ignore_eos": True}
         asking = asyncio.create_task(engine.post("/v1/completions", json=body))
         async with asyncio.timeout(10):
             while not (await metadata(client)).load.running:
@@ -152,9 +152,10 @@ async def until_suspect(client, *, is_suspect=True) -> Metadata:
 
 
 async def test_an_engine_that_computes_nothing_is_suspect_until_it_does_again(worker, agent_adapters):
-    async with worker.running("--engine-args=--sim-load-s=4", *STALLS) as client:
+    # Full as it is it gives the agent no token: that it computes has to do.
+    async with worker.running("--engine-args=--sim-load-s=3", "--max-num-seqs", "1", *STALLS) as client:
         before = await metadata(client)
-        async with stalled(client, agent_adapters):
+        async with stalled(client, agent_adapters) as asking:
             told = await until_suspect(client)
             assert (told.state, told.engine_boot_id) == ("ready", before.engine_boot_id)
             assert "has requests, and has computed nothing" in told.state_reason
@@ -165,6 +166,7 @@ async def test_an_engine_that_computes_nothing_is_suspect_until_it_does_again(wo
             assert "lorafleet_workers_engine_suspect 1.0" in (await client.get("/metrics")).text
             told = await until_suspect(client, is_suspect=False)
             assert "lorafleet_workers_engine_suspect 0.0" in (await client.get("/metrics")).text
+            assert not asking.done()
         assert told.engine_boot_id == before.engine_boot_id
 
 

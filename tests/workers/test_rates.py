@@ -317,6 +317,21 @@ async def test_an_engine_stands_still_from_when_it_has_something_to_do(link):
     assert await pass_by(link, clock, 3) == 0.0
 
 
+async def test_a_step_may_take_as_long_as_its_prompts(link, monkeypatch):
+    link, clock = link
+    await pass_by(link, clock, 1)
+    link.engine.now = Scrape(running=1)
+    await pass_by(link, clock, 9)
+    assert not link.has_stalled
+    await pass_by(link, clock, 4)
+    assert link.has_stalled
+    monkeypatch.setattr(link, "step_s", lambda: 20.0)
+    await pass_by(link, clock, 34)
+    assert not link.has_stalled
+    await pass_by(link, clock, 6)
+    assert link.has_stalled
+
+
 async def test_an_engine_that_counts_nothing_is_never_said_to_stand_still(link):
     link, clock = link
     assert await pass_by(link, clock, 60, in_flight=9) == 0.0

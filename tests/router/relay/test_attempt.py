@@ -375,3 +375,24 @@ async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes()
         await pool.close()
     assert b"".join(exchange.sent) == TOKEN + event(SOME) + DONE
     assert (attempt.usage(), attempt.events) == (EngineUsage(40, 2, 32), 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "engine_name", "served", "moves"),
+    [
+        ("/v1/chat/completions", "", (), True),
+        ("/v1/chat/completions", "sql/v1@abc", ("sql/v1@abc",), True),
+        ("/v1/chat/completions", "sql/v1@abc", ("sql/v1@abd",), False),
+        ("/v1/responses", "", (), False),  # it may follow up on one that only this engine has
+        ("/v1/responses/{id}", "", (), False),
+    ],
+)
+def test_what_waits_may_go_to_those_who_can_answer_it(path, engine_name, served, moves):
+    route = next(route for route in ROUTES.values() if route.path == path)
+    call = Call(route, Origin.parse("http://e"), b"", "m", engine_name, "w0", streamed=True)
+    attempt = Attempt(call, LIMITS, lambda: None, True)
+    assert attempt.may_move(served) is moves
+    attempt.head(200, {b"content-type": b"text/event-stream"})
+    assert attempt.may_move(served) is moves  # vLLM sends that long before its first token
+    attempt.data(b'data: {"choices":[]}\n\n')
+    assert not attempt.may_move(served)
