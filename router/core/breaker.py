@@ -21,6 +21,8 @@ State = Literal["closed", "open", "half_open"]
 
 # Work is there and nothing has come back for longer than it can explain: open at once, for all of it would wait.
 SILENT = "silent"
+# Its agent says so, who has asked the engine for a token. Open at once, and for as long as that is said.
+HUNG = "hung"
 # Of ReplicaUnreachable's reasons those that speak against an engine, and any other 5xx (`engine_error`) but 501, which
 # vLLM says to what its model is not made for. A 4xx is the client's, and an adapter that an engine no longer knows is a
 # stale report: a peer whose breaker counted such answers shut out a whole fleet.
@@ -34,7 +36,7 @@ COUNTED = frozenset(
         "engine_dead",
         "engine_error",
         "first_event_error",
-        "hung",
+        HUNG,
         SILENT,
     }
 )
@@ -100,6 +102,7 @@ class _Circuit:
     open_until: float = -inf
     is_shut: bool = False
     was_silent: bool = False
+    was_hung: bool = False
     trial: Trial | None = None
     tried_at: float = -inf
 
@@ -167,7 +170,7 @@ class Breaker:
         circuit.good += 1
         circuit.in_a_row = 0
         if circuit.is_shut and (circuit.was_silent or sent_at >= circuit.changed_at):
-            self._close(replica, circuit, now)
+            self._close(replica, circuit, now, "answered")
 
     def failed(
         self,
@@ -195,12 +198,18 @@ class Breaker:
         circuit.failed_at = now
         circuit.in_a_row += 1
         is_outlier = False
-        if not (circuit.is_shut or reason == SILENT or circuit.in_a_row >= self.rules.failures):
+        if not (circuit.is_shut or reason in {SILENT, HUNG} or circuit.in_a_row >= self.rules.failures):
             is_outlier = self._is_outlier(circuit, fleet, now)
             if not is_outlier:
                 return False
         self._open(replica, circuit, "outlier" if is_outlier else reason, now, rng)
         return True
+
+    def trusted(self, replica: Replica, now: float) -> None:
+        """Its agent does not say that it hangs."""
+        circuit = self._shut.get(replica.incarnation) if self._shut else None
+        if circuit is not None and circuit.was_hung:
+            self._close(replica, circuit, now, "trusted")
 
     def changed_at(self, replica: Replica) -> float:
         """When its circuit last opened or closed; what was sent before that says nothing of how it is now."""
@@ -252,12 +261,13 @@ class Breaker:
         circuit.open_until = now + for_s * (1 + rules.jitter * rng.random())
         circuit.changed_at = now
         circuit.is_shut = True
-        circuit.was_silent = why == SILENT
+        circuit.was_hung = why == HUNG
+        circuit.was_silent = why == SILENT or circuit.was_hung
         circuit.trial = None
         self._shut[replica.incarnation] = circuit
         self.changed(replica, "open", why)
 
-    def _close(self, replica: Replica, circuit: _Circuit, now: float) -> None:
+    def _close(self, replica: Replica, circuit: _Circuit, now: float, why: str) -> None:
         circuit.is_shut = False
         circuit.changed_at = now
         circuit.open_until = -inf
@@ -265,7 +275,7 @@ class Breaker:
         circuit.counted_from = now
         circuit.trial = None
         del self._shut[replica.incarnation]
-        self.changed(replica, "closed", "answered")
+        self.changed(replica, "closed", why)
 
     def _may_try(self, circuit: _Circuit, now: float) -> bool:
         if now < circuit.open_until:

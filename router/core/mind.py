@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
-from router.core.breaker import SILENT, Breaker
+from router.core.breaker import HUNG, SILENT, Breaker
 from router.core.budget import RetryBudget
 from router.core.cost import Costs
 from router.core.decision import NOTHING, Decision, Policy, Scene, decide
@@ -136,8 +136,12 @@ class Mind:
         """
         self.breaker.known(replicas, now)
         for replica in replicas:
+            if replica.is_suspect:
+                self.failed(replica, HUNG, now)
+                continue
+            self.breaker.trusted(replica, now)
             silent_s = self.load.silent_s(replica.id, now, since=self.breaker.changed_at(replica))
-            if replica.is_suspect or silent_s > self.breaker.rules.silent_s:
+            if silent_s > self.breaker.rules.silent_s:
                 self.failed(replica, SILENT, now)
 
     def able(self, base_model: str, now: float) -> list[Replica]:

@@ -75,16 +75,17 @@ def test_what_is_not_the_engines_making_never_counts(reason):
     assert book.state() == "closed"
 
 
-@pytest.mark.parametrize("reason", sorted(COUNTED - {"silent"}))
+@pytest.mark.parametrize("reason", sorted(COUNTED - {"silent", "hung"}))
 def test_every_way_of_failing_opens_it(reason):
     book = Book()
     book.fail(reason=reason, times=5)
     assert book.told == [("w0", "open", reason)]
 
 
-def test_silence_opens_it_at_once_and_the_first_answer_closes_it_whenever_it_was_asked():
+@pytest.mark.parametrize("reason", ["silent", "hung"])
+def test_silence_opens_it_at_once_and_the_first_answer_closes_it_whenever_it_was_asked(reason):
     book = Book()
-    book.fail(reason="silent")
+    book.fail(reason=reason)
     assert book.state() == "open"
     book.answer(sent_at=50.0)
     assert book.state() == "closed"
@@ -389,9 +390,16 @@ def test_an_engine_that_its_agent_suspects_is_passed_over_until_the_agent_trusts
         fleet.now += 5
     fleet.roster = Roster((hung, other))
     assert fleet.mind.able("m", fleet.now) == [other]
-    fleet.now += 100
     fleet.mind.watch([suspect, other], fleet.now)
-    assert not fleet.mind.breaker.shut(fleet.now)
+    assert fleet.mind.breaker.state(suspect, fleet.now) == "closed"
+
+
+def test_an_agents_trust_closes_nothing_that_it_did_not_open():
+    fleet = Failing(replicas=2)
+    for _ in range(5):
+        fleet.mind.failed(fleet.roster.replicas[0], "no_answer", fleet.now)
+    fleet.mind.watch(fleet.roster.replicas, fleet.now)
+    assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) == "open"
 
 
 def test_a_long_prompt_and_a_full_engine_are_not_taken_for_silence():
