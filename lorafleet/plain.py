@@ -118,38 +118,34 @@ class PlainEngine:
 class EngineLoad:
     """The last reading of one engine's metrics, and what all of them taught; an agent tells the same of its own.
 
-    `rates` may be begun anew.
+    rates     may be begun anew
+    read_at   of the last reading
+    moved_at  when one last differed from the one before: then something was computed. None where none ever did: an
+              engine may be told to count nothing
     """
 
     def __init__(self) -> None:
         self.rates = Rates()
         self._scrape = Scrape()
-        self._read_at: float | None = None
-        self._moved_at: float | None = None
+        self.read_at: float | None = None
+        self.moved_at: float | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether something ran or waited there at the last reading."""
         return self._scrape.running + self._scrape.waiting > 0
 
-    @property
-    def moved_at(self) -> float | None:
-        """When a reading last differed from the one before: then something was computed. None where none ever did: an
-        engine may be told to count nothing.
-        """
-        return self._moved_at
-
     def add(self, scrape: Scrape, at_s: float) -> None:
         """Learn from the next reading, made at `at_s`."""
-        if self._read_at is not None and scrape != self._scrape:
-            self._moved_at = at_s
-        self._scrape, self._read_at = scrape, at_s
+        if self.read_at is not None and scrape != self._scrape:
+            self.moved_at = at_s
+        self._scrape, self.read_at = scrape, at_s
         counted = {name: getattr(scrape, name) for name in COUNTERS}
         self.rates.add(Reading(at_s=at_s, running=scrape.running, **counted))
 
     def forget_reading(self) -> None:
         """The engine is gone, and what ran there; what was learned of it stays."""
-        self._scrape, self._read_at, self._moved_at = Scrape(), None, None
+        self._scrape, self.read_at, self.moved_at = Scrape(), None, None
 
     def figures(self, now: float, *, load_seconds: float = 0.0) -> Load:
         """As a report has them. `load_seconds`: of an adapter, measured by whoever loads them."""
@@ -165,8 +161,8 @@ class EngineLoad:
             mean_output_tokens=rates.mean_output_tokens,
             mean_request_s=rates.mean_request_s,
             load_seconds=load_seconds,
-            read_age_s=0.0 if self._read_at is None else now - self._read_at,
-            still_s=None if self._read_at is None or self._moved_at is None else self._read_at - self._moved_at,
+            read_age_s=0.0 if self.read_at is None else now - self.read_at,
+            still_s=None if self.read_at is None or self.moved_at is None else self.read_at - self.moved_at,
         )
 
 

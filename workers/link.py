@@ -115,10 +115,13 @@ class Link:
         return (self._load.moved_at or -inf) > self._suspect_since
 
     def still_s(self) -> float:
-        """For how long it has had requests and computed nothing; 0 while it has none, as far as it or routers know."""
-        if self._busy_since is None or self._load.moved_at is None:
+        """For how long it had had requests and computed nothing when it was last read; 0 while it has none, as far as
+        it or routers know.
+        """
+        read_at, moved_at = self._load.read_at, self._load.moved_at
+        if self._busy_since is None or read_at is None or moved_at is None:
             return 0.0
-        return self._clock() - max(self._busy_since, self._load.moved_at)
+        return max(0.0, read_at - max(self._busy_since, moved_at))
 
     @property
     def has_stalled(self) -> bool:

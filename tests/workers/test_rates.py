@@ -308,6 +308,8 @@ async def test_an_engine_stands_still_from_when_it_has_something_to_do(link):
     link.engine.now = Scrape(running=1)
     assert await pass_by(link, clock, 2) <= 2.0
     assert await pass_by(link, clock, 10) == pytest.approx(10.0, abs=1.0)
+    clock.now += 100.0  # in which its metrics were not read
+    assert link.still_s() == pytest.approx(10.0, abs=1.0)
     link.engine.now = Scrape(running=1, steps=1.0)
     assert await pass_by(link, clock, 1) == 0.0
     async with link.lock:  # an adapter is loaded
