@@ -50,6 +50,7 @@ from router.core.trust import Trust
 from router.discovery import Discovery
 from router.inference import Inference
 from router.kv_events import Feeds
+from router.looks import Finding, Looks
 from router.metrics import Metrics
 from router.multi import Member
 from router.parts import Parts
@@ -179,6 +180,8 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     )
     discovery = _discovery(config, control, agents, joined, metrics)
     mind = _mind(config, discovery, feeds, load, breaker, metrics)
+    looks = _looks(config, mind, agents, metrics)
+    breaker.look = looks.look
     usage.waits_s = partial(_waits_s, mind)
     waiting = WaitingRoom(
         mind,
@@ -234,7 +237,9 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     siblings = None
     if me is not None:
         siblings = Siblings(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(parts))
-    app = FastAPI(title="lorafleet router", lifespan=lambda _app: _running(parts, control, agents, clients, siblings))
+    app = FastAPI(
+        title="lorafleet router", lifespan=lambda _app: _running(parts, control, agents, looks, clients, siblings)
+    )
     app.include_router(control_routes(parts, siblings))
     app.include_router(health_routes(parts, own_metrics, siblings))
     install_error_handlers(app, RouterError)
@@ -268,7 +273,12 @@ def _mind(
 
 @asynccontextmanager
 async def _running(
-    parts: Parts, control: httpx.AsyncClient, agents: Pool, clients: Front, siblings: Siblings | None
+    parts: Parts,
+    control: httpx.AsyncClient,
+    agents: Pool,
+    looks: Looks,
+    clients: Front,
+    siblings: Siblings | None,
 ) -> AsyncIterator[None]:
     """Everything that runs beside the requests, from the app's start to its end."""
     discovery, metrics = parts.discovery, parts.metrics
@@ -292,6 +302,7 @@ async def _running(
         finally:
             clients.stop()
             await parts.background.close()
+            await looks.close()
             if siblings is not None:
                 await siblings.close()
             for task in running:
@@ -344,6 +355,25 @@ def _background(config: RouterSettings, keys: Keys, discovery: Discovery, agents
         tenant_share=_tenant_share(config, keys),
         timeout_s=config.background_timeout_s,
     )
+
+
+def _looks(config: RouterSettings, mind: Mind, agents: Pool, metrics: Metrics) -> Looks:
+    async def ask(replica: Replica, path: str, body: bytes) -> bytes:
+        return await fetch(
+            agents,
+            replica.engine_url,
+            path,
+            token="" if replica.agent_url else config.engine_key,
+            body=body,
+            timeout_s=config.control_timeout_s,
+        )
+
+    def told(replica: Replica, finding: Finding) -> None:
+        metrics.circuit_looks.labels(finding).inc()
+        if finding != "unknown":
+            mind.looked(replica, time.monotonic(), is_well=finding == "well")
+
+    return Looks(ask, told)
 
 
 def _discovery(

@@ -66,10 +66,7 @@ class Metrics:
         self.kv_feeds = Gauge("kv_feeds", "Workers by where their blocks are learned from.", ("source",), **on)
         self.kv_bytes = Gauge("kv_bytes", "Memory of the index and of our own ledgers.", ("what",), **on)
         self.kv_sockets_waiting = Gauge("kv_sockets_waiting", "Engines whose events find no time yet.", **on)
-        self.circuit_open = Gauge("circuit_open", "1 while a replica is passed over.", ("worker",), **on)
-        self.circuit_openings = Counter("circuit_openings", "Circuits opened, by cause.", ("worker", "reason"), **on)
-        self.circuit_ignored = Counter("circuit_ignored", "Sent to a shut replica: every other was shut, too.", **on)
-        self.retries_refused = Counter("retries_refused", "Attempts not made again: the budget was spent.", **on)
+        self._add_circuits(on)
         self.rate_limited = Counter("rate_limited", "Requests beyond their key's limits.", ("limit",), **on)
         self.waiting_bytes = Gauge("waiting_bytes", "Bodies of requests that wait for room.", **on)
         self.held_bytes = Gauge("held_bytes", "Bodies of requests that wait for adapters.", **on)
@@ -84,6 +81,18 @@ class Metrics:
         self.loop_failures = Counter(
             "loop_failures", "Rounds of a background loop that ended in a fault of ours.", ("loop",), **on
         )
+
+    def _add_circuits(self, on: Any) -> None:
+        self.circuit_open = Gauge("circuit_open", "1 while a replica is passed over.", ("worker",), **on)
+        self.circuit_openings = Counter("circuit_openings", "Circuits opened, by cause.", ("worker", "reason"), **on)
+        self.circuit_ignored = Counter("circuit_ignored", "Sent to a shut replica: every other was shut, too.", **on)
+        self.circuit_looks = Counter(
+            "circuit_looks",
+            "Engines asked by ourselves whether they are well: they answered errors.",
+            ("outcome",),
+            **on,
+        )
+        self.retries_refused = Counter("retries_refused", "Attempts not made again: the budget was spent.", **on)
 
     def forget_worker(self, worker: str) -> None:
         """Drop a gone worker's series, so that names which never come back do not pile up."""

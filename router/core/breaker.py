@@ -3,7 +3,8 @@
 A circuit belongs to an incarnation: a worker whose engine started again begins with a closed one. It opens on failures
 in a row, on a share of failures that is an outlier among the replicas of its base model, and on silence; it stays open
 for a time that doubles with each opening in a row, then lets one request after another try, and closes at the first
-success.
+success. Where an engine has answered, with an error, the request may be what is wrong: then it opens only when the
+engine fails a request of our own, too.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +41,10 @@ COUNTED = frozenset(
         SILENT,
     }
 )
+# Of these, what an engine says that is up. vLLM 0.32 says 500 to requests that are wrong, such as with
+# `"structured_outputs": true`, and within milliseconds: they come in a row between answers that take seconds, and one
+# client's would shut out an engine after the other for everybody (seen).
+ANSWERED = frozenset({"engine_error", "first_event_error"})
 _NOBODY: Excluded = frozenset()
 
 
@@ -66,6 +71,7 @@ class BreakerRules:
     jitter          share of that time that chance may add, so that routers do not try again in step
     silent_s        see `SILENT`; beyond the time that what was sent there should take
     trial_s         one that has not ended by then is not waited for: another request may try
+    look_s          how often at most an engine that answers with errors is looked at: so long it is taken for well
     """
 
     failures: int = 5
@@ -78,6 +84,7 @@ class BreakerRules:
     jitter: float = 0.5
     silent_s: float = 20.0
     trial_s: float = 30.0
+    look_s: float = 5.0
 
     def __post_init__(self) -> None:
         if self.failures < 1 or self.least_requests < 1:
@@ -90,7 +97,9 @@ class BreakerRules:
 
 @dataclass(slots=True)
 class _Circuit:
-    """`good` and `bad` are counted from `counted_from` on; `in_a_row` failures, `openings` in a row."""
+    """`good` and `bad` are counted from `counted_from` on; `in_a_row` failures, `openings` in a row. It was last looked
+    at because of `doubt`.
+    """
 
     good: int = 0
     bad: int = 0
@@ -105,6 +114,8 @@ class _Circuit:
     was_hung: bool = False
     trial: Trial | None = None
     tried_at: float = -inf
+    looked_at: float = -inf
+    doubt: str = ""
 
     def counted(self, now: float, window_s: float) -> int:
         """Requests in the window; older ones are forgotten by halves, so that none is needed a request."""
@@ -124,11 +135,13 @@ class Breaker:
     """The circuits of every replica where something failed.
 
     changed   told (replica, the new state, why) of every opening and closing
+    look      has a replica asked for something of our own, for `looked` to be told; None: errors speak for themselves
     panics    requests that were sent to a shut replica, because every able one was
     """
 
     rules: BreakerRules = field(default_factory=BreakerRules)
     changed: Callable[[Replica, State, str], None] = lambda _replica, _state, _why: None
+    look: Callable[[Replica], None] | None = None
     panics: int = 0
     _circuits: dict[Incarnation, _Circuit] = field(default_factory=dict)
     _shut: dict[Incarnation, _Circuit] = field(default_factory=dict)
@@ -202,8 +215,28 @@ class Breaker:
             is_outlier = self._is_outlier(circuit, fleet, now)
             if not is_outlier:
                 return False
-        self._open(replica, circuit, "outlier" if is_outlier else reason, now, rng)
+        why = "outlier" if is_outlier else reason
+        if reason in ANSWERED and self.look is not None:
+            if now - circuit.looked_at > self.rules.look_s:
+                circuit.looked_at, circuit.doubt = now, why
+                self.look(replica)
+            return circuit.is_shut
+        self._open(replica, circuit, why, now, rng)
         return True
+
+    def looked(self, replica: Replica, now: float, rng: Random, *, is_well: bool) -> None:
+        """It was asked for something of our own, and gave it or failed."""
+        circuit = self._circuits.get(replica.incarnation)
+        if circuit is None:
+            return
+        if not is_well:
+            circuit.looked_at = -inf  # the next error is a new one
+            if now >= circuit.open_until:
+                self._open(replica, circuit, circuit.doubt, now, rng)
+        elif circuit.is_shut:
+            self._close(replica, circuit, now, "answered")
+        else:
+            circuit.bad = circuit.in_a_row = 0
 
     def trusted(self, replica: Replica, now: float) -> None:
         """Its agent does not say that it hangs."""

@@ -119,6 +119,10 @@ class Mind:
             fleet = self.roster(replica.base_model).replicas
             self.breaker.failed(replica, reason, now, self.rng, fleet=fleet, sent_at=sent_at)
 
+    def looked(self, replica: Replica, now: float, *, is_well: bool) -> None:
+        """It was asked for something of our own; see Breaker.looked."""
+        self.breaker.looked(replica, now, self.rng, is_well=is_well)
+
     def may_retry(self, replica: Replica, now: float, *, sent_at: float) -> bool:
         """Whether a request that failed there may be sent once more; to be asked after `failed`, once for each retry.
 

@@ -473,6 +473,18 @@ async def test_a_schema_that_the_engine_cannot_take_is_the_clients_error_where_i
         assert not parts.mind.breaker._circuits
 
 
+async def test_an_engine_that_answers_wrong_requests_with_errors_of_its_own_is_found_well(
+    direct: Direct, model_dir: Path
+) -> None:
+    wrong = {"model": BASE, "prompt": "hello", "max_tokens": 4, "structured_outputs": True}
+    async with routed(direct, model_dir, breaker_failures=2) as (client, parts):
+        for _ in range(TRIES):
+            answer = await client.post("/v1/completions", json=wrong)
+            assert answer.status_code == 500, "no longer an error of the engine's own"
+        await until(lambda: parts.metrics.circuit_looks.labels("well").value)
+        assert not parts.mind.breaker._shut
+
+
 async def test_anthropics_own_client_streams_counts_and_hears_errors_as_its_own(
     direct: Direct, model_dir: Path
 ) -> None:

@@ -19,7 +19,7 @@ from tests.contract.surface import (
     routed,
     running,
 )
-from tests.router.doubles import BASE
+from tests.router.doubles import BASE, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -59,3 +59,11 @@ async def test_every_route_is_answered_behind_a_router_as_without_one(direct: Di
                 assert behind.headers["content-type"] == alone.headers["content-type"]
                 if encoding == "bytes":
                     assert behind.content == alone.content
+
+
+async def test_an_engine_that_pools_is_found_well_by_what_it_can_do(direct: Direct, model_dir: Path) -> None:
+    async with routed(direct, model_dir) as (_client, parts):
+        look = parts.mind.breaker.look
+        assert look is not None
+        look(next(iter(parts.discovery.fleet.replicas.values())))
+        await until(lambda: parts.metrics.circuit_looks.labels("well").value)

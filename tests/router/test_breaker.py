@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.core.breaker import COUNTED, Breaker, BreakerRules
+from router.core.breaker import ANSWERED, COUNTED, Breaker, BreakerRules
 from router.core.budget import RetryBudget
 from router.core.decision import Ask
 from router.core.errors import NoReplica
@@ -279,6 +279,107 @@ def test_outliers_never_take_more_than_their_share_of_the_fleet(steps, replicas,
         for replica in book.fleet:
             is_shut = replica.incarnation in book.breaker.shut(book.now)
             assert not is_shut or book.breaker.state(replica, book.now) != "closed"
+
+
+class Doubting(Book):
+    """Whose breaker has engines looked at that answer with errors: `looked` has the names, in order."""
+
+    def __init__(self, **rules):
+        super().__init__(**rules)
+        self.looked = []
+        self.breaker.look = lambda replica: self.looked.append(replica.id)
+
+    def find(self, i=0, *, is_well):
+        self.breaker.looked(self.fleet[i], self.now, self.rng, is_well=is_well)
+
+
+@pytest.mark.parametrize("reason", sorted(ANSWERED))
+def test_errors_of_an_engine_that_is_well_open_nothing_and_it_is_looked_at_now_and_then(reason):
+    book = Doubting()
+    book.fail(reason=reason, times=4)
+    assert book.looked == []
+    book.fail(reason=reason, times=20)
+    assert book.looked == ["w0"]
+    book.find(is_well=True)
+    book.now += 5
+    book.fail(reason=reason, times=100)
+    assert book.looked == ["w0"]  # found well just now
+    book.find(is_well=True)  # so that another row of them is needed
+    book.now += 0.1
+    book.fail(reason=reason, times=4)
+    assert book.looked == ["w0"]
+    book.fail(reason=reason)
+    assert book.looked == ["w0", "w0"]
+    assert book.told == []
+
+
+def test_an_engine_that_fails_what_is_asked_of_it_to_find_out_is_shut_and_looked_at_again_by_each_trial():
+    book = Doubting(open_s=2.0)
+    book.fail(reason="engine_error", times=5)
+    assert book.state() == "closed"
+    book.find(is_well=False)
+    assert book.told == [("w0", "open", "engine_error")]
+    book.find(is_well=False)  # opened meanwhile: not for twice as long
+    assert len(book.told) == 1
+    book.now += 2.0
+    book.send()
+    book.fail(reason="engine_error", sent_at=book.now)
+    assert (book.looked, book.state()) == (["w0", "w0"], "half_open")
+    book.find(is_well=False)
+    book.now += 3.9
+    assert book.state() == "open"
+    book.now += 0.1
+    book.send()
+    book.fail(reason="first_event_error", sent_at=book.now)
+    book.find(is_well=True)
+    assert book.told == [("w0", "open", "engine_error"), ("w0", "open", "engine_error"), ("w0", "closed", "answered")]
+
+
+def test_an_engine_that_could_not_be_looked_at_is_looked_at_again_and_decides_nothing_before():
+    book = Doubting()
+    book.fail(reason="engine_error", times=5)
+    book.now += 5
+    book.fail(reason="engine_error", times=5)
+    assert book.looked == ["w0"]
+    book.now += 0.1
+    book.fail(reason="engine_error")
+    assert book.looked == ["w0", "w0"]
+    assert book.told == []
+
+
+def test_an_outlier_by_errors_is_looked_at_and_is_no_outlier_where_it_is_well():
+    book = Doubting()
+    for _ in range(20):
+        for i in range(4):
+            book.answer(i, sent_at=99.0)
+        book.fail(0, reason="engine_error", sent_at=99.0)
+    assert (book.looked, book.told) == (["w0"], [])
+    book.find(is_well=True)
+    book.now += 6
+    book.fail(0, reason="engine_error")
+    assert book.looked == ["w0"]
+    for _ in range(20):
+        book.answer(0)
+        book.fail(0, reason="engine_error")
+    assert book.looked == ["w0", "w0"]
+    book.find(is_well=False)
+    assert book.told == [("w0", "open", "outlier")]
+
+
+@pytest.mark.parametrize("reason", sorted(COUNTED - ANSWERED - {"silent", "hung"}))
+def test_who_gave_no_answer_is_not_asked_for_another_first(reason):
+    book = Doubting()
+    book.fail(reason=reason, times=5)
+    assert (book.looked, book.told) == ([], [("w0", "open", reason)])
+
+
+def test_what_was_found_of_an_engine_that_started_again_meanwhile_says_nothing_of_the_new_one():
+    book = Doubting()
+    book.fail(reason="engine_error", times=5)
+    before, book.fleet[0] = book.fleet[0], a_replica("w0", engine_boot_id="b")
+    book.breaker.known(book.fleet, book.now)
+    book.breaker.looked(before, book.now, book.rng, is_well=False)
+    assert (book.shut(), book.told) == (set(), [])
 
 
 def test_a_failure_share_is_of_the_last_while_and_not_of_all_time():

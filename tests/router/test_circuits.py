@@ -1,6 +1,7 @@
 """Circuits in a real router: who gets requests while an engine fails or hangs, and how it comes back."""
 
 import asyncio
+import json
 from random import Random
 
 import pytest
@@ -13,6 +14,8 @@ from workers.wire import Load
 
 FAST = {"open_s": 0.3, "most_open_s": 1.0, "jitter": 0.0}
 CHANCE = Random(3)
+# What the router asks by itself.
+OURS = {"model": BASE, "prompt": "a", "max_tokens": 1}
 
 
 def ask(client, **more):
@@ -88,18 +91,59 @@ async def test_when_the_only_engine_fails_it_goes_on_being_asked_and_serves_as_s
         assert (await ask(client)).status_code == 200
 
 
-async def test_an_engine_that_answers_everything_with_an_error_of_its_own_gets_no_more_though_each_was_answered():
-    async def fail(engine, body):
-        return JSONResponse({"error": {"message": "CUDA error", "code": 500}}, 500)
+async def fail(_engine, _body):
+    return JSONResponse({"error": {"message": "CUDA error", "code": 500}}, 500)
 
+
+async def test_an_engine_that_answers_everything_with_an_error_of_its_own_gets_no_more_though_each_was_answered():
     sick, sound = Engine("w0", fail), Engine("w1")
     async with fleet(sick, sound) as (client, _, parts):
-        parts.mind.breaker.rules = BreakerRules(failures=3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
-        answers = [await ask(client) for _ in range(60)]
-        assert [answer.status_code for answer in answers].count(500) == len(sick.bodies) == 3
-        assert {answer.status_code for answer in answers} == {200, 500}
-        (shut,) = parts.mind.breaker.shut(parts.clock())
+        breaker = parts.mind.breaker
+        breaker.rules = BreakerRules(failures=3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        statuses = []
+        while not breaker.shut(parts.clock()):
+            statuses.append((await ask(client)).status_code)
+        assert statuses.count(500) == len(sick.bodies) - 1 >= 3  # and one that is the router's own
+        assert OURS in sick.bodies
+        assert OURS not in sound.bodies
+        assert parts.metrics.circuit_looks.labels("unwell").value == 1
+        (shut,) = breaker.shut(parts.clock())
         assert shut[0] == "w0"
+        for _ in range(20):
+            assert (await ask(client)).status_code == 200
+
+
+def wrong(*, in_stream):
+    """An engine that answers 500 to what is wrong, before a stream or as its first event, and is well."""
+
+    async def answer(engine, body):
+        if body.get("structured_outputs") is not True:
+            return await Engine(engine.name).answer(engine, body)
+        said = {"error": {"message": "'bool' object has no attribute 'get'", "code": 500}}
+        if in_stream and body.get("stream"):
+            return StreamingResponse(
+                iter([b"data: " + json.dumps(said).encode() + b"\n\n"]), media_type="text/event-stream"
+            )
+        return JSONResponse(said, 500)
+
+    return answer
+
+
+@pytest.mark.parametrize(("stream", "status"), [(False, 500), (True, 503)])
+async def test_requests_that_engines_answer_with_errors_though_they_are_well_shut_out_none(stream, status):
+    engines = [Engine(f"w{i}", wrong(in_stream=stream)) for i in range(3)]
+    async with fleet(*engines) as (client, _, parts):
+        for _ in range(40):
+            answer = await ask(client, structured_outputs=True, stream=stream)
+            assert answer.status_code == status
+        looks = parts.metrics.circuit_looks.labels
+        await until(lambda: looks("well").value == sum(engine.bodies.count(OURS) for engine in engines) > 0)
+        assert not parts.mind.breaker.shut(parts.clock())
+        assert not parts.metrics.circuit_openings._children
+        asked = {(await ask(client)).headers["x-lorafleet-worker"] for _ in range(60)}
+        assert asked == {"w0", "w1", "w2"}
+        # Found well, each is left alone for a while.
+        assert all(engine.bodies.count(OURS) <= 1 for engine in engines)
 
 
 @pytest.mark.parametrize("status", [400, 501])

@@ -1,0 +1,98 @@
+"""What is found of an engine that answers with errors, by asking it for something of our own."""
+
+import asyncio
+import json
+
+import pytest
+
+from router.looks import Looks
+from router.relay.fetch import Refused
+from router.relay.upstream import EngineLost
+from tests.router.doubles import until
+from tests.router.test_policy import a_replica
+
+REPLICA = a_replica("w0", engine_boot_id="a")
+
+
+class Asked:
+    """Answers each path as it is told to; an exception is raised."""
+
+    def __init__(self, **answers):
+        self.answers = answers
+        self.paths = []
+        self.bodies = []
+        self.found = []
+        self.go_on = asyncio.Event()
+        self.looks = Looks(self.ask, lambda replica, finding: self.found.append((replica.id, finding)))
+
+    async def ask(self, _replica, path, body):
+        self.paths.append(path)
+        self.bodies.append(json.loads(body))
+        await self.go_on.wait()
+        answer = self.answers[path.rpartition("/")[2]]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def refused(status):
+    return Refused("no", status)
+
+
+@pytest.mark.parametrize(
+    ("completions", "pooling", "found"),
+    [
+        (b"{}", None, "well"),
+        (refused(404), b"{}", "well"),
+        (refused(400), b"{}", "well"),
+        (refused(501), b"{}", "well"),
+        (refused(500), None, "unwell"),
+        (refused(503), None, "unwell"),
+        (refused(404), refused(500), "unwell"),
+        (refused(404), refused(404), "unwell"),
+        (EngineLost("connection", "no"), None, "unwell"),
+        (EngineLost("no_answer", "no"), None, "unwell"),
+        (EngineLost("no_answer_in_time", "no"), None, "unknown"),
+        (EngineLost("no_descriptors", "no"), None, "unknown"),
+        (refused(404), EngineLost("no_answer_in_time", "no"), "unknown"),
+    ],
+)
+async def test_an_engine_is_as_well_as_what_it_answers_of_what_it_is_made_for(completions, pooling, found):
+    asked = Asked(completions=completions, pooling=pooling)
+    asked.go_on.set()
+    asked.looks.look(REPLICA)
+    await until(lambda: asked.found)
+    assert asked.found == [("w0", found)]
+    assert asked.bodies[0] == {"model": REPLICA.base_model, "prompt": "a", "max_tokens": 1}
+    assert asked.paths == ["/v1/completions", "/pooling"][: 1 if pooling is None else 2]
+
+
+async def test_an_engine_is_asked_once_at_a_time_and_again_afterwards():
+    asked = Asked(completions=b"{}")
+    for _ in range(5):
+        asked.looks.look(REPLICA)
+    asked.looks.look(a_replica("w0", engine_boot_id="b"))
+    await until(lambda: len(asked.paths) == 2)
+    asked.go_on.set()
+    await until(lambda: len(asked.found) == 2 and not asked.looks._under_way)
+    asked.looks.look(REPLICA)
+    await until(lambda: len(asked.found) == 3)
+
+
+async def test_a_look_that_fails_in_a_way_that_nobody_expected_finds_nothing_and_the_next_one_is_taken():
+    asked = Asked(completions=ZeroDivisionError())
+    asked.go_on.set()
+    asked.looks.look(REPLICA)
+    await until(lambda: asked.paths and not asked.looks._under_way)
+    assert asked.found == []
+    asked.answers = {"completions": b"{}"}
+    asked.looks.look(REPLICA)
+    await until(lambda: asked.found == [("w0", "well")])
+
+
+async def test_nothing_is_asked_any_more_when_the_router_has_stopped():
+    asked = Asked(completions=b"{}")
+    asked.looks.look(REPLICA)
+    await until(lambda: asked.paths)
+    await asked.looks.close()
+    assert (asked.found, asked.looks._under_way) == ([], {})
