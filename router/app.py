@@ -39,6 +39,7 @@ from router.config import RouterSettings
 from router.core.breaker import Breaker, BreakerRules, State
 from router.core.budget import RetryBudget
 from router.core.cost import Costs
+from router.core.deadly import Deadly
 from router.core.errors import RouterError
 from router.core.fleet import Incarnation, Replica
 from router.core.index import WorkerId
@@ -227,6 +228,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         metrics=metrics,
         pool=Pool(connect_s=config.connect_timeout_s, outbox=outbox),
         background=_background(config, keys, discovery, agents),
+        deadly=Deadly(config.deadly_hold_s),
         quotas=Quotas(SharedAccounts(me.accounts, me.slot, me.processes) if me else None),
         tracer=traces,
     )
@@ -287,7 +289,7 @@ async def _running(
             asyncio.create_task(discovery.run()),
             asyncio.create_task(parts.waiting.run()),
             asyncio.create_task(_sweep(parts.feeds, metrics)),
-            asyncio.create_task(_watch(parts.mind, parts.pool, discovery, metrics)),
+            asyncio.create_task(_watch(parts, discovery, metrics)),
         ]
         if url := parts.config.orchestrator_url.rstrip("/"):
             running.append(asyncio.create_task(_report_usage(control, url, parts.usage, discovery, metrics)))
@@ -458,7 +460,9 @@ async def _sweep(feeds: Feeds, metrics: Metrics) -> None:
     await forever(step, name="sweep", every_s=_SWEEP_EVERY_S, on_failure=metrics.loop_failures.labels("sweep").inc)
 
 
-async def _watch(mind: Mind, pool: Pool, discovery: Discovery, metrics: Metrics) -> None:
+async def _watch(parts: Parts, discovery: Discovery, metrics: Metrics) -> None:
+    mind, pool = parts.mind, parts.pool
+
     async def step() -> None:
         replicas = list(discovery.fleet.replicas.values())
         heard_at = pool.heard_at()  # by the loop's clock, which is time.monotonic
@@ -466,6 +470,7 @@ async def _watch(mind: Mind, pool: Pool, discovery: Discovery, metrics: Metrics)
             mind.load.heard(replica.id, heard_at.get(replica.engine_url, -inf))
         now = time.monotonic()
         mind.watch(replicas, now)
+        parts.deadly.forget(now)
         for replica in replicas:
             if replica.is_suspect:
                 _leave(replica, mind, pool, now)

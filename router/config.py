@@ -184,6 +184,11 @@ class RouterSettings(HouseSettings):
     )
     retry_share: float = Field(default=0.2, ge=0, le=1, description="share of recent requests that may be retried")
     retry_floor_per_s: float = Field(default=3.0, ge=0, description="and so many retries a second besides")
+    deadly_hold_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="for how long a request that two engines died with is sent to none; it doubles; 0: not held back",
+    )
     session_header: str = Field(
         default="x-session-id", description="names a client's session, for policy session; without it: the body's user"
     )

@@ -27,6 +27,7 @@ from router.stages import (
     asked,
     decided,
     decided_at_once,
+    digest_of,
     is_one_of_many,
     resolve_target,
     sized,
@@ -47,6 +48,8 @@ log = structlog.get_logger()
 # Reasons that may mean that the engine died with the request in it.
 _DEATHS = frozenset({"no_answer", "begun_only", "engine_dead", "first_event_error", "hung"})
 _MAX_DEATHS = 2
+# Of these what an engine that lives does not say of a request that it can't take.
+_KILLED = frozenset({"no_answer", "engine_dead", "hung"})
 # What may be the doing of what ran; that nobody was there, or had no room or no such adapter, is the fleet's.
 _FAULTS = _DEATHS | {"no_answer_in_time"}
 # What an engine says that is up: waiting for it to start again, or loading an adapter elsewhere, would not help.
@@ -101,7 +104,7 @@ class Journey(msgspec.Struct, eq=False):
         """
         self._prepare()
         tokens, target, trace = self.tokens, self.target, self.trace
-        if tokens is None or self.only is not None:
+        if tokens is None or self.only is not None or self.deaths:
             return False
         assert target is not None
         if trace is not None:
@@ -211,6 +214,8 @@ class Journey(msgspec.Struct, eq=False):
         if attempt is not None:
             is_served = attempt.status < 400 and (attempt.status > 0 or attempt.failure is None)
             output_tokens = attempt.events
+            if flight is not None and (attempt.is_broken or self.parts.deadly.suspects):
+                self._tell_deadly(attempt, flight)
             attempt.close()
         if usage is not None:
             output_tokens = usage.completion_tokens or 0
@@ -286,6 +291,8 @@ class Journey(msgspec.Struct, eq=False):
         if flight is None:
             raise exc
         flight.end(is_error=exc.reason in _FAULTS)
+        if exc.reason in _KILLED:
+            self._died(flight)
         self.flight = self.call = self.attempt = self.prompt = None
         self.excluded |= {flight.replica.incarnation}
         if exc.reason in _BROKE_OFF:
@@ -297,9 +304,33 @@ class Journey(msgspec.Struct, eq=False):
         if self.only is not None:
             raise NoReplica(f"only worker {flight.replica.id!r} keeps the earlier response: {exc}") from exc
 
+    def _tell_deadly(self, attempt: Attempt, flight: Flight) -> None:
+        """What came of it, where engines have died of late, or its own has just now."""
+        if attempt.lost_by in _KILLED:
+            self._died(flight)
+        elif attempt.is_whole:
+            self.parts.deadly.survived(digest_of(self.question))
+
+    def _died(self, flight: Flight) -> None:
+        parts, there = self.parts, flight.replica.incarnation
+        held_s = parts.deadly.died(digest_of(self.question), there, parts.clock())
+        if held_s:
+            log.warning(
+                "engines died while a request was in them; it is held back",
+                request_id=self.question.request_id,
+                worker=there[0],
+                key=self.caller.name,
+                held_s=held_s,
+            )
+
     def _prepare(self) -> None:
-        """resolve -> authorise -> tokenize, within the limits of the caller's key."""
+        """resolve -> authorise -> tokenize, within the limits of the caller's key.
+
+        raises  HeldBack, and what those raise
+        """
         trace, parts, limits = self.trace, self.parts, self.caller.limits
+        if parts.deadly.suspects and parts.deadly.check(digest_of(self.question), parts.clock()):
+            self.deaths = 1
         if limits is not None and self.granted is None:
             self.granted = parts.quotas.take(self.caller.key_id, limits, parts.clock())
         if trace is not None:
@@ -379,7 +410,7 @@ class Journey(msgspec.Struct, eq=False):
         """
         parts, most = self.parts, self.parts.config.max_tries
         for _ in range(most):
-            there = parts.mind.decide(self._asked(), parts.clock()).replica.incarnation
+            there = self.only or parts.mind.decide(self._asked(), parts.clock()).replica.incarnation
             async with parts.alone(there):
                 self.prompt = self._asked(there)
                 try:

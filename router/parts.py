@@ -16,6 +16,7 @@ from router.background import Background
 from router.cold import ColdStarts
 from router.config import RouterSettings
 from router.core.credit import Credit
+from router.core.deadly import Deadly
 from router.core.decision import Decision
 from router.core.fleet import Incarnation
 from router.core.mind import Mind
@@ -89,6 +90,7 @@ class Parts:
     metrics: Metrics
     pool: Pool
     background: Background
+    deadly: Deadly
     quotas: Quotas = field(default_factory=Quotas)
     tracer: Tracer | None = None
     credit: Credit = field(default_factory=Credit)

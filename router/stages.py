@@ -8,7 +8,7 @@ from random import getrandbits
 from typing import Any
 
 import msgspec
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from lorafleet.auth import Caller
 from lorafleet.kv.blocks import BlockHash, root_hash
@@ -129,6 +129,16 @@ def read(
         None if timeout is None else read_at + _timeout_s(timeout),
         forwarded,
     )
+
+
+def digest_of(question: Question) -> int:
+    """The same for a request that is sent again, under another id or not."""
+    found = xxh3_128(question.route.path.encode())
+    for name, raw in question.fields.items():
+        if name != "request_id":
+            found.update(name.encode())
+            found.update(raw)
+    return found.intdigest()
 
 
 def _timeout_s(named: str) -> float:

@@ -13,7 +13,8 @@ RouterError
 │   ├── NoReplica           no_replica: nothing serves this base model now
 │   ├── NoCapacity          no_capacity: no worker has room for this adapter
 │   ├── ColdStartTimeout    adapter_loading: it was not there in time
-│   └── CatalogUnavailable  catalog_unavailable: we never heard what exists
+│   ├── CatalogUnavailable  catalog_unavailable: we never heard what exists
+│   └── HeldBack            deadly_request: engines died while it was in them
 ├── DeadlineExceeded        504 deadline_exceeded: the request's own deadline passed before an answer began
 ├── ReplicaUnreachable      no byte was sent to the client: another replica may be tried
 └── StreamBroken            tokens are out: never retried
@@ -121,6 +122,10 @@ class ColdStartTimeout(Unavailable):
 
 class CatalogUnavailable(Unavailable):
     code = "catalog_unavailable"
+
+
+class HeldBack(Unavailable):
+    code = "deadly_request"
 
 
 class DeadlineExceeded(RouterError):

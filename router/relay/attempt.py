@@ -159,6 +159,17 @@ class Attempt(msgspec.Struct, eq=False):
         """Whether the engine broke off in the middle of what it was streaming."""
         return isinstance(self.failure, StreamBroken)
 
+    @property
+    def lost_by(self) -> str:
+        """How its engine was lost, by EngineLost's reasons; empty where it was not."""
+        cause = self.failure.__cause__ if isinstance(self.failure, StreamBroken) else self.failure
+        return cause.reason if isinstance(cause, EngineLost) else ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of an answer has come."""
+        return self._is_decided and self._connection is None and self.failure is None
+
     def usage(self) -> EngineUsage | None:
         """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""
         kind = self._call.route.usage

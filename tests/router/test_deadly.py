@@ -1,0 +1,222 @@
+"""Requests that engines died of: sent to two of them, held back, tried alone; and what happened to be there goes on."""
+
+import asyncio
+
+import pytest
+from starlette.responses import JSONResponse, StreamingResponse
+
+from router.core.deadly import Deadly
+from router.core.errors import HeldBack
+from router.stages import digest_of, read
+from router.surface.routes import ROUTES
+from router.surface.stored import tagged_response_id
+from tests.router.doubles import BASE, CHAT, Engine, chunk, error_of, fleet, until
+
+A, B, C = (("w0", "a"), ("w1", "a"), ("w2", "a"))
+KILLER = {**CHAT, "messages": [{"role": "user", "content": "kill"}]}
+
+
+def held_s(deadly, now, digest=1):
+    """For how long it is still held back, None where it is not; asks as a request does."""
+    try:
+        deadly.check(digest, now)
+    except HeldBack as exc:
+        return exc.retry_after_s
+    return None
+
+
+def test_what_was_in_two_engines_when_they_died_is_held_back_and_what_was_in_one_is_tried_alone():
+    deadly = Deadly(30.0)
+    assert deadly.check(1, 0.0) is False
+    assert deadly.died(1, A, 0.0) == 0.0
+    assert deadly.check(1, 1.0) is True
+    assert deadly.died(1, B, 2.0) == 30.0
+    assert held_s(deadly, 12.0) == 20.0
+    assert deadly.check(2, 12.0) is False
+
+
+def test_copies_that_were_in_one_engine_when_it_died_count_as_one():
+    deadly = Deadly(30.0)
+    for _ in range(50):
+        deadly.died(1, A, 0.0)
+    assert deadly.check(1, 1.0) is True
+    deadly.died(1, ("w0", "b"), 2.0)  # the same worker, started again
+    assert held_s(deadly, 2.0) == 30.0
+
+
+def test_one_tries_when_it_was_held_back_long_enough_and_it_is_held_back_for_twice_as_long_if_that_kills_too():
+    deadly = Deadly(30.0)
+    deadly.died(1, A, 0.0)
+    deadly.died(1, B, 0.0)
+    assert deadly.check(1, 30.0) is True
+    assert held_s(deadly, 31.0) == 29.0  # until it is known what came of that one
+    assert deadly.died(1, C, 32.0) == 60.0
+    assert deadly.check(1, 92.0) is True
+    now, lengths = 92.0, []
+    for i in range(8):
+        lengths.append(deadly.died(1, ("w", str(i)), now))
+        now += lengths[-1]
+    assert lengths == [120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0, 3600.0]
+
+
+def test_an_answer_clears_it():
+    deadly = Deadly(30.0)
+    deadly.died(1, A, 0.0)
+    deadly.died(1, B, 0.0)
+    deadly.survived(1)
+    deadly.survived(2)
+    assert not deadly.suspects
+    deadly.died(1, C, 1.0)
+    assert deadly.check(1, 1.0) is True
+
+
+def test_what_has_killed_nothing_for_long_is_forgotten_unless_it_is_held_back():
+    deadly = Deadly(3600.0)
+    deadly.died(1, A, 0.0)
+    deadly.died(2, A, 0.0)
+    deadly.died(2, B, 0.0)
+    deadly.forget(600.0)
+    assert set(deadly.suspects) == {1, 2}
+    deadly.forget(600.1)
+    assert set(deadly.suspects) == {2}
+    deadly.forget(4200.0)
+    assert deadly.suspects
+    deadly.forget(4200.1)
+    assert not deadly.suspects
+
+
+def test_so_many_are_remembered_and_of_more_the_latest():
+    deadly = Deadly(30.0)
+    for digest in range(5000):
+        deadly.died(digest, A, 0.0)
+        deadly.died(0, A, 0.0)
+    assert len(deadly.suspects) == 4096
+    assert {0, 4999} <= set(deadly.suspects)
+    assert 1 not in deadly.suspects
+
+
+def test_nothing_is_held_back_where_it_is_so_set():
+    deadly = Deadly(0.0)
+    assert [deadly.died(1, engine, 0.0) for engine in (A, B, C)] == [0.0, 0.0, 0.0]
+    assert deadly.check(1, 0.0) is True
+
+
+# --- behind a router --------------------------------------------------------------------------------------------------
+
+
+class Mortal(Engine):
+    """Breaks off, as an engine that dies: what asks for it, or everything while it is `cursed`."""
+
+    def __init__(self, name, *, is_cursed=False):
+        super().__init__(name, self.live_or_die)
+        self.is_cursed = is_cursed
+
+    async def live_or_die(self, _engine, body):
+        if not self.is_cursed and body["messages"] != KILLER["messages"]:
+            return await Engine(self.name).answer(self, body)
+
+        async def half():
+            if body.get("stream"):
+                yield chunk(body["model"], "one")
+            yield b'{"half'
+            raise ConnectionResetError
+
+        return StreamingResponse(half(), media_type="text/event-stream" if body.get("stream") else None)
+
+
+def chat(client, body=CHAT):
+    return client.post("/v1/chat/completions", json=body)
+
+
+def killed(engines):
+    return sum(body["messages"] == KILLER["messages"] for engine in engines for body in engine.bodies)
+
+
+async def test_a_client_that_sends_a_killer_again_and_again_ends_no_more_than_two_engines():
+    engines = [Mortal(f"w{i}") for i in range(4)]
+    async with fleet(*engines) as (client, _, parts):
+        assert error_of(await chat(client, KILLER)) == (503, "no_replica")
+        for request_id in ("one", "two"):
+            answer = await chat(client, {**KILLER, "request_id": request_id})
+            assert error_of(answer) == (503, "deadly_request")
+            assert 25 < int(answer.headers["retry-after"]) <= 30
+        assert killed(engines) == 2
+        assert (await chat(client)).status_code == 200
+        # Its time is over: it is tried once more, and ends one.
+        (suspect,) = parts.deadly.suspects.values()
+        suspect.held_until = parts.clock()
+        assert error_of(await chat(client, KILLER)) == (503, "no_replica")
+        assert error_of(await chat(client, KILLER)) == (503, "deadly_request")
+        assert killed(engines) == 3
+
+
+async def test_streams_that_end_engines_after_their_first_token_are_held_back_too():
+    engines = [Mortal(f"w{i}") for i in range(3)]
+    async with fleet(*engines, breaker_failures=1) as (client, _, parts):
+        stream, ended = {**KILLER, "stream": True}, set()
+        while len(ended) < 2:
+            answer = await chat(client, stream)
+            assert b"stream_broken" in answer.content
+            ended.add(answer.headers["x-lorafleet-worker"])
+            replica = parts.discovery.fleet.replicas[answer.headers["x-lorafleet-worker"]]
+            parts.mind.failed(replica, "hung", parts.clock())  # as whoever has died gets no more
+        assert error_of(await chat(client, stream)) == (503, "deadly_request")
+
+
+async def test_what_happened_to_be_in_engines_that_died_is_answered_when_they_are_well_and_forgotten():
+    engines = [Mortal(f"w{i}", is_cursed=True) for i in range(2)]
+    async with fleet(*engines) as (client, _, parts):
+        assert error_of(await chat(client)) == (503, "no_replica")
+        assert error_of(await chat(client)) == (503, "deadly_request")
+        for engine in engines:
+            engine.is_cursed = False
+        (suspect,) = parts.deadly.suspects.values()
+        suspect.held_until = parts.clock()
+        assert (await chat(client)).status_code == 200
+        assert not parts.deadly.suspects
+        assert (await chat(client, {**CHAT, "stream": True})).status_code == 200
+
+
+async def test_what_an_engine_died_with_is_given_to_others_one_at_a_time_until_it_is_answered():
+    async def slow(engine, body):
+        await engine.go_on.wait()
+        return await Engine(engine.name).answer(engine, body)
+
+    engine = Engine("w0", slow)
+    engine.go_on.clear()
+    async with fleet(engine) as (client, _, parts):
+        question = read(
+            parts, "r", ROUTES["POST", "/v1/chat/completions"], client.build_request("POST", "/", json=CHAT).content
+        )
+        parts.deadly.died(digest_of(question), ("elsewhere", "a"), parts.clock())
+        asking = [asyncio.create_task(chat(client)) for _ in range(3)]
+        await until(lambda: sum(parts._suspects.values()) == 3 and engine.bodies)
+        assert len(engine.bodies) == 1
+        engine.go_on.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 3
+        assert not parts.deadly.suspects
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_an_error_of_an_engine_that_lives_suspects_nothing_and_clears(status):
+    async def refuse(_engine, _body):
+        return JSONResponse({"error": {"message": "no", "code": status}}, status)
+
+    async with fleet(Engine("w0", refuse)) as (client, _, parts):
+        assert (await chat(client)).status_code == status
+        assert not parts.deadly.suspects
+
+
+async def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_all_the_same():
+    ask = {
+        "model": BASE,
+        "input": "more",
+        "previous_response_id": tagged_response_id("r", "", tenant=None, worker="w1"),
+    }
+    async with fleet(Engine("w0"), Engine("w1")) as (client, _, parts):
+        question = read(
+            parts, "r", ROUTES["POST", "/v1/responses"], client.build_request("POST", "/", json=ask).content
+        )
+        for _ in range(8):
+            parts.deadly.died(digest_of(question), A, parts.clock())
+            assert (await client.post("/v1/responses", json=ask)).headers["x-lorafleet-worker"] == "w1"
