@@ -228,7 +228,8 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         metrics=metrics,
         pool=Pool(connect_s=config.connect_timeout_s, outbox=outbox),
         background=_background(config, keys, discovery, agents),
-        deadly=Deadly(config.deadly_hold_s),
+        deadly=Deadly("this request was", enough=2, hold_s=config.deadly_hold_s),
+        deadly_adapters=Deadly("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
         quotas=Quotas(SharedAccounts(me.accounts, me.slot, me.processes) if me else None),
         tracer=traces,
     )
@@ -471,6 +472,7 @@ async def _watch(parts: Parts, discovery: Discovery, metrics: Metrics) -> None:
         now = time.monotonic()
         mind.watch(replicas, now)
         parts.deadly.forget(now)
+        parts.deadly_adapters.forget(now)
         for replica in replicas:
             if replica.is_suspect:
                 _leave(replica, mind, pool, now)

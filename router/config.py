@@ -187,7 +187,7 @@ class RouterSettings(HouseSettings):
     deadly_hold_s: float = Field(
         default=30.0,
         ge=0,
-        description="for how long a request that two engines died with is sent to none; it doubles; 0: not held back",
+        description="for how long what engines died of is sent to none; it doubles; 0: it is not held back",
     )
     session_header: str = Field(
         default="x-session-id", description="names a client's session, for policy session; without it: the body's user"

@@ -1,6 +1,6 @@
 """One request from what it names to an answer that has begun: decide -> open, again elsewhere while that may help."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from secrets import token_hex
@@ -10,6 +10,7 @@ import structlog
 
 from lorafleet.auth import Caller
 from router.core.breaker import is_fault
+from router.core.deadly import Deadly
 from router.core.decision import NOTHING
 from router.core.dispatch import Prompt
 from router.core.errors import AnswerTooLarge, NoReplica, ReplicaUnreachable
@@ -214,7 +215,8 @@ class Journey(msgspec.Struct, eq=False):
         if attempt is not None:
             is_served = attempt.status < 400 and (attempt.status > 0 or attempt.failure is None)
             output_tokens = attempt.events
-            if flight is not None and (attempt.is_broken or self.parts.deadly.suspects):
+            parts = self.parts
+            if (parts.deadly.suspects or parts.deadly_adapters.suspects or attempt.is_broken) and flight is not None:
                 self._tell_deadly(attempt, flight)
             attempt.close()
         if usage is not None:
@@ -309,19 +311,29 @@ class Journey(msgspec.Struct, eq=False):
         if attempt.lost_by in _KILLED:
             self._died(flight)
         elif attempt.is_whole:
-            self.parts.deadly.survived(digest_of(self.question))
+            for deadly, which in self._suspected(flight):
+                deadly.survived(which)
 
     def _died(self, flight: Flight) -> None:
-        parts, there = self.parts, flight.replica.incarnation
-        held_s = parts.deadly.died(digest_of(self.question), there, parts.clock())
-        if held_s:
-            log.warning(
-                "engines died while a request was in them; it is held back",
-                request_id=self.question.request_id,
-                worker=there[0],
-                key=self.caller.name,
-                held_s=held_s,
-            )
+        parts, there, sent_at = self.parts, flight.replica.incarnation, flight.load.began_at
+        for deadly, which in self._suspected(flight):
+            held_s = deadly.died(which, there, parts.clock(), sent_at=sent_at)
+            if held_s:
+                log.warning(
+                    "engines died while this was in them; it is held back",
+                    what="adapter" if deadly is parts.deadly_adapters else "request",
+                    request_id=self.question.request_id,
+                    adapter=flight.prompt.ask.engine_name or "base",
+                    worker=there[0],
+                    key=self.caller.name,
+                    held_s=round(held_s, 1),
+                )
+
+    def _suspected(self, flight: Flight) -> Iterator[tuple[Deadly, Hashable]]:
+        """What an engine may have died of, in which book."""
+        yield self.parts.deadly, digest_of(self.question)
+        if flight.prompt.ask.engine_name:
+            yield self.parts.deadly_adapters, flight.prompt.ask.engine_name
 
     def _prepare(self) -> None:
         """resolve -> authorise -> tokenize, within the limits of the caller's key.
@@ -336,6 +348,8 @@ class Journey(msgspec.Struct, eq=False):
         if trace is not None:
             trace.stage("resolve")
         self.target = target = resolve_target(parts, self.caller, self.question)
+        if parts.deadly_adapters.suspects and target.adapter is not None:
+            self.deaths |= parts.deadly_adapters.check(target.adapter.engine_name, parts.clock())
         if self.question.route.state == "makes":
             if self.question.decoded.get("background"):
                 parts.background.enter(self.caller.tenant or "")

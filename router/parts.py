@@ -91,6 +91,7 @@ class Parts:
     pool: Pool
     background: Background
     deadly: Deadly
+    deadly_adapters: Deadly
     quotas: Quotas = field(default_factory=Quotas)
     tracer: Tracer | None = None
     credit: Credit = field(default_factory=Credit)

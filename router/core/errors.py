@@ -14,7 +14,7 @@ RouterError
 │   ├── NoCapacity          no_capacity: no worker has room for this adapter
 │   ├── ColdStartTimeout    adapter_loading: it was not there in time
 │   ├── CatalogUnavailable  catalog_unavailable: we never heard what exists
-│   └── HeldBack            deadly_request: engines died while it was in them
+│   └── HeldBack            deadly_request: engines died of it, or of its adapter
 ├── DeadlineExceeded        504 deadline_exceeded: the request's own deadline passed before an answer began
 ├── ReplicaUnreachable      no byte was sent to the client: another replica may be tried
 └── StreamBroken            tokens are out: never retried

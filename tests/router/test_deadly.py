@@ -10,23 +10,33 @@ from router.core.errors import HeldBack
 from router.stages import digest_of, read
 from router.surface.routes import ROUTES
 from router.surface.stored import tagged_response_id
-from tests.router.doubles import BASE, CHAT, Engine, chunk, error_of, fleet, until
+from tests.router.doubles import BASE, CHAT, Control, Engine, chunk, error_of, fleet, until
 
 A, B, C = (("w0", "a"), ("w1", "a"), ("w2", "a"))
 KILLER = {**CHAT, "messages": [{"role": "user", "content": "kill"}]}
 
 
-def held_s(deadly, now, digest=1):
+def held_s(deadly, now, which=1):
     """For how long it is still held back, None where it is not; asks as a request does."""
     try:
-        deadly.check(digest, now)
+        deadly.check(which, now)
     except HeldBack as exc:
         return exc.retry_after_s
     return None
 
 
+class Book(Deadly):
+    """Whose deaths are of what was sent just before, if not said."""
+
+    def __init__(self, hold_s=30.0, enough=2):
+        super().__init__("this was", enough=enough, hold_s=hold_s)
+
+    def died(self, which, engine, now, *, sent_at=None):
+        return super().died(which, engine, now, sent_at=now if sent_at is None else sent_at)
+
+
 def test_what_was_in_two_engines_when_they_died_is_held_back_and_what_was_in_one_is_tried_alone():
-    deadly = Deadly(30.0)
+    deadly = Book()
     assert deadly.check(1, 0.0) is False
     assert deadly.died(1, A, 0.0) == 0.0
     assert deadly.check(1, 1.0) is True
@@ -36,7 +46,7 @@ def test_what_was_in_two_engines_when_they_died_is_held_back_and_what_was_in_one
 
 
 def test_copies_that_were_in_one_engine_when_it_died_count_as_one():
-    deadly = Deadly(30.0)
+    deadly = Book()
     for _ in range(50):
         deadly.died(1, A, 0.0)
     assert deadly.check(1, 1.0) is True
@@ -44,8 +54,17 @@ def test_copies_that_were_in_one_engine_when_it_died_count_as_one():
     assert held_s(deadly, 2.0) == 30.0
 
 
+def test_engines_that_go_together_with_what_was_under_way_in_each_speak_once():
+    deadly = Book()
+    for i in range(8):
+        deadly.died(1, ("w", str(i)), 10.0 + i, sent_at=9.9)
+    assert deadly.check(1, 20.0) is True
+    deadly.died(1, C, 21.0, sent_at=10.0)  # tried again after the first of them
+    assert held_s(deadly, 21.0) == 30.0
+
+
 def test_one_tries_when_it_was_held_back_long_enough_and_it_is_held_back_for_twice_as_long_if_that_kills_too():
-    deadly = Deadly(30.0)
+    deadly = Book()
     deadly.died(1, A, 0.0)
     deadly.died(1, B, 0.0)
     assert deadly.check(1, 30.0) is True
@@ -60,7 +79,7 @@ def test_one_tries_when_it_was_held_back_long_enough_and_it_is_held_back_for_twi
 
 
 def test_an_answer_clears_it():
-    deadly = Deadly(30.0)
+    deadly = Book()
     deadly.died(1, A, 0.0)
     deadly.died(1, B, 0.0)
     deadly.survived(1)
@@ -71,7 +90,7 @@ def test_an_answer_clears_it():
 
 
 def test_what_has_killed_nothing_for_long_is_forgotten_unless_it_is_held_back():
-    deadly = Deadly(3600.0)
+    deadly = Book(3600.0)
     deadly.died(1, A, 0.0)
     deadly.died(2, A, 0.0)
     deadly.died(2, B, 0.0)
@@ -86,9 +105,9 @@ def test_what_has_killed_nothing_for_long_is_forgotten_unless_it_is_held_back():
 
 
 def test_so_many_are_remembered_and_of_more_the_latest():
-    deadly = Deadly(30.0)
-    for digest in range(5000):
-        deadly.died(digest, A, 0.0)
+    deadly = Book()
+    for which in range(5000):
+        deadly.died(which, A, 0.0)
         deadly.died(0, A, 0.0)
     assert len(deadly.suspects) == 4096
     assert {0, 4999} <= set(deadly.suspects)
@@ -96,7 +115,7 @@ def test_so_many_are_remembered_and_of_more_the_latest():
 
 
 def test_nothing_is_held_back_where_it_is_so_set():
-    deadly = Deadly(0.0)
+    deadly = Book(0.0)
     assert [deadly.died(1, engine, 0.0) for engine in (A, B, C)] == [0.0, 0.0, 0.0]
     assert deadly.check(1, 0.0) is True
 
@@ -104,15 +123,19 @@ def test_nothing_is_held_back_where_it_is_so_set():
 # --- behind a router --------------------------------------------------------------------------------------------------
 
 
-class Mortal(Engine):
-    """Breaks off, as an engine that dies: what asks for it, or everything while it is `cursed`."""
+def is_killer(body):
+    return body["messages"] == KILLER["messages"]
 
-    def __init__(self, name, *, is_cursed=False):
+
+class Mortal(Engine):
+    """Breaks off what it `dies_of`, as an engine that dies does."""
+
+    def __init__(self, name, dies_of=is_killer):
         super().__init__(name, self.live_or_die)
-        self.is_cursed = is_cursed
+        self.dies_of = dies_of
 
     async def live_or_die(self, _engine, body):
-        if not self.is_cursed and body["messages"] != KILLER["messages"]:
+        if not self.dies_of(body):
             return await Engine(self.name).answer(self, body)
 
         async def half():
@@ -129,7 +152,7 @@ def chat(client, body=CHAT):
 
 
 def killed(engines):
-    return sum(body["messages"] == KILLER["messages"] for engine in engines for body in engine.bodies)
+    return sum(is_killer(body) for engine in engines for body in engine.bodies)
 
 
 async def test_a_client_that_sends_a_killer_again_and_again_ends_no_more_than_two_engines():
@@ -164,12 +187,12 @@ async def test_streams_that_end_engines_after_their_first_token_are_held_back_to
 
 
 async def test_what_happened_to_be_in_engines_that_died_is_answered_when_they_are_well_and_forgotten():
-    engines = [Mortal(f"w{i}", is_cursed=True) for i in range(2)]
+    engines = [Mortal(f"w{i}", lambda _: True) for i in range(2)]
     async with fleet(*engines) as (client, _, parts):
         assert error_of(await chat(client)) == (503, "no_replica")
         assert error_of(await chat(client)) == (503, "deadly_request")
         for engine in engines:
-            engine.is_cursed = False
+            engine.dies_of = is_killer
         (suspect,) = parts.deadly.suspects.values()
         suspect.held_until = parts.clock()
         assert (await chat(client)).status_code == 200
@@ -188,13 +211,43 @@ async def test_what_an_engine_died_with_is_given_to_others_one_at_a_time_until_i
         question = read(
             parts, "r", ROUTES["POST", "/v1/chat/completions"], client.build_request("POST", "/", json=CHAT).content
         )
-        parts.deadly.died(digest_of(question), ("elsewhere", "a"), parts.clock())
+        parts.deadly.died(digest_of(question), ("elsewhere", "a"), parts.clock(), sent_at=parts.clock())
         asking = [asyncio.create_task(chat(client)) for _ in range(3)]
         await until(lambda: sum(parts._suspects.values()) == 3 and engine.bodies)
         assert len(engine.bodies) == 1
         engine.go_on.set()
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 3
         assert not parts.deadly.suspects
+
+
+async def test_an_adapter_that_three_engines_died_of_is_held_back_and_others_are_not():
+    def is_sql(body):
+        return body["model"].startswith("sql/v1")
+
+    engines, control = [*(Mortal(f"w{i}", is_sql) for i in range(3)), Engine("w3")], Control()
+    control.add_adapter("sql/v1", on=("w0", "w1", "w2"))
+    control.add_adapter("java/v1", on=("w0",))
+    async with fleet(*engines, control=control) as (client, _, parts):
+
+        def say(text, model="sql/v1"):
+            return chat(client, {"model": model, "messages": [{"role": "user", "content": text}]})
+
+        refused = await say("one")
+        while error_of(refused) == (503, "no_replica"):
+            refused = await say(f"some {len(parts.deadly.suspects)}")
+        assert error_of(refused) == (503, "deadly_request")
+        assert "requests for this adapter" in refused.json()["error"]["message"]
+        assert all(any(map(is_sql, engine.bodies)) for engine in engines[:3])
+        assert (await say("one", "java/v1")).status_code == 200
+        assert (await say("one", BASE)).status_code == 200
+        # Somewhere it is well: one tries there, and then it is as any other.
+        control.residents = {"w3": ["sql/v1"]}
+        control.tell()
+        await until(lambda: parts.discovery.fleet.replicas["w3"].residents)
+        (suspect,) = parts.deadly_adapters.suspects.values()
+        suspect.held_until = parts.clock()
+        assert (await say("four")).status_code == 200
+        assert not parts.deadly_adapters.suspects
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -218,5 +271,5 @@ async def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_al
             parts, "r", ROUTES["POST", "/v1/responses"], client.build_request("POST", "/", json=ask).content
         )
         for _ in range(8):
-            parts.deadly.died(digest_of(question), A, parts.clock())
+            parts.deadly.died(digest_of(question), A, parts.clock(), sent_at=parts.clock())
             assert (await client.post("/v1/responses", json=ask)).headers["x-lorafleet-worker"] == "w1"
