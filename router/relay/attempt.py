@@ -168,7 +168,7 @@ class Attempt(msgspec.Struct, eq=False):
     @property
     def is_whole(self) -> bool:
         """Whether all of an answer has come."""
-        return self._is_decided and self._connection is None and self.failure is None
+        return self._connection is None and self.failure is None
 
     def usage(self) -> EngineUsage | None:
         """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""

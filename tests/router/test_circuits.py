@@ -142,6 +142,7 @@ async def test_requests_that_engines_answer_with_errors_though_they_are_well_shu
         assert not parts.metrics.circuit_openings._children
         asked = {(await ask(client)).headers["x-lorafleet-worker"] for _ in range(60)}
         assert asked == {"w0", "w1", "w2"}
+        assert not parts.deadly.suspects
         # Found well, each is left alone for a while.
         assert all(engine.bodies.count(OURS) <= 1 for engine in engines)
 
@@ -224,13 +225,15 @@ async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_a
 
 async def test_a_request_that_two_engines_hung_with_is_not_given_to_a_third():
     engines, control = [Hanging("w0"), Hanging("w1"), Hanging("w2")], Control()
-    async with fleet(*engines, control=control) as (client, _, _):
+    async with fleet(*engines, control=control) as (client, _, parts):
         asking = asyncio.create_task(ask(client))
         for tried in (1, 2):
             await until(lambda tried=tried: sum(bool(engine.bodies) for engine in engines) == tried)
             control.suspects = frozenset(engine.name for engine in engines if engine.bodies)
         assert error_of(await asking) == (503, "no_replica")
         assert [len(engine.bodies) for engine in engines].count(1) == 2
+        (suspect,) = parts.deadly.suspects.values()
+        assert len(suspect.engines) == 2
 
 
 async def test_an_engine_whose_counters_stand_still_is_passed_over_though_nobody_there_waits_for_a_first_token():

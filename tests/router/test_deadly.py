@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
@@ -10,7 +11,8 @@ from router.core.errors import HeldBack
 from router.stages import digest_of, read
 from router.surface.routes import ROUTES
 from router.surface.stored import tagged_response_id
-from tests.router.doubles import BASE, CHAT, Control, Engine, chunk, error_of, fleet, until
+from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, error_of, fleet, until, with_sql
+from workers.wire import engine_name
 
 A, B, C = (("w0", "a"), ("w1", "a"), ("w2", "a"))
 KILLER = {**CHAT, "messages": [{"role": "user", "content": "kill"}]}
@@ -50,8 +52,8 @@ def test_copies_that_were_in_one_engine_when_it_died_count_as_one():
     for _ in range(50):
         deadly.died(1, A, 0.0)
     assert deadly.check(1, 1.0) is True
-    deadly.died(1, ("w0", "b"), 2.0)  # the same worker, started again
-    assert held_s(deadly, 2.0) == 30.0
+    assert deadly.died(1, ("w0", "b"), 2.0) == 30.0  # the same worker, started again
+    assert deadly.died(1, ("w0", "b"), 12.0) == 20.0
 
 
 def test_engines_that_go_together_with_what_was_under_way_in_each_speak_once():
@@ -104,20 +106,26 @@ def test_what_has_killed_nothing_for_long_is_forgotten_unless_it_is_held_back():
     assert not deadly.suspects
 
 
-def test_so_many_are_remembered_and_of_more_the_latest():
+def test_so_many_are_remembered_and_of_more_those_that_killed_last():
     deadly = Book()
-    for which in range(5000):
+    for which in range(4096):
         deadly.died(which, A, 0.0)
-        deadly.died(0, A, 0.0)
+    deadly.died(0, B, 0.0)
+    deadly.died(4096, A, 0.0)
     assert len(deadly.suspects) == 4096
-    assert {0, 4999} <= set(deadly.suspects)
     assert 1 not in deadly.suspects
+    assert held_s(deadly, 0.0, which=0) == 30.0
 
 
 def test_nothing_is_held_back_where_it_is_so_set():
     deadly = Book(0.0)
     assert [deadly.died(1, engine, 0.0) for engine in (A, B, C)] == [0.0, 0.0, 0.0]
     assert deadly.check(1, 0.0) is True
+
+
+def question_of(parts, path, body):
+    """As a router reads it."""
+    return read(parts, "r", ROUTES["POST", path], msgspec.json.encode(body))
 
 
 # --- behind a router --------------------------------------------------------------------------------------------------
@@ -128,13 +136,14 @@ def is_killer(body):
 
 
 class Mortal(Engine):
-    """Breaks off what it `dies_of`, as an engine that dies does."""
+    """Breaks off what it `dies_of`, as an engine that dies does, when it may go on."""
 
     def __init__(self, name, dies_of=is_killer):
         super().__init__(name, self.live_or_die)
         self.dies_of = dies_of
 
     async def live_or_die(self, _engine, body):
+        await self.go_on.wait()
         if not self.dies_of(body):
             return await Engine(self.name).answer(self, body)
 
@@ -200,24 +209,89 @@ async def test_what_happened_to_be_in_engines_that_died_is_answered_when_they_ar
         assert (await chat(client, {**CHAT, "stream": True})).status_code == 200
 
 
-async def test_what_an_engine_died_with_is_given_to_others_one_at_a_time_until_it_is_answered():
-    async def slow(engine, body):
-        await engine.go_on.wait()
-        return await Engine(engine.name).answer(engine, body)
+async def slow(engine, body):
+    """Until it may go on."""
+    await engine.go_on.wait()
+    return await Engine(engine.name).answer(engine, body)
 
+
+IDS = {"model": "sql/v1", "prompt": [1, 2, 3]}  # so that nothing need be waited for before it is sent
+
+
+@pytest.mark.parametrize("suspect", ["request", "adapter"])
+async def test_what_an_engine_died_with_is_given_to_others_one_at_a_time_until_it_is_answered(suspect):
     engine = Engine("w0", slow)
     engine.go_on.clear()
-    async with fleet(engine) as (client, _, parts):
-        question = read(
-            parts, "r", ROUTES["POST", "/v1/chat/completions"], client.build_request("POST", "/", json=CHAT).content
-        )
-        parts.deadly.died(digest_of(question), ("elsewhere", "a"), parts.clock(), sent_at=parts.clock())
-        asking = [asyncio.create_task(chat(client)) for _ in range(3)]
+    async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
+        now, name = parts.clock(), engine_name("sql/v1", DIGEST)
+        deadly = parts.deadly if suspect == "request" else parts.deadly_adapters
+        which = digest_of(question_of(parts, "/v1/completions", IDS)) if suspect == "request" else name
+        deadly.died(which, ("elsewhere", "a"), now, sent_at=now)
+        asking = [asyncio.create_task(client.post("/v1/completions", json=IDS)) for _ in range(3)]
         await until(lambda: sum(parts._suspects.values()) == 3 and engine.bodies)
         assert len(engine.bodies) == 1
         engine.go_on.set()
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 3
+        assert not deadly.suspects
+
+
+async def test_engines_that_die_together_with_copies_of_a_request_hold_it_back_for_nobody():
+    engines = [Mortal("w0"), Mortal("w1")]
+    for engine in engines:
+        engine.go_on.clear()
+    async with fleet(*engines, Engine("w2"), breaker_failures=1) as (client, _, parts):
+        parts.mind.failed(parts.discovery.fleet.replicas["w2"], "hung", parts.clock())
+        asking = [asyncio.create_task(chat(client, KILLER)) for _ in range(12)]
+        await until(lambda: all(engine.bodies for engine in engines) and killed(engines) == 12)
+        parts.mind.breaker.trusted(parts.discovery.fleet.replicas["w2"], parts.clock())
+        for engine in engines:
+            engine.go_on.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
         assert not parts.deadly.suspects
+
+
+@pytest.mark.parametrize("end", ["its client leaves", "the engine falls silent"])
+async def test_an_answer_that_does_not_come_to_its_end_clears_nothing(end):
+    engine, body = Engine("w0"), {**CHAT, "stream": True}
+    engine.go_on.clear()
+    async with fleet(engine, idle_timeout_s=60.0 if "client" in end else 0.3) as (client, _, parts):
+        now, digest = parts.clock(), digest_of(question_of(parts, "/v1/chat/completions", body))
+        parts.deadly.died(digest, A, now, sent_at=now)
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            pieces = answer.aiter_bytes()
+            await anext(pieces)
+            if "silent" in end:
+                assert b"stream_broken" in b"".join([piece async for piece in pieces])
+        await until(lambda: not parts.mind.load.all_in_flight)
+        assert digest in parts.deadly.suspects
+
+
+async def test_the_words_of_a_dead_engine_are_a_death_and_say_nothing_of_an_adapter_where_there_is_none():
+    async def dead(_engine, _body):
+        said = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+        return JSONResponse({"error": {"message": said, "code": 500}}, 500)
+
+    async with fleet(Engine("w0", dead), Engine("w1", dead)) as (client, _, parts):
+        assert error_of(await chat(client)) == (503, "no_replica")
+        assert error_of(await chat(client)) == (503, "deadly_request")
+        assert not parts.deadly_adapters.suspects
+
+
+async def test_a_router_forgets_of_itself():
+    async with fleet(Engine("w0")) as (_, _, parts):
+        for deadly in (parts.deadly, parts.deadly_adapters):
+            deadly.died("x", A, parts.clock() - 601, sent_at=0.0)
+        await until(lambda: not parts.deadly.suspects and not parts.deadly_adapters.suspects)
+
+
+async def test_a_request_is_the_same_by_its_route_its_fields_and_what_they_say():
+    async with fleet(Engine("w0")) as (_, _, parts):
+        bodies = [CHAT, KILLER, {**CHAT, "a": 1, "b": 2}, {**CHAT, "a": 2, "b": 1}, {**CHAT, "b": 1, "c": 2}]
+        chats = {digest_of(question_of(parts, "/v1/chat/completions", body)) for body in bodies}
+        others = {digest_of(question_of(parts, "/v1/messages", body)) for body in bodies}
+        assert len(chats | others) == 10
+        again = question_of(parts, "/v1/chat/completions", {**CHAT, "request_id": "again"})
+        assert digest_of(again) in chats
 
 
 async def test_an_adapter_that_three_engines_died_of_is_held_back_and_others_are_not():
@@ -256,6 +330,7 @@ async def test_an_error_of_an_engine_that_lives_suspects_nothing_and_clears(stat
         return JSONResponse({"error": {"message": "no", "code": status}}, status)
 
     async with fleet(Engine("w0", refuse)) as (client, _, parts):
+        parts.deadly.died(digest_of(question_of(parts, "/v1/chat/completions", CHAT)), A, 0.0, sent_at=0.0)
         assert (await chat(client)).status_code == status
         assert not parts.deadly.suspects
 
@@ -267,9 +342,7 @@ async def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_al
         "previous_response_id": tagged_response_id("r", "", tenant=None, worker="w1"),
     }
     async with fleet(Engine("w0"), Engine("w1")) as (client, _, parts):
-        question = read(
-            parts, "r", ROUTES["POST", "/v1/responses"], client.build_request("POST", "/", json=ask).content
-        )
+        digest = digest_of(question_of(parts, "/v1/responses", ask))
         for _ in range(8):
-            parts.deadly.died(digest_of(question), A, parts.clock(), sent_at=parts.clock())
+            parts.deadly.died(digest, A, parts.clock(), sent_at=parts.clock())
             assert (await client.post("/v1/responses", json=ask)).headers["x-lorafleet-worker"] == "w1"
