@@ -235,17 +235,21 @@ async def test_what_an_engine_died_with_is_given_to_others_one_at_a_time_until_i
         assert not deadly.suspects
 
 
-async def test_engines_that_die_together_with_copies_of_a_request_hold_it_back_for_nobody():
-    engines = [Mortal("w0"), Mortal("w1")]
-    for engine in engines:
+async def test_engines_that_die_together_with_copies_of_a_request_speak_once():
+    dying, sound = [Mortal("w0"), Mortal("w1")], Engine("w2", slow)
+    for engine in (*dying, sound):
         engine.go_on.clear()
-    async with fleet(*engines, Engine("w2"), breaker_failures=1) as (client, _, parts):
-        parts.mind.failed(parts.discovery.fleet.replicas["w2"], "hung", parts.clock())
+    async with fleet(*dying, sound, breaker_failures=1) as (client, _, parts):
+        late = parts.discovery.fleet.replicas["w2"]
+        parts.mind.failed(late, "hung", parts.clock())
         asking = [asyncio.create_task(chat(client, KILLER)) for _ in range(12)]
-        await until(lambda: all(engine.bodies for engine in engines) and killed(engines) == 12)
-        parts.mind.breaker.trusted(parts.discovery.fleet.replicas["w2"], parts.clock())
-        for engine in engines:
+        await until(lambda: all(engine.bodies for engine in dying) and killed(dying) == 12)
+        parts.mind.breaker.trusted(late, parts.clock())
+        for engine in dying:
             engine.go_on.set()
+        await until(lambda: sum(parts._suspects.values()) == 12 and sound.bodies)
+        assert [len(suspect.engines) for suspect in parts.deadly.suspects.values()] == [1]
+        sound.go_on.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
         assert not parts.deadly.suspects
 
