@@ -215,8 +215,8 @@ class Journey(msgspec.Struct, eq=False):
         if attempt is not None:
             is_served = attempt.status < 400 and (attempt.status > 0 or attempt.failure is None)
             output_tokens = attempt.events
-            parts = self.parts
-            if (parts.deadly.suspects or parts.deadly_adapters.suspects or attempt.is_broken) and flight is not None:
+            has_suspects = self.parts.deadly.suspects or self.parts.deadly_adapters.suspects
+            if flight is not None and (has_suspects or attempt.is_broken):
                 self._tell_deadly(attempt, flight)
             attempt.close()
         if usage is not None:
@@ -341,13 +341,13 @@ class Journey(msgspec.Struct, eq=False):
         raises  HeldBack, and what those raise
         """
         trace, parts, limits = self.trace, self.parts, self.caller.limits
-        if parts.deadly.suspects and parts.deadly.check(digest_of(self.question), parts.clock()):
-            self.deaths = 1
         if limits is not None and self.granted is None:
             self.granted = parts.quotas.take(self.caller.key_id, limits, parts.clock())
         if trace is not None:
             trace.stage("resolve")
         self.target = target = resolve_target(parts, self.caller, self.question)
+        if parts.deadly.suspects and parts.deadly.check(digest_of(self.question), parts.clock()):
+            self.deaths = 1
         if parts.deadly_adapters.suspects and target.adapter is not None:
             self.deaths |= parts.deadly_adapters.check(target.adapter.engine_name, parts.clock())
         if self.question.route.state == "makes":
