@@ -127,6 +127,8 @@ class Front:
         shortest = min(limits.head_s, limits.body_s, limits.send_stall_s, limits.idle_s)
         self._sweep_every_s = min(1.0, max(0.02, shortest / 4))
         self._timer: asyncio.TimerHandle | None = None
+        self._sweep_at = 0.0
+        self._was_late = False
 
     def __call__(
         self,
@@ -161,7 +163,7 @@ class Front:
     def add(self, connection: "_Connection") -> None:
         self.connections.add(connection)
         if self._timer is None:
-            self._timer = connection.loop.call_later(self._sweep_every_s, self._sweep, connection.loop)
+            self._sweep_later(connection.loop)
 
     def stop(self) -> None:
         """The time to finish is over: whatever is being answered by plain calls ends here, as tasks end that are
@@ -174,10 +176,19 @@ class Front:
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """One timer looks at all deadlines: none is made per request or chunk."""
         now = loop.time()
-        for connection in list(self.connections):
-            connection.check(now)
-        again = bool(self.connections)
-        self._timer = loop.call_later(self._sweep_every_s, self._sweep, loop) if again else None
+        # So late, this process stood still (a container that was frozen, say). A loop runs its timers before it reads,
+        # and what clients have sent meanwhile is not late. Never twice in a row: some loops are always late.
+        self._was_late = now - self._sweep_at > self._sweep_every_s and not self._was_late
+        if not self._was_late:
+            for connection in list(self.connections):
+                connection.check(now)
+        self._timer = None
+        if self.connections:
+            self._sweep_later(loop)
+
+    def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._sweep_at = loop.time() + self._sweep_every_s
+        self._timer = loop.call_at(self._sweep_at, self._sweep, loop)
 
 
 class Exchange(msgspec.Struct, eq=False):

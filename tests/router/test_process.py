@@ -1,8 +1,11 @@
 """What a router's process is made of."""
 
 import json
+import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -45,3 +48,56 @@ def test_a_router_that_has_lost_what_runs_beside_its_requests_says_so_and_ends_w
     last = next(line for line in said if line["level"] == "critical")
     assert "run" in last["task"]
     assert ("nobody caught this" in done.stderr) == end.startswith("raise")
+
+
+_HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+_COMPLETION = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+)
+
+
+def test_what_comes_while_a_router_stands_still_is_not_late(tmp_path) -> None:
+    """As in a container that is frozen: its loop's timers run before it reads."""
+    port_file = tmp_path / "port"
+    flags = ("--head-timeout-s", "1", "--body-timeout-s", "1", "--keep-alive-s", "1", "--drain-s", "0")
+    command = [sys.executable, "-m", "router", "--port", "0", "--port-file", str(port_file), *flags]
+    with subprocess.Popen([*command, "--orchestrator-url", "http://127.0.0.1:1"], stderr=subprocess.DEVNULL) as router:
+        try:
+            until = time.monotonic() + 60
+            while not port_file.exists():
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            address = ("127.0.0.1", int(port_file.read_text()))
+            with (
+                socket.create_connection(address, 20) as idle,
+                socket.create_connection(address, 20) as in_head,
+                socket.create_connection(address, 20) as in_body,
+            ):
+                idle.sendall(_HEALTH)
+                assert _status(idle) == 200
+                in_head.sendall(_HEALTH[:9])
+                in_body.sendall(_COMPLETION[:-1])
+                time.sleep(0.2)  # until it is read
+                router.send_signal(signal.SIGSTOP)
+                time.sleep(0.1)
+                idle.sendall(_HEALTH)
+                in_head.sendall(_HEALTH[9:])
+                in_body.sendall(_COMPLETION[-1:])
+                time.sleep(1.5)
+                router.send_signal(signal.SIGCONT)
+                assert [_status(each) for each in (idle, in_head, in_body)] == [200, 200, 503]  # no catalog: not 408
+                assert idle.recv(1) == b""  # what is idle is closed as ever
+        finally:
+            router.kill()
+
+
+def _status(client: socket.socket) -> int:
+    """Of the next answer, which is read whole."""
+    said = b""
+    while b"\r\n\r\n" not in said:
+        said += client.recv(4096) or b"closed \r\n\r\n"
+    head, _, body = said.partition(b"\r\n\r\n")
+    size = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+    while len(body) < size:
+        body += client.recv(4096)
+    return int(head.split()[1])

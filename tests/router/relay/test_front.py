@@ -5,6 +5,7 @@ import contextlib
 import gc
 import socket
 import struct
+import time
 import weakref
 
 import pytest
@@ -937,6 +938,17 @@ async def test_a_connection_without_requests_is_closed_after_a_while_and_one_at_
             served.app.go_on.set()
             assert (await other.answer())[2] == b"3"
             assert await other.rest() == b""
+
+
+async def test_a_loop_that_is_always_late_closes_what_is_idle_all_the_same():
+    async with fronted(idle_s=0.1, head_s=0.1, body_s=0.1) as served, await served.client() as client:
+        rest = asyncio.create_task(client.rest())
+        for _ in range(20):
+            time.sleep(0.1)  # noqa: ASYNC251  (that is the point)
+            await asyncio.sleep(0)
+            if rest.done():
+                break
+        assert rest.done()
 
 
 async def test_a_connection_whose_last_message_was_answered_before_it_was_whole_is_closed_after_a_while_too():
