@@ -493,7 +493,11 @@ class _Answer(msgspec.Struct, eq=False):
         self.fail(HttpError(500, "internal_error", f"internal error ({type(exc).__name__}); see the router's log"))
 
     def fail(self, exc: RouterError | HttpError) -> None:
-        """One error answer; the last event of a stream that has begun."""
+        """One error answer; the last event of a stream that has begun, unless that has its last one already."""
+        journey = self.journey
+        if journey is not None and journey.attempt is not None and journey.attempt.has_said_done:
+            self.exchange.finish()
+            return
         self.code = exc.code
         body = envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param)
         errors = self.route.errors

@@ -170,6 +170,12 @@ class Attempt(msgspec.Struct, eq=False):
         """Whether all of an answer has come."""
         return self._connection is None and self.failure is None
 
+    @property
+    def has_said_done(self) -> bool:
+        """Whether the last event of its stream was sent on: its client lacks nothing, whatever comes behind it."""
+        tail = self._tail or [b""]
+        return tail[-1].rstrip().endswith(b"data: [DONE]")
+
     def usage(self) -> EngineUsage | None:
         """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""
         kind = self._call.route.usage

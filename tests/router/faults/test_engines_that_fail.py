@@ -86,11 +86,23 @@ async def test_a_stream_that_breaks_off_at_any_byte_is_whole_from_another_engine
                 # A reset may take bytes with it that were sent before.
                 assert (how, answer.content) == ("reset", CLEAN), at
                 continue
+            if events == list(EVENTS):
+                assert at >= len(STREAM) - 7, at  # all was there but the end of the framing
+                continue
             *good, error, done = events
             assert EVENTS[: len(good)] == tuple(good), at
             assert good, at
             assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "stream_broken", at
             assert done == DONE, at
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+async def test_a_stream_that_breaks_off_behind_its_last_event_has_no_error_after_it(line_end):
+    said = STREAM_HEAD + pieces(*(event.replace(b"\n", line_end) for event in EVENTS))
+    async with house(1) as router:
+        answer = await router.ask("x", saying(said, "close"), stream=True)
+        assert answer.content.replace(b"\r\n", b"\n") == b"".join(EVENTS)
+        assert router.parts.metrics.requests.labels(COMPLETIONS, 200, "").value == 1
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])

@@ -274,6 +274,15 @@ async def test_a_deadline_ends_a_request_wherever_it_is_and_its_engine_stops():
         await until(router.is_idle)
 
 
+async def test_a_deadline_that_passes_behind_a_streams_last_event_adds_no_error_to_it():
+    async with house(1) as router:
+        said = saying(STREAM_HEAD + pieces(*EVENTS), "hang")
+        answer = await router.ask("x", said, stream=True, headers={"x-lorafleet-timeout-s": "0.15"})
+        assert answer.content == b"".join(EVENTS)
+        assert counted(router, "requests", COMPLETIONS, 200, "") == 1
+        await until(router.is_idle)
+
+
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "soon", "", "1e400"])
 async def test_a_deadline_that_is_none_is_a_400_and_a_distant_one_is_none(given):
     async with house(1) as router:
