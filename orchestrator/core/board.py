@@ -94,6 +94,9 @@ class Board:
                 adapter = adapters.get(held.lora_id)
                 if adapter is None or held.state not in OCCUPYING or not is_same(adapter, held):
                     continue
+                # Its agent does not answer: nobody knows when that load ends, and somebody may wait for the adapter.
+                if held.state == "loading" and worker.state == "unmanaged":
+                    continue
                 if worker.state == "draining":
                     self.movers.add(held.lora_id)
                 else:

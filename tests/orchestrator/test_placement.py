@@ -300,6 +300,15 @@ def test_a_draining_worker_gives_up_an_adapter_only_once_it_is_ready_elsewhere()
     assert place(intent(adapter("a")), fleet(replace(leaving, held={})), Demand(), Rules(), NOW).leaving == ("w0",)
 
 
+def test_a_load_at_a_worker_whose_agent_is_gone_is_no_copy_and_another_worker_is_asked():
+    observed = fleet(worker("w0", held("a", state="loading"), state="unmanaged"), worker("w1"))
+    desired = place(intent(adapter("a")), observed, want("a"), Rules(), NOW)
+    assert [(load.lora_id, load.worker_id) for load in desired.loads] == [("a", "w1")]
+    for state in ("ready", "cordoned"):
+        answers = fleet(worker("w0", held("a", state="loading"), state=state), worker("w1"))
+        assert not place(intent(adapter("a")), answers, want("a"), Rules(), NOW).loads
+
+
 def test_nothing_is_done_to_an_unmanaged_worker_and_what_it_holds_counts():
     observed = fleet(worker("w0", held("a"), held("gone"), state="unmanaged"), worker("w1"))
     wanted = intent(adapter("a", loading="eager"), adapter("gone", is_deleting=True))
