@@ -597,8 +597,8 @@ class _Connection(HttpToolsProtocol):
         except Exception as exc:  # noqa: BLE001  (whatever it is: its client is told, and the log)
             _fail_unexpectedly(exchange, exc)
         finally:
-            assert exchange._task is not None
-            self.tasks.discard(exchange._task)
+            if exchange._task is not None:
+                self.tasks.discard(exchange._task)
 
     def stays_open(self) -> bool:
         """Whether another request may follow the one being answered."""
@@ -680,7 +680,9 @@ class _Connection(HttpToolsProtocol):
         exchange = self._current
         if exchange is not None:
             self.let_go(exchange)
-            self._cancel(exchange._task)
+            # What cancels a task stays in it, with every frame that it went through: they must not lead back to it.
+            task, exchange._task = exchange._task, None
+            self._cancel(task)
             exchange.leave()
         self._drop_queue()
         if self.cycle is not None and not self.cycle.response_complete:

@@ -827,6 +827,27 @@ async def test_of_what_is_answered_nothing_is_kept_while_its_client_says_no_more
         assert kept[0]() is None
 
 
+async def test_nothing_of_a_request_whose_client_left_waits_for_the_garbage_collector():
+    kept = []
+
+    class Kept:
+        async def answer(self, exchange):
+            kept.append(weakref.ref(self))
+            self.exchange = exchange
+            await asyncio.Event().wait()
+
+    gc.disable()
+    try:
+        async with fronted(lambda exchange: Kept().answer(exchange)) as served:
+            async with await served.client() as client:
+                client.send(post(HOT, b"abc"))
+                await until(lambda: kept)
+            await until(lambda: not served.front.connections)
+            await until(lambda: kept[0]() is None)
+    finally:
+        gc.enable()
+
+
 async def test_a_client_that_goes_on_and_on_behind_its_last_request_is_hung_up_on():
     work = Work()
     async with fronted(work) as served, await served.client() as client:
