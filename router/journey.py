@@ -308,7 +308,7 @@ class Journey(msgspec.Struct, eq=False):
 
     def _tell_deadly(self, attempt: Attempt, flight: Flight) -> None:
         """What came of it, where engines have died of late, or its own has just now."""
-        if attempt.lost_by in _KILLED:
+        if attempt.lost_by in _KILLED and not attempt.has_said_done:
             self._died(flight)
         elif attempt.is_whole:
             for deadly, which in self._suspected(flight):
