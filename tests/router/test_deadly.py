@@ -270,6 +270,21 @@ async def test_an_answer_that_does_not_come_to_its_end_clears_nothing(end):
         assert digest in parts.deadly.suspects
 
 
+async def test_an_engine_that_breaks_off_behind_the_last_event_did_not_die_of_it():
+    async def said_all(_engine, body):
+        async def events():
+            yield chunk(body["model"], "one")
+            yield b"data: [DONE]\n\n"
+            raise ConnectionResetError
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async with fleet(Engine("w0", said_all)) as (client, _, parts):
+        assert (await chat(client, {**CHAT, "stream": True})).content.endswith(b"data: [DONE]\n\n")
+        await until(lambda: not parts.mind.load.all_in_flight)
+        assert not parts.deadly.suspects
+
+
 async def test_the_words_of_a_dead_engine_are_a_death_and_say_nothing_of_an_adapter_where_there_is_none():
     async def dead(_engine, _body):
         said = "EngineCore encountered an issue. See stack trace (above) for the root cause."
