@@ -410,6 +410,7 @@ async def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(worke
         full(worker.process.pid, False)
         epoch = worker.state_dir / "epoch.json"
         await until(lambda: epoch.exists() and json.loads(epoch.read_text()) == {"epoch": 7})
+        assert await loaded(client) == {THREE[1], THREE[2]}  # it answers when what is written after the epoch is, too
         worker.process.kill()
         await worker.process.wait()
     async with worker.running() as client:
