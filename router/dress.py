@@ -79,12 +79,13 @@ _UNSET = (b"null", b"false")
 _UNASKED = (None, False)
 
 # Fields with which an answer would show that the engine was given ids for a text: it repeats the prompt, or cuts it.
-# A text that the tokenizer normalizes does not come back from its ids as it was.
+# A text that the tokenizer normalizes does not come back from its ids as it was. And fields that hold an effort: vLLM
+# 0.33 may put another into the prompt (`--reasoning-effort-map`), which its /tokenize cannot be asked about.
 _NEEDS_TEXT: Mapping[PromptKind, frozenset[str]] = {
     "completion": frozenset({"echo", "suffix", "prompt_embeds", "truncate_prompt_tokens"}),
-    "chat": frozenset({"echo", "return_prompt_text", "truncate_prompt_tokens"}),
-    "responses": frozenset({"enable_response_messages"}),
-    "messages": frozenset(),
+    "chat": frozenset({"echo", "return_prompt_text", "truncate_prompt_tokens", "reasoning_effort"}),
+    "responses": frozenset({"enable_response_messages", "reasoning"}),
+    "messages": frozenset({"output_config", "thinking"}),
 }
 
 
@@ -238,7 +239,7 @@ def dialect_of(kind: str, *, engine_name: str, path: str = "/v1/completions") ->
 
 
 def may_send_ids(kind: PromptKind, body: Body, *, prompt_tokens: int, max_model_len: int) -> bool:
-    """Whether an engine given the prompt's ids answers exactly as it would the text, in vLLM 0.32.
+    """Whether an engine given the prompt's ids answers exactly as it would the text, in vLLM 0.32 and 0.33.
 
     Seen running, bodies compared but for ids and times (tests/contract/test_surface.py). A prompt that is too long is
     left as text because vLLM words that error otherwise, an empty one because it is another error.

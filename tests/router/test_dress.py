@@ -192,7 +192,11 @@ def test_a_conversation_gets_the_ids_beside_its_messages(kind):
         ("chat", '"echo":true'),
         ("chat", '"return_prompt_text":true'),
         ("chat", '"truncate_prompt_tokens":5'),
+        ("chat", '"reasoning_effort":"medium"'),
         ("responses", '"enable_response_messages":true'),
+        ("responses", '"reasoning":{"effort":"medium"}'),
+        ("messages", '"output_config":{"effort":"medium"}'),
+        ("messages", '"thinking":{"type":"disabled"}'),
     ],
 )
 def test_ids_are_not_sent_where_the_answer_would_show_it(kind, field):
