@@ -543,6 +543,38 @@ async def test_a_text_goes_as_ids_to_the_boot_that_agreed_and_as_it_came_to_one_
         assert engine.bodies.pop()["prompt"] == chat.completion_ids(RULES)
 
 
+@pytest.mark.parametrize(
+    ("setting", "with_ids"), [("off", set()), ("completions", {"completion"}), ("all", {"completion", "chat"})]
+)
+async def test_which_prompts_go_as_ids_is_what_the_setting_says_and_short_ones_and_efforts_never_do(
+    chat, model, setting, with_ids
+):
+    def ids_of(body):
+        text, special = chat.prompt_text(body)
+        return chat.encode(text, add_special_tokens=special)
+
+    def chats(text, **more):
+        return {"model": BASE, "messages": [{"role": "user", "content": text}], **more}
+
+    engine, control = Engine("w0", ids_of=ids_of), Control(files=read_files(model))
+    async with fleet(engine, control=control, tokenizer="auto", send_prompt_ids=setting) as (client, _, parts):
+        await until(lambda: parts.tokenizers.knows(BASE))
+
+        async def goes_as_ids(path, body):
+            assert (await client.post(path, json=body)).status_code == 200
+            sent = engine.bodies.pop()
+            return "kv_transfer_params" in sent or not isinstance(sent.get("prompt", ""), str)
+
+        found = {
+            "completion": await goes_as_ids("/v1/completions", LONG | {"model": BASE}),
+            "short completion": await goes_as_ids("/v1/completions", {"model": BASE, "prompt": "hello"}),
+            "chat": await goes_as_ids("/v1/chat/completions", chats(RULES)),
+            "short chat": await goes_as_ids("/v1/chat/completions", chats("hello")),
+            "effort": await goes_as_ids("/v1/chat/completions", chats(RULES, reasoning_effort="low")),
+        }
+        assert {kind for kind, is_so in found.items() if is_so} == with_ids
+
+
 # --- what cannot be tokenized here ---------------------------------------------------------------------------------
 
 
