@@ -434,6 +434,7 @@ async def test_after_a_frame_that_cannot_be_read_all_is_taken_again(bad):
         await until(lambda: since == [0, 2])
         assert depth(feeds, range(6)) == 3
         assert value(feeds.metrics.kv_snapshots, "w0") == 2
+        assert value(feeds.metrics.loop_failures, "kv_ledger") == 1
         assert trust.state("w0") == "exact"
         await feeds.close()
 

@@ -296,6 +296,33 @@ async def test_a_report_that_cannot_be_read_is_counted_and_logged_with_the_worke
         assert (said["loop"], said["worker"], said["exc_info"]) == ("metadata", "w0", True)
 
 
+def lose_an_index(parts):
+    parts.feeds.indexes["another model", 16] = None
+
+
+def lose_the_rules(parts):
+    parts.mind.breaker.rules = None
+
+
+def lose_what_waits(parts):
+    parts.usage.waits_s = None
+
+
+@pytest.mark.parametrize(
+    ("loop", "breaks"),
+    [
+        ("sweep", lose_an_index),
+        ("kv_feeds", lose_an_index),
+        ("watch", lose_the_rules),
+        ("usage", lose_what_waits),
+    ],
+)
+async def test_a_fault_of_ours_in_a_loop_is_counted_under_its_name(loop, breaks):
+    async with fleet(Engine("w0")) as (_, _, parts):
+        breaks(parts)
+        await until(lambda: parts.metrics.loop_failures.labels(loop).value)
+
+
 async def test_an_engine_that_leaves_after_its_first_token_ends_the_stream_with_an_error_event():
     async def breaks(engine, body):
         async def pieces():

@@ -69,6 +69,18 @@ async def test_a_client_that_leaves_while_waiting_is_never_sent_and_leaves_nothi
     assert len(engine.bodies) == 3
 
 
+async def test_a_fault_of_ours_among_those_who_wait_is_counted_and_they_go_when_it_is_over():
+    engine = Slow("w0")
+    async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
+        asking = [ask(client) for _ in range(3)]
+        await until(lambda: len(parts.mind.waiting) == 1)
+        drain, parts.mind.waiting.drain = parts.mind.waiting.drain, None
+        await until(lambda: parts.metrics.loop_failures.labels("waiting").value)
+        parts.mind.waiting.drain = drain
+        engine.first.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 3
+
+
 @pytest.mark.parametrize(
     ("limit", "says"), [({"max_waiting_requests": 1}, "1 requests"), ({"max_wait_s": 0.3}, "0.3 s")]
 )
