@@ -612,3 +612,30 @@ def test_a_storm_of_retries_is_bounded_by_what_was_asked_lately():
         budget.take(now)
     allowed = sum(budget.take(now) for _ in range(1000))
     assert 50 < allowed < 0.2 * 10 * 10 * 10
+
+
+def granted(budget, now):
+    return next(count for count in range(10_000) if not budget.take(now))
+
+
+def test_a_budget_begins_with_its_floor_and_has_back_of_it_what_a_while_brings():
+    budget = RetryBudget()
+    budget.begin(3600.0)
+    assert granted(budget, 3600.0) == 30
+    assert granted(budget, 3600.0) == 0
+    assert granted(budget, 3601.0) == 2  # three a second, of which a twentieth has leaked
+    budget.begin(3700.0)
+    assert granted(budget, 4700.0) == 30
+    assert budget.refused == 4
+
+
+def test_a_budget_is_a_share_of_what_was_sent_and_leaks_as_if_that_had_come_evenly():
+    budget = RetryBudget(share=0.5, floor_per_s=0.0)
+    budget.requests += 100
+    assert granted(budget, 0.0) == 50
+    assert granted(budget, 0.0) == 0
+    budget.requests += 100
+    assert granted(budget, 10.0) == 31  # 50 (1 - 1/e)
+    budget.requests += 100
+    assert budget.take(10.0)
+    assert granted(budget, 20.0) == 18  # 49.6 / e
