@@ -248,17 +248,22 @@ class ColdStarts:
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
             try:
-                placed = await self._ensure(lora_id)
+                placed = await self._place(lora_id)
             except RouterError as exc:
                 self.metrics.cold_starts.labels(exc.code).inc()
                 raise
-            except (EngineLost, Refused, ValueError) as exc:
-                log.warning("orchestrator away, asking the adapter's home itself", lora_id=lora_id, error=repr(exc))
-                placed = await self._load_at_home(lora_id)
             self.metrics.cold_starts.labels("asked" if placed is None else "placed").inc()
             if placed is not None:
                 self.discovery.look_now(placed)
             await asyncio.sleep(_ASK_AGAIN_S if placed is None else _ASK_AGAIN_S / 4)
+
+    async def _place(self, lora_id: str) -> str | None:
+        """Where it is ready by the orchestrator's word, or its home's where that is away; None: not yet."""
+        try:
+            return await self._ensure(lora_id)
+        except (EngineLost, Refused, ValueError) as exc:
+            log.warning("orchestrator away, asking the adapter's home itself", lora_id=lora_id, error=repr(exc))
+            return await self._load_at_home(lora_id)
 
     async def _ensure(self, lora_id: str) -> str | None:
         """Where the orchestrator says that it is ready, or None: not yet."""

@@ -43,6 +43,12 @@ async def stop(tasks):
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def outcomes(parts):
+    """Answers to loads asked for, by what the metrics say of them."""
+    (counted,) = parts.metrics.cold_starts.collect()
+    return {sample.labels["outcome"]: sample.value for sample in counted.samples if sample.name.endswith("_total")}
+
+
 def bringing():
     return [task for task in asyncio.all_tasks() if "_bring" in repr(task)]
 
@@ -122,9 +128,10 @@ async def test_while_the_orchestrator_is_away_a_hundred_requests_are_one_load_at
 
     control = with_sql()
     control.ensure = unreachable
-    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, _):
+    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, parts):
         body = {**CHAT, "lora_id": "sql/v1"}
         answers = await asyncio.gather(*[client.post("/v1/chat/completions", json=body) for _ in range(100)])
+        assert outcomes(parts) == {"placed": 1}
     assert [answer.status_code for answer in answers] == [200] * 100
     assert [load["lora_id"] for load in control.loads] == ["sql/v1"]
     assert control.ensured == ["sql/v1"]
@@ -227,8 +234,9 @@ async def test_where_an_adapter_was_placed_is_looked_at_at_once():
 
     control = with_sql()
     control.ensure = placed
-    async with fleet(Engine("w0"), control=control, metadata_poll_s=60.0, catalog_poll_s=60.0) as (client, _, _):
+    async with fleet(Engine("w0"), control=control, metadata_poll_s=60.0, catalog_poll_s=60.0) as (client, _, parts):
         assert (await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
+        assert outcomes(parts) == {"placed": 1}
 
 
 async def test_an_orchestrator_that_hangs_is_waited_for_no_longer_than_it_takes_to_see_that():
@@ -482,6 +490,7 @@ async def test_all_who_wait_are_told_as_soon_as_the_orchestrator_refuses():
         async with asyncio.timeout(5):
             told = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(error) for error in told] == [AdapterFailed] * 3
+        assert outcomes(parts) == {"adapter_failed": 1}
         assert not parts.cold._flights
 
 
@@ -505,6 +514,7 @@ async def test_waiting_for_adapters_that_are_placed_nowhere_asks_no_agent_anythi
         waiting = [asyncio.create_task(parts.cold.until_resident(f"cold-{n}/v1")) for n in range(5)]
         await until(lambda: len(control.ensured) == 10)  # each of them twice: what came of the first is over
         assert control.asked == before
+        assert outcomes(parts)["asked"] >= 5
         await stop(waiting)
 
 
@@ -581,6 +591,7 @@ async def test_what_goes_while_the_orchestrator_does_not_answer_is_not_waited_fo
         adapter = parts.discovery.fleet.adapters["sql/v1"]
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert error_of(answer) == ((404, "model_not_found") if gone == "the adapter" else (503, "no_replica"))
+        assert outcomes(parts) == {error_of(answer)[1]: 1}
         assert not control.loads
         assert not parts.cold._flights
 
