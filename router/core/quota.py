@@ -73,15 +73,15 @@ class _Bucket:
         return self.level
 
     def until(self, level: float, now: float) -> float:
-        """Seconds until it has risen to this level."""
-        return max(0.0, level - self.now(now)) * MINUTE_S / self.size
+        """Seconds until it has risen to this level, which it has not reached, or has just."""
+        return (level - self.now(now)) * MINUTE_S / self.size
 
     def resize(self, size: float, now: float) -> None:
         """Another size, with as much taken out of it as before; a debt comes of what was asked for, never of this, and
         is paid off in the same time.
         """
         level = self.now(now)
-        self.level = min(size, max(0.0, level + size - self.size)) if level >= 0 else level * size / self.size
+        self.level = max(0.0, level + size - self.size) if level >= 0 else level * size / self.size
         self.size = size
 
 
@@ -186,11 +186,9 @@ class Quotas:
         account = batch.account
         self._catch_up(account)
         account.running -= batch.at_once
-        unbegun = [granted for granted in batch.items if not granted.is_settled]
-        for granted in unbegun:
-            granted.is_settled = True
         if account.requests is not None:
-            account.requests.level = min(account.requests.size, account.requests.now(now) + len(unbegun))
+            unbegun = sum([not granted.is_settled for granted in batch.items])
+            account.requests.level = min(account.requests.size, account.requests.now(now) + unbegun)
         self._leave(account, now)
 
     def charge(self, granted: Granted, tokens: int, now: float) -> None:
@@ -269,7 +267,7 @@ class Quotas:
         if last is not None:
             for bucket, level in ((account.requests, last.requests), (account.tokens, last.tokens)):
                 if bucket is not None:
-                    bucket.level, bucket.at = min(bucket.size, level), last.at
+                    bucket.level, bucket.at = level, last.at
 
     def _leave(self, account: _Account, now: float) -> None:
         if self.others is not None:

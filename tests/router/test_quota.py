@@ -77,6 +77,14 @@ def test_a_prompt_is_charged_once_it_is_known():
     quotas.take("k", limits, 0.0, 100)
 
 
+def test_what_the_engine_counted_of_a_prompt_is_what_it_costs():
+    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=100)
+    for prompt, counted in ((0, 20), (30, 10), (10, None)):
+        granted = quotas.take("k", limits, 0.0, prompt)
+        quotas.settle(granted, 0.0, completion_tokens=5, prompt_tokens=counted)
+    assert quotas.headers(granted, 0.0)["x-ratelimit-remaining-tokens"] == "45"
+
+
 def test_a_request_larger_than_a_minutes_tokens_goes_when_all_of_them_are_there():
     quotas, limits = Quotas(), KeyLimits(tokens_per_minute=100)
     quotas.take("k", limits, 0.0, 1)
@@ -91,7 +99,7 @@ def test_requests_at_once_are_counted_until_they_are_settled():
     quotas, limits = Quotas(), KeyLimits(concurrent_requests=2)
     first, _ = quotas.take("k", limits, 0.0), quotas.take("k", limits, 0.0)
     error = refused(quotas, limits, 1e9)
-    assert (error.limit, error.headers) == ("concurrent_requests", {})
+    assert (error.limit, error.headers, error.retry_after_s) == ("concurrent_requests", {}, 1.0)
     quotas.settle(first, 0.0)
     quotas.settle(first, 0.0)
     quotas.take("k", limits, 0.0)
@@ -121,6 +129,40 @@ def test_a_batch_is_taken_whole_or_not_at_all_and_gives_back_once_what_was_never
     assert refused(quotas, limits, 10.0).limit == "requests_per_minute"
 
 
+def test_a_batch_has_its_room_until_it_ends_and_gives_it_back_once():
+    quotas, limits = Quotas(), KeyLimits(concurrent_requests=4)
+    quotas.take("k", limits, 0.0)
+    batch = quotas.take_batch("k", limits, 0.0, 5, at_once=2)
+    assert batch.at_once == 2
+    assert quotas.take_batch("k", limits, 0.0, 5, at_once=2).at_once == 1
+    for granted in batch.items:
+        quotas.settle(granted, 0.0)
+    refused(quotas, limits, 0.0)
+    for _ in range(2):
+        quotas.end_batch(batch, 0.0)
+    for _ in range(2):
+        quotas.take("k", limits, 0.0)
+    refused(quotas, limits, 0.0)
+
+
+def test_a_batch_that_was_never_begun_gives_back_no_more_than_there_may_be():
+    quotas, limits = Quotas(), KeyLimits(requests_per_minute=6)
+    batch = quotas.take_batch("k", limits, 0.0, 5, at_once=64)
+    quotas.end_batch(batch, 60.0)
+    for _ in range(6):
+        quotas.take("k", limits, 60.0)
+    refused(quotas, limits, 60.0)
+
+
+def test_a_batch_waits_for_a_debt_of_tokens_as_any_request_does():
+    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=60)
+    quotas.settle(quotas.take("k", limits, 0.0), 0.0, completion_tokens=70)
+    with pytest.raises(RateLimited) as caught:
+        quotas.take_batch("k", limits, 0.0, 2, at_once=64)
+    assert (caught.value.limit, caught.value.retry_after_s) == ("tokens_per_minute", pytest.approx(11.0))
+    quotas.end_batch(quotas.take_batch("k", limits, 11.0, 2, at_once=64), 11.0)
+
+
 def test_other_limits_count_at_once_and_do_not_forget_what_was_taken():
     quotas = Quotas()
     for _ in range(5):
@@ -132,6 +174,8 @@ def test_other_limits_count_at_once_and_do_not_forget_what_was_taken():
     quotas.take("k", KeyLimits(concurrent_requests=100), 0.0)
     with pytest.raises(RateLimited):
         quotas.take_batch("k", KeyLimits(requests_per_minute=1), 0.0, 2, at_once=64)
+    for most in (1, 2):
+        assert f"limit of {most} requests at once" in str(refused(quotas, KeyLimits(concurrent_requests=most), 0.0))
 
 
 def test_what_an_answer_costs_is_taken_off_a_full_account_however_long_it_took():
@@ -166,7 +210,17 @@ def test_idle_keys_are_forgotten_and_busy_or_indebted_ones_are_not():
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(0, "0s"), (-1, "0s"), (0.0121, "13ms"), (0.9995, "1s"), (1, "1s"), (6.4, "7s"), (360, "6m0s"), (3605, "1h0m5s")],
+    [
+        (0, "0s"),
+        (-1, "0s"),
+        (0.0121, "13ms"),
+        (0.999, "999ms"),
+        (0.9995, "1s"),
+        (1.5, "2s"),
+        (6.4, "7s"),
+        (360, "6m0s"),
+        (3605, "1h0m5s"),
+    ],
 )
 def test_times_are_written_as_openai_writes_them(seconds, shown):
     assert shown_s(seconds) == shown
