@@ -271,12 +271,13 @@ class Quotas:
 
     def _leave(self, account: _Account, now: float) -> None:
         if self.others is not None:
-            account.at, account.turn = now, account.turn + 1
+            # This clock may have been read before another process wrote: what is left here comes after that.
+            account.at, account.turn = max(account.at, now), account.turn + 1
             requests, tokens = account.requests, account.tokens
             self.others.leave(
                 account.key_id,
                 Left(
-                    now,
+                    account.at,
                     account.turn,
                     inf if requests is None else requests.now(now),
                     inf if tokens is None else tokens.now(now),

@@ -393,6 +393,16 @@ def test_what_one_process_charges_settles_or_shows_is_on_top_of_what_the_others_
         assert there.headers(theirs, 0.0)["x-ratelimit-remaining-tokens"] == "1"
 
 
+def test_a_clock_that_was_read_before_another_process_wrote_neither_hides_what_is_taken_nor_gives_any_back():
+    limits = KeyLimits(requests_per_minute=60)
+    with processes(2) as tables:
+        here, there = map(Quotas, tables)
+        mine = here.take("k", limits, 10.0)
+        theirs = there.take("k", limits, 9.0)
+        assert here.headers(mine, 10.0)["x-ratelimit-remaining-requests"] == "58"
+        assert there.headers(theirs, 10.0)["x-ratelimit-remaining-requests"] == "58"
+
+
 def test_a_batch_of_a_key_whose_requests_at_once_are_written_with_a_point_is_counted_in_every_process(tmp_path):
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys: [{{sha256: {hash_key('mine')}, scopes: [infer], limits: {{concurrent_requests: 2.0}}}}]")
