@@ -127,7 +127,8 @@ class _Circuit:
 
     @property
     def bad_share(self) -> float:
-        return self.bad / max(1, self.good + self.bad)
+        """Of those that are counted, one or more."""
+        return self.bad / (self.good + self.bad)
 
 
 @dataclass(slots=True)

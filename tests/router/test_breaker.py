@@ -151,7 +151,8 @@ def test_chance_makes_an_opening_longer_and_never_shorter():
         book.rng = Random(seed)
         book.fail(times=5)
         lengths.append(book.breaker._circuits[book.fleet[0].incarnation].open_until - book.now)
-    assert 2.0 <= min(lengths) < max(lengths) <= 3.0
+    assert 2.0 <= min(lengths) < 2.1
+    assert 2.9 < max(lengths) <= 3.0
     assert len(set(lengths)) > 40
 
 
@@ -168,6 +169,79 @@ def test_what_was_sent_before_a_circuit_changed_neither_opens_nor_closes_it():
     book.answer(sent_at=book.now)
     book.fail(times=100, sent_at=99.0)
     assert book.state() == "closed"
+
+
+def test_what_was_sent_to_an_open_circuit_because_all_were_does_not_keep_it_open_for_longer():
+    book = Book(open_s=2.0)
+    book.fail(times=5)
+    book.now += 1.0
+    book.fail(times=5, sent_at=book.now)
+    book.now += 1.0
+    assert (book.state(), len(book.told)) == ("half_open", 1)
+
+
+def test_a_trial_that_fails_opens_it_again_whatever_it_was_opened_by():
+    book = Book(open_s=2.0)
+    book.fail(reason="silent")
+    book.now += 2.0
+    book.send()
+    book.fail(sent_at=book.now)
+    assert book.told == [("w0", "open", "silent"), ("w0", "open", "no_answer")]
+
+
+def test_after_a_trial_that_failed_another_request_may_try_though_that_one_goes_on_elsewhere():
+    book = Book(open_s=2.0)
+    book.fail(times=5)
+    book.now += 2.0
+    book.send()
+    book.fail(sent_at=book.now)
+    book.now += 4.0
+    assert book.shut() == set()
+
+
+def test_failures_of_what_was_sent_before_a_circuit_closed_do_not_open_it_again():
+    book = Book(open_s=2.0)
+    book.fail(times=5)
+    book.now += 3.0
+    book.answer(sent_at=book.now)
+    book.fail(times=5, sent_at=book.now - 0.5)
+    assert book.told[-1] == ("w0", "closed", "answered")
+
+
+def test_a_circuit_is_kept_while_it_is_shut_and_for_a_while_after_its_last_change():
+    book = Book(open_s=2.0, most_open_s=90.0)
+    book.fail(times=5)
+    book.now += 1000.0
+    book.breaker.known(book.fleet, book.now)
+    assert book.state() == "half_open"
+    book.answer()
+    book.now += 80.0
+    book.breaker.known(book.fleet, book.now)
+    book.fail(times=5)
+    book.now += 2.0
+    assert book.state() == "open"  # the second one in a row, for 4 s
+    book.answer(sent_at=book.now)
+    book.now += 91.0
+    book.breaker.known(book.fleet, book.now)
+    assert not book.breaker._circuits
+
+
+def test_a_worker_that_is_gone_takes_nobody_elses_circuit_with_it():
+    book = Book()
+    for i in range(2):
+        book.fail(i, times=5)
+    book.breaker.forget("w0")
+    assert book.shut() == {"w1"}
+    assert book.state(0) == "closed"
+
+
+def test_an_engine_that_started_again_and_fails_as_before_is_not_told_as_well():
+    book = Book()
+    book.fail(times=5)
+    book.fleet[0] = a_replica("w0", engine_boot_id="b")
+    book.fail(times=5)
+    book.breaker.known(book.fleet, book.now)
+    assert book.told == [("w0", "open", "no_answer")] * 2
 
 
 def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_one_is_forgotten():
@@ -235,6 +309,23 @@ def test_a_replica_that_fails_now_and_then_is_not_ejected():
         if n % 4 == 0:
             book.fail(0, sent_at=99.0)
     assert book.told == []
+
+
+@pytest.mark.parametrize(("bad", "is_ejected"), [(19, False), (20, True)])
+def test_who_fails_twice_as_often_as_the_others_do_is_ejected(bad, is_ejected):
+    book = Book(failures=1000, least_requests=40)
+    for i, of_forty in enumerate((bad, 10, 10, 10)):
+        book.fail(i)
+        book.answer(i, times=40 - of_forty)
+    for i in (1, 2, 3, 0):
+        book.fail(i, times=(bad if i == 0 else 10) - 1)
+    assert (book.shut() == {"w0"}) is is_ejected
+
+
+def test_the_only_one_there_is_may_be_an_outlier_where_all_may_go():
+    book = Book(replicas=1, failures=1000, eject_share=1.0)
+    book.fail(times=20)
+    assert book.told == [("w0", "open", "outlier")]
 
 
 def test_of_two_that_fail_far_more_often_one_stays_where_only_one_may_go():
@@ -382,14 +473,33 @@ def test_what_was_found_of_an_engine_that_started_again_meanwhile_says_nothing_o
     assert (book.shut(), book.told) == (set(), [])
 
 
-def test_a_failure_share_is_of_the_last_while_and_not_of_all_time():
-    book = Book()
-    book.answer(0, times=100_000)
-    book.now += 3600
-    for _ in range(12):
-        book.answer(0, sent_at=3600.0)
-        book.fail(0, sent_at=3600.0)
-    assert book.shut() == {"w0"}
+@pytest.mark.parametrize(("later_s", "failures"), [(30.0, 12), (30.5, 6), (60.0, 6), (60.5, 20), (3600.0, 20)])
+def test_a_failure_share_is_of_the_last_while_older_ones_count_half_and_then_nothing(later_s, failures):
+    book = Book(failures=1000)
+    book.fail(times=4)
+    book.answer(times=36)
+    book.now += later_s
+    book.fail(times=failures - 1)
+    assert book.shut() == set()
+    book.fail()
+    assert book.told == [("w0", "open", "outlier")]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"failures": 0},
+        {"least_requests": 0},
+        {"open_s": 0.0},
+        {"open_s": 2.0, "most_open_s": 1.0},
+        {"eject_share": -0.1},
+        {"eject_share": 1.1},
+    ],
+)
+def test_rules_by_which_a_circuit_could_not_open_or_close_are_none(rules):
+    with pytest.raises(ValueError, match=next(iter(rules))):
+        BreakerRules(**rules)
+    BreakerRules(failures=1, least_requests=1, open_s=1.0, most_open_s=1.0, eject_share=len(rules) - 1.0)
 
 
 # --- in a decision ----------------------------------------------------------------------------------------------------
