@@ -1,6 +1,7 @@
 """A small GET over the pool: the whole body, or an error that says why not."""
 
 import asyncio
+from math import inf
 
 import pytest
 
@@ -135,6 +136,41 @@ async def test_one_that_is_cancelled_as_its_answer_comes_takes_the_connection_fr
         assert agent.connections == 1
 
 
+async def whole(pool, url):
+    return await fetch(pool, url, "/metadata", timeout_s=5)
+
+
+async def streamed(pool, url):
+    async with stream(pool, url, "/events", idle_s=5) as told:
+        return [data async for data in told]
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+@pytest.mark.parametrize("comes", ["its answer", "its end"])
+async def test_what_comes_in_the_very_moment_in_which_one_is_cancelled_is_nobodys(pool, ask, comes):
+    async with answering(b"") as agent:
+        asking = asyncio.create_task(ask(pool, agent.url))
+        await until(lambda: agent.requests)
+        (connection,) = pool._all
+        asking.cancel()
+        if comes == "its answer":
+            connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody")
+        else:
+            connection.connection_lost(None)
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
+async def test_an_answer_may_be_as_large_as_that_and_a_stream_may_be_empty(pool):
+    async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody") as agent:
+        assert await fetch(pool, agent.url, "/metadata", timeout_s=5, most_bytes=4) == b"body"
+    async with (
+        answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n") as agent,
+        stream(pool, agent.url, "/events", idle_s=5) as told,
+    ):
+        assert [data async for data in told] == []
+
+
 async def test_a_stream_comes_as_it_is_sent_and_its_connection_is_used_again(pool):
     more = asyncio.Event()
 
@@ -157,6 +193,25 @@ async def test_a_stream_comes_as_it_is_sent_and_its_connection_is_used_again(poo
             assert b"".join(got) == b"onetwo"
             assert got[0] == b"one"
         assert agent.connections == 1
+
+
+async def test_a_stream_is_given_up_by_the_time_since_its_last_piece_and_read_on_while_little_of_it_is_unread(pool):
+    more = asyncio.Event()
+
+    async def script(engine, reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        await more.wait()
+        writer.write(b"3\r\none\r\n")
+        await reader.read()
+
+    async with Engine(script) as agent, stream(pool, agent.url, "/events", idle_s=5) as told:
+        connection = told._connection
+        connection.deadline = inf
+        more.set()
+        await until(lambda: told._unread)
+        assert 0 < connection.deadline - connection.loop.time() <= 5
+        assert connection._paused_at is None
 
 
 async def test_a_stream_that_is_left_is_closed_and_one_that_falls_silent_is_lost(pool):
