@@ -52,6 +52,8 @@ async def test_what_an_engine_need_not_have_yet_waits_in_the_router_and_goes_whe
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 6
         assert len(engine.bodies) == 6
         assert await value(client, "lorafleet_router_waited_seconds_count") == 6
+        assert await value(client, "lorafleet_router_decide_seconds_count") >= 6
+        assert 0 < await value(client, "lorafleet_router_decide_seconds_sum") < 60
         assert not len(parts.mind.waiting)
 
 
@@ -98,6 +100,29 @@ async def test_who_cannot_wait_gets_429_with_a_time_to_come_back(limit, says):
         assert {answer.status_code for answer in await asyncio.gather(*asking)} <= {200, 429}
         assert not len(parts.mind.waiting)
     assert done
+
+
+async def test_who_may_not_wait_counts_as_turned_away_from_its_adapter():
+    engine = Slow("w0")
+    async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05, max_waiting_requests=1) as (client, _, parts):
+        asking = [ask(client, model="sql/v1") for _ in range(4)]
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+        engine.first.set()
+        told = [answer.status_code for answer in await asyncio.gather(*asking)]
+        (hold,) = parts.usage.report(1, 0.0).holds
+        assert (hold.sheds, hold.waiting) == (told.count(429), 0)
+        assert 429 in told
+
+
+async def test_a_distant_deadline_lets_nobody_wait_for_longer_than_anybody_may():
+    engine = Slow("w0")
+    async with fleet(engine, late_binding_s=0.05, max_wait_s=0.3) as (client, _, _):
+        ahead = [ask(client) for _ in range(2)]
+        await until(lambda: len(engine.bodies) == 2)
+        late = await client.post("/v1/completions", json=a_prompt(), headers={TIMEOUT: "60"})
+        assert error_of(late) == (429, "saturated")
+        engine.first.set()
+        await asyncio.gather(*ahead)
 
 
 async def test_whose_deadline_passes_while_it_waits_for_room_is_told_that_and_counts_as_turned_away():
