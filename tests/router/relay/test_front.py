@@ -1191,6 +1191,40 @@ async def test_the_app_waits_for_a_client_that_reads_too_slowly_and_goes_on_when
         assert (await client.answer())[2] == b"".join(pieces)
 
 
+async def test_a_client_that_stops_half_way_through_its_last_answer_is_hung_up_on():
+    async def large(exchange) -> None:
+        exchange.respond(200, b"", b"x" * LARGE)
+
+    async with fronted(large, send_stall_s=0.3) as served, await served.client() as client:
+        await until(lambda: served.front.connections)
+        (connection,) = served.front.connections
+        connection.transport.set_write_buffer_limits(LARGE // 2, LARGE // 2)
+        client.send(post(HOT, b"", b"Connection: close"))
+        await until(lambda: connection.is_write_paused)
+        while connection.is_write_paused:
+            await client.reader.read(65536)
+        await until(lambda: not served.front.connections)
+
+
+async def test_an_answer_whose_handler_minds_no_slow_reader_comes_whole():
+    exchanges, go_on = [], asyncio.Event()
+
+    async def pieces(exchange) -> None:
+        exchanges.append(exchange)
+        exchange.begin(200, b"")
+        exchange.send(b"x" * LARGE)
+        await go_on.wait()
+        exchange.finish(b"y")
+
+    async with fronted(pieces) as served, await served.client() as client:
+        client.send(post(HOT, b""))
+        await until(lambda: exchanges and exchanges[0].is_paused)
+        reading = asyncio.create_task(client.answer())
+        await until(lambda: not exchanges[0].is_paused)
+        go_on.set()
+        assert (await reading)[2] == b"x" * LARGE + b"y"
+
+
 async def test_a_client_that_was_watched_while_idle_is_not_at_its_next_request():
     work = Work(say_last)
 
