@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 
-from tests.router.relay.wires import COLD, HOT, error_of, fronted, parsed_head, post, until
+from tests.router.relay.wires import COLD, HOT, error_of, fronted, length, parsed_head, post, until
 
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
 TE = b"Transfer-Encoding: chunked\r\n"
@@ -302,6 +302,21 @@ async def test_a_trailer_is_no_header_to_the_app():
         client.send(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n0\r\nAuthorization: Bearer a\r\n\r\n" % (COLD.encode(), TE))
         assert (await client.answer())[0] == 200
         assert served.app.headers == [(b"host", b"a"), (b"transfer-encoding", b"chunked")]
+
+
+async def test_a_trailer_is_no_header_of_the_request_behind_it():
+    headers = []
+
+    async def keep(exchange) -> None:
+        headers.append(exchange.headers)
+        await length(exchange)
+
+    async with fronted(keep) as served, await served.client() as client:
+        client.send(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n0\r\nAuthorization: Bearer a\r\n\r\n" % (HOT.encode(), TE))
+        await client.answer()
+        client.send(b"GET %b HTTP/1.1\r\nHost: a\r\n\r\n" % HOT.encode())
+        await client.answer()
+    assert headers == [{b"host": b"a", b"transfer-encoding": b"chunked"}, {b"host": b"a"}]
 
 
 async def test_a_trailer_that_says_close_ends_a_connection_whose_answer_is_there_already():
