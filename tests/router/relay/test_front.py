@@ -264,7 +264,8 @@ async def test_what_is_queued_behind_a_large_answer_is_begun_when_most_of_that_i
         client.send(post(HOT, b"abc") * 2)
         await until(lambda: calls.exchanges and served.front.held_bytes == 6)
         calls.exchanges[0].respond(200, b"", b"x" * LARGE)
-        assert len(calls.exchanges) == 1
+        (connection,) = served.front.connections
+        assert (connection._current, len(connection._queue)) == (None, 1)
         assert len((await client.answer())[2]) == LARGE
         await until(lambda: len(calls.exchanges) == 2)
         calls.exchanges[1].respond(200, b"", b"next")
