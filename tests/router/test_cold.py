@@ -213,6 +213,7 @@ def test_what_failed_on_one_worker_is_not_told_while_another_loads():
 
     async def post(url, path, *, body, timeout_s):
         asked.append(path)
+        assert timeout_s > json.loads(body)["wait_s"]  # it may take that long to answer
         # At first there is no room at all, then there is.
         more = {} if len(asked) > 1 else {"loading": [], "state": "registered"}
         return loading("sql/v1", error="w1: no slot", **more).body
