@@ -373,7 +373,6 @@ class _Connection(HttpToolsProtocol):
         self._deaf = False  # what comes now is thrown away: the last answer is decided
         self._drained_bytes = 0
         self._last_words = b""  # an error that waits behind answers still to come
-        self._refusal: Refused | None = None
         # The message being read
         self._phase = _IDLE
         self._timed = _IDLE
@@ -638,7 +637,7 @@ class _Connection(HttpToolsProtocol):
         """All is answered: say the last words, if any, and close."""
         if self._last_words:
             self._linger(self._last_words)
-        elif self._drained_bytes or self._refusal is not None:
+        elif self._drained_bytes:
             self._linger(b"")
         else:
             self._close()
@@ -741,7 +740,6 @@ class _Connection(HttpToolsProtocol):
     def refuse(self, refusal: Refused) -> None:
         """Answer the message being read with an error, after all that came before it, and close."""
         self._front.refused[refusal.code] += 1
-        self._refusal = refusal
         in_cold = self._phase == _BODY and self._incoming is None
         words = _error_answer(refusal, self._told())
         self.hear_no_more()

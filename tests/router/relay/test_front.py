@@ -973,6 +973,18 @@ async def test_a_loop_that_is_always_late_closes_what_is_idle_all_the_same():
         assert rest.done()
 
 
+@pytest.mark.parametrize("path", [HOT, COLD])
+async def test_a_connection_is_kept_for_a_while_after_its_last_answer(path):
+    async with fronted() as served, await served.client() as client:
+        client.send(post(path, b"abc"))
+        await client.answer()
+        (connection,) = served.front.connections
+        connection.check(connection.loop.time() + FrontLimits().idle_s - 1)
+        assert not connection.transport.is_closing()
+        connection.check(connection.loop.time() + FrontLimits().idle_s + 1)
+        assert await client.rest() == b""
+
+
 async def test_a_connection_whose_last_message_was_answered_before_it_was_whole_is_closed_after_a_while_too():
     async with fronted() as served, await served.client() as client:
         served.app.read_body = False
