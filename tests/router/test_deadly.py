@@ -240,12 +240,13 @@ async def test_engines_that_die_together_with_copies_of_a_request_speak_once():
     for engine in (*dying, sound):
         engine.go_on.clear()
     async with fleet(*dying, sound, breaker_failures=1) as (client, _, parts):
-        late = parts.discovery.fleet.replicas["w2"]
-        parts.mind.failed(late, "hung", parts.clock())
+        replicas = parts.discovery.fleet.replicas
+        parts.mind.failed(replicas["w2"], "hung", parts.clock())  # so that nothing goes there
         asking = [asyncio.create_task(chat(client, KILLER)) for _ in range(12)]
         await until(lambda: all(engine.bodies for engine in dying) and killed(dying) == 12)
-        parts.mind.breaker.trusted(late, parts.clock())
+        parts.mind.breaker.trusted(replicas["w2"], parts.clock())
         for engine in dying:
+            parts.mind.failed(replicas[engine.name], "hung", parts.clock())  # nor what the other one died with, there
             engine.go_on.set()
         await until(lambda: sum(parts._suspects.values()) == 12 and sound.bodies)
         assert [len(suspect.engines) for suspect in parts.deadly.suspects.values()] == [1]
