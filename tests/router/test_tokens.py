@@ -538,10 +538,12 @@ async def test_a_text_goes_as_ids_to_the_boot_that_agreed_and_as_it_came_to_one_
         engine.ids_of = ids_of
         control.boot_id = "third"
         control.tell()
-        await until(lambda: parts.discovery.fleet.replicas["w0"].engine_boot_id == "third")
-        await until(lambda: parts.tokenizers.has_asked(BASE, ("w0", "third")))
-        await client.post("/v1/completions", json=body)
-        assert engine.bodies.pop()["prompt"] == chat.completion_ids(RULES)
+        # What the boot before was asked for may still come, and then the third is held against that, too.
+        async with asyncio.timeout(10):
+            await client.post("/v1/completions", json=body)
+            while engine.bodies.pop()["prompt"] != chat.completion_ids(RULES):
+                await asyncio.sleep(0.01)
+                await client.post("/v1/completions", json=body)
 
 
 @pytest.mark.parametrize(
