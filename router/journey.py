@@ -319,6 +319,7 @@ class Journey(msgspec.Struct, eq=False):
         for deadly, which in self._suspected(flight):
             held_s = deadly.died(which, there, parts.clock(), sent_at=sent_at)
             if held_s:
+                self.deaths = _MAX_DEATHS
                 log.warning(
                     "engines died while this was in them; it is held back",
                     what="adapter" if deadly is parts.deadly_adapters else "request",

@@ -48,7 +48,7 @@ class Deadly:
         self.suspects: dict[Hashable, _Suspect] = {}
 
     def check(self, which: Hashable, now: float) -> bool:
-        """Whether it is to be tried alone; raises HeldBack."""
+        """Whether it was held back, and is now to be tried, alone; raises HeldBack."""
         suspect = self.suspects.get(which)
         if suspect is None:
             return False
@@ -61,7 +61,7 @@ class Deadly:
             )
         # The next one not before it is known what came of this one, or as long again.
         suspect.held_until = now + suspect.hold_s
-        return True
+        return suspect.hold_s > 0
 
     def died(self, which: Hashable, engine: Incarnation, now: float, *, sent_at: float) -> float:
         """An engine died with it; for how many seconds it is held back now.
