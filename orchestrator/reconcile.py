@@ -191,10 +191,11 @@ class Reconciler:
         self.refresh_catalog()
         self.poke()
 
-    def ensure(self, lora_id: str, want: Want, by: str = NOBODY) -> None:
-        """Somebody needs this adapter; a pass is due if that is news."""
+    def ensure(self, lora_id: str, replicas: int, by: str = NOBODY) -> None:
+        """Somebody needs so many replicas of this adapter; a pass is due if that is news."""
         self.asked(lora_id, by)
-        if self.demand.want(lora_id, want, self._clock() + self.settings.wanted_for_s):
+        now = self._clock()
+        if self.demand.want(lora_id, Want(replicas=replicas, since=now), now + self.settings.wanted_for_s):
             self.poke()
 
     def asked(self, lora_id: str, by: str) -> None:

@@ -148,7 +148,8 @@ class Watcher:
             if adapter is None or adapter.is_deleting or (lora_id, worker_id) in self._underway.drains:
                 continue
             is_hot = self._demand.rate(lora_id, now) > 0
-            want = Want(replicas=len(self._reads.ready_on(lora_id)) + 1, may_evict=is_hot, is_repair=True)
+            there = len(self._reads.ready_on(lora_id))
+            want = Want(replicas=there + 1, may_evict=is_hot, is_repair=True, since=now)
             self._demand.want(lora_id, want, now + self._settings.wanted_for_s)
             log.info("adapter lost its place", lora_id=lora_id, worker_id=worker_id)
         if change.is_news:

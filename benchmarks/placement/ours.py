@@ -40,7 +40,7 @@ class Ours:
         self._is_due = False
 
     def wanted(self, adapter: int) -> None:
-        if self.book.want(lora_id(adapter), Want(replicas=1), self.world.now + WANTED_S):
+        if self.book.want(lora_id(adapter), Want(replicas=1, since=self.world.now), self.world.now + WANTED_S):
             self._poke()
 
     def loaded(self, worker: Engine) -> None:

@@ -12,7 +12,6 @@ from orchestrator.api.given import Actor
 from orchestrator.api.views import Views
 from orchestrator.core.demand import Hold, Use
 from orchestrator.core.errors import Conflict, NotFound
-from orchestrator.core.state import Want
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
 from orchestrator.wire import AdapterHold, AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
@@ -154,7 +153,7 @@ async def _ensured(
         left_s = deadline - clock()
         if len(reconciler.ready_on(lora_id)) >= replicas or is_stopping():
             return views.ensured(adapter, replicas)
-        reconciler.ensure(lora_id, Want(replicas=replicas), actor)
+        reconciler.ensure(lora_id, replicas, actor)
         if left_s <= 0:
             return views.ensured(adapter, replicas)
         # Looked at again each interval too: a replica that an agent reports need not make an event.

@@ -183,6 +183,8 @@ class DemandBook:
             replicas=max(want.replicas, asked.want.replicas),
             may_evict=want.may_evict or asked.want.may_evict,
             is_repair=want.is_repair and asked.want.is_repair,
+            # A request that waits waits from its own beginning, not from when the worker was lost.
+            since=want.since if asked.want.is_repair and not want.is_repair else asked.want.since,
         )
         is_more = joined != asked.want
         self._wants[lora_id] = _Asked(joined, max(until, asked.until))

@@ -38,6 +38,9 @@ INSPECTIONS = 64
 """Most inspections named in one pass; far more than can be under way, far fewer than may be waiting."""
 LOADS = 128
 """Most loads named in one pass, for the same reason."""
+TURN_S = 10.0
+"""Requests that began to wait in the same so many seconds are served hottest first, earlier ones before them. By heat
+alone whoever is asked for a little less than enough others to keep all slots changing waits for ever."""
 
 
 def place(intent: Intent, observed: Observed, demand: Demand, policy: Rules, now: float) -> Desired:
@@ -139,17 +142,23 @@ class _Pass:
                 yield step
 
     def _hungry(self) -> list[Adapter]:
-        """Adapters with fewer replicas than their target; those with none, those waited for, the hottest first."""
+        """Adapters with fewer replicas than their target, by whose turn it is.
+
+        Those with none, those waited for, those waited for since an earlier turn, the hottest first. A turn is a
+        stretch of the clock, not an age, so that no two who wait ever change places because time passes.
+        """
         board, rates = self.board, self.board.demand.rates
         short = [lora_id for lora_id, n in board.targets.items() if board.copies(lora_id) < n]
 
         def order(adapter: Adapter) -> tuple[object, ...]:
             want = board.demand.wants.get(adapter.lora_id)
+            is_waiting = want is not None and not want.is_repair
             return (
                 -adapter.priority,
                 bool(board.copies(adapter.lora_id)),
-                want is None or want.is_repair,
+                not is_waiting,
                 want is None,
+                want.since // TURN_S if want is not None and is_waiting else 0.0,
                 -rates.get(adapter.lora_id, 0.0),
                 adapter.lora_id,
             )

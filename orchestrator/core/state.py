@@ -207,11 +207,13 @@ class Want:
 
     may_evict   whether somebody else may be thrown out for it
     is_repair   it lost its place with a worker, and no request waits for it
+    since       when the first of those who ask began to; seconds of the clock that passes are told
     """
 
     replicas: int
     may_evict: bool = True
     is_repair: bool = False
+    since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def supposed(scene: Scene, it: Hypothesis) -> Scene:
     observed = replace(scene.observed, workers={**kept, **more}, busy={}, loads_in_flight=0, inspecting={})
     demand = _asked_for(scene.demand, it, scene.now)
     in_use = frozenset(pair for pair in demand.in_use if pair[1] not in gone)
-    wants = {**_first_asked(it, observed.workers, intent), **_wanted_back(gone, kept, intent, demand)}
+    wants = {**_first_asked(it, observed.workers, intent, scene.now), **_wanted_back(gone, kept, intent, demand)}
     demand = replace(demand, in_use=in_use, wants=wants)
     return Scene(intent=intent, observed=observed, demand=demand, policy=it.policy or scene.policy, now=scene.now)
 
@@ -205,10 +205,10 @@ def _asked_for(demand: Demand, it: Hypothesis, now: float) -> Demand:
     )
 
 
-def _first_asked(it: Hypothesis, workers: Mapping[str, Worker], intent: Intent) -> Mapping[str, Want]:
+def _first_asked(it: Hypothesis, workers: Mapping[str, Worker], intent: Intent, now: float) -> Mapping[str, Want]:
     """What is said to be asked for and is nowhere: its first request would have it loaded."""
     return {
-        lora_id: Want(replicas=1)
+        lora_id: Want(replicas=1, since=now)
         for lora_id, rate in it.rates.items()
         if rate > 0 and lora_id in intent.adapters and not any(worker.holds(lora_id) for worker in workers.values())
     }

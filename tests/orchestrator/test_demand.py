@@ -135,3 +135,15 @@ def test_a_request_that_waits_makes_a_repair_more_than_a_repair():
     assert book.want("a", Want(replicas=1), until=60.0)
     assert book.wants()["a"] == Want(replicas=1)
     assert not book.want("a", replace(Want(replicas=1), is_repair=True), until=60.0)
+
+
+def test_who_waits_keeps_its_turn_however_often_it_asks_and_a_repair_gives_none():
+    book = DemandBook()
+    book.want("a", Want(replicas=1, is_repair=True, since=10.0), until=70.0)
+    assert book.want("a", Want(replicas=1, since=20.0), until=80.0)
+    assert not book.want("a", Want(replicas=1, since=30.0), until=90.0)
+    assert not book.want("a", Want(replicas=1, is_repair=True, since=40.0), until=100.0)
+    assert book.wants()["a"].since == 20.0
+    book.satisfied("a")
+    book.want("a", Want(replicas=1, since=50.0), until=110.0)
+    assert book.wants()["a"].since == 50.0

@@ -40,7 +40,7 @@ def want(*names, replicas=1, may_evict=True):
     return Demand(wants=dict.fromkeys(names, Want(replicas=replicas, may_evict=may_evict)))
 
 
-def applied(observed, desired):
+def applied(observed, desired, now=NOW):
     """The fleet after every load and removal has been done."""
     workers = dict(observed.workers)
     for step in desired.removals:
@@ -48,7 +48,7 @@ def applied(observed, desired):
         workers[step.worker_id] = replace(workers[step.worker_id], held=left)
     for step in desired.loads:
         now_held = {k: v for k, v in workers[step.worker_id].held.items() if k != step.evict}
-        now_held[step.lora_id] = held(step.lora_id, since=NOW)
+        now_held[step.lora_id] = held(step.lora_id, since=now)
         workers[step.worker_id] = replace(workers[step.worker_id], held=now_held)
     return replace(observed, workers=workers)
 

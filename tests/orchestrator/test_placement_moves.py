@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core import storm
-from orchestrator.core.placement import place
+from orchestrator.core.placement import TURN_S, place
 from orchestrator.core.state import Demand, Held, Memory, Observed, Rules, Scale, Storm, Want
 from tests.orchestrator.test_placement import NOW, adapter, applied, fleet, held, intent, want, worker
 
@@ -421,3 +421,38 @@ def test_observed_memory_is_all_that_one_pass_knows_of_another():
     wanted, observed, demand = uneven()
     first = place(wanted, observed, demand, RULES, NOW)
     assert place(wanted, Observed(workers=observed.workers), demand, RULES, NOW) == first
+
+
+def test_whoever_began_to_wait_in_an_earlier_turn_comes_before_the_hotter():
+    turn = NOW // TURN_S * TURN_S
+    now = turn + TURN_S - 0.5
+    wants = {
+        "hot": Want(replicas=1, since=turn + 5.0),
+        "warm": Want(replicas=1, since=turn),
+        "early": Want(replicas=1, since=turn - 0.5),
+        "lost": Want(replicas=1, since=turn - 3 * TURN_S, is_repair=True),
+        "lost and hot": Want(replicas=1, since=turn + 1.0, is_repair=True),
+        "urgent": Want(replicas=1, since=now),
+    }
+    demand = Demand(rates={"hot": 9.0, "warm": 3.0, "lost": 1.0, "lost and hot": 8.0}, wants=wants)
+    every = intent(*(adapter(name, priority=int(name == "urgent")) for name in wants))
+    observed = fleet(*(worker(f"w{number}", slots=1) for number in range(6)))
+    desired = place(every, observed, demand, RULES, now)
+    assert [load.lora_id for load in desired.loads] == ["urgent", "early", "hot", "warm", "lost and hot", "lost"]
+
+
+def test_where_more_is_asked_for_than_fits_everybody_has_a_turn():
+    """Four slots for twelve adapters, all asked for all the time, one of them by far the least."""
+    rates = {f"a{number}": 1.0 + number for number in range(11)} | {"rare": 0.01}
+    observed, every = fleet(worker("w0", slots=2), worker("w1", slots=2)), intent(*map(adapter, rates))
+    waiting, longest = dict.fromkeys(rates, NOW), 0.0
+    for number in range(60):
+        now = NOW + number * RULES.min_residency_s
+        there = {lora_id for known in observed.workers.values() for lora_id in known.held}
+        waiting = {name: waiting.get(name, now) for name in rates if name not in there}
+        longest = max(longest, *(now - since for since in waiting.values()))
+        wants = {name: Want(replicas=1, since=since) for name, since in waiting.items()}
+        demand = Demand(rates=rates, habits=rates, last=dict.fromkeys(rates, now), wants=wants)
+        observed = applied(observed, place(every, observed, demand, RULES, now), now)
+    # A load for each worker in each turn, and eight wait.
+    assert longest <= 4 * TURN_S

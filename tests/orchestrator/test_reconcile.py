@@ -132,7 +132,7 @@ async def test_an_agent_that_refuses_every_epoch_and_reports_none_ends_one_term_
     await house.join(contrary)
     await house.register()
     while house.reconciler.is_leading:  # perhaps somebody newer leads: the lease is looked at
-        house.reconciler.ensure("sql/v1", Want(replicas=2))
+        house.reconciler.ensure("sql/v1", 2)
         await house.turn()
     await house.whole.leadership.step()
     await house.reconciler.settled()
@@ -142,6 +142,14 @@ async def test_an_agent_that_refuses_every_epoch_and_reports_none_ends_one_term_
     assert (await house.adapter())["workers"] == ["w0"]
     assert "w1 refuses epoch" in (await house.adapter())["error"]
     assert house.store.epoch == 2
+
+
+async def test_who_asks_waits_since_it_asked_first(house):
+    began_at = house.clock.now
+    house.reconciler.ensure("sql/v1", 1)
+    house.clock.now += 5.0
+    house.reconciler.ensure("sql/v1", 2)
+    assert house.reconciler.demand.wants() == {"sql/v1": Want(replicas=2, since=began_at)}
 
 
 async def test_an_agents_error_that_cannot_be_written_as_text_keeps_no_list_and_no_catalog_from_anybody(house):
@@ -170,7 +178,7 @@ async def test_a_replaced_leader_is_refused_where_the_new_one_has_claimed_and_st
 
     # The old one knows nothing of that: its clock has stood still.
     old.store.put_adapter(replace(old.store.adapters["a/v1"], lora_id="c/v1"))
-    old.reconciler.ensure("c/v1", Want(replicas=1))
+    old.reconciler.ensure("c/v1", 1)
     assert [action.operation for action in old.reconciler.run_pass()] == ["load"]
     await old.reconciler.settled()
     assert [verb for verb, _ in agent.refused] == ["load_lora"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core.state import Adapter, Demand, Held, Intent, Observed, Rules, Worker
+from orchestrator.core.state import Adapter, Demand, Held, Intent, Observed, Rules, Want, Worker
 from orchestrator.core.what_if import Hypothesis, Scene, what_if
 from orchestrator.lease import FileLease
 
@@ -70,6 +70,12 @@ def test_what_is_asked_for_and_nowhere_is_loaded_as_by_its_first_request():
     outcome = asked(scene([worker("w0", "b"), worker("w1")], [adapter("a"), adapter("b")]), rates={"a": 1.0})
     assert [name for name, _ in loads(outcome)] == ["a"]
     assert loads(asked(scene([worker("w0", "b")], [adapter("a"), adapter("b")]), rates={"a": 0.0})) == []
+
+
+def test_what_would_be_asked_for_waits_its_turn_behind_what_waits_already():
+    where = scene([worker("w0", slots=1)], [adapter("a"), adapter("b")])
+    waiting = replace(where, demand=Demand(wants={"b": Want(replicas=1, since=NOW - 30.0)}))
+    assert loads(asked(waiting, rates={"a": 9.0}))[0] == ("b", "w0")
 
 
 def test_what_a_lost_worker_held_is_loaded_elsewhere():
