@@ -64,6 +64,8 @@ class _Flight:
     waiting: int = 0
     expected_s: float | None = None
     stuck: str | None = None
+    troubles: set[tuple[str, ...]] = field(default_factory=set)
+    """What the log was told of it: it is asked for each second or two, and the same is not said again."""
 
 
 @dataclass(slots=True)
@@ -262,7 +264,7 @@ class ColdStarts:
         try:
             return await self._ensure(lora_id)
         except (EngineLost, Refused, ValueError) as exc:
-            log.warning("orchestrator away, asking the adapter's home itself", lora_id=lora_id, error=repr(exc))
+            self._warn("orchestrator away, asking the adapter's home itself", lora_id, exc)
             return await self._load_at_home(lora_id)
 
     async def _ensure(self, lora_id: str) -> str | None:
@@ -323,9 +325,17 @@ class ColdStarts:
             if isinstance(exc, Refused) and exc.status == 409 and _error(exc).get("code") == "no_free_slot":
                 # Who decides what makes room may be back in a moment: those who wait go on waiting.
                 self._note(lora_id, None, f"its home {home.id!r} has no free slot, and nobody decides what makes room")
-            log.warning("home does not load it", lora_id=lora_id, worker=home.id, error=repr(exc))
+            self._warn("home does not load it", lora_id, exc, worker=home.id)
             return None
         return home.id
+
+    def _warn(self, what: str, lora_id: str, cause: Exception, **about: str) -> None:
+        flight = self._flights.get(lora_id)
+        trouble = (what, type(cause).__name__, *about.values())
+        if flight is None or trouble not in flight.troubles:
+            log.warning(what, lora_id=lora_id, error=repr(cause), **about)
+        if flight is not None:
+            flight.troubles.add(trouble)
 
     def _homes(self, adapter: Adapter) -> list[Replica]:
         roster = self.discovery.fleet.roster(adapter.base_model or "")

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from starlette.responses import JSONResponse, Response
+from structlog.testing import capture_logs
 
 from lorafleet.loops import Changes
 from router.cold import ColdStarts
@@ -191,6 +192,29 @@ async def test_only_a_home_that_says_so_has_no_room_and_what_else_it_answers_is_
         "digest": DIGEST,
         "secret": "store/key",
     }
+
+
+async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr("router.cold._ASK_AGAIN_S", 0.001)
+    asked, trouble = [], [EngineLost("connection", "refused")]
+
+    async def post(url, path, *, body, timeout_s):
+        asked.append(url)
+        raise trouble[-1]
+
+    cold = ColdStarts(post, Known(a_replica("w0")), Metrics(), ORCHESTRATOR, 60.0, max_held=10)
+    with capture_logs() as said:
+        waiting = asyncio.create_task(cold.until_resident("sql/v1"))
+        await until(lambda: asked.count("http://w0") == 5)
+        assert [entry["event"] for entry in said] == [
+            "orchestrator away, asking the adapter's home itself",
+            "home does not load it",
+        ]
+        assert (said[1]["lora_id"], said[1]["worker"]) == ("sql/v1", "w0")
+        trouble.append(Refused("503", 503, b"busy"))
+        await until(lambda: asked.count("http://w0") == 10)
+        assert ["Refused" in entry["error"] for entry in said] == [False, False, True, True]
+        await stop([waiting])
 
 
 @pytest.mark.parametrize(
