@@ -301,7 +301,7 @@ class Reconciler:
         now = self._clock()
         self._underway.failures.expire(now)
         self._watcher.forget_the_lost()
-        wants = self.demand.wants()
+        wants = self.demand.wants(now)
         ready = self.ready_table() if wants else {}
         for lora_id, want in wants.items():
             if lora_id not in self.store.adapters or len(ready.get(lora_id, ())) >= want.replicas:

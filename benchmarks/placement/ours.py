@@ -51,8 +51,8 @@ class Ours:
         for adapter in worker.copies:
             name = lora_id(adapter)
             is_hot = self.book.rate(name, self.world.now) > 0
-            want = Want(replicas=len(self.world.ready_on(adapter)) + 1, may_evict=is_hot, is_repair=True)
-            self.book.want(name, want, self.world.now + WANTED_S)
+            now, there = self.world.now, len(self.world.ready_on(adapter))
+            self.book.want(name, Want(replicas=there + 1, may_evict=is_hot, is_repair=True, since=now), now + WANTED_S)
         self._poke()
 
     def joined(self) -> None:
@@ -94,7 +94,7 @@ class Ours:
         """Observe, place, diff, act."""
         self._is_due = False
         now = self.world.now
-        for name, want in self.book.wants().items():
+        for name, want in self.book.wants(now).items():
             if len(self.world.ready_on(number(name))) >= want.replicas:
                 self.book.satisfied(name)
         observed = self._observed()
@@ -102,7 +102,7 @@ class Ours:
         self.desired = desired
         actions = diff(desired, observed, self._drained(), self.rules, 0, now)
         self._end_drains(desired)
-        wants = self.book.wants()
+        wants = self.book.wants(now)
         for action in actions:
             self._act(action, is_asked=action.lora_id in wants)
 

@@ -1,16 +1,17 @@
 """What routers follow, tell and ask for: catalog, events, usage, ensure."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, Header, Query, Response
+from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from lorafleet.auth import Keys, requires
 from orchestrator.api.given import Actor
 from orchestrator.api.views import Views
-from orchestrator.core.demand import Hold, Use
+from orchestrator.core.demand import ASKS_S, Hold, Use
 from orchestrator.core.errors import Conflict, NotFound
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
@@ -105,20 +106,33 @@ def router_routes(
     @api.post("/v1/adapters/{lora_id:path}/ensure")
     async def ensure(
         lora_id: str,
+        request: Request,
         actor: Actor,
         ask: Annotated[EnsureRequest, Body(examples=[ENSURE_EXAMPLE])] = EnsureRequest(),  # noqa: B008
     ) -> EnsureAnswer:
         """Have the adapter somewhere; answers when it is, or after `wait_s` with what is known by then."""
-        return await _ensured(
-            lora_id,
-            ask,
-            actor,
-            registry=registry,
-            reconciler=reconciler,
-            views=views,
-            is_stopping=is_stopping,
-            clock=clock,
+        asking = asyncio.create_task(
+            _ensured(
+                lora_id,
+                ask,
+                actor,
+                registry=registry,
+                reconciler=reconciler,
+                views=views,
+                is_stopping=is_stopping,
+                clock=clock,
+            )
         )
+        gone = asyncio.ensure_future(request.receive())  # the body has been read: what comes is that the client left
+        try:
+            await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return await asking
+        finally:
+            asking.cancel()
+            gone.cancel()
+        reconciler.demand.left(lora_id)
+        return views.ensured(registry.adapter(lora_id), 1)  # for nobody
 
     return api
 
@@ -156,5 +170,5 @@ async def _ensured(
         reconciler.ensure(lora_id, replicas, actor)
         if left_s <= 0:
             return views.ensured(adapter, replicas)
-        # Looked at again each interval too: a replica that an agent reports need not make an event.
-        await reconciler.catalog.changed.wait(min(left_s, reconciler.settings.pass_interval_s))
+        # Looked at again all the while, too: a replica that an agent reports need not make an event.
+        await reconciler.catalog.changed.wait(min(left_s, reconciler.settings.pass_interval_s, ASKS_S))

@@ -7,7 +7,7 @@ off for minutes does not come back as a burst. Rates are exponentially weighted 
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from orchestrator.core.state import Demand, Flow, Pair, Want
 
@@ -18,6 +18,10 @@ HABIT = 15
 """Windows over which a habit is weighted. Of real adapters the ten hottest stay about the same for an hour."""
 SURGE = 1 / 6
 """Of a window: how soon a flash crowd is seen."""
+LEFT_S = 5.0
+"""Who waits for an adapter asks again sooner than this: an `ensure` that waits does so every `ASKS_S`, and routers make
+the next one a second later."""
+ASKS_S = 2.0
 _BOOTS_REMEMBERED = 8
 _FORGET_ROUTER_S = 3600.0
 
@@ -100,6 +104,7 @@ class _Sum:
 class _Asked:
     want: Want
     until: float
+    last: float
 
 
 class DemandBook:
@@ -174,10 +179,10 @@ class DemandBook:
                 entry.surge += amount * _share(over_s, SURGE * self.window_s)
 
     def want(self, lora_id: str, want: Want, until: float) -> bool:
-        """Remember that somebody asks; True when that says more than was known."""
+        """Remember that somebody asks, since now; True when that says more than was known."""
         asked = self._wants.get(lora_id)
         if asked is None:
-            self._wants[lora_id] = _Asked(want, until)
+            self._wants[lora_id] = _Asked(want, until, want.since)
             return True
         joined = Want(
             replicas=max(want.replicas, asked.want.replicas),
@@ -187,11 +192,21 @@ class DemandBook:
             since=want.since if asked.want.is_repair and not want.is_repair else asked.want.since,
         )
         is_more = joined != asked.want
-        self._wants[lora_id] = _Asked(joined, max(until, asked.until))
+        self._wants[lora_id] = _Asked(joined, max(until, asked.until), max(want.since, asked.last))
         return is_more
 
-    def wants(self) -> Mapping[str, Want]:
-        return {lora_id: asked.want for lora_id, asked in self._wants.items()}
+    def wants(self, now: float) -> Mapping[str, Want]:
+        """What is asked for, and whether anybody still does."""
+        return {
+            lora_id: replace(asked.want, is_left=True) if now - asked.last > LEFT_S else asked.want
+            for lora_id, asked in self._wants.items()
+        }
+
+    def left(self, lora_id: str) -> None:
+        """One who waited has gone; others who still wait say so when they ask again."""
+        asked = self._wants.get(lora_id)
+        if asked is not None:
+            asked.last = -math.inf
 
     def satisfied(self, lora_id: str) -> None:
         """It is there: asking ends, so that it may one day be a victim like any other."""
@@ -251,7 +266,7 @@ class DemandBook:
             is_blind=not self.live_routers(now),
             backlog=self._backlog(now),
             in_use=frozenset(in_use),
-            wants=self.wants(),
+            wants=self.wants(now),
         )
 
     def _backlog(self, now: float) -> dict[str, float]:

@@ -145,14 +145,15 @@ class _Pass:
         """Adapters with fewer replicas than their target, by whose turn it is.
 
         Those with none, those waited for, those waited for since an earlier turn, the hottest first. A turn is a
-        stretch of the clock, not an age, so that no two who wait ever change places because time passes.
+        stretch of the clock, not an age, so that no two who wait ever change places because time passes. What nobody
+        waits for any more comes later: clients that leave sooner than their turn comes would have all loads else.
         """
         board, rates = self.board, self.board.demand.rates
         short = [lora_id for lora_id, n in board.targets.items() if board.copies(lora_id) < n]
 
         def order(adapter: Adapter) -> tuple[object, ...]:
             want = board.demand.wants.get(adapter.lora_id)
-            is_waiting = want is not None and not want.is_repair
+            is_waiting = want is not None and want.is_waited_for
             return (
                 -adapter.priority,
                 bool(board.copies(adapter.lora_id)),

@@ -208,12 +208,19 @@ class Want:
     may_evict   whether somebody else may be thrown out for it
     is_repair   it lost its place with a worker, and no request waits for it
     since       when the first of those who ask began to; seconds of the clock that passes are told
+    is_left     who asks asks again every few seconds, and nobody did: they have gone
     """
 
     replicas: int
     may_evict: bool = True
     is_repair: bool = False
     since: float = 0.0
+    is_left: bool = False
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether requests wait for it, as far as is known."""
+        return not self.is_repair and not self.is_left
 
 
 @dataclass(frozen=True, slots=True)

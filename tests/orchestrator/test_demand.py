@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.demand import DemandBook, Hold, Use
+from orchestrator.core.demand import ASKS_S, LEFT_S, DemandBook, Hold, Use
 from orchestrator.core.state import Flow, Want
 
 
@@ -133,7 +133,7 @@ def test_a_request_that_waits_makes_a_repair_more_than_a_repair():
     book = DemandBook()
     book.want("a", Want(replicas=1, may_evict=False, is_repair=True), until=60.0)
     assert book.want("a", Want(replicas=1), until=60.0)
-    assert book.wants()["a"] == Want(replicas=1)
+    assert book.wants(0.0)["a"] == Want(replicas=1)
     assert not book.want("a", replace(Want(replicas=1), is_repair=True), until=60.0)
 
 
@@ -143,7 +143,25 @@ def test_who_waits_keeps_its_turn_however_often_it_asks_and_a_repair_gives_none(
     assert book.want("a", Want(replicas=1, since=20.0), until=80.0)
     assert not book.want("a", Want(replicas=1, since=30.0), until=90.0)
     assert not book.want("a", Want(replicas=1, is_repair=True, since=40.0), until=100.0)
-    assert book.wants()["a"].since == 20.0
+    assert book.wants(40.0)["a"].since == 20.0
     book.satisfied("a")
     book.want("a", Want(replicas=1, since=50.0), until=110.0)
-    assert book.wants()["a"].since == 50.0
+    assert book.wants(50.0)["a"].since == 50.0
+
+
+def test_what_nobody_asked_for_again_in_a_while_nobody_waits_for_until_somebody_does():
+    book = DemandBook()
+    book.want("a", Want(replicas=1, since=10.0), until=70.0)
+    book.want("a", Want(replicas=1, since=12.0), until=72.0)
+    assert book.wants(12.0 + LEFT_S)["a"] == Want(replicas=1, since=10.0)
+    (left,) = book.snapshot(12.1 + LEFT_S).wants.values()
+    assert (left.is_left, left.is_waited_for) == (True, False)
+    assert not book.want("a", Want(replicas=1, since=30.0), until=90.0)
+    assert book.wants(30.0)["a"] == Want(replicas=1, since=10.0)
+    book.left("a")
+    assert book.wants(30.0)["a"].is_left
+    book.want("a", Want(replicas=1, since=31.0), until=91.0)
+    assert not book.wants(31.0)["a"].is_left
+    book.left("never asked for")
+    assert book.wants(31.0).keys() == {"a"}
+    assert LEFT_S > 2 * ASKS_S

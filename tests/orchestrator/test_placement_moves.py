@@ -433,12 +433,14 @@ def test_whoever_began_to_wait_in_an_earlier_turn_comes_before_the_hotter():
         "lost": Want(replicas=1, since=turn - 3 * TURN_S, is_repair=True),
         "lost and hot": Want(replicas=1, since=turn + 1.0, is_repair=True),
         "urgent": Want(replicas=1, since=now),
+        "left": Want(replicas=1, since=turn - 2 * TURN_S, is_left=True),
     }
     demand = Demand(rates={"hot": 9.0, "warm": 3.0, "lost": 1.0, "lost and hot": 8.0}, wants=wants)
     every = intent(*(adapter(name, priority=int(name == "urgent")) for name in wants))
-    observed = fleet(*(worker(f"w{number}", slots=1) for number in range(6)))
+    observed = fleet(*(worker(f"w{number}", slots=1) for number in range(7)))
     desired = place(every, observed, demand, RULES, now)
-    assert [load.lora_id for load in desired.loads] == ["urgent", "early", "hot", "warm", "lost and hot", "lost"]
+    in_turn = ["urgent", "early", "hot", "warm", "lost and hot", "lost", "left"]
+    assert [load.lora_id for load in desired.loads] == in_turn
 
 
 def test_where_more_is_asked_for_than_fits_everybody_has_a_turn():

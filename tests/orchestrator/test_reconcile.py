@@ -149,7 +149,7 @@ async def test_who_asks_waits_since_it_asked_first(house):
     house.reconciler.ensure("sql/v1", 1)
     house.clock.now += 5.0
     house.reconciler.ensure("sql/v1", 2)
-    assert house.reconciler.demand.wants() == {"sql/v1": Want(replicas=2, since=began_at)}
+    assert house.reconciler.demand.wants(house.clock.now) == {"sql/v1": Want(replicas=2, since=began_at)}
 
 
 async def test_an_agents_error_that_cannot_be_written_as_text_keeps_no_list_and_no_catalog_from_anybody(house):

@@ -503,6 +503,28 @@ async def test_the_process_serves_and_ends_on_sigterm_while_somebody_waits_and_s
     await again.wait()
 
 
+async def test_who_leaves_while_it_waits_is_not_waited_for(house):
+    def waited_for():
+        return [name for name, want in house.reconciler.demand.wants(house.clock.now).items() if want.is_waited_for]
+
+    await house.register()
+    async with serving(house.whole.app) as url, httpx.AsyncClient(base_url=url) as client:
+        waiting = asyncio.create_task(client.post("/v1/adapters/sql/v1/ensure", json={"wait_s": 60}, timeout=60))
+        async with asyncio.timeout(10):
+            while waited_for() != ["sql/v1"]:
+                await asyncio.sleep(0.001)
+            waiting.cancel()
+            while waited_for():
+                await asyncio.sleep(0.001)
+        house.reconciler.catalog.changed.notify()  # nobody is woken who would ask on
+        await client.get("/health")
+        assert not waited_for()
+        # It is asked for still, and waited for as soon as somebody asks again.
+        assert house.reconciler.demand.wants(house.clock.now).keys() == {"sql/v1"}
+        await client.post("/v1/adapters/sql/v1/ensure")
+        assert waited_for() == ["sql/v1"]
+
+
 async def test_a_store_that_cannot_be_used_ends_the_process_with_one_line(tmp_path):
     (tmp_path / "s.db").write_text("not a database " * 500)
     process, line = await _started(tmp_path)
