@@ -32,6 +32,14 @@ _REMEMBERED = 512
 _MOMENT_S = 0.01
 
 
+# An engine lets a request of an adapter that runs pass by one that waits for its adapter's slot (vLLM 0.32
+# v1/core/sched/scheduler.py: skipped for max_loras), so that an adapter asked for without a pause never gives its slot
+# up. Who has waited there for the first is given way: for the second, from each report on, nothing is sent that takes a
+# slot. It is more than is ever queued at an engine (`late_binding_s`), and ends by itself where reports do.
+_PASSED_OVER_S = 10.0
+_GIVEN_WAY_S = 5.0
+
+
 class InFlight(msgspec.Struct, eq=False):
     """One request at one replica, from dispatch to end. `book`: what it counts in, its worker forgotten or not.
 
@@ -66,6 +74,7 @@ class Own(NamedTuple):
     others_until   when the prefills that others had waiting there, at the last report, will be over
     in_prefill, in_decode, others_in_flight   sequences: ours before and after their first token, and not ours
     engine_names   what our requests there run, the base model as ""; `slots_used` of them are adapters
+                   None is named while one of ours has waited for a slot for too long: nobody may go on with theirs
     fresh          adapters that were sent there after the last report
     slot_at        when an adapter slot comes free for one more adapter; -inf: one is free
     full_s         wait for one of `max_num_seqs`
@@ -240,6 +249,7 @@ class _Book:
     unreported_tokens     uncached tokens of those that the engine's report does not know of, or that are in prefill
     names                 how many requests run each; `engine_names`, `slots_used` and `fresh` as in Own, the first
                           None: it and the second are to be made anew
+    passed_over           the oldest that waits for an adapter slot for too long, as of the last report
     reported_at           when the engine's own counts were read; `moved_at`: when they had last moved
     base_model            what its worker serves
     boot_id               of its engine: another one has nothing of what was sent to the one before
@@ -264,6 +274,7 @@ class _Book:
     engine_names: frozenset[str] | None = None
     slots_used: int = 0
     fresh: frozenset[str] = frozenset()
+    passed_over: InFlight | None = None
     busy_until: float = -inf
     freed_tokens: int = 0
     placed_tokens: float = 0.0
@@ -369,6 +380,8 @@ class _Book:
         running = self._running(at, waiting)
         for flight in running:
             self.leave_prefill(flight, at)
+        waits = self._slotless()
+        self.passed_over = waits[0] if waits and waits[0].began_at <= at - _PASSED_OVER_S else None
         for flight in self.flights:
             if not flight.in_prefill and flight.began_at <= at:
                 self._is_known(flight)
@@ -380,7 +393,9 @@ class _Book:
         """Those that will show nothing before their whole answer, but were prefilled by then: the engine had begun
         them, and the time that it takes had passed.
         """
-        there = [flight for flight in self.in_prefill if flight.began_at <= at]
+        slotless = set(self._slotless())
+        waiting = max(0, waiting - sum([flight.sequences for flight in slotless]))
+        there = [flight for flight in self.in_prefill if flight.began_at <= at and flight not in slotless]
         begun = sum([flight.sequences for flight in there]) - waiting
         running, until = [], -inf
         for flight in there:
@@ -391,6 +406,15 @@ class _Book:
             if not flight.is_streamed:
                 running.append(flight)
         return running
+
+    def _slotless(self) -> list[InFlight]:
+        """Those that cannot have begun, the oldest first: requests of other adapters have all slots."""
+        if not 0 < self.max_loras < len(self.names) - ("" in self.names):
+            return []
+        running = {flight.engine_name for flight in self.flights if not flight.in_prefill} - {""}
+        if len(running) < self.max_loras:
+            return []
+        return [flight for flight in self.in_prefill if flight.engine_name and flight.engine_name not in running]
 
     def _is_known(self, flight: InFlight) -> None:
         if flight.is_unreported:
@@ -661,6 +685,8 @@ def _felt(book: _Book) -> Felt:
         full_s = request_s * beyond / book.max_seqs
     if 0 < book.max_loras <= book.slots_used:
         slot_at = _slot_at(book.flights, book.max_loras, request_s)
+        if book.passed_over is not None and book.passed_over.in_prefill:
+            names, slot_at = frozenset(), max(slot_at, book.reported_at + _GIVEN_WAY_S)
     if total:
         # What the engine says, less what has ended since, and with what it has not begun; a prefix that several
         # requests share is in use once.

@@ -240,6 +240,39 @@ def test_a_slot_comes_free_when_the_last_request_of_some_adapter_is_over():
     book.end(ended, 5.1)
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_who_is_passed_over_for_a_slot_is_given_way_by_whoever_has_one(is_streamed):
+    book = LoadBook()
+    book.reported(a_replica("w0", max_loras=1))
+    book.first_token(book.begin("w0", SQL, 0.1, 0.0), 0.2)
+    waits = book.begin("w0", OTHERS[0], 0.1, 0.5)
+    waits.is_streamed = is_streamed
+    for at in range(1, 30):
+        book.first_token(book.begin("w0", SQL, 0.1, at - 0.5), at - 0.4)  # it never pauses
+        book.reported(a_replica("w0", max_loras=1, report=Report(running=at + 1, waiting=1, at=float(at))))
+        own, is_given_way = book.own("w0"), at >= 10.5
+        assert waits.in_prefill
+        assert (SQL in own.engine_names) != is_given_way
+        assert (own.slot_at - at >= 5.0) == is_given_way
+    book.first_token(waits, 30.0)
+    assert book.own("w0").engine_names == {SQL, OTHERS[0]}
+
+
+def test_nobody_gives_way_while_there_are_slots_or_to_the_base_model():
+    book = LoadBook()
+    book.reported(a_replica("w0", max_loras=2))
+    for name in (SQL, OTHERS[0], OTHERS[1]):
+        flight = book.begin("w0", name, 0.1, 0.0)
+    book.first_token(book.begin("w0", SQL, 0.1, 0.0), 0.2)
+    book.begin("w0", "", 0.1, 0.0)
+    book.reported(a_replica("w0", max_loras=2, report=Report(running=2, waiting=2, at=60.0)))
+    assert len(book.own("w0").engine_names) == 4
+    book.end(flight, 61.0)
+    book.first_token(book.begin("w0", OTHERS[0], 0.1, 61.0), 61.2)
+    book.reported(a_replica("w0", max_loras=2, report=Report(running=3, waiting=2, at=99.0)))
+    assert len(book.own("w0").engine_names) == 3
+
+
 def test_kv_in_use_is_what_the_engine_reports_and_what_was_sent_since():
     book = LoadBook()
     old = book.begin("w0", "", 0.1, 0.0, prompt_tokens=400)
