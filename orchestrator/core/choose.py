@@ -7,10 +7,11 @@ already yields to one that is not, because the loads of one worker come one afte
 """
 
 from heapq import nsmallest
+from math import inf
 
 from orchestrator.core.board import Board, claim_of, loading_of
 from orchestrator.core.state import Adapter, Load, Worker
-from orchestrator.core.victims import victim, worth
+from orchestrator.core.victims import is_due, victim, worth
 
 CANDIDATES = 16
 """Workers whose adapters are compared when somebody has to go: of more, the best by all else."""
@@ -37,7 +38,9 @@ def next_load(board: Board, adapter: Adapter) -> Load | None:
         return _load(board, adapter, idle[0], homes)
     if may_evict(board, adapter):
         below = None if is_waiting else _below(board, adapter)
-        found = _with_victim(board, adapter, ranked, below=below, is_repair=want is not None and want.is_repair)
+        is_repair = want is not None and want.is_repair
+        from_use = not free and not board.copies(lora_id) and is_due(board, adapter)
+        found = _with_victim(board, adapter, ranked, below=below, is_repair=is_repair, from_use=from_use)
         if found is not None:
             worker, evict = found
             return _load(board, adapter, worker, homes, evict)
@@ -82,9 +85,16 @@ def _ranked(board: Board, adapter: Adapter, able: list[Worker], homes: list[str]
 
 
 def _with_victim(
-    board: Board, adapter: Adapter, ranked: list[Worker], *, below: float | None, is_repair: bool
+    board: Board,
+    adapter: Adapter,
+    ranked: list[Worker],
+    *,
+    below: float | None,
+    is_repair: bool,
+    from_use: bool,
 ) -> tuple[Worker, str] | None:
-    """The first worker whose victim is among those missed least; a victim that drains already before all others.
+    """The first worker whose victim is among those missed least; a victim that drains already before all others, in
+    use or not: those that are asked for without a pause are each silent for a moment in turn, and none would ever go.
 
     A worker that is loading is left out: its turn comes when it has finished, and until then nobody drains for it.
     """
@@ -92,19 +102,20 @@ def _with_victim(
     for position, worker in enumerate(ranked):
         if board.is_busy(worker.id):
             continue
-        chosen = victim(board, adapter, worker, below=below, is_repair=is_repair)
+        chosen = victim(board, adapter, worker, below=below, is_repair=is_repair, from_use=from_use)
         if chosen is not None:
             held, value = chosen
             known = board.intent.adapters[held.lora_id]
             # Without even the reserve free, the load has to wait until the victim has drained.
             is_late = worker.occupied >= worker.slots
-            found.append((held.state != "draining", known.priority, is_late, value, position, worker, held.lora_id))
+            order = (held.state != "draining", known.priority, value == inf, is_late)
+            found.append((order, value, position, worker, held.lora_id))
     if not found:
         return None
-    first = min(found, key=lambda entry: entry[:5])
-    alike = [entry for entry in found if entry[:3] == first[:3] and entry[3] <= first[3] * NEAR]
-    best = min(alike, key=lambda entry: entry[4])
-    return best[5], best[6]
+    first = min(found, key=lambda entry: entry[:3])
+    alike = [entry for entry in found if entry[0] == first[0] and entry[1] <= first[1] * NEAR]
+    best = min(alike, key=lambda entry: entry[2])
+    return best[3], best[4]
 
 
 def _load(board: Board, adapter: Adapter, worker: Worker, homes: list[str], evict: str | None = None) -> Load:

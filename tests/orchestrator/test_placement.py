@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from orchestrator.core.placement import place, usable_slots
 from orchestrator.core.state import Adapter, Demand, Desired, Held, Intent, Observed, Rules, Want, Worker
 from orchestrator.core.targets import shares
+from orchestrator.core.victims import PATIENCE_S
 
 NOW = 10_000.0
 BASES = ("qwen", "llama")
@@ -36,8 +37,12 @@ def intent(*adapters, **more):
     return Intent(adapters={a.lora_id: a for a in adapters}, **more)
 
 
-def want(*names, replicas=1, may_evict=True):
-    return Demand(wants=dict.fromkeys(names, Want(replicas=replicas, may_evict=may_evict)))
+def want(*names, replicas=1, may_evict=True, since=NOW):
+    return Demand(wants=dict.fromkeys(names, Want(replicas=replicas, may_evict=may_evict, since=since)))
+
+
+def is_due(lora_id, demand):
+    return lora_id in demand.wants and NOW - demand.wants[lora_id].since >= PATIENCE_S
 
 
 def applied(observed, desired, now=NOW):
@@ -106,7 +111,14 @@ def fleets(draw):
         in_use=frozenset(
             (name, w.id) for w in workers for name in w.held if draw(st.sampled_from([False, False, True]))
         ),
-        wants={name: Want(replicas=draw(st.integers(1, 3)), may_evict=draw(st.booleans())) for name in wanted},
+        wants={
+            name: Want(
+                replicas=draw(st.integers(1, 3)),
+                may_evict=draw(st.booleans()),
+                since=draw(st.sampled_from([NOW, NOW - PATIENCE_S + 1, NOW - PATIENCE_S])),
+            )
+            for name in wanted
+        },
     )
     loading = draw(st.sampled_from(["lazy", "eager", "weighted"]))
     rules = Rules(
@@ -150,11 +162,15 @@ def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_
     desired = place(wanted, observed, demand, rules, NOW)
     after = applied(observed, desired)
     victims = [(load.evict, load.worker_id) for load in desired.loads if load.evict is not None]
+    due = {(load.evict, load.worker_id) for load in desired.loads if is_due(load.lora_id, demand)}
     assert len(victims) == len(set(victims))
     for lora_id, worker_id in victims:
         known = wanted.adapters[lora_id]
         assert not known.pinned
-        assert (lora_id, worker_id) not in demand.in_use
+        there = observed.workers[worker_id].held[lora_id]
+        if (lora_id, worker_id) in demand.in_use:
+            assert (lora_id, worker_id) in due
+            assert NOW - there.since >= PATIENCE_S
         assert lora_id not in demand.wants
         copies = sum(w.holds(lora_id) for w in observed.workers.values())
         assert copies > 1 or NOW - observed.workers[worker_id].held[lora_id].since >= rules.min_residency_s
@@ -343,7 +359,12 @@ PROTECTED = {
     "at its minimum": {"known": {"min_replicas": 1}},
     "eager at its minimum": {"known": {"loading": "eager"}},
     "young": {"since": NOW - 9},
-    "in use": {"demand": {"in_use": frozenset({("old", "w0")})}},
+    "in use": {"demand": {"in_use": frozenset({("old", "w0")})}, "asked": NOW - PATIENCE_S + 1},
+    "in use for less": {
+        "demand": {"in_use": frozenset({("old", "w0")})},
+        "since": NOW - PATIENCE_S + 1,
+    },
+    "in use, and waited for": {"demand": {"backlog": {"old": 1.0}}, "asked": NOW - PATIENCE_S + 1},
     "asked for itself": {"demand": {"wants": {"new": Want(replicas=1), "old": Want(replicas=1)}}},
     "loading": {"state": "loading"},
 }
@@ -354,12 +375,76 @@ def test_an_adapter_that_is_protected_makes_room_for_nobody(why):
     case = PROTECTED[why]
     there = held("old", since=case.get("since", 0.0), state=case.get("state", "ready"))
     adapters = intent(adapter("old", **case.get("known", {})), adapter("new"))
-    demand = replace(want("new"), **case.get("demand", {}))
+    demand = replace(want("new", since=case.get("asked", 0.0)), **case.get("demand", {}))
     assert place(adapters, fleet(worker("w0", there, slots=1)), demand, Rules(), NOW).loads == ()
     # The same without the protection, so that each of these cases can fail.
     plain = intent(adapter("old"), adapter("new"))
     (load,) = place(plain, fleet(worker("w0", held("old"), slots=1)), want("new"), Rules(), NOW).loads
     assert load.evict == "old"
+
+
+USED = frozenset({("a", "w0"), ("b", "w0")})
+
+
+@pytest.mark.parametrize("used", [{"in_use": USED}, {"backlog": {"a": 1.0, "b": 1.0}}])
+def test_whoever_waits_for_long_has_the_slot_that_was_in_use_for_longest_however_hot(used):
+    adapters = intent(adapter("a"), adapter("b"), adapter("new"))
+    observed = fleet(worker("w0", held("a", since=NOW - 500), held("b", since=NOW - 100), slots=2))
+    demand = replace(want("new", since=NOW - PATIENCE_S), rates={"a": 9.0, "b": 1.0}, **used)
+    (load,) = place(adapters, observed, demand, Rules(), NOW).loads
+    assert load.evict == "a"
+    # One that is not in use goes before any that is.
+    silent = replace(demand, in_use=frozenset({("a", "w0")}), backlog={})
+    (load,) = place(adapters, observed, silent, Rules(), NOW).loads
+    assert load.evict == "b"
+
+
+def test_what_drains_to_make_room_goes_on_to_where_another_one_is_silent_for_a_moment():
+    adapters = intent(adapter("a"), adapter("b"), adapter("new"))
+    going = worker("w0", held("a", state="draining"), slots=1)
+    observed = fleet(going, worker("w1", held("b"), slots=1))
+    demand = replace(want("new", since=NOW - PATIENCE_S), in_use=frozenset({("a", "w0")}))
+    (load,) = place(adapters, observed, demand, Rules(), NOW).loads
+    assert (load.worker_id, load.evict) == ("w0", "a")
+
+
+def test_what_drains_to_make_room_goes_on_to_though_it_is_asked_for_by_then():
+    adapters = intent(adapter("a"), adapter("new"))
+    observed = fleet(worker("w0", held("a", state="draining"), slots=1))
+    demand = want("new", since=NOW - PATIENCE_S)
+    for since, evicted in ((NOW - 1, ["a"]), (NOW - PATIENCE_S - 1, [])):
+        both = replace(demand, wants={**demand.wants, "a": Want(replicas=1, since=since)})
+        assert [load.evict for load in place(adapters, observed, both, Rules(), NOW).loads] == evicted
+
+
+def test_what_only_lost_its_place_or_has_a_copy_takes_no_slot_that_is_in_use():
+    adapters = intent(adapter("old"), adapter("new"))
+    observed = fleet(worker("w0", held("old"), slots=1), worker("w1", held("new"), slots=1))
+    second = Demand(in_use=frozenset({("old", "w0")}), wants={"new": Want(replicas=2, since=0.0)})
+    assert place(adapters, observed, second, Rules(), NOW).loads == ()
+    repair = replace(second, wants={"new": Want(replicas=1, since=0.0, is_repair=True)})
+    assert place(adapters, fleet(observed.workers["w0"]), repair, Rules(), NOW).loads == ()
+
+
+def test_adapters_asked_for_without_a_pause_all_have_the_only_slot_in_turn():
+    names = [f"a{i}" for i in range(4)]
+    adapters = intent(*(adapter(name) for name in names))
+    there, since, asked, had, drains_at = "a0", 0.0, dict.fromkeys(names[1:], 0.0), dict.fromkeys(names, 0), None
+    for now in map(float, range(400)):
+        had[there] += 1
+        state = "ready" if drains_at is None else "draining"
+        wants = {name: Want(replicas=1, since=began) for name, began in asked.items()}
+        demand = Demand(in_use=frozenset({(there, "w0")}), wants=wants, rates={"a0": 50.0})
+        observed = fleet(worker("w0", held(there, since=since, state=state), slots=1))
+        evicted = [load for load in place(adapters, observed, demand, Rules(), now).loads if load.evict == there]
+        if not evicted:
+            drains_at = None
+        elif drains_at is None:
+            drains_at = asked[there] = now  # whoever would have gone on with it asks for it from now on
+        elif now - drains_at >= 5:
+            there, since, drains_at = evicted[0].lora_id, now, None
+            del asked[there]
+    assert min(had.values()) >= 75
 
 
 @pytest.mark.parametrize("registered", ["other bytes", None])
