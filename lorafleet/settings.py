@@ -1,10 +1,11 @@
 """Settings of a house: flag > environment variable `LORAFLEET_<HOUSE>_<NAME>` > `--config file.yaml` > default."""
 
 import argparse
+import difflib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_origin
 
@@ -116,6 +117,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
                 cli_implicit_flags=True,
                 cli_hide_none_type=True,
                 cli_avoid_json=True,
+                cli_exit_on_error=False,  # argparse would print a hundred flags above what is wrong
             )
             return init_settings, flags, _Environment(settings_cls), _Values(settings_cls, from_file)
 
@@ -123,10 +125,10 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     try:
         found = Sourced()
     except ValidationError as exc:
-        problems = "; ".join(": ".join(filter(None, (_flag(e["loc"]), what_is_wrong(e)))) for e in exc.errors())
+        problems = "; ".join(_problem(error, cls.model_fields) for error in exc.errors())
         raise SettingsError(f"{problems} (see `{prog} --help`)") from exc
-    except Unparsed as exc:  # a flag's list or mapping
-        raise SettingsError(f"{exc} (see `{prog} --help`)") from exc
+    except Unparsed as exc:  # a flag that there is not, or without its value; a flag's list or mapping
+        raise SettingsError(f"{_misread(str(exc), cls.model_fields)} (see `{prog} --help`)") from exc
     return cast("S", found)
 
 
@@ -144,8 +146,34 @@ def what_is_wrong(error: Mapping[str, Any]) -> str:
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` with the known name that is most like this one; empty where none is."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _problem(error: Mapping[str, Any], known: Iterable[str]) -> str:
+    where = _flag(error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{where}: there is no such setting{did_you_mean(where, map(_kebab, known))}"
+    return ": ".join(filter(None, (where, what_is_wrong(error))))
+
+
+def _misread(found: str, known: Iterable[str]) -> str:
+    """What argparse found, with the flag that may have been meant."""
+    said = found.removeprefix("error parsing CLI: ")
+    _, is_unknown, rest = said.partition("unrecognized arguments: ")
+    name = rest.split("=")[0].split()[0].removeprefix("--") if is_unknown else ""  # dashes make any two names alike
+    meant = did_you_mean(name, map(_kebab, known))
+    return said + meant.replace("mean ", "mean --")
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
 def _flag(loc: tuple[int | str, ...]) -> str:
-    return ".".join(str(part).replace("_", "-") for part in loc)
+    return ".".join(_kebab(str(part)) for part in loc)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -162,4 +190,6 @@ def _refuse_unknown_environment(cls: type[HouseSettings], prefix: str) -> None:
     known = {prefix + name.upper() for name in cls.model_fields}
     unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
     if unknown:
-        raise SettingsError(f"unknown environment {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        meant = did_you_mean(unknown[0].removeprefix(prefix), map(str.upper, cls.model_fields))
+        named = meant.replace("mean ", f"mean {prefix}") or f"; known: {', '.join(sorted(known))}"
+        raise SettingsError(f"unknown environment {', '.join(unknown)}{named}")

@@ -75,17 +75,37 @@ def test_the_file_may_be_named_in_the_environment(monkeypatch, tmp_path):
     assert loaded().port == 3
 
 
-def test_unknown_names_are_refused_by_name_wherever_they_stand(monkeypatch, tmp_path, capsys):
+def test_unknown_names_are_refused_by_name_wherever_they_stand_with_the_one_that_was_meant(monkeypatch, tmp_path):
     (tmp_path / "c.yaml").write_text("prot: 3")
-    with pytest.raises(SettingsError, match="prot"):
+    with pytest.raises(SettingsError, match=r"prot: there is no such setting; did you mean port\?"):
         loaded("--config", str(tmp_path / "c.yaml"))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SettingsError, match=r"--prot 3; did you mean --port\?"):
         loaded("--prot", "3")
-    assert ended.value.code == 2
-    assert "--prot" in capsys.readouterr().err
     monkeypatch.setenv("LORAFLEET_EXAMPLE_PROT", "3")
-    with pytest.raises(SettingsError, match="LORAFLEET_EXAMPLE_PROT"):
+    with pytest.raises(SettingsError, match=r"LORAFLEET_EXAMPLE_PROT; did you mean LORAFLEET_EXAMPLE_PORT\?"):
         loaded()
+    monkeypatch.delenv("LORAFLEET_EXAMPLE_PROT")
+    monkeypatch.setenv("LORAFLEET_EXAMPLE_ZZ", "3")
+    with pytest.raises(SettingsError, match=r"LORAFLEET_EXAMPLE_ZZ; known: .*LORAFLEET_EXAMPLE_PORT"):
+        loaded()
+
+
+@pytest.mark.parametrize("argv", [["--zzzz", "3"], ["--zzzz=3"], ["zzzz"], ["--port"]])
+def test_a_wrong_flag_is_one_line(capsys, argv):
+    with pytest.raises(SystemExit) as ended:
+        load_or_exit(Example, argv, prog="example")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert argv[0] in said
+    assert said.count("\n") == 1
+    assert "did you mean" not in said
+
+
+def test_help_prints_every_flag_and_ends_well(capsys):
+    with pytest.raises(SystemExit) as ended:
+        loaded("--help")
+    assert ended.value.code == 0
+    assert "--wait-s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [["--wait-s", "0"], ["--port", "x"], ["--log-level", "loud"]])
