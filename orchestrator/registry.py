@@ -56,7 +56,10 @@ class Registry:
         _require_same(known, spec)
         wanted = replace(known, tenants=_sorted(spec.tenants), secret=_secret(spec.secret_ref))
         if _with_policy(wanted, spec.policy) != known:
-            message = f"{spec.lora_id!r} is registered with another policy, tenants or secret; PATCH changes those"
+            message = (
+                f"{spec.lora_id!r} is registered with another policy, tenants or secret;"
+                f" PATCH /v1/adapters/{spec.lora_id} changes those"
+            )
             raise Conflict(message, code="already_registered", param="lora_id")
         return known
 
@@ -241,13 +244,8 @@ class Registry:
         return self._replace_policy(policy, if_match, actor)
 
     def patch_policy(self, changes: dict[str, Any], if_match: str | None, actor: str = NOBODY) -> Policy:
-        """Raises RequestError naming what is wrong, Stale like `put_policy`."""
-        try:
-            policy = Policy.model_validate(asdict(self._store.rules) | changes)
-        except ValidationError as exc:
-            where = ".".join(str(part) for part in exc.errors()[0]["loc"])
-            raise RequestError(said_wrong(exc.errors()), param=where) from exc
-        return self._replace_policy(policy, if_match, actor)
+        """Raises RequestError like `changed_policy`, Stale like `put_policy`."""
+        return self._replace_policy(changed_policy(self._store.rules, changes), if_match, actor)
 
     def _replace_policy(self, policy: Policy, if_match: str | None, actor: str) -> Policy:
         _require_match(if_match, self.policy_etag(), "the policy")
@@ -322,6 +320,19 @@ def new_adapter(spec: AdapterSpec) -> Adapter:
 def policy_of(adapter: Adapter) -> AdapterPolicy:
     """The wire's form of an adapter's own policy."""
     return AdapterPolicy.model_validate(asdict_policy(adapter))
+
+
+def changed_policy(rules: Rules, changes: dict[str, Any]) -> Policy:
+    """The global policy with these changes. Raises RequestError: what is wrong, and of an unknown name those known."""
+    if unknown := sorted(changes.keys() - Policy.model_fields.keys()):
+        raise RequestError(
+            f"{', '.join(unknown)}: not in the policy; known: {', '.join(Policy.model_fields)}", param=unknown[0]
+        )
+    try:
+        return Policy.model_validate(asdict(rules) | changes)
+    except ValidationError as exc:
+        where = ".".join(str(part) for part in exc.errors()[0]["loc"])
+        raise RequestError(said_wrong(exc.errors()), param=where) from exc
 
 
 def asdict_policy(adapter: Adapter) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Query
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from lorafleet.auth import Keys, requires
-from lorafleet.http import said_wrong
 from orchestrator.api.given import Actor, Cursor, Limit, page_of
 from orchestrator.api.views import Views
 from orchestrator.core.errors import NotFound, RequestError
@@ -17,7 +16,7 @@ from orchestrator.core.state import Adapter, Intent, Rules
 from orchestrator.core.what_if import Hypothesis, Scene, what_if
 from orchestrator.orphans import adopt, orphans
 from orchestrator.reconcile import Reconciler
-from orchestrator.registry import Registry, new_adapter
+from orchestrator.registry import Registry, changed_policy, new_adapter
 from orchestrator.wire import (
     AdoptRequest,
     BatchAnswer,
@@ -25,7 +24,6 @@ from orchestrator.wire import (
     PlacementList,
     Plan,
     PlanRequest,
-    Policy,
     SupposedAdapter,
 )
 
@@ -155,7 +153,7 @@ def _supposed(spec: SupposedAdapter) -> Adapter:
 
 def _rules(rules: Rules, ask: PlanRequest) -> Rules:
     try:
-        policy = Policy.model_validate(asdict(rules) | ask.policy)
-    except ValidationError as exc:
-        raise RequestError(f"policy: {said_wrong(exc.errors())}", param="policy") from exc
+        policy = changed_policy(rules, ask.policy)
+    except RequestError as exc:
+        raise RequestError(f"policy: {exc}", param="policy") from exc
     return Rules(**policy.model_dump())

@@ -106,6 +106,8 @@ def test_adding_the_same_adapter_again_is_fine_and_another_source_is_refused(
     assert said.status == 1
     assert "new version" in said.err
     assert len(said.err.splitlines()) == 1
+    said = run("--orchestrator-url", orchestrator, "adapters", "add", "again/v1", "file:///a", "--tenant", "acme")
+    assert "PATCH /v1/adapters/again/v1 changes those" in said.err
 
 
 def test_an_adapter_that_is_not_registered_is_one_line_that_names_the_command_for_it(
@@ -219,8 +221,10 @@ def test_the_policy_is_shown_and_changed(ask: Run) -> None:
 def test_a_wrong_policy_name_is_one_line_that_names_it(run: Run, orchestrator: str) -> None:
     said = run("--orchestrator-url", orchestrator, "policy", "set", "lodaing=eager")
     assert said.status == 1
-    assert "lodaing" in said.err
+    assert "lodaing: not in the policy; known: loading, min_replicas" in said.err
     assert len(said.err.splitlines()) == 1
+    planned = run("--orchestrator-url", orchestrator, "plan", "--policy", "lodaing=eager")
+    assert "policy: lodaing: not in the policy; known: loading" in planned.err
 
 
 def test_an_empty_fleet_has_headings_and_no_rows(ask: Run) -> None:
