@@ -77,9 +77,8 @@ async def forever(
             if is_ours:
                 on_failure()
             if failures in (1, 10) or failures % 100 == 0:
-                log.warning(
-                    "loop step failed", loop=name, **about, failures=failures, error=repr(exc), exc_info=is_ours
-                )
+                said = repr(exc) + _asked(exc)
+                log.warning("loop step failed", loop=name, **about, failures=failures, error=said, exc_info=is_ours)
             pause_s = backoff_s(failures, _FIRST_BACKOFF_S, most_backoff_s, rng)
         if poke is None or failures:
             await asyncio.sleep(pause_s)
@@ -88,6 +87,17 @@ async def forever(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await poke.wait()
+
+
+def _asked(exc: Exception) -> str:
+    """` at http://host:port` for httpx's errors, which do not say it; no more, because a URL may hold a key."""
+    if not isinstance(exc, httpx.TransportError):
+        return ""
+    try:
+        url = exc.request.url
+    except RuntimeError:  # raised without a request
+        return ""
+    return f" at {url.scheme}://{url.netloc.decode()}"
 
 
 class Later:

@@ -74,6 +74,20 @@ async def test_of_failures_those_of_ours_are_counted_and_all_are_logged_with_wha
     assert logs[0]["exc_info"] == bool(ours)
 
 
+async def test_of_whom_httpx_could_not_reach_the_log_says_the_address_and_no_more():
+    async def step():
+        async with httpx.AsyncClient() as client:
+            await client.get("http://user:secret@127.0.0.1:9/v1/catalog?key=hush")
+
+    with capture_logs() as logs:
+        loop = asyncio.create_task(forever(step, name="x", every_s=60))
+        async with asyncio.timeout(5):
+            while not logs:
+                await asyncio.sleep(0.001)
+    loop.cancel()
+    assert logs[0]["error"].endswith(" at http://127.0.0.1:9")
+
+
 async def test_a_poke_starts_the_next_round_at_once():
     poke, rounds = asyncio.Event(), asyncio.Queue()
 
