@@ -206,6 +206,10 @@ def adapters_add(
     with context.obj.orchestrator() as api:
         api.call("POST", "/v1/adapters", spec)
     typer.echo(f"{lora_id} is registered; see: lorafleet adapters show {lora_id}")
+    if "://" not in source and not Path(source).is_dir():
+        typer.echo(
+            f"  there is no folder {spec['source']} on this machine; workers will look on their own disks", err=True
+        )
 
 
 @adapters_app.command("rm")

@@ -202,6 +202,14 @@ def test_a_relative_folder_is_registered_by_its_whole_path(
     assert f"{tmp_path}/here" in ask("adapters", "show", "here/v1").out
 
 
+def test_a_folder_that_is_not_on_this_machine_is_registered_and_said(
+    run: Run, orchestrator: str, tmp_path: Path
+) -> None:
+    said = run("--orchestrator-url", orchestrator, "adapters", "add", "elsewhere/v1", str(tmp_path / "nothing"))
+    assert said.status == 0
+    assert f"there is no folder {tmp_path / 'nothing'} on this machine" in said.err
+
+
 def test_an_alias_is_set_listed_and_removed(ask: Run) -> None:
     for version in ("v1", "v2"):
         ask("adapters", "add", f"law/{version}", f"file:///{version}")
@@ -323,6 +331,15 @@ def test_a_server_that_is_away_is_one_line_that_names_the_flag(run: Run, args: l
     assert said.status == 1
     assert "-url" in said.err
     assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"), [("--orchestrator-url", ["adapters", "list"]), ("--router-url", ["decisions"])]
+)
+def test_what_is_no_address_is_one_line_that_names_the_flag(run: Run, flag: str, words: list[str]) -> None:
+    said = run(flag, "localhost:8080", *words)
+    assert said.status == 2
+    assert said.err == f"lorafleet: {flag} 'localhost:8080': must be an address, as http://127.0.0.1:8080\n"
 
 
 def test_the_address_comes_from_the_environment(run: Run, orchestrator: str, monkeypatch: pytest.MonkeyPatch) -> None:
