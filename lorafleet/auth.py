@@ -295,6 +295,9 @@ def _read(path: Path) -> dict[str, Caller]:
     form = f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}], limits: {{...}}}}]`"
     try:
         raw = yamls.parsed(path.read_text())
+    except FileNotFoundError as exc:
+        message = f"key file {path}: {exc.strerror}; `lorafleet keys new --file {path}` makes one"
+        raise KeyFileUnreadable(message) from exc
     except OSError as exc:
         raise KeyFileUnreadable(f"key file {path}: {exc}") from exc
     except ValueError as exc:  # no text, or no YAML

@@ -28,6 +28,15 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o600) -> None:
         raise
 
 
+def make_folder(folder: Path, setting: str) -> None:
+    """Make it where it is not there. Raises OSError that names the setting, and says what to do."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        what = what_failed(exc, folder)
+        raise OSError(f"{setting} {folder}: {what}; name a folder that can be made and written") from exc
+
+
 def mode_of(path: Path) -> int:
     """`st_mode` of the file or folder, links followed; 0 when nothing is there.
 

@@ -21,6 +21,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from lorafleet import logs, serve
 from lorafleet.auth import KeyFileError, Keys, host_check, refuse_open_server
+from lorafleet.files import make_folder
 from lorafleet.http import CheckHost, install_error_handlers
 from lorafleet.kube.access import ACCOUNT, source
 from lorafleet.kube.client import opened
@@ -169,7 +170,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     usage = Usage(router_id, load)
     outbox = Outbox()
     if config.state_dir is not None:
-        config.state_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(config.state_dir, "state_dir")
     joined = _Joined(
         feeds=feeds,
         load=load,

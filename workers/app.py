@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from lorafleet import logs
 from lorafleet.auth import Keys, host_check, may_send, refuse_open_server
-from lorafleet.files import write_whole
+from lorafleet.files import make_folder, write_whole
 from lorafleet.http import CheckHost, JsonBodies, install_error_handlers
 from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
@@ -71,6 +71,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     """Everything, joined; the engine starts when the app is served. Raises KeyFileError, OSError."""
     keys = Keys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
+    _require_model(settings)
     lock(settings.state)
     rng, metrics, boot_id = Random(), Metrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
@@ -141,12 +142,22 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     return Worker(app, agent)
 
 
+def _require_model(settings: WorkerSettings) -> None:
+    """Raises OSError for a path that leads nowhere: an engine would fail at it, with a traceback, again and again.
+
+    What only may be a path (`org/name`) is the engine's to find, and so is all of an engine that we do not start.
+    """
+    model = settings.model
+    if not settings.engine_url and model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
+        raise OSError(f"model {model}: there is no such folder; give that of a Hugging Face model")
+
+
 def lock(state: Path) -> None:
     """Make the state folder ours until this process ends, however it does; raises OSError when it is another's.
 
     Two agents with one record, and engines with one pair of sockets, would each undo what the other did.
     """
-    state.mkdir(parents=True, exist_ok=True)
+    make_folder(state, "state_dir")
     handle = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,7 +172,7 @@ def disk_of(settings: WorkerSettings) -> Disk:
     file = settings.state / "agent_id"
     if not file.exists():
         write_whole(file, uuid.uuid4().hex[:12].encode())  # half of it would be a name that others have, too
-    settings.cache_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(settings.cache_dir, "cache_dir")
     return Disk(
         settings.cache_dir,
         user=f"{settings.instance_id}.{file.read_text()}",

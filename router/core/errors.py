@@ -124,6 +124,9 @@ class CatalogUnavailable(Unavailable):
     code = "catalog_unavailable"
 
 
+NO_CATALOG = "this router has not heard from the orchestrator yet; is it up, where the router's orchestrator_url says?"
+
+
 class HeldBack(Unavailable):
     code = "deadly_request"
 

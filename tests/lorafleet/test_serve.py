@@ -139,6 +139,33 @@ def test_a_port_in_use_ends_every_house_alike_and_the_last_line_says_what_to_do(
     assert (it.returncode, it.stderr.splitlines()) == (2, [f"python -m {words[0]}: {in_use}"])
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["router", "--state-dir", "/proc/nothing"],
+            "state_dir /proc/nothing: No such file or directory; name a folder",
+        ),
+        (["workers", "--model", ".", "--state-dir", "/proc/nothing"], "state_dir /proc/nothing: No such file"),
+        (
+            ["workers", "--model", ".", "--state-dir", "s", "--cache-dir", "/proc/nothing"],
+            "cache_dir /proc/nothing: No",
+        ),
+        (["workers", "--model", "./nothing", "--state-dir", "s"], "model ./nothing: there is no such folder; give"),
+        (
+            ["router", "--key-files", "none.yaml"],
+            "none.yaml: No such file or directory; `lorafleet keys new --file none.yaml`",
+        ),
+    ],
+)
+def test_a_folder_or_file_that_is_not_there_ends_a_house_in_one_line_that_names_it(tmp_path, monkeypatch, words, says):
+    monkeypatch.setitem(CLEAN, "PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    it = ended(tmp_path, *words, "--port", "0")
+    assert it.returncode == 2
+    assert says in it.stderr
+    assert len(it.stderr.splitlines()) == 1
+
+
 def test_an_address_that_is_not_this_machines_is_named():
     with pytest.raises(OSError, match=r"port 0 of 192\.0\.2\.1 cannot be had \(.*--host"):
         serve.bind("192.0.2.1", 0)
