@@ -146,6 +146,19 @@ async def streamed(pool, url):
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
+async def test_a_head_may_come_as_late_as_that_and_no_later(pool, ask):
+    async with answering(b"") as agent:
+        asking = asyncio.create_task(ask(pool, agent.url))
+        await until(lambda: agent.requests)
+        (connection,) = pool._all
+        assert 4 < connection.deadline - connection.loop.time() <= 5
+        connection.deadline = 0.0
+        with pytest.raises(EngineLost) as lost:
+            await asking
+        assert lost.value.reason == "no_answer_in_time"
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
 @pytest.mark.parametrize("comes", ["its answer", "its end"])
 async def test_what_comes_in_the_very_moment_in_which_one_is_cancelled_is_nobodys(pool, ask, comes):
     async with answering(b"") as agent:
