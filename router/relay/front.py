@@ -615,7 +615,6 @@ class _Connection(HttpToolsProtocol):
     def answered(self, exchange: Exchange) -> None:
         """The answer is written; the next one is begun, or waited for."""
         self.let_go(exchange)
-        self.server_state.total_requests += 1
         if self._queue:
             self._front.outbox.flush()  # so that it is known whether this answer fits
             if not self.is_write_paused:
@@ -711,7 +710,6 @@ class _Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """The app's answer is complete."""
-        self.server_state.total_requests += 1
         if self.transport.is_closing():
             self._watch_sending()
             return
@@ -726,12 +724,12 @@ class _Connection(HttpToolsProtocol):
         cause = exc.__context__
         if isinstance(cause, Refused):
             self.refuse(cause)
-        elif isinstance(cause, _EnoughError) or self._deaf:
+        elif isinstance(cause, _EnoughError):
             self._drained_bytes += self._read_bytes
             self.hear_no_more()
             if self._is_cold_busy():
                 self.cycle.keep_alive = False
-        elif isinstance(exc, httptools.HttpParserCallbackError) and cause is not None:
+        elif isinstance(exc, httptools.HttpParserCallbackError):
             log.error("unexpected error", exc_info=cause)
             self.refuse(Refused(500, "internal_error", "internal error; the log has the traceback"))
         else:

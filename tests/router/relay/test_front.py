@@ -877,6 +877,17 @@ async def test_what_a_client_sends_behind_its_last_request_does_not_take_the_ans
         assert not client.was_reset
 
 
+@pytest.mark.parametrize("more", [b"more", post(HOT, b"more")])
+async def test_what_comes_with_the_last_request_in_one_read_is_not_answered_and_takes_no_answer_away(more):
+    async with fronted() as served, await served.client() as client:
+        client.send(post(HOT, b"abc", b"Connection: close") + more)
+        assert (await client.answer())[2] == b"3"
+        assert await client.rest() == b""
+        assert not client.was_reset
+        assert served.seen == [(HOT, b"abc")]
+        assert not served.front.refused
+
+
 async def test_what_is_too_much_ahead_does_not_take_the_answers_before_it_away():
     work = Work()
     async with fronted(work, pipelined=1) as served, await served.client() as client:
