@@ -219,7 +219,7 @@ class ColdStarts:
         def settled() -> bool:
             return flight.task.done() or self.resident(lora_id, excluded()) is not None
 
-        left_s = inf if deadline_at is None else max(0.0, deadline_at - self.clock())
+        left_s = inf if deadline_at is None else deadline_at - self.clock()
         await self.discovery.changes.until(settled, timeout_s=min(self.timeout_s, left_s))
         adapter = self.resident(lora_id, excluded())
         if adapter is not None:

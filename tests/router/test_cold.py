@@ -356,6 +356,18 @@ async def test_a_deadline_ends_the_wait_and_says_so():
             await parts.cold.until_resident("sql/v1", deadline_at=parts.cold.clock() + 60)
 
 
+async def test_a_load_that_is_cancelled_under_those_who_wait_cancels_none_of_them():
+    control = with_sql()
+    control.ensure = never
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        waiting = asyncio.create_task(parts.cold.until_resident("sql/v1"))
+        await until(lambda: control.ensured)
+        parts.cold._flights["sql/v1"].task.cancel()
+        with pytest.raises(ColdStartTimeout):
+            await waiting
+        assert not parts.cold._flights
+
+
 async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_took_then_a_guess():
     control = many_adapters(3)
     seen = []
