@@ -753,7 +753,7 @@ class _Connection(HttpToolsProtocol):
     def _told(self) -> bytes:
         """What the answer to the message being read says besides, as `Exchange` has it."""
         told = self._front.told
-        if told is None or self._phase == _IDLE:
+        if told is None:
             return b""
         if self._phase == _BODY:
             return b"" if self._incoming is None else self._incoming._told

@@ -272,6 +272,23 @@ async def test_what_is_queued_behind_a_large_answer_is_begun_when_most_of_that_i
         assert (await client.answer())[2] == b"next"
 
 
+async def test_a_bad_request_behind_what_is_queued_behind_a_large_answer_is_refused_after_it():
+    calls = Calls()
+    async with fronted(calls) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") * 2)
+        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
+        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+        client.send(b"GET / HTTP/1.1\r\nHost : a\r\n\r\n")
+        await until(lambda: served.front.refused)
+        (connection,) = served.front.connections
+        assert (connection._current, len(connection._queue)) == (None, 1)
+        assert len((await client.answer())[2]) == LARGE
+        await until(lambda: len(calls.exchanges) == 2)
+        calls.exchanges[1].respond(200, b"", b"next")
+        assert (await client.answer())[2] == b"next"
+        assert error_of(await client.rest()) == (400, "invalid_http")
+
+
 async def test_a_body_is_asked_for_when_a_client_waits_to_be_asked():
     async with fronted() as served, await served.client() as client:
         for path in (HOT, COLD, HOT):
@@ -758,6 +775,20 @@ async def test_a_large_head_in_one_read_is_refused_and_one_that_fits_is_served()
         assert (await client.answer())[0] == 200
         client.send(post(HOT, b"x", *(b"x-%d: %b" % (n, b"v" * 1000) for n in range(66))))
         assert error_of(await client.rest()) == (431, "head_too_large")
+
+
+@pytest.mark.parametrize(("size", "status"), [(1000, 200), (1001, 431)])
+async def test_a_head_may_be_as_large_as_that_and_no_larger_in_one_read_or_before_its_end_has_come(size, status):
+    async with fronted(head_bytes=1000) as served:
+        async with await served.client() as client:
+            # Target and headers are counted: "/hot", "Host: a", "Content-Length: 0" and "X: xx...", 4 more for each.
+            client.send(post(HOT, b"", b"X: " + b"x" * (size - 4 - 9 - 19 - 5)))
+            assert (await client.answer())[0] == status
+        async with await served.client() as client:
+            client.send(post(HOT, b"", b"X: ").removesuffix(b"\r\n\r\n").ljust(size, b"x"))
+            await until(lambda: any(each._bare_bytes == size for each in served.front.connections))
+            client.send(b"\r\n\r\n")
+            assert (await client.answer())[0] == status
 
 
 async def test_all_bodies_together_are_bounded_and_the_next_one_is_told_to_come_back():
