@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from lorafleet.loops import Changes
 from router.cold import ColdStarts
 from router.core.admission import Bounds, Room
-from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, NoCapacity, Saturated
+from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, ModelNotFound, NoCapacity, Saturated
 from router.core.fleet import Adapter, Fleet
 from router.metrics import Metrics
 from router.relay.fetch import Refused
@@ -247,6 +247,67 @@ def test_what_failed_on_one_worker_is_not_told_while_another_loads():
         with pytest.raises(ColdStartTimeout):
             await cold.until_resident("sql/v1")
         assert len(asked) == 4
+
+    with asyncio.Runner(loop_factory=Hurried) as runner:
+        runner.run(wait())
+
+
+def test_what_only_an_engine_lists_is_asked_of_nobody_until_a_catalog_knows_it():
+    known, asked = Known(), []
+    listed = Adapter("sql/v1", "m", None, "", is_listed=True)
+
+    async def post(url, path, *, body, timeout_s):
+        asked.append(path)
+        return loading("sql/v1").body
+
+    async def wait():
+        in_catalog, known.fleet = known.fleet, Fleet(1, {}, {"sql/v1": listed})
+        cold = ColdStarts(post, known, Metrics(), ORCHESTRATOR, 9.5, max_held=10)
+        waiting = asyncio.create_task(cold.until_resident("sql/v1"))
+        await asyncio.sleep(5.5)
+        assert not asked
+        known.fleet = in_catalog
+        with pytest.raises(ColdStartTimeout):
+            await waiting
+        assert set(asked) == {"/v1/adapters/sql/v1/ensure"}
+
+    with asyncio.Runner(loop_factory=Hurried) as runner:
+        runner.run(wait())
+
+
+def test_what_leaves_the_catalog_while_it_is_waited_for_is_as_the_orchestrator_says():
+    known, asked = Known(), []
+
+    async def post(url, path, *, body, timeout_s):
+        asked.append(path)
+        if known.fleet.adapters:
+            known.fleet = Fleet(2, {}, {})
+            return loading("sql/v1").body
+        raise Refused("404", 404, b'{"error": {"message": "it was deleted"}}')
+
+    async def wait():
+        cold = ColdStarts(post, known, Metrics(), ORCHESTRATOR, 9.5, max_held=10)
+        with pytest.raises(ModelNotFound, match="it was deleted"):
+            await cold.until_resident("sql/v1")
+        assert len(asked) == 2
+
+    with asyncio.Runner(loop_factory=Hurried) as runner:
+        runner.run(wait())
+
+
+def test_where_an_adapter_was_placed_is_looked_at_more_often_than_it_is_asked_for_until_it_is_seen_there():
+    known, looked = Known(), []
+    known.look_now = looked.append
+
+    async def post(url, path, *, body, timeout_s):
+        return loading("sql/v1", ready=["w0"], loading=[], state="ready").body
+
+    async def wait():
+        cold = ColdStarts(post, known, Metrics(), ORCHESTRATOR, 3.5, max_held=10)
+        with pytest.raises(ColdStartTimeout):
+            await cold.until_resident("sql/v1")
+        assert set(looked) == {"w0"}
+        assert len(looked) > 8  # once a second would be 4
 
     with asyncio.Runner(loop_factory=Hurried) as runner:
         runner.run(wait())
