@@ -834,8 +834,6 @@ class _Connection(HttpToolsProtocol):
             if self._write_by == _NEVER:
                 self._watch_sending()
             self._read_by = self._write_by
-        elif self._deaf:
-            self.hang_up()
         else:
             self._close()
 
