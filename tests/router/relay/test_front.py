@@ -1444,6 +1444,22 @@ async def test_after_the_head_of_a_stream_that_ends_its_connection_nothing_more_
         assert work.begun == 1
 
 
+async def test_at_the_end_what_is_queued_behind_a_large_answer_is_finished_too():
+    calls = Calls()
+    async with fronted(calls) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") * 2)
+        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
+        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+        (connection,) = served.front.connections
+        assert (connection._current, len(connection._queue)) == (None, 1)
+        connection.shutdown()
+        assert len((await client.answer())[2]) == LARGE
+        await until(lambda: len(calls.exchanges) == 2)
+        calls.exchanges[1].respond(200, b"", b"next")
+        assert (await client.answer())[2] == b"next"
+        assert await client.rest() == b""
+
+
 async def test_a_message_of_the_apps_that_is_answered_before_it_is_whole_does_not_hold_up_the_end():
     async with ending(length) as (client, end, _, app), await client() as early:
         app.read_body = False
