@@ -93,7 +93,7 @@ def victim(
 def is_due(board: Board, adapter: Adapter) -> bool:
     """Whether a request has waited for it for so long that it may have the slot of one that is in use."""
     want = board.demand.wants.get(adapter.lora_id)
-    return want is not None and not want.is_repair and board.now - want.since >= PATIENCE_S
+    return want is not None and want.is_waited_for and board.now - want.since >= PATIENCE_S
 
 
 def is_used(board: Board, held: Held, worker: Worker) -> bool:

@@ -365,6 +365,9 @@ PROTECTED = {
         "since": NOW - PATIENCE_S + 1,
     },
     "in use, and waited for": {"demand": {"backlog": {"old": 1.0}}, "asked": NOW - PATIENCE_S + 1},
+    "in use, and who waited has gone": {
+        "demand": {"in_use": frozenset({("old", "w0")}), "wants": {"new": Want(replicas=1, is_left=True)}}
+    },
     "asked for itself": {"demand": {"wants": {"new": Want(replicas=1), "old": Want(replicas=1)}}},
     "loading": {"state": "loading"},
 }
