@@ -162,9 +162,9 @@ def _problem(error: Mapping[str, Any], known: Iterable[str]) -> str:
 def _misread(found: str, known: Iterable[str]) -> str:
     """What argparse found, with the flag that may have been meant."""
     said = found.removeprefix("error parsing CLI: ")
-    _, is_unknown, rest = said.partition("unrecognized arguments: ")
-    name = rest.split("=")[0].split()[0].removeprefix("--") if is_unknown else ""  # dashes make any two names alike
-    meant = did_you_mean(name, map(_kebab, known))
+    _, _, rest = said.partition("unrecognized arguments: ")
+    name = rest.partition("=")[0].partition(" ")[0]
+    meant = did_you_mean(name.removeprefix("--"), map(_kebab, known))  # dashes would make any two names alike
     return said + meant.replace("mean ", "mean --")
 
 

@@ -108,6 +108,12 @@ def test_help_prints_every_flag_and_ends_well(capsys):
     assert "--wait-s" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("word", ["", "=x", "--", "- -", "stray"])
+def test_a_word_that_is_no_flag_is_refused(word):
+    with pytest.raises(SettingsError, match="unrecognized arguments"):
+        loaded(word)
+
+
 @pytest.mark.parametrize("argv", [["--wait-s", "0"], ["--port", "x"], ["--log-level", "loud"]])
 def test_a_value_out_of_range_is_refused_and_named(argv):
     with pytest.raises(SettingsError, match=argv[0].removeprefix("--")):
