@@ -205,14 +205,15 @@ async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_
     cold = ColdStarts(post, Known(a_replica("w0")), Metrics(), ORCHESTRATOR, 60.0, max_held=10)
     with capture_logs() as said:
         waiting = asyncio.create_task(cold.until_resident("sql/v1"))
-        await until(lambda: asked.count("http://w0") == 5)
+        await until(lambda: asked.count("http://w0") >= 5)
         assert [entry["event"] for entry in said] == [
             "orchestrator away, asking the adapter's home itself",
             "home does not load it",
         ]
         assert (said[1]["lora_id"], said[1]["worker"]) == ("sql/v1", "w0")
         trouble.append(Refused("503", 503, b"busy"))
-        await until(lambda: asked.count("http://w0") == 10)
+        before = len(asked)
+        await until(lambda: len(asked) >= before + 10)
         assert ["Refused" in entry["error"] for entry in said] == [False, False, True, True]
         await stop([waiting])
 
