@@ -164,10 +164,16 @@ def declared(found: Json, kind: str, model: type[M]) -> M:
 def _is_shallow(text: str) -> bool:
     """Whether it is safe to load; asked of the parser's events, which do not recurse. Raises yaml.YAMLError."""
     depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
+    try:
+        for event in yaml.parse(text, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                return False
+    except yaml.YAMLError as exc:
+        # libyaml 0.2.6 (PyYAML 6.0.4) looks ahead, and ends at 1,000 levels before it has told of one.
+        if "nesting depth" in str(exc):
             return False
+        raise
     return True
 
 
