@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Serve many LoRA adapters from one fleet of vLLM workers.\n\nFirst steps: lorafleet up --engine sim --demo",
 )
-adapters_app = typer.Typer(no_args_is_help=True, help="Adapters: register, look at, forget.")
+adapters_app = typer.Typer(no_args_is_help=True, help="Adapters: register, look at, change, forget.")
 aliases_app = typer.Typer(no_args_is_help=True, help="Aliases: names that point at adapters, with weights.")
 workers_app = typer.Typer(no_args_is_help=True, help="Workers: an engine with its agent.")
 policy_app = typer.Typer(no_args_is_help=True, help="The global placement policy.")
@@ -165,11 +165,15 @@ def adapters_list(context: typer.Context) -> None:
 
 @adapters_app.command("show")
 def adapters_show(context: typer.Context, lora_id: str) -> None:
-    """One adapter, everything known.
+    """One adapter, everything known, and the etag that names this version of what was asked for.
 
     Example: lorafleet adapters show sql-expert/v1
     """
-    _show(context, f"/v1/adapters/{path_of(lora_id)}")
+    from lorafleet import tables
+
+    with context.obj.orchestrator() as api:
+        item, etag = api.tagged(f"/v1/adapters/{path_of(lora_id)}")
+        tables.show(tables.fields(item | {"etag": etag.strip('"')}))
 
 
 @adapters_app.command("add")
@@ -210,6 +214,50 @@ def adapters_add(
         typer.echo(
             f"  there is no folder {spec['source']} on this machine; workers will look on their own disks", err=True
         )
+
+
+@adapters_app.command("set")
+def adapters_set(
+    context: typer.Context,
+    lora_id: str,
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(help="name=value, as its policy in `adapters show` has them", show_default=False),
+    ] = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="who may use it, in place of who might; repeat", show_default=False)
+    ] = None,
+    everyone: Annotated[bool, typer.Option("--everyone", help="every tenant may use it")] = False,
+    if_match: Annotated[
+        str | None, typer.Option(help="only if it is still this one: the etag that `adapters show` says")
+    ] = None,
+) -> None:
+    """Change an adapter's own policy, or who may use it. What is not named stays; effective at once.
+
+    loading, min_replicas and max_replicas may be null: as the global policy says.
+
+    Examples:
+
+      lorafleet adapters set sql-expert/v1 min_replicas=2 priority=5
+
+      lorafleet adapters set sql-expert/v1 loading=null pinned=false
+
+      lorafleet adapters set legal/v2 --tenant acme --tenant globex
+    """
+    if tenant and everyone:
+        raise Failure("name one: --tenant, or --everyone", status=2)
+    body: dict[str, Any] = {}
+    if changes:
+        body["policy"] = dict(intent.setting(change, "lorafleet adapters show LORA_ID") for change in changes)
+    if tenant or everyone:
+        body["tenants"] = tenant or None
+    if not body:
+        raise Failure("nothing to change: name NAME=VALUE, --tenant or --everyone", status=2)
+    with context.obj.orchestrator() as api:
+        item = api.call("PATCH", f"/v1/adapters/{path_of(lora_id)}", body, headers=_if_match(if_match))
+    from lorafleet import tables
+
+    tables.show(tables.fields(item["policy"] | {"tenants": item["tenants"]}))
 
 
 @adapters_app.command("rm")
@@ -384,8 +432,6 @@ def policy_set(
 
       lorafleet policy set loading=eager --if-match 3c1f9c6d2ab04e11
     """
-    from lorafleet import intent
-
     body = dict(map(intent.setting, changes))
     with context.obj.orchestrator() as api:
         from lorafleet import tables
@@ -597,13 +643,6 @@ def keys_new(
         "concurrent_requests": concurrent_requests,
     }
     typer.echo(add_key(file, tenant, wanted, note, limits))
-
-
-def _show(context: typer.Context, path: str) -> None:
-    from lorafleet import tables
-
-    with context.obj.orchestrator() as api:
-        tables.show(tables.fields(api.call("GET", path)))
 
 
 def main() -> None:

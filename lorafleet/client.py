@@ -97,7 +97,10 @@ class Refused(Failure):
 
     def __init__(self, http_status: int, message: str, code: str) -> None:
         hints = {401: " (give --token KEY or set LORAFLEET_TOKEN)", 403: " (use a key that has the scope)"}
-        commands = {"adapter_not_found": " (lorafleet adapters add LORA_ID SOURCE)"}
+        commands = {
+            "adapter_not_found": " (lorafleet adapters add LORA_ID SOURCE)",
+            "already_registered": " (lorafleet adapters set LORA_ID)",
+        }
         super().__init__(printable(message) + hints.get(http_status, "") + commands.get(code, ""))
         self.http_status = http_status
 

@@ -177,13 +177,16 @@ def _more(text: str) -> dict[str, Any]:
     return {"count": int(count), "like": like or None}
 
 
-def setting(text: str) -> tuple[str, Any]:
-    """`name=value` as a field's name and what the value is in YAML. Raises Failure."""
+def setting(text: str, names: str = "lorafleet policy show") -> tuple[str, Any]:
+    """`name=value` as a field's name and what the value is in YAML. Raises Failure.
+
+    names  the command that has the names
+    """
     from lorafleet import yamls  # noqa: PLC0415
 
     name, equals, value = text.partition("=")
     if not equals:
-        raise Failure(f"{text}: write NAME=VALUE; `lorafleet policy show` has the names", status=2)
+        raise Failure(f"{text}: write NAME=VALUE; `{names}` has the names", status=2)
     try:
         return name.strip().replace("-", "_"), yamls.parsed(value)
     except yamls.BadYaml as exc:

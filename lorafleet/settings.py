@@ -143,6 +143,8 @@ def load_or_exit(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
 
 def what_is_wrong(error: Mapping[str, Any]) -> str:
     """The message of one of pydantic's findings; of a check of ours, without the words that pydantic puts before it."""
+    if error["type"] == "extra_forbidden":
+        return "there is no such field"
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
 
 

@@ -112,7 +112,7 @@ WRONG = {
     "a typo": (
         "adapter",
         "lora_id: a/v1\nsorce: x",
-        "source: Field required; sorce: Extra inputs are not permitted",
+        "source: Field required; sorce: there is no such field",
     ),
     "a name that cannot be": ("adapter", "lora_id: a b\nsource: x", "lora_id 'a b' may hold letters"),
     "a base model's name": (

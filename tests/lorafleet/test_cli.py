@@ -107,7 +107,56 @@ def test_adding_the_same_adapter_again_is_fine_and_another_source_is_refused(
     assert "new version" in said.err
     assert len(said.err.splitlines()) == 1
     said = run("--orchestrator-url", orchestrator, "adapters", "add", "again/v1", "file:///a", "--tenant", "acme")
-    assert "PATCH /v1/adapters/again/v1 changes those" in said.err
+    assert "PATCH /v1/adapters/again/v1 changes those (lorafleet adapters set LORA_ID)" in said.err
+
+
+def test_what_is_named_of_an_adapter_changes_and_the_rest_stays(ask: Run) -> None:
+    ask("adapters", "add", "set/v1", "file:///a", "--base-model", "tiny", "--min-replicas", "1", "--tenant", "acme")
+    said = ask("adapters", "set", "set/v1", "priority=5", "pinned=true", "min-replicas=null").out
+    assert re.search(r"priority +5\n", said)
+    shown = ask("adapters", "show", "set/v1").out
+    assert "loading=-, min_replicas=-, max_replicas=-, pinned=True, priority=5" in shown
+    assert re.search(r"tenants +acme\n", shown)
+    ask("adapters", "set", "set/v1", "--tenant", "globex", "--tenant", "acme")
+    assert re.search(r"tenants +acme, globex\n", ask("adapters", "show", "set/v1").out)
+    ask("adapters", "set", "set/v1", "--everyone")
+    shown = ask("adapters", "show", "set/v1").out
+    assert re.search(r"tenants +-\n", shown)
+    assert "pinned=True, priority=5" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ([], 2, "nothing to change: name NAME=VALUE, --tenant or --everyone"),
+        (["--tenant", "acme", "--everyone"], 2, "name one: --tenant, or --everyone"),
+        (["priority"], 2, "`lorafleet adapters show LORA_ID` has the names"),
+        (["lodaing=eager"], 1, "policy.lodaing: there is no such field, found 'eager'"),
+        (["loading=soon"], 1, "policy.loading: Input should be 'lazy', 'eager' or 'weighted'"),
+        (["min_replicas=2", "max_replicas=1"], 1, "min_replicas 2 is above max_replicas 1"),
+    ],
+)
+def test_a_wrong_change_of_an_adapter_is_one_line_and_changes_nothing(
+    ask: Run, run: Run, orchestrator: str, words: list[str], status: int, says: str
+) -> None:
+    ask("adapters", "add", "unset/v1", "file:///a", "--base-model", "tiny")
+    before = ask("adapters", "show", "unset/v1").out
+    said = run("--orchestrator-url", orchestrator, "adapters", "set", "unset/v1", *words)
+    assert said.status == status
+    assert says in said.err
+    assert len(said.err.splitlines()) == 1
+    assert ask("adapters", "show", "unset/v1").out == before
+
+
+def test_an_adapter_is_changed_only_where_it_is_still_the_one_that_was_seen(
+    ask: Run, run: Run, orchestrator: str
+) -> None:
+    ask("adapters", "add", "seen/v1", "file:///a", "--base-model", "tiny")
+    tag = next(line.split()[1] for line in ask("adapters", "show", "seen/v1").out.splitlines() if "etag" in line)
+    ask("adapters", "set", "seen/v1", "priority=1", "--if-match", tag)
+    said = run("--orchestrator-url", orchestrator, "adapters", "set", "seen/v1", "priority=2", "--if-match", tag)
+    assert said.status == 1
+    assert "read it again" in said.err
 
 
 def test_an_adapter_that_is_not_registered_is_one_line_that_names_the_command_for_it(
