@@ -8,7 +8,7 @@ own deadline, and every end of an action asks for the next pass. What is under w
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from random import Random
@@ -191,11 +191,12 @@ class Reconciler:
         self.refresh_catalog()
         self.poke()
 
-    def ensure(self, lora_id: str, replicas: int, by: str = NOBODY) -> None:
-        """Somebody needs so many replicas of this adapter; a pass is due if that is news."""
+    def ensure(self, lora_id: str, replicas: int, by: str = NOBODY, tenants: Iterable[str] = ()) -> None:
+        """Somebody needs so many replicas of this adapter; a pass is due if that is news. `tenants`: as in Want."""
         self.asked(lora_id, by)
         now = self._clock()
-        if self.demand.want(lora_id, Want(replicas=replicas, since=now), now + self.settings.wanted_for_s):
+        want = Want(replicas=replicas, since=now, tenants=frozenset(tenants))
+        if self.demand.want(lora_id, want, now + self.settings.wanted_for_s):
             self.poke()
 
     def asked(self, lora_id: str, by: str) -> None:

@@ -306,8 +306,13 @@ class BatchAnswer(_Wire):
 
 
 class EnsureRequest(_Wire):
+    """`POST /v1/adapters/{lora_id}/ensure`. `tenants`: whose requests wait for it, "" for those of nobody's."""
+
     replicas: int | None = Field(default=None, ge=1)
     wait_s: float = Field(default=0.0, ge=0, le=600)
+    tenants: tuple[str, ...] = Field(
+        default=(), description="whose requests wait; none said: the adapter's only tenant, else by itself"
+    )
     wire: int = WIRE
 
 

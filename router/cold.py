@@ -270,9 +270,9 @@ class ColdStarts:
     async def _ensure(self, lora_id: str) -> str | None:
         """Where the orchestrator says that it is ready, or None: not yet."""
         try:
-            answer = await self._answer(
-                f"/v1/adapters/{quote(lora_id)}/ensure", EnsureRequest(wait_s=_ENSURE_WAIT_S).model_dump_json().encode()
-            )
+            tenants = tuple(sorted(tenant for tenant, wanted in self._wanted.items() if lora_id in wanted))
+            ask = EnsureRequest(wait_s=_ENSURE_WAIT_S, tenants=tenants)
+            answer = await self._answer(f"/v1/adapters/{quote(lora_id)}/ensure", ask.model_dump_json().encode())
         except Refused as exc:
             if exc.status in _REFUSALS:
                 raise _REFUSALS[exc.status](_message(exc)) from exc

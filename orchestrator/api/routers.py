@@ -13,6 +13,7 @@ from orchestrator.api.given import Actor
 from orchestrator.api.views import Views
 from orchestrator.core.demand import ASKS_S, Hold, Use
 from orchestrator.core.errors import Conflict, NotFound
+from orchestrator.core.state import Adapter
 from orchestrator.reconcile import Reconciler
 from orchestrator.registry import Registry
 from orchestrator.wire import AdapterHold, AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
@@ -22,7 +23,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
 
-ENSURE_EXAMPLE = {"replicas": 1, "wait_s": 10.0}
+ENSURE_EXAMPLE = {"replicas": 1, "wait_s": 10.0, "tenants": ["acme"]}
 USAGE_EXAMPLE = {
     "router_id": "router-0",
     "boot_id": "7c1e",
@@ -142,6 +143,11 @@ def _use(use: AdapterUse) -> Use:
     return Use(lora_id=use.engine_name.rpartition("@")[0], **counts)
 
 
+def _only_tenant(adapter: Adapter) -> tuple[str, ...]:
+    """Who waits for it, where nobody says so and it can be told."""
+    return adapter.tenants if adapter.tenants is not None and len(adapter.tenants) == 1 else ()
+
+
 _HOLDS = AdapterHold.model_fields.keys() & Hold.__dataclass_fields__.keys()
 _COUNTS = AdapterUse.model_fields.keys() & Use.__dataclass_fields__.keys()
 
@@ -167,7 +173,7 @@ async def _ensured(
         left_s = deadline - clock()
         if len(reconciler.ready_on(lora_id)) >= replicas or is_stopping():
             return views.ensured(adapter, replicas)
-        reconciler.ensure(lora_id, replicas, actor)
+        reconciler.ensure(lora_id, replicas, actor, ask.tenants or _only_tenant(adapter))
         if left_s <= 0:
             return views.ensured(adapter, replicas)
         # Looked at again all the while, too: a replica that an agent reports need not make an event.

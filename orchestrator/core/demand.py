@@ -190,6 +190,7 @@ class DemandBook:
             is_repair=want.is_repair and asked.want.is_repair,
             # A request that waits waits from its own beginning, not from when the worker was lost.
             since=want.since if asked.want.is_repair and not want.is_repair else asked.want.since,
+            tenants=want.tenants | asked.want.tenants,
         )
         is_more = joined != asked.want
         self._wants[lora_id] = _Asked(joined, max(until, asked.until), max(want.since, asked.last))

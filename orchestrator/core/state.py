@@ -209,6 +209,7 @@ class Want:
     is_repair   it lost its place with a worker, and no request waits for it
     since       when the first of those who ask began to; seconds of the clock that passes are told
     is_left     who asks asks again every few seconds, and nobody did: they have gone
+    tenants     who asks, "" for all that have no tenant; empty where nobody says
     """
 
     replicas: int
@@ -216,6 +217,7 @@ class Want:
     is_repair: bool = False
     since: float = 0.0
     is_left: bool = False
+    tenants: frozenset[str] = frozenset()
 
     @property
     def is_waited_for(self) -> bool:

@@ -149,6 +149,17 @@ def test_who_waits_keeps_its_turn_however_often_it_asks_and_a_repair_gives_none(
     assert book.wants(50.0)["a"].since == 50.0
 
 
+def test_whose_requests_wait_is_remembered_until_it_is_there():
+    book = DemandBook()
+    book.want("a", Want(replicas=1, since=10.0, tenants=frozenset({"acme"})), until=70.0)
+    assert book.want("a", Want(replicas=1, since=11.0, tenants=frozenset({"", "bolt"})), until=71.0)
+    assert not book.want("a", Want(replicas=1, since=12.0, tenants=frozenset({"acme"})), until=72.0)
+    assert book.wants(12.0)["a"].tenants == {"", "acme", "bolt"}
+    book.satisfied("a")
+    book.want("a", Want(replicas=1, since=15.0, tenants=frozenset({"bolt"})), until=75.0)
+    assert book.wants(15.0)["a"].tenants == {"bolt"}
+
+
 def test_what_nobody_asked_for_again_in_a_while_nobody_waits_for_until_somebody_does():
     book = DemandBook()
     book.want("a", Want(replicas=1, since=10.0), until=70.0)

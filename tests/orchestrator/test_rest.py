@@ -525,6 +525,24 @@ async def test_who_leaves_while_it_waits_is_not_waited_for(house):
         assert waited_for() == ["sql/v1"]
 
 
+@pytest.mark.parametrize(
+    ("registered", "said", "waits"),
+    [
+        (["acme"], {"tenants": ["bolt", "", "bolt"]}, {"bolt", ""}),
+        (["acme"], {}, {"acme"}),  # by a router that does not say yet
+        (["acme", "bolt"], {}, set()),
+        (None, {}, set()),
+        ([], {"tenants": [], "unheard_of": 1}, set()),
+    ],
+)
+async def test_who_asks_for_an_adapter_says_whose_requests_wait_and_else_it_is_its_only_tenant(
+    house, registered, said, waits
+):
+    await house.register(tenants=registered)
+    assert (await house.ensure(**said)).status_code == 200
+    assert house.reconciler.demand.wants(house.clock.now)["sql/v1"].tenants == waits
+
+
 async def test_a_store_that_cannot_be_used_ends_the_process_with_one_line(tmp_path):
     (tmp_path / "s.db").write_text("not a database " * 500)
     process, line = await _started(tmp_path)

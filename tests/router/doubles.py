@@ -108,6 +108,7 @@ class Control:
     residents: dict[str, list[str]] = field(default_factory=dict)
     workers: dict[str, str] = field(default_factory=dict)
     ensured: list[str] = field(default_factory=list)
+    asked_for: list[list[str]] = field(default_factory=list)  # tenants, of each that was ensured
     ensure: Callable | None = None
     usage: list[dict] = field(default_factory=list)
     down: bool = False
@@ -203,6 +204,7 @@ class Control:
             return StreamingResponse(messages(), media_type="text/event-stream")
 
         async def ensure(request: Request):
+            self.asked_for.append((await request.json())["tenants"])
             self.ensured.append(request.path_params["lora_id"])
             return await self.ensure(self, request.path_params["lora_id"])
 

@@ -38,6 +38,10 @@ def loading(lora_id, expected_s=None, **more):
     return JSONResponse({**told, "expected_s": expected_s, **more})
 
 
+async def at_once(control, lora_id):
+    return loading(lora_id)
+
+
 async def stop(tasks):
     for task in tasks:
         task.cancel()
@@ -388,6 +392,19 @@ async def test_one_tenant_that_asks_for_a_thousand_adapters_leaves_room_for_othe
         await until(lambda: len(cold._held) == 2)
         await stop([modest, again])
         assert cold._wanted == cold._held._tenants == {}
+
+
+async def test_the_orchestrator_is_told_whose_requests_wait():
+    control = many_adapters(2)
+    control.ensure = at_once
+    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+        cold = parts.cold
+        waiting = {name: asyncio.create_task(cold.until_resident("cold-0/v1", tenant=name)) for name in ("b", "a")}
+        other = asyncio.create_task(cold.until_resident("cold-1/v1"))
+        await until(lambda: ["a", "b"] in control.asked_for and [""] in control.asked_for)
+        await stop([waiting["b"]])
+        await until(lambda: ["a"] in control.asked_for)
+        await stop([waiting["a"], other])
 
 
 async def test_held_requests_are_bounded_in_bytes():
