@@ -262,6 +262,8 @@ class Reconciler:
         self._end_drains(desired)
         for action in actions:
             self._actor.start(action)
+            if action.operation == "load":
+                self.demand.begun(action.lora_id, self._clock())
         self._metrics.frozen.set(desired.frozen is not None)
         self.refresh_catalog()
         self._metrics.pass_seconds.observe(time.perf_counter() - began)

@@ -115,6 +115,7 @@ class DemandBook:
         self._routers: dict[str, Router] = {}
         self._sums: dict[str, _Sum] = {}
         self._wants: dict[str, _Asked] = {}
+        self._turns: dict[str, float] = {}
         self._counts_since: float | None = None
 
     def report(
@@ -209,6 +210,12 @@ class DemandBook:
         if asked is not None:
             asked.last = -math.inf
 
+    def begun(self, lora_id: str, now: float) -> None:
+        """A load of it has begun: whoever waits for it has had a turn."""
+        asked = self._wants.get(lora_id)
+        if asked is not None:
+            self._turns |= dict.fromkeys(asked.want.tenants, now)
+
     def satisfied(self, lora_id: str) -> None:
         """It is there: asking ends, so that it may one day be a victim like any other."""
         self._wants.pop(lora_id, None)
@@ -268,6 +275,7 @@ class DemandBook:
             backlog=self._backlog(now),
             in_use=frozenset(in_use),
             wants=self.wants(now),
+            turns=dict(self._turns),
         )
 
     def _backlog(self, now: float) -> dict[str, float]:
@@ -296,6 +304,7 @@ class DemandBook:
 
     def _expire(self, now: float) -> None:
         self._wants = {lora_id: asked for lora_id, asked in self._wants.items() if asked.until > now}
+        self._turns = {tenant: at for tenant, at in self._turns.items() if now - at < _FORGET_ROUTER_S}
         # Ten windows on, less than 1/20,000 of a rate is left: it ranks nothing any more. Totals last an hour.
         keep_s = max(10 * self.window_s, _FORGET_ROUTER_S)
         self._sums = {lora_id: entry for lora_id, entry in self._sums.items() if now - entry.at < keep_s}

@@ -1,13 +1,14 @@
 """Which adapter should be on which worker: pure, so that any decision can be replayed from its inputs.
 
-For every adapter a target number of replicas (`targets.py`), for every missing one a worker (`choose.py`) and, where
-it is full, who makes room (`victims.py`); then, while all is calm (`storm.py`), what moves and what is one too many
-(`moves.py`).
+For every adapter a target number of replicas (`targets.py`), for every missing one, by whose turn it is (`turns.py`),
+a worker (`choose.py`) and, where it is full, who makes room (`victims.py`); then, while all is calm (`storm.py`), what
+moves and what is one too many (`moves.py`).
 What one pass has to know of the one before is in `Observed.memory`, and nowhere else.
 """
 
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby, islice
 
 from orchestrator.core import storm
 from orchestrator.core.board import Board, is_same, rendezvous, usable_slots
@@ -31,6 +32,7 @@ from orchestrator.core.state import (
     Worker,
 )
 from orchestrator.core.targets import Target, targets
+from orchestrator.core.turns import in_turn, turn_of
 
 __all__ = ["place", "rendezvous", "usable_slots"]
 
@@ -38,9 +40,6 @@ INSPECTIONS = 64
 """Most inspections named in one pass; far more than can be under way, far fewer than may be waiting."""
 LOADS = 128
 """Most loads named in one pass, for the same reason."""
-TURN_S = 10.0
-"""Requests that began to wait in the same so many seconds are served hottest first, earlier ones before them. By heat
-alone whoever is asked for a little less than enough others to keep all slots changing waits for ever."""
 
 
 def place(intent: Intent, observed: Observed, demand: Demand, policy: Rules, now: float) -> Desired:
@@ -141,30 +140,30 @@ class _Pass:
                 self.board.leaving.add((step.lora_id, step.worker_id))
                 yield step
 
-    def _hungry(self) -> list[Adapter]:
+    def _hungry(self) -> Iterator[Adapter]:
         """Adapters with fewer replicas than their target, by whose turn it is.
 
-        Those with none, those waited for, those waited for since an earlier turn, the hottest first. A turn is a
-        stretch of the clock, not an age, so that no two who wait ever change places because time passes. What nobody
-        waits for any more comes later: clients that leave sooner than their turn comes would have all loads else.
+        Those with none, those waited for, those whose turn comes first, the hottest first. What nobody waits for any
+        more comes later: clients that leave sooner than their turn comes would have all loads else.
         """
-        board, rates = self.board, self.board.demand.rates
+        board, demand = self.board, self.board.demand
         short = [lora_id for lora_id, n in board.targets.items() if board.copies(lora_id) < n]
 
-        def order(adapter: Adapter) -> tuple[object, ...]:
-            want = board.demand.wants.get(adapter.lora_id)
+        def rank(adapter: Adapter) -> tuple[int, bool, bool]:
+            want = demand.wants.get(adapter.lora_id)
             is_waiting = want is not None and want.is_waited_for
-            return (
-                -adapter.priority,
-                bool(board.copies(adapter.lora_id)),
-                not is_waiting,
-                want is None,
-                want.since // TURN_S if want is not None and is_waiting else 0.0,
-                -rates.get(adapter.lora_id, 0.0),
-                adapter.lora_id,
-            )
+            return -adapter.priority, bool(board.copies(adapter.lora_id)), not is_waiting
 
-        return sorted((board.intent.adapters[lora_id] for lora_id in short), key=order)
+        def order(adapter: Adapter) -> tuple[object, ...]:
+            want = demand.wants.get(adapter.lora_id)
+            turn = turn_of(want) if want is not None and want.is_waited_for else 0.0
+            return (*rank(adapter), want is None, turn, -demand.rates.get(adapter.lora_id, 0.0), adapter.lora_id)
+
+        adapters = sorted((board.intent.adapters[lora_id] for lora_id in short), key=order)
+        had = Counter[str]()
+        # All at once: what is named a load meanwhile has another rank.
+        for (_, _, is_idle), alike in [(key, list(them)) for key, them in groupby(adapters, key=rank)]:
+            yield from alike if is_idle else in_turn(board, alike, had)
 
     def _removals(self) -> Iterable[Removal]:
         for worker in self.board.workers:

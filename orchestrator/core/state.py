@@ -258,6 +258,7 @@ class Demand:
     is_blind no router has reported of late: that nothing is counted is no sign that nothing is asked for
     in_use   (lora_id, worker_id) with a request in flight
     wants    lora_id -> what is asked for and not there yet; none that has expired
+    turns    tenant -> when the last load of what it waits for began
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -269,6 +270,7 @@ class Demand:
     is_blind: bool = False
     in_use: frozenset[Pair] = frozenset()
     wants: Mapping[str, Want] = field(default_factory=dict)
+    turns: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -256,7 +256,7 @@ def _cost(action: Action, turn: int, scene: Scene, load_s: float) -> Step:
 def _played(scene: Scene, desired: Desired, actions: Sequence[Action], took: float) -> Scene:
     """The fleet after these actions, and after the time that they took."""
     now = scene.now + max(took, 1.0)
-    workers, owed = dict(scene.observed.workers), dict(scene.observed.owed)
+    workers, owed, turns = dict(scene.observed.workers), dict(scene.observed.owed), dict(scene.demand.turns)
     for action in actions:
         worker = workers[action.worker_id]
         held = dict(worker.held)
@@ -269,6 +269,8 @@ def _played(scene: Scene, desired: Desired, actions: Sequence[Action], took: flo
             held[action.lora_id] = Held(
                 lora_id=action.lora_id, digest=adapter.digest or "", engine_name="", state="ready", since=now
             )
+            if (want := scene.demand.wants.get(action.lora_id)) is not None:
+                turns |= dict.fromkeys(want.tenants, scene.now)
         elif action.operation == "unload":
             held.pop(action.lora_id, None)
             owed.pop((action.lora_id, action.worker_id), None)
@@ -280,7 +282,7 @@ def _played(scene: Scene, desired: Desired, actions: Sequence[Action], took: flo
         if _ready(lora_id, workers) < min(want.replicas, len(workers))
     }
     observed = replace(scene.observed, workers=workers, owed=owed, memory=desired.memory)
-    return replace(scene, observed=observed, demand=replace(scene.demand, wants=wants), now=now)
+    return replace(scene, observed=observed, demand=replace(scene.demand, wants=wants, turns=turns), now=now)
 
 
 def _ready(lora_id: str, workers: Mapping[str, Worker]) -> int:

@@ -149,15 +149,19 @@ def test_who_waits_keeps_its_turn_however_often_it_asks_and_a_repair_gives_none(
     assert book.wants(50.0)["a"].since == 50.0
 
 
-def test_whose_requests_wait_is_remembered_until_it_is_there():
+def test_whose_requests_wait_is_remembered_until_it_is_there_and_each_load_that_begins_is_a_turn_of_theirs():
     book = DemandBook()
     book.want("a", Want(replicas=1, since=10.0, tenants=frozenset({"acme"})), until=70.0)
     assert book.want("a", Want(replicas=1, since=11.0, tenants=frozenset({"", "bolt"})), until=71.0)
     assert not book.want("a", Want(replicas=1, since=12.0, tenants=frozenset({"acme"})), until=72.0)
     assert book.wants(12.0)["a"].tenants == {"", "acme", "bolt"}
+    book.begun("a", 13.0)
+    book.begun("never asked for", 14.0)
     book.satisfied("a")
-    book.want("a", Want(replicas=1, since=15.0, tenants=frozenset({"bolt"})), until=75.0)
-    assert book.wants(15.0)["a"].tenants == {"bolt"}
+    book.want("b", Want(replicas=1, since=15.0, tenants=frozenset({"bolt"})), until=75.0)
+    book.begun("b", 16.0)
+    assert book.snapshot(17.0).turns == {"": 13.0, "acme": 13.0, "bolt": 16.0}
+    assert book.snapshot(13.0 + 3600.0).turns == {"bolt": 16.0}
 
 
 def test_what_nobody_asked_for_again_in_a_while_nobody_waits_for_until_somebody_does():

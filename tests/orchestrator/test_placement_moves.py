@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core import storm
-from orchestrator.core.placement import TURN_S, place
+from orchestrator.core.placement import place
 from orchestrator.core.state import Demand, Held, Memory, Observed, Rules, Scale, Storm, Want
+from orchestrator.core.turns import TURN_S
 from tests.orchestrator.test_placement import NOW, adapter, applied, fleet, held, intent, want, worker
 
 RULES = Rules(min_residency_s=10.0)

@@ -152,6 +152,18 @@ async def test_who_asks_waits_since_it_asked_first(house):
     assert house.reconciler.demand.wants(house.clock.now) == {"sql/v1": Want(replicas=2, since=began_at)}
 
 
+async def test_a_load_that_begins_is_a_turn_of_those_who_wait_for_it_and_nothing_else_is(house):
+    await house.worker()
+    await house.register("a/v1")
+    await house.register("b/v1")
+    await house.ensure("a/v1", tenants=["acme"])
+    await house.ensure("b/v1")
+    assert {action.operation for action in await house.turn()} == {"inspect"}
+    assert house.reconciler.demand.snapshot(house.clock.now).turns == {}
+    assert {action.lora_id for action in await house.settle()} == {"a/v1", "b/v1"}
+    assert house.reconciler.demand.snapshot(house.clock.now).turns == {"acme": house.clock.now}
+
+
 async def test_an_agents_error_that_cannot_be_written_as_text_keeps_no_list_and_no_catalog_from_anybody(house):
     agent = await house.worker()
     await house.register()

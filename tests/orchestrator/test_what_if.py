@@ -78,6 +78,15 @@ def test_what_would_be_asked_for_waits_its_turn_behind_what_waits_already():
     assert loads(asked(waiting, rates={"a": 9.0}))[0] == ("b", "w0")
 
 
+def test_tenants_take_turns_in_what_is_foretold_as_well():
+    where = scene([worker("w0")], [adapter(name) for name in ("a0", "a1", "a2", "b")])
+    since, acme, bolt = NOW - 1, frozenset({"acme"}), frozenset({"bolt"})
+    wants = {f"a{number}": Want(replicas=1, since=since, tenants=acme) for number in range(3)}
+    wants["b"] = Want(replicas=1, since=since, tenants=bolt)
+    foretold = asked(replace(where, demand=Demand(wants=wants, rates=dict.fromkeys(("a0", "a1", "a2"), 1.0))))
+    assert [name for name, _ in loads(foretold)] == ["a0", "b", "a1", "a2"]
+
+
 def test_what_a_lost_worker_held_is_loaded_elsewhere():
     workers = [worker("w0", "a", "b"), worker("w1", "c"), worker("w2")]
     outcome = asked(scene(workers, [adapter("a"), adapter("b"), adapter("c")]), workers_gone=("w0",))

@@ -1,0 +1,144 @@
+"""Cold adapters are loaded in fair order between tenants, whoever asks for how many."""
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.core.demand import DemandBook
+from orchestrator.core.placement import place
+from orchestrator.core.state import Demand, Rules, Want
+from orchestrator.core.turns import TURN_S
+from tests.orchestrator.test_placement import NOW, adapter, fleet, intent, worker
+
+RULES = Rules()
+TENANTS = ("", "acme", "bolt", "core")
+WIDE = fleet(*(worker(f"w{number:02}", slots=1) for number in range(12)))
+"""Room for all at once: what comes first is told by the order alone."""
+
+
+def order_of(wants, *, fits=lambda name: True, priority=lambda name: 0, observed=WIDE, **demand):
+    """Names in the order in which a pass has them loaded. `fits`: of others nobody has the base model."""
+    known = [adapter(name, base_model="qwen" if fits(name) else "llama", priority=priority(name)) for name in wants]
+    desired = place(intent(*known), observed, Demand(wants=wants, **demand), RULES, NOW)
+    return [load.lora_id for load in desired.loads]
+
+
+def waits(since=NOW, *tenants, **more):
+    return Want(replicas=1, since=since, tenants=frozenset(tenants), **more)
+
+
+def naive(wants, rates, turns, stuck):
+    """One after the other, each the best of all that are left."""
+    left, had, found = {name: want for name, want in wants.items() if name not in stuck}, Counter(), []
+
+    def best(name):
+        want = left[name]
+        stretch = want.since // TURN_S * TURN_S
+        shares = [(had[tenant], max(stretch, turns.get(tenant, 0.0))) for tenant in want.tenants]
+        return min(shares, default=(0, stretch)), stretch, -rates.get(name, 0.0), name
+
+    while left:
+        # Of those whose tenants are the same only the first by age and heat may come.
+        first = {}
+        for name in sorted(left, key=lambda name: best(name)[1:]):
+            first.setdefault(left[name].tenants or name, name)
+        name = min(first.values(), key=lambda name: (best(name)[0], best(name)[2:]))
+        had.update(left.pop(name).tenants)
+        found.append(name)
+    return found
+
+
+@st.composite
+def crowds(draw):
+    names = [f"a{number}" for number in range(draw(st.integers(1, 12)))]
+    times = st.sampled_from([NOW - 25, NOW - 15, NOW - 12, NOW - 3, NOW])
+    who = st.lists(st.sampled_from(TENANTS), max_size=3)
+    wants = {name: waits(draw(times), *draw(who)) for name in names}
+    rates = {name: draw(st.sampled_from([0.0, 1.0, 9.0])) for name in names}
+    turns = {tenant: draw(st.sampled_from([NOW - 100, NOW - 12, NOW - 2])) for tenant in draw(who)}
+    return wants, rates, turns, set(draw(st.lists(st.sampled_from(names), max_size=3)))
+
+
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(crowds())
+def test_a_pass_names_loads_as_if_it_looked_at_everybody_before_each(case):
+    wants, rates, turns, stuck = case
+    found = order_of(wants, fits=lambda name: name not in stuck, rates=rates, turns=turns)
+    assert found == naive(wants, rates, turns, stuck)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(crowds())
+def test_where_all_are_one_tenants_or_nobody_says_whose_they_are_the_earlier_and_then_the_hotter_come_first(case):
+    wants, rates, turns, _ = case
+    unsaid = {name: replace(want, tenants=frozenset()) for name, want in wants.items()}
+    alone = {name: replace(want, tenants=frozenset({"acme"})) for name, want in wants.items()}
+    expected = sorted(wants, key=lambda name: (wants[name].since // TURN_S, -rates[name], name))
+    assert order_of(unsaid, rates=rates, turns=turns) == order_of(alone, rates=rates, turns=turns) == expected
+
+
+@st.composite
+def arrivals(draw):
+    """(when, tenant, heat) of requests for an adapter each, and how many loads may begin in each pass."""
+    asks = st.tuples(st.integers(0, 40), st.sampled_from(TENANTS), st.sampled_from([0.0, 1.0, 9.0]))
+    return draw(st.lists(asks, min_size=1, max_size=40)), draw(st.lists(st.integers(0, 3), min_size=20, max_size=60))
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(arrivals())
+def test_while_a_tenant_waits_no_other_has_more_than_two_loads(case):
+    asks, room = case
+    named = {f"a{number}": ask for number, ask in enumerate(asks)}
+    every, book = intent(*map(adapter, named)), DemandBook()
+    left, others = dict(named), defaultdict(Counter)  # tenant -> loads of others since it waits, or had one
+    for second, count in enumerate([*room, *([1] * len(asks))]):
+        now = NOW + second
+        for name, (at, tenant, _) in left.items():
+            if at <= second:
+                book.want(name, waits(now, tenant), now + 60)
+        waiting = {tenant for at, tenant, _ in left.values() if at <= second}
+        empty = fleet(*(worker(f"w{number}", slots=1) for number in range(count)))
+        demand = replace(book.snapshot(now), rates={name: heat for name, (_, _, heat) in named.items()})
+        for load in place(every, empty, demand, RULES, now).loads:
+            book.begun(load.lora_id, now)
+            book.satisfied(load.lora_id)
+            _, tenant, _ = left.pop(load.lora_id)
+            others.pop(tenant, None)
+            for other in waiting - {tenant}:
+                others[other][tenant] += 1
+                assert others[other][tenant] <= 2, (other, tenant)
+        for tenant in waiting - {tenant for at, tenant, _ in left.values() if at <= second}:
+            others.pop(tenant, None)
+    assert not [name for name, (at, _, _) in left.items() if at < len(room)]
+
+
+def test_a_tenant_that_asks_for_many_does_not_push_back_one_that_asks_later_for_one():
+    wants = {f"a{number}": waits(NOW - 30, "acme") for number in range(9)} | {"b": waits(NOW - 5, "bolt")}
+    rates = dict.fromkeys(wants.keys() - {"b"}, 9.0)
+    assert order_of(wants, rates=rates)[:3] == ["a0", "b", "a1"]
+    # Nor where only one load can begin at a time: a tenant waits since it had one.
+    assert order_of(wants, rates=rates, turns={"acme": NOW - 6})[:2] == ["b", "a0"]
+    assert order_of(wants, rates=rates, turns={"acme": NOW - 6, "bolt": NOW - 3})[:2] == ["a0", "b"]
+
+
+def test_what_cannot_be_loaded_costs_its_tenant_no_turn():
+    wants = {"a0": waits(NOW - 60, "acme"), "a1": waits(NOW - 30, "acme"), "b": waits(NOW, "bolt")}
+    assert order_of(wants, fits=lambda name: name != "a0") == ["a1", "b"]
+
+
+def test_an_adapter_of_several_tenants_comes_by_the_turn_of_the_first_and_each_has_had_it():
+    wants = {
+        "a0": waits(NOW - 30, "acme"),
+        "a1": waits(NOW - 20, "acme"),
+        "shared": waits(NOW, "acme", "bolt"),
+        "b": waits(NOW, "bolt"),
+        "c": waits(NOW, "core"),
+    }
+    assert order_of(wants, rates={"shared": 1.0}) == ["a0", "shared", "c", "b", "a1"]
+
+
+def test_a_higher_priority_comes_before_every_turn_and_counts_as_one():
+    wants = {"a0": waits(NOW, "acme"), "a1": waits(NOW - 30, "acme"), "b": waits(NOW, "bolt")}
+    assert order_of(wants, priority=lambda name: int(name == "a0")) == ["a0", "b", "a1"]
