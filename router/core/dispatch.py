@@ -27,6 +27,8 @@ from router.core.errors import NoReplica, Saturated
 from router.core.index import WorkerId
 
 Chains = Mapping[int, Sequence[BlockHash]]
+# Those who would go to one replica; apart, those of them who want an adapter slot that is not free.
+_Line = tuple[WorkerId, bool]
 
 # Waiting requests looked at in one go: each costs a decision. And how far back one is looked for that waits for another
 # replica than all of these: a step costs a microsecond or two.
@@ -69,6 +71,7 @@ class Ticket:
     deadline_at      when nobody wants its answer any more
     most_wait_s      it is refused at once where it would wait for longer; infinite: it is never asked
     payload          the caller's own
+    wants_slot       an adapter slot is free where it would go neither for it nor for one before it
     """
 
     prompt: Prompt
@@ -84,6 +87,7 @@ class Ticket:
     number: int = 0
     bound_to: WorkerId | None = None
     bound_s: float = 0.0
+    wants_slot: bool = False
     is_waiting: bool = False
 
 
@@ -128,7 +132,7 @@ class Dispatcher:
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _level_s: float = 0.0
     _bound: dict[WorkerId, float] = field(default_factory=dict)
-    _lines: dict[WorkerId, dict[Ticket, None]] = field(default_factory=dict)
+    _lines: dict[_Line, dict[Ticket, None]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _waiting: int = 0
     _full: set[str] = field(default_factory=set)
@@ -152,6 +156,15 @@ class Dispatcher:
             return False
         return self.is_full is None or not self._is_held(decision)
 
+    def _may_pass(self, decision: Decision) -> bool:
+        """Whether a request that was decided just now may go before those who wait for its replica: it takes no adapter
+        slot, and they wait for nothing else.
+        """
+        worker = decision.replica.id
+        if decision.ask.engine_name or worker not in self._bound or (worker, False) in self._lines:
+            return False
+        return self.has_room(decision) and not self._is_held(decision)
+
     def offer(self, ticket: Ticket, now: float) -> Decision | None:
         """The decision if this request may be sent at once; else None, and it waits.
 
@@ -160,24 +173,35 @@ class Dispatcher:
         decision = self.decide(ticket, self._bound, now)
         if self.is_free(decision):
             return decision
+        if self._may_pass(decision):
+            # Whoever goes by others has had it, as if it had waited.
+            tenant, _ = self._joined(ticket)
+            self._serve(ticket, _work_s(decision))
+            self._tidy(tenant)
+            return decision
         self._check_wait(ticket, decision)
         if not self._waiting:
             self.drain.begin(now)
         self.room.enter(ticket.tenant, ticket.size_bytes)
+        tenant, flow = self._joined(ticket)
+        ticket.number, ticket.is_waiting = next(self._numbers), True
+        insort(flow.tickets, ticket, key=_place)
+        tenant.waiting += 1
+        self._waiting += 1
+        is_behind_slot = bool(decision.ask.engine_name) and (decision.replica.id, True) in self._lines
+        self._bind(ticket, decision, is_behind_slot=is_behind_slot)
+        return None
+
+    def _joined(self, ticket: Ticket) -> tuple[_Tenant, _Flow]:
+        """Its tenant and adapter. Whoever was idle joins where the others are: idle time earns nothing."""
         tenant = self._tenants.setdefault(ticket.tenant, _Tenant())
         flow = tenant.flows.setdefault(ticket.adapter, _Flow())
-        # Whoever was idle joins where the others are: idle time earns nothing.
         if not tenant.waiting:
             tenant.had_s = max(tenant.had_s, self._level_s)
         if not flow.tickets:
             flow.had_s = max(flow.had_s, tenant.level_s)
         flow.weight = ticket.weight
-        ticket.number, ticket.is_waiting = next(self._numbers), True
-        insort(flow.tickets, ticket, key=_place)
-        tenant.waiting += 1
-        self._waiting += 1
-        self._bind(ticket, decision)
-        return None
+        return tenant, flow
 
     def withdraw(self, ticket: Ticket) -> None:
         """It waits no longer; repeats change nothing."""
@@ -196,14 +220,17 @@ class Dispatcher:
             del tenant.flows[ticket.adapter]
         if not tenant.waiting and tenant.had_s <= self._level_s:
             del self._tenants[ticket.tenant]
-        if len(tenant.flows) > 2 * (tenant.waiting + _REMEMBERED_IDLE):
-            _forget({name: flow.had_s for name, flow in tenant.flows.items() if not flow.tickets}, tenant.flows)
-        if len(self._tenants) > 2 * (self._waiting + _REMEMBERED_IDLE):
-            _forget({name: it.had_s for name, it in self._tenants.items() if not it.waiting}, self._tenants)
+        self._tidy(tenant)
         if not self._waiting:
             self._tenants.clear()
             self._full.clear()
             self._level_s = 0.0
+
+    def _tidy(self, tenant: _Tenant) -> None:
+        if len(tenant.flows) > 2 * (tenant.waiting + _REMEMBERED_IDLE):
+            _forget({name: flow.had_s for name, flow in tenant.flows.items() if not flow.tickets}, tenant.flows)
+        if len(self._tenants) > 2 * (self._waiting + _REMEMBERED_IDLE):
+            _forget({name: it.had_s for name, it in self._tenants.items() if not it.waiting}, self._tenants)
 
     def answered(self, tenant: str, adapter: str, weight: float, work_s: float) -> None:
         """An answer is over that took so much work besides its prefill. Counts while anybody waits: before, whatever
@@ -276,6 +303,7 @@ class Dispatcher:
         """
         self.drain.passed(self._bound, now)
         ahead: dict[WorkerId, float] = {}
+        slotless: set[WorkerId] = set()
         self._full.clear()
         for ticket in self._looked_at():
             if not ticket.is_waiting:
@@ -286,31 +314,44 @@ class Dispatcher:
                 self.withdraw(ticket)
                 yield ticket, exc if isinstance(exc, NoReplica) else _undecided(exc)
                 continue
-            if decision.replica.id in ahead or not self.has_room(decision) or self._is_held(decision):
+            worker = decision.replica.id
+            # One adapter's request more, if only of one that runs, would keep from the one before it the slot that it
+            # waits for; the base model's takes none.
+            is_behind_slot = worker in slotless and bool(decision.ask.engine_name)
+            if is_behind_slot or worker in ahead or not self.has_room(decision) or self._is_held(decision):
                 self._unbind(ticket)
-                self._bind(ticket, decision)
-                # Whoever comes later in the order finds this one ahead of it there.
-                ahead[decision.replica.id] = ahead.get(decision.replica.id, 0.0) + ticket.bound_s
+                self._bind(ticket, decision, is_behind_slot=is_behind_slot)
+                if ticket.wants_slot:
+                    slotless.add(worker)
+                else:
+                    # Whoever comes later in the order finds this one ahead of it there.
+                    ahead[worker] = ahead.get(worker, 0.0) + ticket.bound_s
                 continue
             work_s = _work_s(decision)
             self._serve(ticket, work_s)
-            self.drain.served(decision.replica.id, work_s)
+            self.drain.served(worker, work_s)
             self.withdraw(ticket)
             yield ticket, decision
 
     def _looked_at(self) -> list[Ticket]:
         """The first in fair order, and behind them the first for each replica that none before it waits for: a long
         line for one replica must not let another one idle. Far behind them it is whoever has waited there longest.
+        Those who want a slot, and those who do not, are looked at apart: neither line hides the other.
         """
         found: list[Ticket] = []
-        others = set(self._bound)
+        others = set(self._lines)
+        left = [0, 0]
+        for (_, wants_slot), line in self._lines.items():
+            left[wants_slot] = min(_LOOKED_AT, left[wants_slot] + len(line))
         for ticket in itertools.islice(self._in_order(), _LOOKED_OVER):
-            if len(found) < _LOOKED_AT or ticket.bound_to in others:
+            line_of = _line_of(ticket)
+            if left[ticket.wants_slot] or line_of in others:
                 found.append(ticket)
-                others.discard(ticket.bound_to)
-            elif not others:
+                others.discard(line_of)
+                left[ticket.wants_slot] = max(0, left[ticket.wants_slot] - 1)
+            elif not others and not any(left):
                 return found
-        return found + [next(iter(self._lines[worker])) for worker in sorted(others)]
+        return found + [next(iter(self._lines[line])) for line in sorted(others)]
 
     def _in_order(self) -> Iterator[Ticket]:
         """Waiting tickets as they would be served if all of them had room: least served tenant and adapter first."""
@@ -345,27 +386,37 @@ class Dispatcher:
         tenant.had_s += work_s
         flow.had_s += work_s / ticket.weight
 
-    def _bind(self, ticket: Ticket, decision: Decision) -> None:
-        ticket.bound_to, ticket.bound_s = decision.replica.id, _work_s(decision)
-        self._bound[ticket.bound_to] = self._bound.get(ticket.bound_to, 0.0) + ticket.bound_s
-        self._lines.setdefault(ticket.bound_to, {})[ticket] = None
+    def _bind(self, ticket: Ticket, decision: Decision, *, is_behind_slot: bool) -> None:
+        worker = decision.replica.id
+        ticket.bound_to, ticket.bound_s = worker, _work_s(decision)
+        ticket.wants_slot = is_behind_slot or decision.score.slot_s > 0
+        self._bound[worker] = self._bound.get(worker, 0.0) + ticket.bound_s
+        self._lines.setdefault(_line_of(ticket), {})[ticket] = None
         tenant = self._tenants[ticket.tenant]
         tenant.waiting_s += ticket.bound_s
         tenant.flows[ticket.adapter].waiting_s += ticket.bound_s
 
     def _unbind(self, ticket: Ticket) -> None:
-        if ticket.bound_to is None:
+        worker = ticket.bound_to
+        if worker is None:
             return
-        line = self._lines[ticket.bound_to]
-        del line[ticket]
-        if line:
-            self._bound[ticket.bound_to] -= ticket.bound_s
+        line_of = _line_of(ticket)
+        del self._lines[line_of][ticket]
+        if not self._lines[line_of]:
+            del self._lines[line_of]
+        if (worker, False) in self._lines or (worker, True) in self._lines:
+            self._bound[worker] -= ticket.bound_s
         else:
-            del self._lines[ticket.bound_to], self._bound[ticket.bound_to]
+            del self._bound[worker]
         ticket.bound_to = None
         tenant = self._tenants[ticket.tenant]
         tenant.waiting_s -= ticket.bound_s
         tenant.flows[ticket.adapter].waiting_s -= ticket.bound_s
+
+
+def _line_of(ticket: Ticket) -> _Line:
+    assert ticket.bound_to is not None
+    return ticket.bound_to, ticket.wants_slot
 
 
 def _set_back(had_s: float, level_s: float, work_s: float) -> float:

@@ -1,6 +1,10 @@
-"""Late binding with a long line for one replica: who waits for another one is not held up by it."""
+"""Late binding with a long line for one replica, or for its adapter slots: who waits for neither is not held up."""
+
+from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.core import dispatch
 from router.core.decision import Ask, Decision
@@ -104,3 +108,120 @@ def test_a_request_that_cannot_be_decided_stops_nobody_behind_it():
     assert isinstance(told[odd], NoReplica)
     assert isinstance(told[behind], Decision)
     assert not len(fleet.mind.waiting)
+
+
+def a_fleet_without_slots(adapters="bc", replicas=1):
+    """The one slot of each replica is adapter a's, whose answer takes for as long as a request does: two seconds."""
+    fleet = Fleet(replicas)
+    names = [f"{name}@0" for name in "a" + adapters]
+    fleet.roster = Roster(
+        tuple(a_replica(f"w{i}", residents=names, max_loras=1, max_num_seqs=99) for i in range(replicas))
+    )
+    for replica in fleet.roster.replicas:
+        fleet.mind.load.reported(replica)
+        fleet.ask("t", "a@0", seconds=0.1)
+    decode(fleet)
+    return fleet
+
+
+def decode(fleet):
+    """All that was sent has its first token: what is queued there is nothing."""
+    for _, flight in fleet.running:
+        fleet.mind.load.first_token(flight, fleet.now)
+
+
+def test_who_waits_for_an_adapter_slot_holds_up_nobody_who_takes_none():
+    fleet = a_fleet_without_slots()
+    slotless = fleet.ask("b", "b@0")
+    assert slotless.is_waiting
+    base = [fleet.ask("base", seconds=0.7) for _ in range(3)]
+    assert [ticket.is_waiting for ticket in base] == [False, False, True]  # until an engine has its second of work
+    decode(fleet)
+    fleet.look()
+    assert not base[-1].is_waiting
+    assert slotless.is_waiting
+
+
+def test_an_adapter_that_runs_keeps_its_slot_from_nobody_who_was_before_it():
+    fleet = a_fleet_without_slots()
+    slotless = fleet.ask("b", "b@0")
+    runs_on = fleet.ask("t", "a@0")
+    assert runs_on.is_waiting
+    assert not fleet.ask("base").is_waiting
+    fleet.look()
+    assert runs_on.is_waiting
+    fleet.now = 2.0  # the slot is as good as free
+    fleet.look()
+    assert not slotless.is_waiting
+
+
+@pytest.mark.parametrize("adapters", ["b", "bcdefghi"], ids=["one", "many"])
+def test_a_long_line_for_an_adapter_slot_does_not_hide_who_takes_none(adapters):
+    fleet = a_fleet_without_slots(adapters)
+    for i in range(3):
+        fleet.ask("base", seconds=0.7 if i < 2 else 0.01)
+    behind = [fleet.ask("base", seconds=0.01) for _ in range(20)]
+    assert all(ticket.is_waiting for ticket in behind)
+    for number in range(MANY * len(adapters)):
+        fleet.ask(f"a{number:03}", f"{adapters[number % len(adapters)]}@0", seconds=0.01)
+    decode(fleet)
+    fleet.look()
+    assert not any(ticket.is_waiting for ticket in behind)
+    assert len(fleet.mind.waiting) == MANY * len(adapters)
+
+
+def test_who_goes_by_those_who_wait_for_a_slot_has_had_it():
+    fleet = a_fleet_without_slots()
+    fleet.ask("b", "b@0")
+    for _ in range(4):
+        assert not fleet.ask("greedy", seconds=0.5).is_waiting
+        decode(fleet)
+    fleet.ask("greedy", seconds=1.5)
+    later = [fleet.ask(tenant, seconds=0.2) for tenant in ("greedy", "modest", "modest")]
+    assert all(ticket.is_waiting for ticket in later)
+    waiting = [ticket.tenant for ticket in fleet.mind.waiting._in_order() if not ticket.adapter]
+    assert waiting == ["modest", "modest", "greedy"]
+
+
+def test_of_those_who_only_went_by_few_are_remembered():
+    fleet = a_fleet_without_slots()
+    fleet.ask("b", "b@0")
+    for number in range(2000):
+        assert not fleet.ask(f"t{number}", seconds=0.01).is_waiting
+        fleet.mind.load.end(fleet.running.pop()[1], fleet.now)
+    assert len(fleet.mind.waiting._tenants) < 600
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "ask", "decode", "end", "pass"]),
+        st.sampled_from("xyz"),
+        st.sampled_from(["", "a@0", "b@0", "c@0"]),
+        st.floats(0.05, 1.5),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(STEPS, st.integers(1, 2))
+def test_no_replica_with_room_has_anybody_waiting_who_takes_no_slot_and_all_are_sent_in_the_end(steps, replicas):
+    fleet = a_fleet_without_slots(replicas=replicas)
+    asked = []
+    for step, tenant, adapter, seconds in steps:
+        if step == "ask":
+            asked.append(fleet.ask(tenant, adapter, seconds))
+        elif step == "decode":
+            decode(fleet)
+        elif step == "end" and fleet.running:
+            fleet.finish()
+        fleet.now += seconds if step == "pass" else 0.0
+        fleet.look()
+        waiting = Counter(ticket.bound_to for ticket in asked if ticket.is_waiting and not ticket.adapter)
+        for worker in waiting:
+            assert fleet.mind.load.own(worker).queue_s(fleet.now) > fleet.mind.late_binding_s
+        assert sum(fleet.mind.waiting.backlog.values()) == pytest.approx(sum(t.bound_s for t in asked if t.is_waiting))
+    while fleet.running:
+        fleet.finish()
+    assert set(asked) <= set(fleet.sent)
+    assert not fleet.mind.waiting._lines
