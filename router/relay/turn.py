@@ -10,7 +10,7 @@ for nobody.
 import asyncio
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Final, Protocol
 
 from router.relay.outbox import Outbox
 
@@ -22,6 +22,7 @@ _MOST_BYTES = 64 * 2**10
 
 # A stage at each `next`, and whatever must wait for something else goes on in another way.
 Steps = Iterator[None]
+_OVER: Final = object()
 
 
 class Member(Protocol):
@@ -98,15 +99,14 @@ class Turn:
 
 def _stepped(crowd: list[tuple[Member, Steps]]) -> list[tuple[Member, Steps]]:
     """Those that have more steps to go."""
-    going = []
-    for one in crowd:
-        request, steps = one
+    going: list[tuple[Member, Steps]] = []
+    left = iter(crowd)
+    while True:
         try:
-            next(steps)
-        except StopIteration:
-            continue
+            for one in left:
+                if next(one[1], _OVER) is None:
+                    going.append(one)
         except Exception as exc:  # noqa: BLE001  (whatever it is: it is this request's, and no other's)
-            request.failed(exc)
+            one[0].failed(exc)
         else:
-            going.append(one)
-    return going
+            return going
