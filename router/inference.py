@@ -1,7 +1,7 @@
 """The inference routes: from a client's request to its answer, relayed or an error."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -137,7 +137,10 @@ class Inference:
                 if self._keep_alive_s and journey.question.streamed:
                     answer.keep_alive(self._keep_alive_s)
                 yield
-                work = yield from answer.travel(journey)
+                answer.journey = journey
+                exchange.on_gone = answer.gone
+                is_on_its_way = journey.question.deadline_at is None and (yield from journey.at_once(answer.decided))
+                work = None if is_on_its_way else answer.travelled
         except Exception as exc:  # noqa: BLE001  (its client's, as an error)
             answer.refuse(exc)
             answer.close()
@@ -332,15 +335,6 @@ class _Answer(msgspec.Struct, eq=False):
     journey: Journey | None = None
     said_next: asyncio.TimerHandle | None = None
 
-    def travel(self, journey: Journey) -> Generator[None, None, Work | None]:
-        """Answer by plain calls; or what does it in a task."""
-        self.journey = journey
-        exchange = self.exchange
-        exchange.on_gone = self.gone
-        if journey.question.deadline_at is None and (yield from journey.at_once(self._decided)):
-            return None
-        return self.travelled
-
     async def travelled(self) -> None:
         """Answer, whatever must be waited for."""
         journey = self.journey
@@ -373,7 +367,8 @@ class _Answer(msgspec.Struct, eq=False):
 
     # What is called when its journey is at an engine.
 
-    def _decided(self) -> None:
+    def decided(self) -> None:
+        """The try that was sent is decided."""
         self.exchange.step_on(self._answered())
 
     def _answered(self) -> Steps:

@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -571,7 +572,8 @@ class _Connection(HttpToolsProtocol):
         except Exception as exc:  # noqa: BLE001  (whatever it is: its client is told, and the log)
             _fail_unexpectedly(exchange, exc)
             return None
-        if isinstance(work, Coroutine):
+        # Nearly all give back a generator, and asking an abstract class takes long.
+        if not isinstance(work, GeneratorType) and isinstance(work, Coroutine):
             self.work(exchange, work)
             return None
         return work
