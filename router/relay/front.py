@@ -336,15 +336,19 @@ class Exchange(msgspec.Struct, eq=False):
 class _Connection(HttpToolsProtocol):
     """One client. A hot message is `_current`, or waits in `_queue`; any other is uvicorn's `cycle`."""
 
-    __slots__ = (  # of what every request touches; the base has its own dict
+    # All of ours, and of the base's, which has its own dict, what every request touches: where that has more than 30
+    # names, CPython 3.11 looks for a method in it first.
+    __slots__ = (
         "_bare_bytes",
         "_body",
         "_body_bytes",
         "_current",
         "_deaf",
+        "_drained_bytes",
         "_expects",
         "_front",
         "_incoming",
+        "_last_words",
         "_limits",
         "_phase",
         "_queue",
@@ -353,7 +357,16 @@ class _Connection(HttpToolsProtocol):
         "_stopping",
         "_timed",
         "_unread_bytes",
+        "_unsent_bytes",
+        "_write_by",
+        "cycle",
+        "headers",
         "is_write_paused",
+        "loop",
+        "parser",
+        "tasks",
+        "transport",
+        "url",
     )
 
     def __init__(
