@@ -21,7 +21,7 @@ _NO_BLOCKS: Sequence[BlockHash] = ()
 class Flight:
     """A request at a replica: its load, its speculative blocks and its use, each given back exactly once.
 
-    target, prompt, decision   what it is, and where it was sent; `replica` and `rank` are the decision's
+    target, prompt, decision   what it is, and where it was sent; `replica` is the decision's
     record                     what is kept of it when it is over
     load                       what it counts for at its replica
     """
@@ -41,17 +41,16 @@ class Flight:
         "target",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  (for each request, and names take time)
         self,
         parts: Parts,
         request_id: str,
         target: Target,
         prompt: Prompt,
         tokens_from: Source,
-        decision: Decision,
-        *,
         asked_at: float,
-        is_streamed: bool = False,
+        is_streamed: bool,
+        decision: Decision,
     ) -> None:
         """asked_at  by Parts.clock, when it was ready to be sent: since then it waited."""
         now = decision.scene.now
@@ -84,20 +83,23 @@ class Flight:
         metrics.predicted_tokens.value += score.cached_tokens
         metrics.prompt_tokens.value += prompt_tokens
 
-    @property
-    def rank(self) -> int | None:
-        """The data-parallel rank to ask for."""
-        return self.decision.rank
-
     def first_token(self) -> None:
         """Prefill is over; the engine's own events take over from our guess in a moment."""
-        parts, record, began_at = self._parts, self.record, self.load.began_at
-        now = parts.clock()
-        record.first_data_s = now - began_at
+        parts, now = self._parts, self._parts.clock()
         parts.mind.load.first_token(self.load, now)
+        parts.waiting.poke()
+        self._prefilled(now)
+
+    def whole(self) -> None:
+        """All of the answer is there, and `end` is called next: half of what `first_token` does would be undone."""
+        self.load.is_answered = True
+        self._prefilled(self._parts.clock())
+
+    def _prefilled(self, now: float) -> None:
+        parts, record, began_at = self._parts, self.record, self.load.began_at
+        record.first_data_s = now - began_at
         if record.trust == "estimate":
             self._guess = parts.feeds.served(self.replica.id, self.hashes, began_at=began_at, now=now)
-        parts.waiting.poke()
         if self._hold is not None:
             parts.speculations.add(self._index.release, self._hold)
             self._hold = None
@@ -137,14 +139,14 @@ class Flight:
         parts, first_data_s = self._parts, self.record.first_data_s
         now, decode_s = parts.clock(), 0.0
         if first_data_s is None:
-            self._use.ended(0.0, 0, None, now, is_error=is_error)
+            self._use.ended(0.0, 0, None, now, is_error)
         else:
             report = self.replica.report
             if report.decode_tokens_per_s:
                 # A step decodes for all that run, so each is charged its share of it.
                 decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
             work_s = self.decision.score.prefill_s + decode_s
-            self._use.ended(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error=is_error)
+            self._use.ended(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)
         parts.mind.load.end(self.load, now)
         parts.waiting.poke()
         if self._hold is not None:

@@ -298,7 +298,7 @@ async def _item(journey: Journey, turns: asyncio.Semaphore) -> bytes:
             assert flight is not None
             if attempt.status >= 400:
                 raise _ItemRefused(attempt.status, attempt.first)
-            flight.first_token()
+            flight.whole()
             journey.learn()
             return attempt.first
         finally:
@@ -414,8 +414,10 @@ class _Answer(msgspec.Struct, eq=False):
             self.trace.stage("relay")
         # What the engine refuses was never prefilled, and is not in its cache; what it only queued is not yet.
         is_prefilled = attempt.status < 400 and (attempt.streamed or not journey.background_id)
-        if is_prefilled:
+        if is_prefilled and attempt.streamed:
             flight.first_token()
+        elif is_prefilled:
+            flight.whole()
         if self.said_next is not None:
             self.said_next.cancel()
         target = flight.target

@@ -250,7 +250,7 @@ class Journey(msgspec.Struct, eq=False):
             if usage is not None:
                 output_tokens = usage.completion_tokens or 0
                 if flight.record.first_data_s is None:
-                    flight.first_token()
+                    flight.whole()
                 flight.compare(usage)
             answered(parts, caller, flight.target, flight.end(output_tokens=output_tokens))
             if granted is not None:
@@ -279,7 +279,7 @@ class Journey(msgspec.Struct, eq=False):
         attempt.check()
         status, sent_at = attempt.status, flight.load.began_at
         if status < 400:
-            mind.succeeded(flight.replica, self.parts.clock(), sent_at=sent_at)
+            mind.succeeded(flight.replica, self.parts.clock(), sent_at)
         elif is_fault(status):
             # The client's to have, and a word against the engine all the same.
             mind.failed(flight.replica, "engine_error", self.parts.clock(), sent_at=sent_at)
@@ -515,7 +515,7 @@ class Journey(msgspec.Struct, eq=False):
         return Call(
             route,
             door.origin,
-            door.request(question, body, flight.rank),
+            door.request(question, body, flight.decision.rank),
             model,
             ask.engine_name,
             replica.id,

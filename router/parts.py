@@ -34,7 +34,8 @@ from router.waiting import WaitingRoom
 
 # At most so many, and so many a second: then they reach back ten seconds or more, and what thousands a second leave
 # behind is freed while it is in the processor's caches still: 3 to 5 us less a request at 64 replicas.
-_KEPT_DECISIONS, _KEPT_A_SECOND = 1000, 100
+_KEPT_DECISIONS, _KEPT_EVERY_S = 1000, 0.01
+_KEPT_S = _KEPT_DECISIONS * _KEPT_EVERY_S
 # A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.
 _SPECULATE_S = 2.0
 
@@ -61,6 +62,8 @@ class Record(msgspec.Struct):
 class Decisions(deque[Record]):
     """The newest decisions; where more come than are kept, a sample of them."""
 
+    __slots__ = ("_full_at",)
+
     def __init__(self) -> None:
         super().__init__(maxlen=_KEPT_DECISIONS)
         self._full_at = -inf
@@ -68,8 +71,8 @@ class Decisions(deque[Record]):
     def note(self, record: Record, now: float) -> None:
         """Keep this one, unless as many as may be kept came of late."""
         full_at = max(self._full_at, now)
-        if full_at - now < _KEPT_DECISIONS / _KEPT_A_SECOND:
-            self._full_at = full_at + 1 / _KEPT_A_SECOND
+        if full_at - now < _KEPT_S:
+            self._full_at = full_at + _KEPT_EVERY_S
             self.append(record)
 
 

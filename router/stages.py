@@ -12,7 +12,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from lorafleet.auth import Caller
 from lorafleet.kv.blocks import BlockHash, root_hash
-from router.core.decision import Ask, Decision, too_short
+from router.core.decision import Ask, too_short
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import NO_CATALOG, BadBody, CatalogUnavailable, ModelNotFound
 from router.core.fleet import Adapter, Excluded, Incarnation, Roster
@@ -387,29 +387,7 @@ def decided_at_once(
     decision = parts.waiting.at_once(prompt) if computes else parts.mind.decide(prompt, began_at)
     if decision is None:
         return None
-    return _begun(parts, target, question, prompt, tokens_from, decision, asked_at=began_at)
-
-
-def _begun(
-    parts: Parts,
-    target: Target,
-    question: Question,
-    prompt: Prompt,
-    tokens_from: Source,
-    decision: Decision,
-    *,
-    asked_at: float,
-) -> Flight:
-    return Flight(
-        parts,
-        question.request_id,
-        target,
-        prompt,
-        tokens_from,
-        decision,
-        asked_at=asked_at,
-        is_streamed=question.streamed,
-    )
+    return Flight(parts, question.request_id, target, prompt, tokens_from, began_at, question.streamed, decision)
 
 
 async def decided(
@@ -428,7 +406,7 @@ async def decided(
     raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
     """
     began_at = parts.clock()
-    begin = partial(_begun, parts, target, question, prompt, tokens_from, asked_at=began_at)
+    begin = partial(Flight, parts, question.request_id, target, prompt, tokens_from, began_at, question.streamed)
     if is_again or not question.route.computes:
         # One that failed somewhere has waited its turn already: what failed it must not cost it another.
         return begin(parts.mind.decide(prompt, began_at))

@@ -32,9 +32,7 @@ class Use:
     last_at: float = 0.0
     ended_at: float = 0.0
 
-    def ended(
-        self, work_s: float, output_tokens: int, first_token_s: float | None, now: float, *, is_error: bool
-    ) -> None:
+    def ended(self, work_s: float, output_tokens: int, first_token_s: float | None, now: float, is_error: bool) -> None:
         """One of its requests is over; `first_token_s` is None where no first token was seen."""
         self.ended_at = now
         self.work_s += work_s

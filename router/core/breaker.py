@@ -175,7 +175,7 @@ class Breaker:
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         return circuit is not None and circuit.trial is request
 
-    def succeeded(self, replica: Replica, now: float, *, sent_at: float = inf) -> None:
+    def succeeded(self, replica: Replica, now: float, sent_at: float = inf) -> None:
         """It answered, below 400. One answer closes a circuit, if it was asked after that opened or silence was why."""
         # Circuits begin with a first failure: where there are none a request that works pays for this look alone.
         circuit = self._circuits.get(replica.incarnation) if self._circuits else None

@@ -118,9 +118,10 @@ class Scene(msgspec.Struct, frozen=True):
         loads, now, prompt, worker = self.loads, self.now, ask.prompt_tokens, prices.ids[position]
         block_size, token_s, answer_s, far_s, opening, always_s = prices.rows[position]
         depth = self.depths.get(worker, 0)
-        cached = hit_tokens(depth, block_size, prompt)
-        per_context = 1 / (costs.attention_tokens + self.context_tokens)
-        prefill_s = (prompt - cached) * (costs.attention_tokens + context(prompt, cached)) * per_context * token_s
+        cached = hit_tokens(depth, block_size, prompt) if depth else 0
+        attention_tokens = costs.attention_tokens
+        per_context = 1 / (attention_tokens + self.context_tokens)
+        prefill_s = (prompt - cached) * (attention_tokens + context(prompt, cached)) * per_context * token_s
         cost_s = kappa(self.rho, costs) * prefill_s + always_s
         slot_s = queue_s = harm_s = crowd_s = 0.0
         placed = loads.resting[position]

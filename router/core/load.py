@@ -12,6 +12,7 @@ from router.core.cost import context
 from router.core.fleet import Replica
 from router.core.index import WorkerId
 
+_NEVER: Final = -inf
 # Seconds over which admitted work counts towards utilisation (rho).
 _HORIZON_S = 30.0
 # Until a request has ended here, and one has begun: guesses, nothing measured.
@@ -307,11 +308,12 @@ class _Book:
     def add(self, flight: InFlight) -> None:
         """One more, in prefill."""
         now, prefill_s, name, names = flight.began_at, flight.prefill_s, flight.engine_name, self.names
+        sequences = flight.sequences
         self.changes(now)
         self.flights.add(flight)
         self.in_prefill[flight] = None
-        self.sequences += flight.sequences
-        self.prefill_sequences += flight.sequences
+        self.sequences += sequences
+        self.prefill_sequences += sequences
         self.busy_until = max(self.busy_until, now) + prefill_s
         self.prefill_s += prefill_s
         if prefill_s > self.largest_s:
@@ -454,13 +456,12 @@ class LoadBook:
         self._work: dict[str, _Work] = {}
         self._lines: dict[str, _Line] = {}
 
-    def begin(
+    def begin(  # noqa: PLR0917  (for each request, and names take time)
         self,
         worker: WorkerId,
         engine_name: str,
         prefill_s: float,
         now: float,
-        *,
         prompt_tokens: int = 0,
         cached_tokens: int = 0,
         base_model: str = "",
@@ -488,7 +489,7 @@ class LoadBook:
         return flight
 
     def first_token(self, flight: InFlight, now: float) -> None:
-        """Its prefill is over; repeats change nothing."""
+        """Its prefill is over; repeats change nothing. Of an answer that is whole say `is_answered`: `end` follows."""
         if flight.is_answered or flight.ended:
             return
         flight.is_answered = True
@@ -606,18 +607,18 @@ class LoadBook:
                 line.replicas = replicas
             else:
                 line = self._lines[base_model] = self._lined(replicas)
+        felt, resting, placed, full = line.felt, line.resting, line.placed, line.full
         for position in line.stale:
-            felt, before = _felt(line.books[position]), line.felt[position]
-            line.felt[position], line.placed[position], line.resting[position] = felt, felt[_PLACED], _resting(felt)
-            line.others_in_flight += felt[_OTHERS] - before[_OTHERS]
-            if felt[_SLOT_AT] > -inf:
-                line.full.add(position)
-            else:
-                line.full.discard(position)
+            own, before = _felt(line.books[position]), felt[position]
+            felt[position], placed[position], resting[position] = own, own[_PLACED], _resting(own)
+            line.others_in_flight += own[_OTHERS] - before[_OTHERS]
+            if own[_SLOT_AT] != _NEVER:
+                full.add(position)
+            elif full:
+                full.discard(position)
         line.stale.clear()
-        placed = line.placed
-        least_placed = min(placed) if placed else -inf
-        return Loads(line.felt.copy(), line.resting.copy(), least_placed, line.others_in_flight, len(line.full))
+        least_placed = min(placed) if placed else _NEVER
+        return Loads(felt.copy(), resting.copy(), least_placed, line.others_in_flight, len(full))
 
     def _lined(self, replicas: tuple[Replica, ...]) -> _Line:
         count = len(replicas)
@@ -676,7 +677,7 @@ def _felt(book: _Book) -> Felt:
     request_s = book.mean_request_s or book.reported_request_s
     full_s = kv_token_s = behind_s = 0.0
     kv_tokens = kv_free_tokens = inf
-    slot_at = placed = -inf
+    slot_at = placed = _NEVER
     if names is None:
         names = book.engine_names = frozenset(book.names)
         book.slots_used = len(names) - ("" in names)
@@ -722,6 +723,8 @@ def _felt(book: _Book) -> Felt:
 
 def _resting(felt: Felt) -> float | None:
     """As Loads.resting has it."""
+    if felt[_IN_PREFILL] or felt[_IN_DECODE]:
+        return None  # as the next line finds, too
     waits = felt[:FRESH] != _AT_REST or felt[_SLOT_AT] > -inf or felt[_FULL_S]
     return None if waits or felt[_KV_TOKENS_FREE] < felt[_KV_TOKENS_ALL] else felt[_PLACED]
 

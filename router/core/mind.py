@@ -98,20 +98,20 @@ class Mind:
             ask.engine_name,
             score.prefill_s,
             now,
-            prompt_tokens=ask.prompt_tokens,
-            cached_tokens=score.cached_tokens,
-            base_model=ask.base_model,
-            adapter_s=score.adapter_s,
-            sequences=ask.sequences,
+            ask.prompt_tokens,
+            score.cached_tokens,
+            ask.base_model,
+            score.adapter_s,
+            ask.sequences,
         )
         if not ask.excluded:
             (self._budgets.get(ask.base_model) or self._budget_of(ask.base_model, now)).requests += 1
         self.breaker.sent(replica, flight, now)
         return flight
 
-    def succeeded(self, replica: Replica, now: float, *, sent_at: float = inf) -> None:
+    def succeeded(self, replica: Replica, now: float, sent_at: float) -> None:
         """It answered with a status below 400."""
-        self.breaker.succeeded(replica, now, sent_at=sent_at)
+        self.breaker.succeeded(replica, now, sent_at)
 
     def failed(self, replica: Replica, reason: str, now: float, *, sent_at: float = inf) -> None:
         """An attempt there failed before any of it reached the client; see Breaker.failed."""

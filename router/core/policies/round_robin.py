@@ -13,4 +13,5 @@ class RoundRobin:
 
     def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
         able = scene.able(ask)
-        return scene.scored(ask, able[scene.turn % len(able)])
+        position = able[scene.turn % len(able)]
+        return position, scene.score(ask, position)
