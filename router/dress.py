@@ -131,20 +131,17 @@ class Wishes(msgspec.Struct, frozen=True):
 NO_WISHES = Wishes()
 
 
-def dress_vllm(
-    body: Body, model: str, *, report_full: bool = False, ask_usage: bool = False, wishes: Wishes = NO_WISHES
-) -> bytes:
+def dress_vllm(body: Body, model: str, wishes: Wishes = NO_WISHES) -> bytes:
     """The same body with vLLM's name for the model and without our own field; all else byte for byte.
 
     A body has each name once, as we read it, so the engine cannot see another value than the router did.
 
-    model                   the base model's served name, or `lora_id@digest12`
-    report_full, ask_usage  as in `wishes`
+    model  the base model's served name, or `lora_id@digest12`
     """
-    dressed = _plain(body, model, ask_usage=ask_usage or wishes.ask_usage)
+    dressed = _plain(body, model, wishes)
     if "vllm_xargs" in dressed:
         dressed["vllm_xargs"] = _without(dressed["vllm_xargs"], STRIPPED_EXTRA_ARGS)
-    if report_full or wishes.report_full:
+    if wishes.report_full:
         dressed["vllm_xargs"] = _with(dressed.get("vllm_xargs"), "kv_cache_report_mode", _FULL)
     if wishes.response_id:
         dressed["request_id"] = msgspec.Raw(msgspec.json.encode(wishes.response_id))
@@ -159,12 +156,12 @@ def dress_vllm(
     return msgspec.json.encode(dressed)
 
 
-def dress_sglang(body: Body, model: str, *, wishes: Wishes = NO_WISHES) -> bytes:
+def dress_sglang(body: Body, model: str, wishes: Wishes = NO_WISHES) -> bytes:
     """The same for SGLang, which has no reports to ask for and keeps no responses under names of ours.
 
     model  `base:engine name`, or the base model's name
     """
-    return msgspec.json.encode(_plain(body, model, ask_usage=wishes.ask_usage))
+    return msgspec.json.encode(_plain(body, model, wishes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +174,7 @@ class Dialect:
     """
 
     model: Callable[[str, str], str]
-    dress: Callable[..., bytes]
+    dress: Callable[[Body, str, Wishes], bytes]
     paths: frozenset[str] | None = None
 
 
@@ -216,7 +213,7 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 
 
-def dialect_of(kind: str, *, engine_name: str, path: str = "/v1/completions") -> Dialect:
+def dialect_of(kind: str, engine_name: str, path: str = "/v1/completions") -> Dialect:
     """How to speak to this kind of engine.
 
     raises  ReplicaUnreachable for an adapter on a kind that we do not know: it might answer from the base model;
@@ -259,12 +256,13 @@ def asks_for_usage(stream_options: object) -> bool:
     return any(stream_options.get(name) not in _UNASKED for name in ("include_usage", "continuous_usage_stats"))
 
 
-def _plain(body: Body, model: str, *, ask_usage: bool) -> Body:
-    dressed = dict(body)
-    for name in STRIPPED_FIELDS:
-        dressed.pop(name, None)
+def _plain(body: Body, model: str, wishes: Wishes) -> Body:
+    dressed = body.copy()
+    if not STRIPPED_FIELDS.isdisjoint(body):
+        for name in STRIPPED_FIELDS:
+            dressed.pop(name, None)
     dressed["model"] = _quoted(model)
-    if ask_usage:
+    if wishes.ask_usage:
         dressed["stream_options"] = _with(body.get("stream_options"), "include_usage", _TRUE)
     return dressed
 

@@ -113,7 +113,8 @@ class Inference:
         trace = None
         if tracer is not None:
             trace = tracer.begin(route.path, exchange.received_at, headers.get(b"traceparent"), method=route.method)
-        answer = _Answer(self._parts, exchange, route, request_id(_text(headers, b"x-request-id")), trace)
+        named = request_id(_text(headers, b"x-request-id") if b"x-request-id" in headers else None)
+        answer = _Answer(self._parts, exchange, route, named, trace)
         work: Work | None
         try:
             if trace is not None:
@@ -121,8 +122,7 @@ class Inference:
             caller = exchange.caller or self._refused(headers)
             # Before its body is read: a large one takes a fifth of a second, and a key's limits are to bound that. A
             # batch is told when there is enough for all its items, which are in its body: one that is quickly read is.
-            is_quick = route is _GENERATE and len(exchange.body) < _QUICKLY_READ_BYTES
-            if caller.limits is not None and route.has_body and not is_quick:
+            if caller.limits is not None and route.has_body and not _is_quickly_read_batch(route, exchange.body):
                 self._parts.quotas.check(caller.key_id, caller.limits, self._parts.clock())
             if route.state == "needs":
                 work = partial(self._serve_stored, caller, answer)
@@ -179,8 +179,8 @@ class Inference:
             name or answer.request_id,
             route or answer.route,
             body,
-            session=_text(headers, self._session_header),
-            timeout=_text(headers, _TIMEOUT),
+            session=_text(headers, self._session_header) if self._session_header in headers else None,
+            timeout=_text(headers, _TIMEOUT) if _TIMEOUT in headers else None,
             forwarded=forwarded,
         )
         own = question.decoded.get("request_id")
@@ -539,6 +539,10 @@ async def _in_time(parts: Parts, question: Question) -> AsyncIterator[None]:
             yield
     except TimeoutError as exc:
         raise DeadlineExceeded(f"there was no whole answer within the time that {TIMEOUT_HEADER} allows") from exc
+
+
+def _is_quickly_read_batch(route: Route, body: bytes) -> bool:
+    return route is _GENERATE and len(body) < _QUICKLY_READ_BYTES
 
 
 def _about(attempt: Attempt, flight: Flight, cached_tokens: int) -> str:

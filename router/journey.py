@@ -117,7 +117,7 @@ class Journey(msgspec.Struct, eq=False):
         if trace is not None:
             trace.stage("decide")
         yield
-        self.prompt = prompt = self._asked()
+        self.prompt = prompt = asked(self.parts, target, self.question, tokens, self.excluded)
         yield
         flight = self.flight = decided_at_once(self.parts, target, self.question, prompt, tokens.source)
         if flight is None:
@@ -212,11 +212,14 @@ class Journey(msgspec.Struct, eq=False):
             self.parts.background.leave(self.caller.tenant or "")
         # One whose client left before its answer began was worked on all the same.
         is_served, output_tokens = flight is not None or self._is_computed, 0
+        is_error = False
         if attempt is not None:
-            is_served = attempt.status < 400 and (attempt.status > 0 or attempt.failure is None)
+            status, is_broken = attempt.status, attempt.failure is not None and attempt.is_broken
+            is_error = status >= 500 or is_broken
+            is_served = status < 400 and (status > 0 or attempt.failure is None)
             output_tokens = attempt.events
             has_suspects = self.parts.deadly.suspects or self.parts.deadly_adapters.suspects
-            if flight is not None and (has_suspects or attempt.is_broken):
+            if flight is not None and (has_suspects or is_broken):
                 self._tell_deadly(attempt, flight)
             attempt.close()
         if usage is not None:
@@ -225,9 +228,9 @@ class Journey(msgspec.Struct, eq=False):
             if attempt is None:
                 flight.end()
             else:
-                is_error = attempt.status >= 500 or attempt.is_broken
                 decode_s = flight.end(is_error=is_error, is_streamed=attempt.streamed, output_tokens=output_tokens)
-                answered(self.parts, self.caller, flight.target, decode_s)
+                if decode_s:
+                    answered(self.parts, self.caller, flight.target, decode_s)
         if self.granted is not None:
             self.parts.quotas.settle(
                 self.granted,
@@ -369,7 +372,7 @@ class Journey(msgspec.Struct, eq=False):
         self.tokens = tokens
         if self.granted is not None:
             assert self.target is not None
-            needed = sized(self.parts, self.target, self.question, tokens)
+            needed = sized(self.parts.discovery.fleet.roster(self.target.base_model), self.question, tokens)
             self.parts.quotas.charge(self.granted, needed, self.parts.clock())
 
     def _holder(self, target: Target) -> Incarnation | None:
@@ -461,7 +464,7 @@ class Journey(msgspec.Struct, eq=False):
     def _asked(self, only: Incarnation | None = None) -> Prompt:
         assert self.target is not None
         assert self.tokens is not None
-        return asked(self.parts, self.target, self.question, self.tokens, excluded=self.excluded, only=only)
+        return asked(self.parts, self.target, self.question, self.tokens, self.excluded, only)
 
     async def _open(self) -> None:
         flight, tokens, trace = self.flight, self.tokens, self.trace
@@ -488,7 +491,7 @@ class Journey(msgspec.Struct, eq=False):
     def _call(self, flight: Flight, tokens: Tokens) -> Call:
         parts, question, ask = self.parts, self.question, flight.prompt.ask
         route, replica = question.route, flight.replica
-        dialect = dialect_of(replica.dialect, engine_name=ask.engine_name, path=route.path)
+        dialect = dialect_of(replica.dialect, ask.engine_name, route.path)
         model = dialect.model(flight.target.base_model, ask.engine_name)
         sends_ids = (
             tokens.source == "local"
@@ -505,13 +508,13 @@ class Journey(msgspec.Struct, eq=False):
         )
         wishes = Wishes(
             question.hides_usage,
-            route.generates and parts.trust.state(replica.id) == "degraded" and parts.feeds.may_repeat(replica.id),
+            route.generates and flight.record.trust == "degraded" and parts.feeds.may_repeat(replica.id),
             self._response_id(replica) if route.state == "makes" else "",
             route.prompt,
             tokens.ids if sends_ids else None,
         )
         door = door_of(replica, parts.config.engine_key)
-        body = dialect.dress(question.fields, model, wishes=wishes)
+        body = dialect.dress(question.fields, model, wishes)
         return Call(
             route,
             door.origin,
@@ -603,8 +606,8 @@ class Door(msgspec.Struct, frozen=True):
     def request(self, question: Question, body: bytes, rank: int | None = None) -> bytes:
         """The whole HTTP request."""
         wanted = b"" if rank is None else b"x-data-parallel-rank: %d\r\n" % rank
-        return b"%b %b%b%bx-request-id: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
-            question.route.method.encode(),
+        return b"%b%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
+            b"POST " if question.route.method == "POST" else b"GET ",
             self.origin.prefix,
             question.target,
             self.after,

@@ -17,7 +17,7 @@ from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import NO_CATALOG, BadBody, CatalogUnavailable, ModelNotFound
 from router.core.fleet import Adapter, Excluded, Incarnation, Roster
 from router.core.mind import first_blocks
-from router.core.resolve import Target, resolve
+from router.core.resolve import Target, plainly_resolved, resolve
 from router.dress import Body, asks_for_usage, refuse_steering
 from router.flight import Flight
 from router.kv_events import Feeds
@@ -155,11 +155,12 @@ def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
     """resolve and authorise: what the caller may not use does not exist for it."""
     if not parts.discovery.has_catalog:
         raise CatalogUnavailable(NO_CATALOG, retry_after_s=2.0)
+    fleet, decoded = parts.discovery.fleet, question.decoded
     try:
-        target = resolve(
-            parts.discovery.fleet,
-            model=question.decoded.get("model"),
-            lora_id=question.decoded.get("lora_id"),
+        target = plainly_resolved(fleet, decoded.get("model"), decoded.get("lora_id")) or resolve(
+            fleet,
+            model=decoded.get("model"),
+            lora_id=decoded.get("lora_id"),
             visible=lambda adapter: caller.may_use(adapter.tenants),
             rng=parts.mind.rng,
             session=question.session,
@@ -182,6 +183,9 @@ def tokenize_at_once(parts: Parts, target: Target, question: Question) -> Tokens
     kind = question.route.prompt
     replica = parts.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
     if replica is None:
+        return NO_TOKENS
+    if kind == "chat" and parts.tokenizers.is_off:
+        parts.metrics.tokenize.labels("none").observe(0.0)
         return NO_TOKENS
     began_at = parts.clock()
     found = parts.tokenizers.at_once(
@@ -277,7 +281,6 @@ def asked(
     target: Target,
     question: Question,
     tokens: Tokens,
-    *,
     excluded: Excluded = frozenset(),
     only: Incarnation | None = None,
 ) -> Prompt:
@@ -293,18 +296,17 @@ def asked(
             chains[block_size] = parts.chains.chain(
                 ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
             )
-    prompt_tokens = sized(parts, target, question, tokens)
-    session, sequences = question.session, question.sequences
+    prompt_tokens = sized(roster, question, tokens)
     total_tokens = _total(question, len(ids), roster) if ids is not None and roster.is_uneven else 0
     ask = Ask(
         target.base_model,
         engine_name,
         prompt_tokens,
         excluded,
-        session,
-        first_blocks(chains),
+        question.session,
+        first_blocks(chains) if chains else 0,
         only,
-        sequences,
+        question.sequences,
         total_tokens,
     )
     return Prompt(ask, chains)
@@ -343,23 +345,26 @@ def is_one_of_many(question: Question) -> bool:
     return question.sequences > 1 or bool(question.decoded.get("use_beam_search"))
 
 
-def sized(parts: Parts, target: Target, question: Question, tokens: Tokens) -> int:
-    """How many tokens an engine would prefill at most. What is longer than it takes it refuses at once.
+def sized(roster: Roster, question: Question, tokens: Tokens) -> int:
+    """How many tokens an engine of these would prefill at most. What is longer than it takes it refuses at once.
 
     Where nobody could tokenize the prompt: four bytes a token, near enough to compare replicas by their queues; but a
     picture of 8 MiB is no 2 million tokens, and behind so many everybody else would be refused.
     """
     if not question.route.computes:
         return 0
-    found = question.size_bytes // 4 if tokens.ids is None else len(tokens.ids)
-    most = parts.discovery.fleet.roster(target.base_model).max_model_len
-    if tokens.ids is None:
+    ids, most = tokens.ids, roster.max_model_len
+    if ids is not None:
+        found = len(ids)
+    else:
+        found = question.size_bytes // 4
         # A batch is several prompts, each as long as one may be.
         if question.route.prompt == "none":
             return found
         batch = question.decoded.get("prompt")
-        most *= max(1, len(batch)) if isinstance(batch, list) else 1
-    return min(found, most) if most else found
+        if isinstance(batch, list):
+            most *= max(1, len(batch))
+    return most if 0 < most < found else found
 
 
 def match(feeds: Feeds, prompt: Prompt) -> Match:

@@ -19,7 +19,7 @@ import zmq.asyncio
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import TRAITS, Ledger, Tier
-from router.dress import dialect_of
+from router.dress import NO_WISHES, dialect_of
 from tests.engines import RunningEngine, start_engine
 from tests.workers.broken import Case, pairs
 from workers.core.errors import EngineError
@@ -78,7 +78,7 @@ class Bench:
         """What a router would send for it."""
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True} | more
         fields = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
-        dressed = self.dialect.dress(fields, self.dialect.model(BASE, adapter))
+        dressed = self.dialect.dress(fields, self.dialect.model(BASE, adapter), NO_WISHES)
         return await self.http.post("/v1/completions", content=dressed, headers={"content-type": "application/json"})
 
     async def text(self, prompt: Any, adapter: str = "", **more: Any) -> str:

@@ -33,7 +33,7 @@ def body(text: str) -> Body:
 
 
 def dressed(text: str, **more) -> dict:
-    return json.loads(dress_vllm(body(text), "m", **more))
+    return json.loads(dress_vllm(body(text), "m", Wishes(**more)))
 
 
 def spellings(name: str) -> list[str]:
@@ -141,7 +141,7 @@ def test_a_full_report_is_asked_for_beside_the_clients_own_extra_arguments():
 
 def test_a_clients_extra_arguments_stay_byte_for_byte():
     assert b'{"a":1e-7,"b":"\\u00e9",' in dress_vllm(
-        body('{"vllm_xargs":{"a":1e-7,"b":"\\u00e9"}}'), "m", report_full=True
+        body('{"vllm_xargs":{"a":1e-7,"b":"\\u00e9"}}'), "m", Wishes(report_full=True)
     )
 
 
@@ -164,7 +164,7 @@ def test_dressing_does_not_change_the_body_that_a_second_attempt_will_send():
 
 
 def test_a_response_gets_the_id_that_says_where_it_is_kept():
-    assert dressed('{"input":"x","request_id":"theirs"}', wishes=Wishes(response_id="r.1"))["request_id"] == "r.1"
+    assert dressed('{"input":"x","request_id":"theirs"}', response_id="r.1")["request_id"] == "r.1"
     assert "request_id" not in dressed('{"input":"x"}')
 
 
@@ -172,13 +172,13 @@ def test_a_response_gets_the_id_that_says_where_it_is_kept():
 
 
 def test_a_completion_gets_the_ids_as_its_prompt():
-    sent = dressed('{"prompt":"x","n":1}', wishes=Wishes(prompt="completion", prompt_ids=IDS))
+    sent = dressed('{"prompt":"x","n":1}', prompt="completion", prompt_ids=IDS)
     assert sent == {"prompt": [5, 6, 70000], "n": 1, "model": "m"}
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "messages"])
 def test_a_conversation_gets_the_ids_beside_its_messages(kind):
-    sent = dressed('{"messages":[]}', wishes=Wishes(prompt=kind, prompt_ids=IDS))
+    sent = dressed('{"messages":[]}', prompt=kind, prompt_ids=IDS)
     assert sent == {"messages": [], "model": "m", "kv_transfer_params": {"prompt_token_ids": [5, 6, 70000]}}
 
 
