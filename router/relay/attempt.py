@@ -197,11 +197,11 @@ class Attempt(msgspec.Struct, eq=False):
 
     def head(self, status: int, headers: Headers) -> None:
         self.status = status
-        self.content_type = headers.get(b"content-type", self.content_type)
+        self.content_type = content_type = headers.get(b"content-type", self.content_type)
         self.retry_after = headers.get(b"retry-after")
         self.metadata = headers.get(b"metadata")
         # The engine has the last word on whether it streams: it takes `"stream": "true"` and 1 for true as well.
-        self.streamed = status == 200 and (self.streamed or self.content_type.startswith(_EVENT_STREAM))
+        self.streamed = status == 200 and (self.streamed or content_type.startswith(_EVENT_STREAM))
 
     def data(self, data: bytes) -> None:
         if self._echo is not None:

@@ -490,28 +490,26 @@ class _Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         parser = self.parser
-        headers = self.headers
+        headers, limits, shared = self.headers, self._limits, self._front
         fields = dict(headers)
         is_1_1, content_length, expects = checked_head(parser, headers, fields)
         path, query = checked_target(self.url)
-        limits = self._limits
         if self._bare_bytes + self._read_bytes > limits.head_bytes:
             self._check_head_size()
         if content_length > limits.body_bytes:
             raise self._body_too_large()
         name = parser.get_method()
         method = _METHODS.get(name) or name.decode("ascii")
-        handler = self._front.route(method, path)
-        told = self._front.told
+        handler, told = shared.route(method, path), shared.told
         if handler is None or (told is not None and _asks_before(method, fields)):
             self._incoming = None
             self._begin_cold(expects)
         else:
             keep = is_1_1 and parser.should_keep_alive()
-            caller = self._front.sender(fields)
-            self._incoming = Exchange(method, path, query, fields, self, handler, is_1_1, keep, caller)
+            exchange = Exchange(method, path, query, fields, self, handler, is_1_1, keep, shared.sender(fields))
             if told is not None and b"origin" in fields:
-                self._incoming._told = told(fields[b"origin"])
+                exchange._told = told(fields[b"origin"])
+            self._incoming = exchange
             if expects:
                 self._expects = True
                 self._say_continue()
@@ -521,15 +519,17 @@ class _Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unread_bytes = self._bare_bytes = 0
-        self._body_bytes += len(body)
+        size = len(body)
+        self._body_bytes += size
         exchange = self._incoming
-        if exchange is not None and exchange.caller is not None:
-            self._front.hold(exchange.caller, len(body))
+        caller = None if exchange is None else exchange.caller
+        if caller is not None:
+            self._front.hold(caller, size)
         if self._body_bytes > self._limits.body_bytes:
             raise self._body_too_large()
         if exchange is None:
             super().on_body(body)
-        elif exchange.caller is None:
+        elif caller is None:
             return
         elif not self._body:
             self._body = body
@@ -557,8 +557,8 @@ class _Connection(HttpToolsProtocol):
         body, self._body = self._body, b""
         exchange.body = body if isinstance(body, bytes) else bytes(body)
         exchange.received_at = self.loop.time()
-        exchange._keep = exchange._keep and self.parser.should_keep_alive()  # a trailer may say close
-        if not exchange._keep:
+        if not exchange._keep or not self.parser.should_keep_alive():  # a trailer may say close
+            exchange._keep = False
             self._deaf = True
         if self._current is None and not self.is_write_paused:
             self._start(exchange)
@@ -616,8 +616,9 @@ class _Connection(HttpToolsProtocol):
 
     def stays_open(self) -> bool:
         """Whether another request may follow the one being answered."""
-        is_ending = self._stopping or self._deaf or self._front.is_draining
-        return not is_ending or bool(self._queue) or bool(self._last_words)
+        if not (self._stopping or self._deaf or self._front.is_draining):
+            return True
+        return bool(self._queue) or bool(self._last_words)
 
     def let_go(self, exchange: Exchange) -> None:
         """This exchange writes no more, and its body is no longer held."""

@@ -151,9 +151,6 @@ class Connection(asyncio.Protocol):
         self._odd = False
         self._sent_after = -1
         self._version = ""  # of its first answer
-        self._reset()
-
-    def _reset(self) -> None:
         self._status = 0
         self._has_head = self._new_head = self._interim = self._complete = False
         self._framed = self._keep = False
@@ -286,7 +283,9 @@ class Connection(asyncio.Protocol):
             self._sink = None
             if self._paused_at is not None:
                 self.resume()
-            self._reset()
+            # All else is as a head leaves it, or as it began: nothing about this answer was odd.
+            self._has_head = self._complete = False
+            self._read_bytes = self._bare_bytes = 0
             self._pool._release(self)
         else:
             self.close()
@@ -481,14 +480,13 @@ class Pool:
             self._timer = self._loop.call_later(_SWEEP_EVERY_S, self._sweep)
 
     def _release(self, connection: Connection) -> None:
-        assert self._loop is not None
         waiting = self._idle.get(connection.origin)
         if waiting is None:
             waiting = self._idle[connection.origin] = []
         if self._closed or len(waiting) >= self._max_idle:
             connection.close()
             return
-        connection.deadline = self._loop.time() + self._keepalive_s
+        connection.deadline = connection.loop.time() + self._keepalive_s
         waiting.append(connection)
 
     def _forget(self, connection: Connection) -> None:
