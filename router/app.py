@@ -261,7 +261,7 @@ def _mind(
 ) -> Mind:
     return Mind(
         roster=lambda base_model: discovery.fleet.roster(base_model),  # noqa: PLW0108  (`fleet` is swapped)
-        match=lambda prompt: match(feeds, prompt),
+        match=partial(match, feeds),
         policy=POLICIES[config.policy](),
         shadows=[POLICIES[name]() for name in config.shadow_policies],
         shadowed=lambda shadow: _count_shadow(metrics, shadow),

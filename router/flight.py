@@ -104,13 +104,11 @@ class Flight:
             parts.speculations.add(self._index.release, self._hold)
             self._hold = None
 
-    def compare(self, usage: EngineUsage | None, *, is_one_of_many: bool = False) -> None:
-        """Hold the predicted hit against the engine's own word, where it gave one.
+    def compare(self, usage: EngineUsage, *, is_one_of_many: bool = False) -> None:
+        """Hold the predicted hit against the engine's own word, where it gave one and there was a prediction.
 
         is_one_of_many  it prefilled the prompt several times, and tells of one of them: not of the first
         """
-        if usage is None:
-            return
         cached = usage.cached_tokens
         if cached is None or not self.prompt.chains:
             return

@@ -414,17 +414,17 @@ class _Answer(msgspec.Struct, eq=False):
             self.trace.stage("relay")
         # What the engine refuses was never prefilled, and is not in its cache; what it only queued is not yet.
         is_prefilled = attempt.status < 400 and (attempt.streamed or not journey.background_id)
-        if is_prefilled and attempt.streamed:
-            flight.first_token()
-        elif is_prefilled:
-            flight.whole()
+        if is_prefilled:
+            (flight.first_token if attempt.streamed else flight.whole)()
         if self.said_next is not None:
             self.said_next.cancel()
         target = flight.target
         parts.metrics.first_data.labels(target.base_model).observe(parts.clock() - question.read_at)
         # Asked again, a prompt that its tenant never had in the cache would tell whether a neighbour has.
         cached_tokens = shown_cached_tokens(parts, journey.caller, flight) if is_prefilled else 0
-        about = _about(attempt, flight, cached_tokens) + journey.limit_headers()
+        about = _about(attempt, flight, cached_tokens)
+        if journey.granted is not None:
+            about += journey.limit_headers()
         model = call.engine_model
         echo: Renamed = Echo(model, target.asked if question.route.echoes_model else model)
         if attempt.metadata is not None:

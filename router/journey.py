@@ -190,10 +190,11 @@ class Journey(msgspec.Struct, eq=False):
         """Take what a whole answer says of itself."""
         assert self.attempt is not None
         assert self.flight is not None
-        self.usage = self.attempt.usage()
-        self.flight.compare(self.usage, is_one_of_many=is_one_of_many(self.question))
+        self.usage = usage = self.attempt.usage()
+        if usage is not None and self.flight.prompt.chains:
+            self.flight.compare(usage, is_one_of_many=is_one_of_many(self.question))
         if self.trace is not None:
-            self.trace.attributes |= _told(self.question.route, self.flight, self.usage)
+            self.trace.attributes |= _told(self.question.route, self.flight, usage)
 
     def limit_headers(self) -> str:
         """Header lines: where the caller's key stands; empty for a key without limits."""

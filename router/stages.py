@@ -112,6 +112,7 @@ def read(
             sequences = 1  # vLLM 0.32 runs a request for each token of each beam, and counts none of them
     streamed = route.streams and decoded.get("stream") is True
     user, priority = decoded.get("user"), decoded.get("priority")
+    named = session or (user if isinstance(user, str) else "")
     return Question(
         request_id,
         route,
@@ -124,7 +125,7 @@ def read(
         read_at,
         sequences,
         len(raw),
-        _session(session or (user if isinstance(user, str) else "")),
+        _session(named) if named else "",
         priority if isinstance(priority, int | float) else 0.0,
         None if timeout is None else read_at + _timeout_s(timeout),
         forwarded,

@@ -143,13 +143,13 @@ class Front:
 
     def hold(self, caller: Caller, size_bytes: int) -> None:
         """So much more of a body is held, until it is let go; raises Refused when that is too much."""
-        limits, tenant = self.limits, caller.tenant or ""
+        limits = self.limits
         self.held_bytes += size_bytes
         if limits.tenant_bytes is not None:
-            self._held_of[tenant] += size_bytes
+            self._held_of[caller.tenant or ""] += size_bytes
         if self.held_bytes > limits.held_bytes:
             raise Refused(429, "saturated", f"{_HOLDS} of requests as it may", retry_after_s=1.0)
-        if limits.tenant_bytes is not None and self._held_of[tenant] > limits.tenant_bytes:
+        if limits.tenant_bytes is not None and self._held_of[caller.tenant or ""] > limits.tenant_bytes:
             raise Refused(429, "saturated", f"{_HOLDS} of your requests as it may", retry_after_s=1.0)
 
     def let_go(self, caller: Caller, size_bytes: int) -> None:

@@ -85,6 +85,7 @@ class Route:
     generates     decodes tokens, so its load lasts; False: one prefill (or none), and its answer is its end
     streams       `stream: true` is taken
     hides_usage   a stream may be asked for its usage with `stream_options`, which the client then does not see
+    has_body      a JSON object must come with it
     computes      has the engine compute something, and so takes room there; False: it counts or spells tokens
     begun         event types of a stream that come before the engine has done anything: they decide nothing, so they
                   wait for what follows
@@ -106,11 +107,13 @@ class Route:
     errors: ErrorShape = "openai"
     begun: frozenset[bytes] = frozenset()
     lists: tuple[str, ...] = ()
+    has_body: bool = field(init=False)
     computes: bool = field(init=False)
     fields: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         kept = frozenset({"previous_response_id", "background"}) if self.state == "makes" else frozenset()
+        object.__setattr__(self, "has_body", self.state != "needs")
         object.__setattr__(self, "computes", self.adapter == "runs")
         object.__setattr__(self, "fields", _COMMON | _PROMPT_FIELDS[self.prompt] | kept | {*self.lists})
 
@@ -120,11 +123,6 @@ class Route:
         if not self.generates:
             return "embeddings"
         return "text_completion" if self.prompt == "completion" else "chat"
-
-    @property
-    def has_body(self) -> bool:
-        """Whether a JSON object must come with it."""
-        return self.state != "needs"
 
 
 _BEGUN = frozenset({b"response.queued", b"response.created", b"response.in_progress"})
