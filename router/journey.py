@@ -205,12 +205,12 @@ class Journey(msgspec.Struct, eq=False):
         aborted, and the key is charged for what the engine counted; where it did not say, for the prompt and for each
         event that was sent on.
         """
-        attempt, flight, usage = self.attempt, self.flight, self.usage
+        attempt, flight, usage, parts = self.attempt, self.flight, self.usage, self.parts
         if self.background_id and self._runs_on():
             return
         if self._is_in_background:
             self._is_in_background = False
-            self.parts.background.leave(self.caller.tenant or "")
+            parts.background.leave(self.caller.tenant or "")
         # One whose client left before its answer began was worked on all the same.
         is_served, output_tokens = flight is not None or self._is_computed, 0
         is_error = False
@@ -219,7 +219,7 @@ class Journey(msgspec.Struct, eq=False):
             is_error = status >= 500 or is_broken
             is_served = status < 400 and (status > 0 or attempt.failure is None)
             output_tokens = attempt.events
-            has_suspects = self.parts.deadly.suspects or self.parts.deadly_adapters.suspects
+            has_suspects = parts.deadly.suspects or parts.deadly_adapters.suspects
             if flight is not None and (has_suspects or is_broken):
                 self._tell_deadly(attempt, flight)
             attempt.close()
@@ -231,11 +231,11 @@ class Journey(msgspec.Struct, eq=False):
             else:
                 decode_s = flight.end(is_error=is_error, is_streamed=attempt.streamed, output_tokens=output_tokens)
                 if decode_s:
-                    answered(self.parts, self.caller, flight.target, decode_s)
+                    answered(parts, self.caller, flight.target, decode_s)
         if self.granted is not None:
-            self.parts.quotas.settle(
+            parts.quotas.settle(
                 self.granted,
-                self.parts.clock(),
+                parts.clock(),
                 completion_tokens=output_tokens,
                 prompt_tokens=usage.prompt_tokens if usage else (None if is_served else 0),
             )

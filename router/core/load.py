@@ -634,23 +634,20 @@ class LoadBook:
             for engine_name, count in book.names.items():
                 yield worker, engine_name or book.base_model, count
 
-    def utilisation(self, base_model: str, loads: Loads, now: float) -> float:
-        """rho: admitted seconds per replica-second, exponentially weighted over 30 s, fleet-wide.
+    def work(self, base_model: str, loads: Loads, now: float) -> tuple[float, float]:
+        """rho, and the usual context of this base model's prefills (see cost.context).
 
+        rho    admitted seconds per replica-second, exponentially weighted over 30 s, fleet-wide
         loads  of every replica. What other routers admit is not known, but how much of what the engines have in
                flight is ours: they admit the rest.
         """
         work = self._work.get(base_model)
         if work is None:
-            return 0.0
+            return 0.0, _FIRST_CONTEXT_TOKENS
         ours, others = work.sequences, loads.others_in_flight
         share = max(_LEAST_SHARE, (ours + 1) / (ours + others + 1)) if others else 1.0
-        return work.seconds * exp((work.at - now) / _HORIZON_S) / (_HORIZON_S * (len(loads.felt) or 1) * share)
-
-    def context_tokens(self, base_model: str) -> float:
-        """The usual context of this base model's prefills; see cost.context."""
-        work = self._work.get(base_model)
-        return _FIRST_CONTEXT_TOKENS if work is None else work.context_tokens
+        spread_s = _HORIZON_S * (len(loads.felt) or 1) * share
+        return work.seconds * exp((work.at - now) / _HORIZON_S) / spread_s, work.context_tokens
 
     @property
     def all_in_flight(self) -> int:

@@ -196,6 +196,7 @@ class Mind:
         ask, load = prompt.ask, self.load
         roster = self.roster(ask.base_model)
         loads = load.owns(ask.base_model, roster.replicas)
+        rho, context_tokens = load.work(ask.base_model, loads, now)
         # Of each model by itself: who asks two of them in turn would else ask the same half of each one's replicas.
         names = ask.base_model, ask.engine_name
         if len(self._turns) >= _MOST_TURNS:
@@ -211,8 +212,8 @@ class Mind:
             # A copy: the scene is kept, and what waits goes on changing.
             dict(backlog) if backlog else NOTHING,
             self.breaker.shut(now),
-            load.utilisation(ask.base_model, loads, now),
-            load.context_tokens(ask.base_model),
+            rho,
+            context_tokens,
             now,
             self.rng.getrandbits(32),
             turn,

@@ -394,20 +394,20 @@ def test_a_replica_rests_only_where_nothing_is_waited_for_and_nobody_runs(why):
 def test_utilisation_fades_and_is_shared_by_the_fleet():
     book = LoadBook()
     book.begin("w0", "", 25.0, 0.0, base_model="m", adapter_s=5.0)
-    assert book.utilisation("m", Loads.of([Own()]), now=0.0) == pytest.approx(1.0)
-    assert book.utilisation("m", Loads.of([Own()] * 4), now=0.0) == pytest.approx(0.25)
-    assert book.utilisation("m", Loads.of([Own()]), now=300.0) < 0.001
+    assert book.work("m", Loads.of([Own()]), now=0.0)[0] == pytest.approx(1.0)
+    assert book.work("m", Loads.of([Own()] * 4), now=0.0)[0] == pytest.approx(0.25)
+    assert book.work("m", Loads.of([Own()]), now=300.0)[0] < 0.001
 
 
 def test_what_other_routers_admit_counts_by_their_share_of_what_is_in_flight():
     book = LoadBook()
     book.end(book.begin("w0", "", 6.0, 0.0, base_model="m"), 0.0)
     flights = [book.begin("w0", "", 0.1, now=0.0, base_model="m") for _ in range(9)]
-    alone = book.utilisation("m", Loads.of([Own()]), now=0.0)
-    assert book.utilisation("m", Loads.of([Own(others_in_flight=30)]), now=0.0) == pytest.approx(4 * alone)
+    alone = book.work("m", Loads.of([Own()]), now=0.0)[0]
+    assert book.work("m", Loads.of([Own(others_in_flight=30)]), now=0.0)[0] == pytest.approx(4 * alone)
     for flight in flights:
         book.end(flight, now=0.0)
-    assert book.utilisation("m", Loads.of([Own(others_in_flight=3)]), now=0.0) == pytest.approx(4 * alone)
+    assert book.work("m", Loads.of([Own(others_in_flight=3)]), now=0.0)[0] == pytest.approx(4 * alone)
 
 
 def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():
@@ -475,6 +475,6 @@ def test_a_request_of_seven_answers_is_as_much_of_what_engines_run_as_seven_requ
         for _ in range(requests):
             book.begin("w0", "", 7.0 / requests, 0.0, base_model=replica.base_model, sequences=sequences)
         book.reported(replica)
-        rhos.append(book.utilisation(replica.base_model, Loads.of([book.own("w0")]), 1.0))
+        rhos.append(book.work(replica.base_model, Loads.of([book.own("w0")]), 1.0)[0])
     assert rhos[0] == pytest.approx(rhos[1])
     assert rhos[0] > 0
