@@ -116,7 +116,6 @@ class Journey(msgspec.Struct, eq=False):
         self.target = target
         if trace is not None:
             trace.stage("decide")
-        yield
         self.prompt = prompt = asked(self.parts, target, self.question, tokens, self.excluded)
         yield
         flight = self.flight = decided_at_once(self.parts, target, self.question, prompt, tokens.source)
