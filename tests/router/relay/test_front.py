@@ -661,8 +661,7 @@ async def test_two_thousand_clients_that_leave_leave_nothing_behind(leave):
             if n % 3:
                 await asyncio.sleep(0)
             if n % 4 and n % 5 == 0:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(client.reader.read(10), 0.01)
+                await until(lambda: any(len(exchange.body) == 3 * n for exchange in work.exchanges))
             if leave == "reset":
                 reset(client)
 
