@@ -91,8 +91,7 @@ class Flight:
         self._prefilled(now)
 
     def whole(self) -> None:
-        """All of the answer is there, and `end` is called next: half of what `first_token` does would be undone."""
-        self.load.is_answered = True
+        """All of the answer is there, and `end` is called next, which takes it out of prefill, too."""
         self._prefilled(self._parts.clock())
 
     def _prefilled(self, now: float) -> None:
@@ -145,7 +144,7 @@ class Flight:
                 decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
             work_s = self.decision.score.prefill_s + decode_s
             self._use.ended(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)
-        parts.mind.load.end(self.load, now)
+        parts.mind.load.end(self.load, now, is_answered=first_data_s is not None)
         parts.waiting.poke()
         if self._hold is not None:
             self._index.release(self._hold)

@@ -113,7 +113,7 @@ class Inference:
         trace = None
         if tracer is not None:
             trace = tracer.begin(route.path, exchange.received_at, headers.get(b"traceparent"), method=route.method)
-        named = request_id(_text(headers, b"x-request-id") if b"x-request-id" in headers else None)
+        named = request_id(_text(headers, b"x-request-id"))
         answer = _Answer(self._parts, exchange, route, named, trace)
         work: Work | None
         try:
@@ -179,8 +179,8 @@ class Inference:
             name or answer.request_id,
             route or answer.route,
             body,
-            session=_text(headers, self._session_header) if self._session_header in headers else None,
-            timeout=_text(headers, _TIMEOUT) if _TIMEOUT in headers else None,
+            session=_text(headers, self._session_header),
+            timeout=_text(headers, _TIMEOUT),
             forwarded=forwarded,
         )
         own = question.decoded.get("request_id")
@@ -414,17 +414,17 @@ class _Answer(msgspec.Struct, eq=False):
             self.trace.stage("relay")
         # What the engine refuses was never prefilled, and is not in its cache; what it only queued is not yet.
         is_prefilled = attempt.status < 400 and (attempt.streamed or not journey.background_id)
-        if is_prefilled:
-            (flight.first_token if attempt.streamed else flight.whole)()
+        if is_prefilled and attempt.streamed:
+            flight.first_token()
+        elif is_prefilled:
+            flight.whole()
         if self.said_next is not None:
             self.said_next.cancel()
         target = flight.target
         parts.metrics.first_data.labels(target.base_model).observe(parts.clock() - question.read_at)
         # Asked again, a prompt that its tenant never had in the cache would tell whether a neighbour has.
         cached_tokens = shown_cached_tokens(parts, journey.caller, flight) if is_prefilled else 0
-        about = _about(attempt, flight, cached_tokens)
-        if journey.granted is not None:
-            about += journey.limit_headers()
+        about = _about(attempt, flight, cached_tokens) + journey.limit_headers()
         model = call.engine_model
         echo: Renamed = Echo(model, target.asked if question.route.echoes_model else model)
         if attempt.metadata is not None:

@@ -190,7 +190,7 @@ class Journey(msgspec.Struct, eq=False):
         assert self.attempt is not None
         assert self.flight is not None
         self.usage = usage = self.attempt.usage()
-        if usage is not None and self.flight.prompt.chains:
+        if usage is not None:
             self.flight.compare(usage, is_one_of_many=is_one_of_many(self.question))
         if self.trace is not None:
             self.trace.attributes |= _told(self.question.route, self.flight, usage)
@@ -229,8 +229,7 @@ class Journey(msgspec.Struct, eq=False):
                 flight.end()
             else:
                 decode_s = flight.end(is_error=is_error, is_streamed=attempt.streamed, output_tokens=output_tokens)
-                if decode_s:
-                    answered(parts, self.caller, flight.target, decode_s)
+                answered(parts, self.caller, flight.target, decode_s)
         if self.granted is not None:
             parts.quotas.settle(
                 self.granted,
@@ -606,8 +605,8 @@ class Door(msgspec.Struct, frozen=True):
     def request(self, question: Question, body: bytes, rank: int | None = None) -> bytes:
         """The whole HTTP request."""
         wanted = b"" if rank is None else b"x-data-parallel-rank: %d\r\n" % rank
-        return b"%b%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
-            b"POST " if question.route.method == "POST" else b"GET ",
+        return b"%b %b%b%bx-request-id: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
+            question.route.method.encode(),
             self.origin.prefix,
             question.target,
             self.after,

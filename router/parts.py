@@ -32,8 +32,8 @@ from router.tracing import Tracer
 from router.usage import Usage
 from router.waiting import WaitingRoom
 
-# At most so many, and so many a second: then they reach back ten seconds or more, and what thousands a second leave
-# behind is freed while it is in the processor's caches still: 3 to 5 us less a request at 64 replicas.
+# At most so many, and one each so many seconds: then they reach back ten seconds or more, and what thousands a second
+# leave behind is freed while it is in the processor's caches still: 3 to 5 us less a request at 64 replicas.
 _KEPT_DECISIONS, _KEPT_EVERY_S = 1000, 0.01
 _KEPT_S = _KEPT_DECISIONS * _KEPT_EVERY_S
 # A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.

@@ -17,7 +17,7 @@ from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import NO_CATALOG, BadBody, CatalogUnavailable, ModelNotFound
 from router.core.fleet import Adapter, Excluded, Incarnation, Roster
 from router.core.mind import first_blocks
-from router.core.resolve import Target, plainly_resolved, resolve
+from router.core.resolve import Target, resolve
 from router.dress import Body, asks_for_usage, refuse_steering
 from router.flight import Flight
 from router.kv_events import Feeds
@@ -112,7 +112,6 @@ def read(
             sequences = 1  # vLLM 0.32 runs a request for each token of each beam, and counts none of them
     streamed = route.streams and decoded.get("stream") is True
     user, priority = decoded.get("user"), decoded.get("priority")
-    named = session or (user if isinstance(user, str) else "")
     return Question(
         request_id,
         route,
@@ -125,7 +124,7 @@ def read(
         read_at,
         sequences,
         len(raw),
-        _session(named) if named else "",
+        _session(session or (user if isinstance(user, str) else "")),
         priority if isinstance(priority, int | float) else 0.0,
         None if timeout is None else read_at + _timeout_s(timeout),
         forwarded,
@@ -156,12 +155,11 @@ def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
     """resolve and authorise: what the caller may not use does not exist for it."""
     if not parts.discovery.has_catalog:
         raise CatalogUnavailable(NO_CATALOG, retry_after_s=2.0)
-    fleet, decoded = parts.discovery.fleet, question.decoded
     try:
-        target = plainly_resolved(fleet, decoded.get("model"), decoded.get("lora_id")) or resolve(
-            fleet,
-            model=decoded.get("model"),
-            lora_id=decoded.get("lora_id"),
+        target = resolve(
+            parts.discovery.fleet,
+            model=question.decoded.get("model"),
+            lora_id=question.decoded.get("lora_id"),
             visible=lambda adapter: caller.may_use(adapter.tenants),
             rng=parts.mind.rng,
             session=question.session,
@@ -184,9 +182,6 @@ def tokenize_at_once(parts: Parts, target: Target, question: Question) -> Tokens
     kind = question.route.prompt
     replica = parts.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
     if replica is None:
-        return NO_TOKENS
-    if kind == "chat" and parts.tokenizers.is_off:
-        parts.metrics.tokenize.labels("none").observe(0.0)
         return NO_TOKENS
     began_at = parts.clock()
     found = parts.tokenizers.at_once(
@@ -305,7 +300,7 @@ def asked(
         prompt_tokens,
         excluded,
         question.session,
-        first_blocks(chains) if chains else 0,
+        first_blocks(chains),
         only,
         question.sequences,
         total_tokens,

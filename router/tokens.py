@@ -184,8 +184,6 @@ class Tokenizers:
         """
         self._client = client
         self._mode = mode
-        # Then only ids that a request itself holds are known.
-        self.is_off = mode == "off"
         self._paths = dict(paths or {})
         self._remote_timeout_s = remote_timeout_s
         self._counts: tuple[Count, Count] | None = None
@@ -350,7 +348,7 @@ class Tokenizers:
             if isinstance(given, list):
                 return _given(given) if body.get("truncate_prompt_tokens") is None else NO_TOKENS
             body = {**body, "prompt": given}
-        if self.is_off:
+        if self._mode == "off":
             return NO_TOKENS
         local = self._in_use(base_model) if self._mode == "auto" else None
         if kind is not None and kind != "chat":

@@ -122,7 +122,6 @@ class Dispatcher:
     is_full   whether its base model may not, wherever it would go; then nobody of that base model overtakes it;
               None: never
     room      how much may wait
-    backlog   seconds of work that wait here, by the replica that each would go to as things stand
     """
 
     decide: Callable[[Ticket, Mapping[WorkerId, float], float], Decision]
@@ -137,14 +136,15 @@ class Dispatcher:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _waiting: int = 0
     _full: set[str] = field(default_factory=set)
-    backlog: Mapping[WorkerId, float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.backlog = self._bound
 
     def __len__(self) -> int:
         """How many wait."""
         return self._waiting
+
+    @property
+    def backlog(self) -> Mapping[WorkerId, float]:
+        """Seconds of work that wait here, by the replica that each would go to as things stand."""
+        return self._bound
 
     def has_room(self, decision: Decision) -> bool:
         """Whether the chosen replica may be given this request now: little is queued there, or it has nothing to do."""

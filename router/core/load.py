@@ -12,7 +12,6 @@ from router.core.cost import context
 from router.core.fleet import Replica
 from router.core.index import WorkerId
 
-_NEVER: Final = -inf
 # Seconds over which admitted work counts towards utilisation (rho).
 _HORIZON_S = 30.0
 # Until a request has ended here, and one has begun: guesses, nothing measured.
@@ -489,7 +488,7 @@ class LoadBook:
         return flight
 
     def first_token(self, flight: InFlight, now: float) -> None:
-        """Its prefill is over; repeats change nothing. Of an answer that is whole say `is_answered`: `end` follows."""
+        """Its prefill is over; repeats change nothing."""
         if flight.is_answered or flight.ended:
             return
         flight.is_answered = True
@@ -529,8 +528,11 @@ class LoadBook:
             still_s = book.reported_at - max(began_at, book.heard_at, book.moved_at)
         return max(0.0, silent_s - book.prefill_s, still_s - book.prefill_s)
 
-    def end(self, flight: InFlight, now: float) -> None:
-        """It is over, well or badly; repeats change nothing."""
+    def end(self, flight: InFlight, now: float, *, is_answered: bool = False) -> None:
+        """It is over, well or badly; repeats change nothing.
+
+        is_answered  its whole answer has just come, and `first_token` was not called for it
+        """
         if flight.ended:
             return
         flight.ended = True
@@ -541,7 +543,7 @@ class LoadBook:
         book.changes(now)
         if flight.in_prefill:
             book.leave_prefill(flight, now)
-        if flight.is_answered:
+        if is_answered or flight.is_answered:
             # Only of those that were answered: a refusal takes no time, and says nothing of one. The plain mean at
             # first, so that one odd request does not count for ten.
             book.ended += 1
@@ -612,12 +614,12 @@ class LoadBook:
             own, before = _felt(line.books[position]), felt[position]
             felt[position], placed[position], resting[position] = own, own[_PLACED], _resting(own)
             line.others_in_flight += own[_OTHERS] - before[_OTHERS]
-            if own[_SLOT_AT] != _NEVER:
+            if own[_SLOT_AT] > -inf:
                 full.add(position)
-            elif full:
+            else:
                 full.discard(position)
         line.stale.clear()
-        least_placed = min(placed) if placed else _NEVER
+        least_placed = min(placed) if placed else -inf
         return Loads(felt.copy(), resting.copy(), least_placed, line.others_in_flight, len(full))
 
     def _lined(self, replicas: tuple[Replica, ...]) -> _Line:
@@ -674,7 +676,7 @@ def _felt(book: _Book) -> Felt:
     request_s = book.mean_request_s or book.reported_request_s
     full_s = kv_token_s = behind_s = 0.0
     kv_tokens = kv_free_tokens = inf
-    slot_at = placed = _NEVER
+    slot_at = placed = -inf
     if names is None:
         names = book.engine_names = frozenset(book.names)
         book.slots_used = len(names) - ("" in names)
@@ -721,7 +723,7 @@ def _felt(book: _Book) -> Felt:
 def _resting(felt: Felt) -> float | None:
     """As Loads.resting has it."""
     if felt[_IN_PREFILL] or felt[_IN_DECODE]:
-        return None  # as the next line finds, too
+        return None  # so it is for most, and told without the tuple that a slice is
     waits = felt[:FRESH] != _AT_REST or felt[_SLOT_AT] > -inf or felt[_FULL_S]
     return None if waits or felt[_KV_TOKENS_FREE] < felt[_KV_TOKENS_ALL] else felt[_PLACED]
 

@@ -21,13 +21,6 @@ class Target(msgspec.Struct, frozen=True):
     asked: str
 
 
-def plainly_resolved(fleet: Fleet, model: object, lora_id: object) -> Target | None:
-    """As `resolve` where that is plain, as it is for most: a base model that somebody serves, asked for by its name."""
-    if lora_id is None and isinstance(model, str) and model and fleet.base_models.get(model) is not None:
-        return Target(model, None, model)
-    return None
-
-
 def resolve(
     fleet: Fleet, *, model: object, lora_id: object, visible: Visible, rng: Random, session: str = ""
 ) -> Target:

@@ -151,6 +151,9 @@ class Connection(asyncio.Protocol):
         self._odd = False
         self._sent_after = -1
         self._version = ""  # of its first answer
+        self._reset()
+
+    def _reset(self) -> None:
         self._status = 0
         self._has_head = self._new_head = self._interim = self._complete = False
         self._framed = self._keep = False
@@ -283,9 +286,7 @@ class Connection(asyncio.Protocol):
             self._sink = None
             if self._paused_at is not None:
                 self.resume()
-            # All else is as a head leaves it, or as it began: nothing about this answer was odd.
-            self._has_head = self._complete = False
-            self._read_bytes = self._bare_bytes = 0
+            self._reset()
             self._pool._release(self)
         else:
             self.close()
