@@ -1,6 +1,7 @@
 import asyncio
 import json
 import socket
+from math import inf
 from random import Random
 
 import httpx
@@ -396,6 +397,27 @@ async def test_an_engines_own_refusal_of_a_base_request_reaches_the_client_and_i
     assert answer.status_code == status
     assert answer.json() == {"error": {"message": "no", "code": status}}
     assert sum(len(e.bodies) for e in engines) == 1
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_only_an_answer_says_how_long_requests_take_there_and_that_its_engine_is_alive(streamed):
+    statuses = [400, 200]
+
+    async def answer(engine, body):
+        status = statuses[len(engine.bodies) - 1]
+        if status == 200 and streamed:
+            events = iter([chunk(body["model"], "x"), b"data: [DONE]\n\n"])
+            return StreamingResponse(events, media_type="text/event-stream")
+        return JSONResponse({"id": "1", "model": body["model"], "choices": []}, status)
+
+    async with fleet(Engine("w0", answer)) as (client, _, parts):
+        book = parts.mind.load._books["w0"]
+        for status, ended in zip(statuses, (0, 1), strict=True):
+            assert (await client.post("/v1/chat/completions", json={**CHAT, "stream": streamed})).status_code == status
+            await until(lambda: not parts.mind.load.all_in_flight)
+            assert (book.ended, book.mean_request_s > 0, book.heard_at > -inf) == (ended, ended == 1, ended == 1)
+        assert not book.in_prefill
+        assert not book.prefill_s
 
 
 async def test_a_refusal_inside_a_stream_that_began_with_200_becomes_the_answers_status():
