@@ -141,10 +141,14 @@ def load_or_exit(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
         raise SystemExit(2) from exc
 
 
+# For pydantic's, which speak of Python to people who write JSON or YAML.
+_OUR_WORDS = {"extra_forbidden": "there is no such field", "tuple_type": "Input should be a list"}
+
+
 def what_is_wrong(error: Mapping[str, Any]) -> str:
     """The message of one of pydantic's findings; of a check of ours, without the words that pydantic puts before it."""
-    if error["type"] == "extra_forbidden":
-        return "there is no such field"
+    if error["type"] in _OUR_WORDS:
+        return _OUR_WORDS[error["type"]]
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
 
 

@@ -172,6 +172,14 @@ async def test_a_wrong_parameter_is_400_that_says_what_was_found_and_what_is_all
     assert all(text in answer.json()["error"]["message"] for text in says)
 
 
+@pytest.mark.parametrize("path", ["/v1/adapters", "/v1/adapters/sql/v1/ensure"])
+async def test_tenants_that_are_no_list_are_refused_in_the_words_of_json(house, path):
+    await house.register("sql/v1")
+    answer = await house.http.post(path, json={"lora_id": "law/v1", "source": "file:///law", "tenants": "acme"})
+    assert code(answer) == (400, "invalid_request")
+    assert answer.json()["error"]["message"] == "tenants: Input should be a list, found 'acme'"
+
+
 async def test_a_backup_over_rest_is_the_store_as_a_file(house, tmp_path):
     await house.register()
     answer = await house.http.get("/v1/backup")
