@@ -182,8 +182,7 @@ async def test_a_lease_that_is_given_back_is_taken_at_the_next_look(candidates):
     await asyncio.sleep(2 * RENEW_S)
     await candidates.kill("a")
     await a.release()
-    # Not given back it would have been taken no sooner than a duration after its last renewal.
-    assert await candidates.leads("b") < DURATION_S - RENEW_S
+    assert await candidates.leads("b") < DURATION_S / 2
 
 
 async def test_while_the_api_server_is_away_nobody_leads_and_when_it_is_back_one_does(candidates, kube):
