@@ -329,6 +329,7 @@ class Reconciler:
             if adapter.lora_id not in held:
                 self.store.drop_adapter(adapter.lora_id)
                 self.demand.forget(adapter.lora_id)
+                self.forget_failures(adapter.lora_id)  # registered anew, it may name another source
                 self._metrics.forget(adapter.lora_id)
                 self._audit.served(adapter.lora_id)
                 log.info("adapter deleted", lora_id=adapter.lora_id)
@@ -427,6 +428,10 @@ class Reconciler:
     def last_error(self, lora_id: str) -> str | None:
         """Why the adapter is not, or not often enough, where it should be."""
         return self._reads.last_error(lora_id)
+
+    def fits_nowhere(self, lora_id: str) -> bool:
+        """Whether no worker could hold the adapter, by the last pass; `last_error` says why."""
+        return lora_id in self.view.desired.fits_nowhere
 
     def states(self) -> dict[str, tuple[str, str | None]]:
         """lora_id -> (adapter state, error), for all registered adapters at once."""

@@ -326,6 +326,9 @@ class EnsureAnswer(_Wire):
     loading: tuple[str, ...]
     expected_s: float | None
     error: str | None = None
+    fits_nowhere: bool = Field(
+        default=False, description="no worker could hold it, whatever became free there; `error` says why"
+    )
     wire: int = WIRE
 
 

@@ -28,6 +28,7 @@ def named_by(catalog: Catalog) -> tuple[Mapping[str, Adapter], Mapping[str, Alia
             a.error if a.state == "failed" else None,
             a.priority,
             a.secret,
+            rank=a.rank or 0,
         )
         for a in catalog.adapters
         if a.state != "deleting"

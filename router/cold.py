@@ -44,6 +44,8 @@ _ENSURE_WAIT_S = 10.0
 # Until a load has been seen: real ones take 4.4 s at the median, 8.2 s at the 99th percentile.
 _DEFAULT_RETRY_S = 5.0
 _MEASURED_LOADS = 50
+# Until somebody has started a worker that takes what none does: a guess.
+_OTHER_WORKER_S = 60.0
 # The orchestrator goes on for so long with an adapter that nobody waits for any more; its `wanted_for_s`.
 _WANTED_FOR_S = 60.0
 
@@ -141,9 +143,9 @@ class ColdStarts:
         deadline_at  when, by `clock`, nobody wants its answer any more
         is_displaced it was let in and waited in the line: it is not sent away here because too many do
 
-        raises  Saturated when too many requests wait already; AdapterFailed and ModelNotFound when the
-                orchestrator says so; after `timeout_s` NoCapacity when there was no room, else ColdStartTimeout;
-                DeadlineExceeded where its deadline is earlier than that
+        raises  Saturated when too many requests wait already; AdapterFailed, ModelNotFound and, of what fits on no
+                worker, NoCapacity when the orchestrator says so; after `timeout_s` NoCapacity when there was no room,
+                else ColdStartTimeout; DeadlineExceeded where its deadline is earlier than that
         """
         adapter = self.resident(lora_id, excluded())
         if adapter is not None:
@@ -278,6 +280,11 @@ class ColdStarts:
                 raise _REFUSALS[exc.status](_message(exc)) from exc
             raise
         told = EnsureAnswer.model_validate_json(answer)
+        if told.fits_nowhere and not told.ready:
+            raise NoCapacity(
+                f"adapter {lora_id!r} fits on no worker: {without_addresses(told.error or 'no reason is given')}",
+                retry_after_s=_OTHER_WORKER_S,
+            )
         self._note(lora_id, told.expected_s, None if told.ready or told.loading else told.error)
         return told.ready[0] if told.ready else None
 
@@ -306,7 +313,7 @@ class ColdStarts:
             raise ModelNotFound(f"adapter {lora_id!r} is no longer registered", param="lora_id")
         home = rendezvous_home(lora_id, self._homes(adapter))
         if home is None:
-            raise NoReplica(f"no replica of {adapter.base_model!r} is there to load adapter {lora_id!r}")
+            raise NoReplica(f"no replica of {adapter.base_model!r} is there that could load adapter {lora_id!r}")
         wanted = LoadRequest(
             lora_id=lora_id,
             source=adapter.source,
@@ -338,8 +345,13 @@ class ColdStarts:
             flight.troubles.add(trouble)
 
     def _homes(self, adapter: Adapter) -> list[Replica]:
+        """Where it may be loaded, as the orchestrator would have it."""
         roster = self.discovery.fleet.roster(adapter.base_model or "")
-        return [replica for replica in roster.replicas if replica.state == "ready" and replica.agent_url]
+        return [
+            replica
+            for replica in roster.replicas
+            if replica.state == "ready" and replica.agent_url and adapter.rank <= (replica.max_lora_rank or inf)
+        ]
 
 
 _REFUSALS: dict[int, Callable[[str], RouterError]] = {404: ModelNotFound, 409: AdapterFailed}

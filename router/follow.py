@@ -62,6 +62,7 @@ def replica_from(
         state=state,
         block_size=max(0, shape.block_size),
         max_loras=metadata.lora.max_loras,
+        max_lora_rank=metadata.lora.max_lora_rank,
         max_num_seqs=max(1, shape.max_num_seqs),
         max_model_len=shape.max_model_len,
         total_kv_blocks=max(0, shape.total_kv_blocks),

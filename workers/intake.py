@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from orchestrator.wire import checked_lora_id
 from workers.cache import Cache
 from workers.core.errors import RequestError, SourceError
-from workers.core.manifest import Manifest, is_same_base
+from workers.core.manifest import Manifest, check_rank, is_same_base
 from workers.credentials import Credentials
 from workers.library import Library
 from workers.metrics import Metrics
@@ -51,6 +52,8 @@ class Intake:
         slots = self._residency.slots
         known = self._known(request)
         if known is not None and (slots.has(known.engine_name) or await self._cache.has(known.digest)):
+            if not slots.has(known.engine_name):
+                check_rank(known.rank, self._cache.rules)  # which its inspection did not
             self._metrics.cache.labels("hit").inc()
             return known
         is_held = any(slots.has(record.engine_name) for record in self._records.of(request.lora_id))
@@ -66,10 +69,18 @@ class Intake:
         )
 
     async def inspected(self, request: InspectRequest) -> Record:
-        """Fetched, verified and installed, whatever is known of it already. Raises WorkerError."""
+        """Fetched, verified and installed, whatever is known of it already; of any rank, which the caller is told and
+        finds a worker for. Raises WorkerError.
+        """
         self._check_base(request.base_model)
-        secret = request.secret or ""
-        return await self._fetched(request.lora_id, request.source, None, secret=secret, base_model=request.base_model)
+        return await self._fetched(
+            request.lora_id,
+            request.source,
+            None,
+            secret=request.secret or "",
+            base_model=request.base_model,
+            is_any_rank=True,
+        )
 
     async def again(self, record: Record) -> Path:
         """Where the record's files are; fetched once more if they are gone or damaged. Raises SourceError."""
@@ -82,11 +93,22 @@ class Intake:
         return self._cache.path(record.digest)
 
     async def _fetched(
-        self, lora_id: str, source: str, digest: str | None, *, pinned: str = "", secret: str, base_model: str | None
+        self,
+        lora_id: str,
+        source: str,
+        digest: str | None,
+        *,
+        pinned: str = "",
+        secret: str,
+        base_model: str | None,
+        is_any_rank: bool = False,
     ) -> Record:
         """`base_model`: what the caller says that it is for, in place of what its own config says."""
+        fetch = partial(
+            self._fetched_once, lora_id, source, digest, pinned or source, secret, base_model, is_any_rank=is_any_rank
+        )
         try:
-            return await self._fetched_once(lora_id, source, digest, pinned or source, secret, base_model)
+            return await fetch()
         except SourceError as exc:
             if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
                 raise
@@ -94,10 +116,18 @@ class Intake:
             if not gone:
                 raise
             self._residency.deleted(gone)
-        return await self._fetched_once(lora_id, source, digest, pinned or source, secret, base_model)
+        return await fetch()
 
     async def _fetched_once(
-        self, lora_id: str, source: str, digest: str | None, pinned: str, secret: str, base_model: str | None
+        self,
+        lora_id: str,
+        source: str,
+        digest: str | None,
+        pinned: str,
+        secret: str,
+        base_model: str | None,
+        *,
+        is_any_rank: bool,
     ) -> Record:
         loop = asyncio.get_running_loop()
 
@@ -110,7 +140,7 @@ class Intake:
         with self._timed("fetch"):
             async with self._cache.fetch(pinned, transfer) as folder:
                 with self._timed("verify"):
-                    manifest = await self._cache.verify(folder, base_model)
+                    manifest = await self._cache.verify(folder, base_model, is_any_rank=is_any_rank)
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
                     _check_digest(lora_id, manifest.digest, digest)
                 with self._timed("install"):

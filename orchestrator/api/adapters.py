@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from lorafleet.auth import Keys, requires
 from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
 from orchestrator.api.views import Views
+from orchestrator.core.choose import fits_nowhere, most_ranks
 from orchestrator.core.errors import OrchestratorError, Permanent, RequestError, Transient, Unavailable
 from orchestrator.core.placement import rendezvous
 from orchestrator.core.state import Adapter
@@ -164,20 +165,25 @@ async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler
     if known is not None:
         return views.adapter(known)
     adapter = new_adapter(spec)
+    workers = reconciler.observe().workers.values()
     able = [
         worker
-        for worker in reconciler.observe().workers.values()
+        for worker in workers
         if worker.state == "ready" and (spec.base_model is None or spec.base_model in worker.base_models)
     ]
     if not able:
         raise Unavailable(f"no ready worker serves {spec.base_model or 'anything'}, so nobody can look at the adapter")
     home = max(able, key=lambda worker: (rendezvous(spec.lora_id, worker.id), worker.id))
     try:
-        return views.adapter(await reconciler.inspect_only(adapter, home.id), ready={})
+        found = await reconciler.inspect_only(adapter, home.id)
     except Permanent as exc:
         raise RequestError(f"preflight failed: {exc}", code=exc.code, param="source") from exc
     except Transient as exc:
         raise Unavailable(f"worker {home.id} could not look at it: {exc}", code=exc.code) from exc
+    too_big = fits_nowhere(found, most_ranks(workers))
+    if too_big is not None:
+        raise RequestError(f"preflight failed: {too_big}", code="rank_too_big", param="source")
+    return views.adapter(found, ready={})
 
 
 def _registered(registry: Registry, spec: AdapterSpec, actor: str) -> BatchResult:

@@ -174,7 +174,7 @@ async def _ensured(
         if len(reconciler.ready_on(lora_id)) >= replicas or is_stopping():
             return views.ensured(adapter, replicas)
         reconciler.ensure(lora_id, replicas, actor, ask.tenants or _only_tenant(adapter))
-        if left_s <= 0:
+        if left_s <= 0 or reconciler.fits_nowhere(lora_id):
             return views.ensured(adapter, replicas)
         # Looked at again all the while, too: a replica that an agent reports need not make an event.
         await reconciler.catalog.changed.wait(min(left_s, reconciler.settings.pass_interval_s, ASKS_S))

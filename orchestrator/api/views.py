@@ -155,6 +155,7 @@ class Views:
                 "loading": self._it.loading_on(adapter.lora_id),
                 "expected_s": expected_s,
                 "error": None if len(ready) >= replicas else self._it.last_error(adapter.lora_id),
+                "fits_nowhere": self._it.fits_nowhere(adapter.lora_id),
             }
         )
 

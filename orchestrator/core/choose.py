@@ -6,6 +6,7 @@ somebody out costs a reload and a home only saves one. And for a request that wa
 already yields to one that is not, because the loads of one worker come one after another.
 """
 
+from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 from math import inf
 
@@ -130,15 +131,33 @@ def _load(board: Board, adapter: Adapter, worker: Worker, homes: list[str], evic
     return Load(lora_id=adapter.lora_id, worker_id=worker.id, evict=evict, reason=reason)
 
 
+def most_ranks(workers: Iterable[Worker]) -> dict[str, int]:
+    """The largest rank that any of these workers takes, by each name of its base model."""
+    most: dict[str, int] = {}
+    for worker in workers:
+        for name in worker.base_models:
+            most[name] = max(worker.max_lora_rank, most.get(name, 0))
+    return most
+
+
+def fits_nowhere(adapter: Adapter, most: Mapping[str, int]) -> str | None:
+    """Why none of the workers that `most` is made of could ever hold the adapter; None while one could, or none serves
+    its base model.
+    """
+    limit = most.get(adapter.base_model or "")
+    if limit is None or (adapter.rank or 0) <= limit:
+        return None
+    return f"rank {adapter.rank} is above every worker's max_lora_rank (at most {limit}); start a worker with more"
+
+
 def why_not(board: Board, adapter: Adapter) -> str | None:
     """Why there is no next copy; None when it only waits for its turn."""
     ready = [w for w in board.workers if w.state == "ready"]
     fits = [w for w in ready if adapter.base_model in w.base_models]
     if not fits:
         return f"no ready worker serves {adapter.base_model}"
-    if all((adapter.rank or 0) > w.max_lora_rank for w in fits):
-        most = max(w.max_lora_rank for w in fits)
-        return f"rank {adapter.rank} is above every worker's max_lora_rank (at most {most})"
+    if (too_big := fits_nowhere(adapter, most_ranks(ready))) is not None:
+        return too_big
     failures = [board.failed(adapter.lora_id, w.id) for w in fits]
     if all(failure is not None for failure in failures):
         return "; ".join(sorted({failure.message for failure in failures if failure is not None}))

@@ -307,7 +307,8 @@ class Desired:
 
     replicas   lora_id -> workers where it is and stays, or will be
     targets    lora_id -> how many replicas it should have (only where that is not 0)
-    unplaced   lora_id -> why fewer replicas than the target could be placed
+    unplaced   lora_id -> why fewer replicas than the target could be placed, or none could be if it was asked for
+    fits_nowhere  those of them that no worker could hold, whatever became free there
     leaving    workers that may now be told to drain, as nothing there has to be moved any more
     frozen     why nothing is moved at present though it should be; None when nothing is frozen
     memory     for the next pass
@@ -319,6 +320,7 @@ class Desired:
     removals: tuple[Removal, ...] = ()
     inspections: tuple[Inspection, ...] = ()
     unplaced: Mapping[str, str] = field(default_factory=dict)
+    fits_nowhere: frozenset[str] = frozenset()
     leaving: tuple[str, ...] = ()
     frozen: str | None = None
     memory: Memory = field(default_factory=Memory)

@@ -55,6 +55,7 @@ class Report:
 class Replica:
     """A worker as the router sees it. `residents` by engine name; `draining` are engine names to avoid.
 
+    max_lora_rank  of adapters that its engine takes; 0: its agent does not say
     is_far      it is in another zone than this router, as far as both are known
     is_suspect  its agent says that it hangs
     """
@@ -70,6 +71,7 @@ class Replica:
     max_num_seqs: int
     max_model_len: int
     total_kv_blocks: int = 0
+    max_lora_rank: int = 0
     engine_boot_id: str = ""
     residents: Mapping[str, Resident] = field(default_factory=lambda: MappingProxyType({}))
     draining: frozenset[str] = frozenset()
@@ -85,7 +87,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that the catalog knows. `digest` is None until one agent has inspected it.
+    """An adapter that the catalog knows. `digest` is None, and `rank` 0, until one agent has inspected it.
 
     is_listed    no catalog knows it: an engine without an agent lists it by this name, and nobody has read its bytes
     engine_name  what engines call it; the name carries the digest, so other bytes are another name
@@ -100,6 +102,7 @@ class Adapter:
     priority: int = 0
     secret: str | None = None
     is_listed: bool = False
+    rank: int = 0
     # Made once: each request is looked up by it in half a dozen tables, and a text that was just made has no hash yet.
     engine_name: str | None = field(init=False, repr=False, compare=False)
 

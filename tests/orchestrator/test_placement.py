@@ -284,6 +284,43 @@ def test_the_only_slot_of_a_worker_is_not_kept_in_reserve():
     assert [load.worker_id for load in desired.loads] == ["w0"]
 
 
+@pytest.mark.parametrize(
+    ("others", "limit"),
+    [
+        ([], 64),
+        ([worker("w1", max_lora_rank=128)], None),
+        ([worker("w1", max_lora_rank=32)], 64),
+        # Full, or not there for the moment: what it could hold it can again.
+        ([worker("w1", held("a"), slots=1, max_lora_rank=128)], None),
+        ([worker("w1", max_lora_rank=256, state="lost")], None),
+        ([worker("w1", max_lora_rank=256, state="starting")], None),
+        ([worker("w1", max_lora_rank=127, state="lost")], 127),
+        ([worker("w1", max_lora_rank=256, base_models=frozenset({"llama"}))], 64),
+    ],
+)
+def test_what_is_too_large_for_every_worker_is_told_whether_or_not_it_is_asked_for(others, limit):
+    big = adapter("big", rank=128)
+    for demand in (Demand(), want("big")):
+        desired = place(intent(big, adapter("a")), fleet(worker("w0"), *others), demand, Rules(), NOW)
+        assert desired.fits_nowhere == (frozenset() if limit is None else {"big"})
+        if limit is not None:
+            assert f"rank 128 is above every worker's max_lora_rank (at most {limit})" in desired.unplaced["big"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"base_model": "llama"}, {"digest": None, "rank": None}, {"is_deleting": True}, {"rank": 64}],
+)
+def test_nothing_else_is_said_to_fit_nowhere(changes):
+    known = replace(adapter("big", rank=128), **changes)
+    assert place(intent(known), fleet(worker("w0")), want("big"), Rules(), NOW).fits_nowhere == frozenset()
+
+
+def test_what_a_worker_holds_fits_there_whatever_it_says_of_ranks():
+    desired = place(intent(adapter("big", rank=128)), fleet(worker("w0", held("big"))), Demand(), Rules(), NOW)
+    assert desired.fits_nowhere == frozenset()
+
+
 def test_a_second_replica_goes_to_another_zone_when_no_home_decides():
     there = worker("w0", held("a"), zone="z0", node="n0")
     others = [worker(f"w{i}", zone="z0" if i < 7 else "z1", node=f"n{i}") for i in range(1, 8)]

@@ -444,6 +444,39 @@ async def test_what_one_worker_cannot_get_right_is_no_fault_of_an_adapter_that_w
     assert len([verb for verb, _ in first.operations() if verb == "load_lora"]) == 1
 
 
+async def test_who_asks_for_an_adapter_that_fits_on_no_worker_is_told_at_once_and_has_it_once_one_takes_it(house):
+    agent = await house.worker()
+    agent.ranks["file:///sql"] = 128
+    await house.register(source="file:///sql")
+    await house.settle()
+    says = "rank 128 is above every worker's max_lora_rank (at most 64)"
+    assert says in (await house.adapter())["error"]
+    # It waits for nothing: no pass runs here until this is answered.
+    told = (await asyncio.wait_for(house.ensure(wait_s=600), 10)).json()
+    assert (told["fits_nowhere"], told["ready"], told["loading"]) == (True, [], [])
+    assert says in told["error"]
+    larger = await house.worker("w1", max_lora_rank=128)
+    await house.settle()
+    told = (await asyncio.wait_for(house.ensure(wait_s=600), 10)).json()
+    assert (told["fits_nowhere"], told["ready"], told["error"]) == (False, ["w1"], None)
+    assert list(larger.loaded) == ["sql/v1"]
+
+
+async def test_what_is_deleted_and_registered_anew_is_not_held_to_what_failed_before(house):
+    agent = await house.worker()
+    agent.refuse["sql/v1"] = "source_not_found"
+    await house.register(source="file:///wrong")
+    await house.settle()
+    assert (await house.adapter())["state"] == "failed"
+    await house.http.delete("/v1/adapters/sql/v1")
+    await house.settle()
+    agent.refuse.clear()
+    assert (await house.register(source="file:///right"))["error"] is None
+    await house.ensure()
+    await house.settle()
+    assert (await house.adapter())["state"] == "ready"
+
+
 @pytest.mark.parametrize(
     "code",
     ["source_not_found", "source_unauthorized", "source_address_forbidden", "source_extra_missing", "source_unsafe"],

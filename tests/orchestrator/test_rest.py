@@ -216,6 +216,12 @@ async def test_a_dry_run_inspects_and_registers_nothing(house):
     agent.refuse["sql/v1"] = "adapter_invalid"
     answer = await house.http.post("/v1/adapters?dry_run=1", json=SPEC)
     assert (answer.status_code, code(answer)) == (400, "adapter_invalid")
+    agent.refuse.clear()
+    agent.ranks[SPEC["source"]] = 65
+    answer = await house.http.post("/v1/adapters?dry_run=1", json=SPEC)
+    assert (answer.status_code, code(answer)) == (400, "rank_too_big")
+    await house.worker("w1", max_lora_rank=128)
+    assert (await house.http.post("/v1/adapters?dry_run=1", json=SPEC)).json()["rank"] == 65
 
 
 async def test_the_policy_is_changed_only_by_who_has_seen_it(house):

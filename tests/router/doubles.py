@@ -125,6 +125,7 @@ class Control:
     is_full: bool = False  # every agent
     figures: Load = field(default_factory=Load)  # of every engine
     max_loras: int = 2
+    max_lora_ranks: dict[str, int] = field(default_factory=dict)
     block_sizes: dict[str, int] = field(default_factory=dict)
     max_model_lens: dict[str, int] = field(default_factory=dict)
     revision: int = 1
@@ -168,7 +169,13 @@ class Control:
             agent_url=f"{self.url}/{self.agents}/{worker}",
             model=ModelCard(name=BASE, base_model=BASE, runtime_config=shape),
             transport=Transport(engine_url=self.workers[worker]),
-            lora=LoraInfo(enabled=True, max_loras=self.max_loras, max_cpu_loras=4, loaded_loras=held),
+            lora=LoraInfo(
+                enabled=True,
+                max_loras=self.max_loras,
+                max_cpu_loras=4,
+                max_lora_rank=self.max_lora_ranks.get(worker, 0),
+                loaded_loras=held,
+            ),
             load=self.figures,
             agent_boot_id="a",
             engine_boot_id=self.boot_id,

@@ -116,6 +116,35 @@ async def test_who_waits_while_nobody_leads_and_its_home_is_full_is_served_once_
     assert len(control.loads) == 1
 
 
+async def test_what_fits_on_no_worker_is_refused_at_once_and_holds_nobody_up():
+    async def too_big(control, lora_id):
+        return loading(lora_id, state="registered", loading=[], fits_nowhere=True, error="rank 128 at http://w0:8090")
+
+    control = with_sql()
+    control.ensure = too_big
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=600) as (client, _, parts):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+        assert outcomes(parts) == {"no_capacity": 1}
+        (hold,) = parts.usage.report(1, 0.0).holds
+        assert (hold.sheds, len(parts.cold._held), parts.cold._flights) == (1, 0, {})
+    assert error_of(answer) == (503, "no_capacity")
+    assert answer.json()["error"]["message"] == "adapter 'sql/v1' fits on no worker: rank 128 at <address>"
+    assert answer.headers["retry-after"] == "60"
+    assert control.ensured == ["sql/v1"]
+
+
+async def test_what_is_ready_somewhere_is_not_refused_for_its_rank():
+    async def placed(control, lora_id):
+        control.residents["w0"] = [lora_id]
+        return loading(lora_id, ready=["w0"], loading=[], state="ready", fits_nowhere=True)
+
+    control = with_sql()
+    control.ensure = placed
+    async with fleet(Engine("w0"), control=control) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+    assert answer.status_code == 200
+
+
 async def test_where_its_home_is_full_for_as_long_as_it_may_wait_a_client_is_told_so_and_nothing_of_others():
     control = with_sql()
     control.ensure, control.is_full = nobody_leads, True
@@ -142,6 +171,20 @@ async def test_while_the_orchestrator_is_away_a_hundred_requests_are_one_load_at
     assert control.ensured == ["sql/v1"]
 
 
+@pytest.mark.parametrize("larger", ["w0", "w1"])
+async def test_while_the_orchestrator_is_away_the_home_is_one_of_those_that_take_its_rank(larger):
+    control = Control(max_lora_ranks={"w0": 16, "w1": 16, larger: 64})
+    control.add_adapter("big/v1", rank=64)
+    control.add_adapter("huge/v1", rank=65)
+    control.ensure = nobody_leads
+    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "big/v1"})
+        assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, larger)
+        refused = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "huge/v1"})
+    assert error_of(refused) == (503, "no_replica")
+    assert [load["lora_id"] for load in control.loads] == ["big/v1"]
+
+
 ORCHESTRATOR = "http://orchestrator"
 
 
@@ -149,7 +192,7 @@ class Known:
     """What discovery knows of an adapter with a secret, and of these replicas."""
 
     def __init__(self, *replicas):
-        adapter = Adapter("sql/v1", "m", DIGEST, "s3://adapters/sql", secret="store/key")
+        adapter = Adapter("sql/v1", "m", DIGEST, "s3://adapters/sql", secret="store/key", rank=32)
         self.fleet = Fleet(1, {replica.id: replica for replica in replicas}, {"sql/v1": adapter})
         self.changes = Changes()
 
@@ -179,11 +222,12 @@ async def test_only_a_home_that_says_so_has_no_room_and_what_else_it_answers_is_
         asked.append((url, path, json.loads(body), timeout_s))
         raise trouble
 
-    # Of all that serve the base model one alone can load: the others are starting, or engines and no more.
-    others = [a_replica(f"s{n}", state="starting") for n in range(9)] + [
-        a_replica(f"e{n}", agent_url="") for n in range(9)
-    ]
-    cold = ColdStarts(post, Known(*others, a_replica("w0")), Metrics(), ORCHESTRATOR, 0.2, max_held=10)
+    # Of all that serve the base model one alone can load: the others are starting, engines and no more, or too small.
+    others = [a_replica(f"s{n}", state="starting") for n in range(9)]
+    others += [a_replica(f"e{n}", agent_url="") for n in range(9)]
+    others += [a_replica(f"r{n}", max_lora_rank=31) for n in range(9)]
+    known = Known(*others, a_replica("w0", max_lora_rank=32))
+    cold = ColdStarts(post, known, Metrics(), ORCHESTRATOR, 0.2, max_held=10)
     with pytest.raises(error):
         await cold.until_resident("sql/v1")
     ((url, path, wanted, timeout_s),) = asked

@@ -241,6 +241,17 @@ async def test_inspecting_installs_and_loads_nothing(worker, agent_adapters):
         assert code(other) == "adapter_unknown"
 
 
+async def test_an_adapter_too_large_for_this_worker_is_inspected_for_others_and_not_loaded(worker, tmp_path):
+    source = str(make_adapter(tmp_path, "big", rank=32))
+    async with worker.running("--lora-roots", str(tmp_path)) as client:
+        found = (await post(client, "inspect_lora", lora_id="big/v1", source=source)).json()
+        assert found["rank"] == 32
+        for named in ({"source": source}, {"digest": found["digest"]}):
+            answer = await post(client, "load_lora", lora_id="big/v1", **named)
+            assert (answer.status_code, code(answer)) == (422, "rank_too_big")
+        assert await loaded(client) == set()
+
+
 async def test_files_in_the_cache_cannot_be_written_and_damaged_ones_are_replaced(worker):
     async with worker.running() as client:
         item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()

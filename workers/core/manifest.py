@@ -85,12 +85,13 @@ class Described:
 class Rules:
     """What this worker accepts.
 
+    max_rank     the largest that its engine takes; None: any, for who only looks
     base_names   names under which its base model is known
     base         the base model's modules; None where they are not known, then adapters are not held against them
     max_bytes    largest adapter on disk, all files together; None for no limit
     """
 
-    max_rank: int
+    max_rank: int | None
     base_names: frozenset[str]
     base_check: BaseModelCheck = "name"
     base: BaseModel | None = None
@@ -144,7 +145,7 @@ def inspect(config: bytes, tensors: Mapping[str, Tensor], rules: Rules) -> Descr
     """
     said = parse_config(config)
     _check_base(said.base_model, rules)
-    _check_rank(said.max_rank, rules)
+    check_rank(said.max_rank, rules)
     modules = _modules(tensors, rules.base)
     if len(said.ranks) * len(modules) > _MOST_MATCHES:
         message = f"rank_pattern has {len(said.ranks)} keys for {len(modules)} modules"
@@ -154,7 +155,7 @@ def inspect(config: bytes, tensors: Mapping[str, Tensor], rules: Rules) -> Descr
     if rules.base:
         _check_modules(modules, rules.base)
     rank = max(halves.rank for halves in modules.values())
-    _check_rank(rank, rules)
+    check_rank(rank, rules)
     return Described(rank, said.base_model, len(modules))
 
 
@@ -295,8 +296,9 @@ def _hint(module: str, names: Names) -> str:
     return "; accepted are the base model's own layers"
 
 
-def _check_rank(rank: int, rules: Rules) -> None:
-    if rank > rules.max_rank:
+def check_rank(rank: int, rules: Rules) -> None:
+    """Raises SourceError `rank_too_big`."""
+    if rules.max_rank is not None and rank > rules.max_rank:
         message = f"rank {rank} is more than this worker's max_lora_rank {rules.max_rank}"
         raise SourceError("rank_too_big", f"{message}; accepted are smaller ones, or a worker with a higher limit")
 
