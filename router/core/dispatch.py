@@ -239,9 +239,9 @@ class Dispatcher:
         if not self._waiting:
             return
         had = self._tenants.setdefault(tenant, _Tenant())
-        had.had_s = _set_back(had.had_s, self._level_s, work_s)
+        had.had_s = _set_back(had.had_s, self._level_s, work_s, is_waiting=had.waiting > 0)
         flow = had.flows.setdefault(adapter, _Flow())
-        flow.had_s = _set_back(flow.had_s, had.level_s, work_s / weight)
+        flow.had_s = _set_back(flow.had_s, had.level_s, work_s / weight, is_waiting=bool(flow.tickets))
 
     def wait_s(self, ticket: Ticket, decision: Decision) -> float:
         """For how long this request would wait, going by what is ahead of it in fair order and how fast that goes."""
@@ -419,8 +419,9 @@ def _line_of(ticket: Ticket) -> _Line:
     return ticket.bound_to, ticket.wants_slot
 
 
-def _set_back(had_s: float, level_s: float, work_s: float) -> float:
-    joined_s = max(had_s, level_s)
+def _set_back(had_s: float, level_s: float, work_s: float, *, is_waiting: bool) -> float:
+    """Whoever waits keeps what it is owed; anybody else joins where the others are."""
+    joined_s = had_s if is_waiting else max(had_s, level_s)
     return min(joined_s + work_s, max(joined_s, level_s + _MOST_DEBT_S))
 
 

@@ -88,6 +88,30 @@ def test_who_waited_for_what_was_scarce_is_owed_no_more_than_a_little_of_the_fle
     assert abs(lead) * 0.5 <= _MOST_LAG_S + 1.0
 
 
+@pytest.mark.parametrize("tenants", [("a", "b"), ("a", "a")], ids=["tenants", "adapters of one"])
+def test_who_waits_is_owed_as_much_less_as_an_answer_of_its_own_took_and_no_less_than_that(tenants):
+    fleet = Fleet()
+    fleet.roster = Roster((a_replica("w0", residents=["a@0"]), a_replica("w1", residents=["b@0"])))
+    fleet.ask(tenants[0], "a@0", seconds=1000.0)
+    for _ in range(200):
+        fleet.ask(tenants[0], "a@0")
+        fleet.ask(tenants[1], "b@0")
+    line = fleet.mind.waiting
+
+    def owed_s():
+        tenant = line._tenants["a"]
+        if tenants[1] == "a":
+            return tenant.level_s - tenant.flows["a@0"].had_s
+        return line._level_s - tenant.had_s
+
+    for _ in range(20):
+        finish_at(fleet, "w1")
+    before_s = owed_s()
+    assert before_s > 4.0
+    line.answered("a", "a@0", 1.0, 1.0)
+    assert owed_s() == pytest.approx(before_s - 1.0)
+
+
 def test_a_request_that_cannot_be_decided_stops_nobody_behind_it():
     class Picky(KvLora):
         def choose(self, ask, scene):
