@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from orchestrator.catalog import CatalogBook
 from orchestrator.core.state import Adapter, Desired, Load, Observed
-from orchestrator.fleet import Fleet, answering, state_of
+from orchestrator.fleet import Entry, Fleet, answering, state_of
 from orchestrator.plain import agent_url_of
 from orchestrator.store import Store
 from orchestrator.underway import Underway
@@ -146,7 +146,7 @@ class Reads:
                     "id": name,
                     "agent_url": agent_url_of(entry.report),
                     "engine_url": "" if agent_url_of(entry.report) else entry.report.transport.engine_url,
-                    "state": state_of(entry, self._store.workers.get(name)),
+                    "state": self._told_of(name, entry),
                 }
             )
             for name, entry in self._fleet.entries.items()
@@ -156,6 +156,12 @@ class Reads:
             for lora_id, worker_id in sorted(self._underway.drains)
         )
         self._catalog.refresh(self.states(), workers, draining)
+
+    def _told_of(self, worker_id: str, entry: Entry) -> str:
+        """A worker's state for routers: one that is asked to drain serves on until what it has is elsewhere."""
+        state = state_of(entry, self._store.workers.get(worker_id))
+        is_going = worker_id in self._underway.leaving or entry.report.state == "draining" or entry.is_terminating
+        return state if state != "draining" or is_going else "cordoned"
 
     def _digest_on(self, lora_id: str, worker_id: str) -> str:
         entry = self._fleet.entries.get(worker_id)

@@ -976,6 +976,33 @@ async def test_a_drained_worker_hands_its_adapters_on_and_is_then_told(house):
     assert ("load_lora", "sql/v1") in house.agents[other].operations()
 
 
+async def test_routers_are_told_of_a_drain_when_what_the_worker_has_is_elsewhere_or_its_time_is_over(house, clock):
+    agent = await house.worker()
+    await ready(house)
+
+    async def told():
+        return {worker["id"]: worker["state"] for worker in (await house.catalog())["workers"]}
+
+    answer = await house.http.post("/v1/workers/w0/drain", json={"deadline_s": 60})
+    assert answer.json()["state"] == "draining"
+    await house.settle()
+    # Nobody else has it: until then its requests are answered where it is.
+    assert (await told(), agent.drained) == ({"w0": "cordoned"}, False)
+    await house.worker("w1")
+    clock.now += 1
+    await house.settle()
+    clock.now += 1
+    await house.settle()
+    assert ((await told())["w0"], agent.drained) == ("draining", True)
+
+    await house.http.post("/v1/workers/w1/drain", json={"deadline_s": 60})
+    await house.settle()
+    assert (await told())["w1"] == "cordoned"
+    clock.now += 61
+    await house.settle()
+    assert (await told())["w1"] == "draining"
+
+
 async def test_a_drained_worker_serves_again_once_it_is_uncordoned(house):
     agent = await house.worker()
     await house.http.post("/v1/workers/w0/drain", json={"deadline_s": 60})
