@@ -113,6 +113,7 @@ class Actor:
     async def _guarded(self, action: Action, work: Coroutine[Any, Any, None], deadline_s: float) -> None:
         """Run one action to its end or its deadline; whatever it raises becomes data, and the next pass is due."""
         began, who = self._clock(), self._audit.who(action.lora_id)
+        asked = self._question(action)
         end = _Ending("dropped", "", "")
         try:
             async with asyncio.timeout(deadline_s):
@@ -129,8 +130,9 @@ class Actor:
             end = _Ending("dropped", exc.code, str(exc))
         except Permanent as exc:
             end = _Ending("refused", exc.code, str(exc))
-            with _as_far_as_written():
-                self._refused(action, exc)
+            if self._question(action) == asked:  # else it is asked for otherwise by now, and nobody has refused that
+                with _as_far_as_written():
+                    self._refused(action, exc)
         except Transient as exc:
             end = _Ending("failed", exc.code, str(exc))
             self._failed(action, exc.code, str(exc), exc.retry_after_s)
@@ -240,7 +242,7 @@ class Actor:
         )
         known = with_manifest(adapter, found)
         current = self._store.adapters.get(action.lora_id)
-        if current is not None and not current.is_deleting and current.source == adapter.source:
+        if current is not None and not current.is_deleting and _inspection_of(current) == _inspection_of(adapter):
             # Compared with the row as it is now: a policy changed meanwhile must not be written back.
             self._store.compare_and_set(
                 current, replace(current, **{name: getattr(known, name) for name in _MANIFEST_FIELDS})
@@ -354,6 +356,11 @@ class Actor:
         self._reads.refresh_catalog()
         self._underway.drains[pair] = replace(mark, revision=self._catalog.revision)
         self._metrics.operations.labels("drain", "ok").inc()
+
+    def _question(self, action: Action) -> InspectRequest | None:
+        """What workers are asked about the adapter by now."""
+        adapter = self._store.adapters.get(action.lora_id)
+        return None if adapter is None else _inspection_of(adapter)
 
     def _held(self, lora_id: str, worker_id: str) -> Held:
         """The adapter there, as reported. Raises Transient when it went meanwhile."""

@@ -130,7 +130,7 @@ def build(
         timeout_s=settings.probe_timeout_s,
     )
 
-    registry = Registry(store, fleet, reconciler.rollouts, wall=wall)
+    registry = Registry(store, fleet, reconciler.rollouts, forget_failures=reconciler.forget_failures, wall=wall)
     beside: list[Callable[[], Coroutine[Any, Any, object]]] = []
     if objects is not None:
         beside = _beside(objects, kube, settings, registry, reconciler)

@@ -26,14 +26,21 @@ _IMMUTABLE = ("source", "digest", "base_model")
 
 
 class Registry:
-    """Intent as REST callers change it."""
+    """Intent as REST callers change it. `forget_failures`: told of an adapter that workers are asked for otherwise."""
 
     def __init__(
-        self, store: Store, fleet: Fleet, rollouts: Rollouts, *, wall: Callable[[], float] = time.time
+        self,
+        store: Store,
+        fleet: Fleet,
+        rollouts: Rollouts,
+        *,
+        forget_failures: Callable[[str], None],
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._fleet = fleet
         self._rollouts = rollouts
+        self._forget_failures = forget_failures
         self._wall = wall
 
     def adapter(self, lora_id: str) -> Adapter:
@@ -106,6 +113,7 @@ class Registry:
         filled = replace(known, digest=known.digest or spec.digest, base_model=known.base_model or spec.base_model)
         if filled != known:
             self._store.put_adapter(filled)
+            self._forget_failures(known.lora_id)
         return filled
 
     def patch(self, lora_id: str, patch: AdapterPatch, actor: str = NOBODY, *, if_match: str | None = None) -> Adapter:
@@ -125,6 +133,8 @@ class Registry:
             with self._store.together():
                 self._store.put_adapter(adapter)
                 self._store.record("adapter_changed", lora_id, _changes(asdict(before), asdict(adapter)), actor)
+        if adapter.secret != before.secret:
+            self._forget_failures(lora_id)
         return adapter
 
     def delete(self, lora_id: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:

@@ -56,7 +56,9 @@ class Seat:
         self.kube = kube
         self.backend = ConfigMaps(kube, namespace=kube.namespace, fleet=FLEET, give_up_s=give_up_s, call_s=1.0)
         self.store = Store(self.backend, wall=wall)
-        self.registry = Registry(self.store, Fleet(), Rollouts(self.store), wall=wall)
+        self.registry = Registry(
+            self.store, Fleet(), Rollouts(self.store), forget_failures=lambda _lora_id: None, wall=wall
+        )
         self.is_leading = False
         self.taken = 0
         notices = Notices(kube, namespace=kube.namespace, reporter="test", wall=wall)

@@ -477,6 +477,70 @@ async def test_what_is_deleted_and_registered_anew_is_not_held_to_what_failed_be
     assert (await house.adapter())["state"] == "ready"
 
 
+async def _with_its_base_model(house):
+    await house.register(base_model="tiny-qwen")
+
+
+async def _with_a_secret(house):
+    answer = await house.http.patch("/v1/adapters/sql/v1", json={"secret_ref": {"name": "hub", "key": "token"}})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("code", "mend"), [("base_model_mismatch", _with_its_base_model), ("source_unauthorized", _with_a_secret)]
+)
+async def test_what_was_refused_is_asked_for_anew_once_it_is_registered_otherwise(house, code, mend):
+    agents = [await house.worker(name) for name in ("w0", "w1")]
+    for agent in agents:
+        agent.refuse["sql/v1"] = code
+    await house.register()
+    await house.settle()
+    assert (await house.adapter())["state"] == "failed"
+    for agent in agents:
+        agent.refuse.clear()
+    await mend(house)
+    item = await house.adapter()
+    assert (item["state"], item["error"]) == ("registered", None)
+    await house.settle()
+    assert (await house.adapter())["rank"] == 8
+
+
+async def test_what_was_refused_as_it_was_registered_before_is_not_held_against_how_it_is_now(house):
+    agent = await house.worker()
+    agent.refuse["sql/v1"] = "base_model_mismatch"
+    await house.register()
+    await house.beat()
+    house.reconciler.run_pass()
+    await house.register(base_model="tiny-qwen")
+    await house.reconciler.settled()
+    agent.refuse.clear()
+    assert (await house.adapter())["error"] is None
+    await house.settle()
+    assert (await house.adapter())["rank"] == 8
+
+
+async def test_a_digest_stated_during_an_inspection_is_what_the_next_one_is_held_to(house):
+    agent = await house.worker()
+    inspect, may_answer = agent.inspect_lora, asyncio.Event()
+
+    async def held(body):
+        agent.has_called.set()
+        await may_answer.wait()
+        return await inspect(body)
+
+    agent.inspect_lora = held
+    await house.register()
+    await house.beat()
+    house.reconciler.run_pass()
+    await agent.has_called.wait()
+    await house.register(digest="0" * 64)
+    may_answer.set()
+    await house.reconciler.settled()
+    await house.settle()
+    item = await house.adapter()
+    assert (item["digest"], item["error"][:15]) == ("0" * 64, "digest_mismatch")
+
+
 @pytest.mark.parametrize(
     "code",
     ["source_not_found", "source_unauthorized", "source_address_forbidden", "source_extra_missing", "source_unsafe"],
