@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from lorafleet.auth import hash_key
 from router import siblings
@@ -504,6 +505,38 @@ async def test_counts_and_queues_add_up_and_of_one_revision_the_largest_is_shown
         assert value(text, "lorafleet_router_waiting_requests") == 12
 
 
+async def test_what_one_process_shows_is_what_prometheus_client_writes(tmp_path):
+    async with process(tmp_path, 0) as a:
+        a.count.labels("x").inc(1_000_000)
+        a.took.observe(0.25)
+        a.waiting.set(float("inf"))
+        told = await a.place.metrics()
+        assert told == siblings._OWN.format(processes="1.0").encode() + generate_latest(a.registry)
+
+
+async def test_what_began_at_two_times_began_at_the_earlier_one(tmp_path):
+    async with process(tmp_path, 0) as a, process(tmp_path, 1) as b:
+        for one in (a, b):
+            one.count.labels("x").inc()
+        earlier = min(one.registry.get_sample_value("count_created", {"by": "x"}) for one in (a, b))
+        for one in (a, b):
+            assert value((await one.place.metrics()).decode(), "count_created", by="x") == earlier
+
+
+async def test_what_only_another_process_has_is_shown_while_that_is_there(tmp_path):
+    async with process(tmp_path, 0) as a:
+        async with process(tmp_path, 1) as b:
+            b.count.labels("x").inc(10)
+            b.took.observe(0.5)
+            Counter("only", "o", registry=b.registry).inc(5)
+            text = (await a.place.metrics()).decode()
+            assert value(text, "only_total") == 5
+            assert "# HELP only_total o\n# TYPE only_total counter\nonly_total 5.0\n" in text
+        text = (await a.place.metrics()).decode()
+        assert value(text, "only_total") is None
+        assert (value(text, "count_total", by="x"), value(text, "took_bucket", le="1.0")) == (10, 1)
+
+
 async def test_what_was_shown_once_never_falls_whoever_is_asked_and_whoever_went(tmp_path):
     async with process(tmp_path, 0) as a:
         async with process(tmp_path, 1) as b:
@@ -569,6 +602,91 @@ async def test_counts_of_those_who_went_stay_while_their_record_cannot_be_kept(t
         assert await shown() == 1111
         async with process(tmp_path, 2) as other:
             assert value((await other.place.metrics()).decode(), "count_total", by="x") == 1111
+
+
+async def test_counts_of_one_who_went_stay_though_another_kept_the_record_until_nobody_could(tmp_path):
+    async with process(tmp_path, 0) as a:
+        async with process(tmp_path, 1) as b:
+            b.count.labels("x").inc(10)
+            await b.place.metrics()
+            with no_writing(tmp_path):
+                b.count.labels("x").inc(100)
+                assert value((await a.place.metrics()).decode(), "count_total", by="x") == 110
+        with no_writing(tmp_path):
+            assert value((await a.place.metrics()).decode(), "count_total", by="x") == 110
+
+
+async def test_the_record_is_written_whole_and_by_nobody_while_another_has_its_lock(tmp_path):
+    def lock_is_open_twice():
+        links = Path("/proc/self/fd").iterdir()
+        return [link.exists() and link.readlink() == tmp_path / "lock" for link in links].count(True) == 2
+
+    async with process(tmp_path, 0) as a:
+        seen = tmp_path / "seen"
+        await a.place.metrics()
+        before = seen.read_bytes()
+        a.count.labels("x").inc()
+        for trouble in (no_writing, no_lock):
+            with trouble(tmp_path):
+                await a.place.metrics()
+                assert seen.read_bytes() == before
+        with no_lock(tmp_path):
+            asking = asyncio.create_task(a.place.metrics())
+            await until(lock_is_open_twice)
+            assert seen.read_bytes() == before
+        await asking
+        assert seen.read_bytes() != before
+
+
+async def test_a_question_that_nobody_knows_has_no_answer_and_is_in_the_log(tmp_path):
+    async with process(tmp_path, 0) as a, process(tmp_path, 1):
+        with capture_logs() as logs:
+            assert await a.place.ask("unheard-of") == {1: None}
+        assert [each["event"] for each in logs] == ["a sibling got no answer", "a sibling does not answer"]
+
+
+async def test_one_that_waits_no_longer_for_an_answer_is_no_trouble(tmp_path):
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(_question):
+        asked.set()
+        await go_on.wait()
+        return b"too late"
+
+    def serving_it():
+        return [task for task in asyncio.all_tasks() if "_serve" in repr(task)]
+
+    unexpected = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unexpected.append(context))
+    a, b = (Siblings(tmp_path, slot, metrics=bytes, answers={"slow": slow}) for slot in (0, 1))
+    await b.start()
+    with capture_logs() as logs:
+        asking = asyncio.create_task(a.ask("slow", within_s=60.0))
+        await asyncio.wait_for(asked.wait(), 5)
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert serving_it()
+        go_on.set()
+        await until(lambda: not serving_it())
+    await b.close()
+    assert not logs
+    assert not unexpected
+
+
+async def test_an_answer_is_waited_for_no_longer_than_the_asker_says(tmp_path):
+    go_on, gone = asyncio.Event(), asyncio.Event()
+
+    async def hang(_reader, writer):
+        await go_on.wait()
+        writer.close()
+        gone.set()
+
+    hanging = await asyncio.start_unix_server(hang, tmp_path / "1.sock")
+    async with asyncio.timeout(5):
+        assert await Siblings(tmp_path, 0, metrics=bytes).ask("anything", within_s=0.01) == {1: None}
+    hanging.close()
+    go_on.set()
+    await gone.wait()
 
 
 async def test_a_process_that_does_not_answer_holds_up_nobody_and_its_counts_stay(tmp_path):

@@ -156,9 +156,10 @@ async def test_a_handler_that_fails_is_a_500_or_a_broken_stream_never_silence(be
             client.send(post(HOT, b"x", b"Connection: close"))
             said = await client.rest()
     if begun:
-        assert not said.endswith(b"0\r\n\r\n")
+        assert said.endswith(b"\r\n\r\n4\r\nsome\r\n")
     else:
         assert error_of(said) == (500, "internal_error")
+        assert b"retry-after" not in said
     assert b"secret" not in said
     assert [each["event"] for each in logs] == ["unexpected error" if raises else "a handler ended without an answer"]
 
@@ -270,6 +271,24 @@ async def test_what_is_queued_behind_a_large_answer_is_begun_when_most_of_that_i
         await until(lambda: len(calls.exchanges) == 2)
         calls.exchanges[1].respond(200, b"", b"next")
         assert (await client.answer())[2] == b"next"
+
+
+async def test_an_apps_request_behind_what_is_queued_behind_a_large_answer_is_not_answered_before_it():
+    calls = Calls()
+    async with fronted(calls) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") * 2)
+        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
+        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+        (connection,) = served.front.connections
+        assert (connection._current, len(connection._queue)) == (None, 1)
+        client.send(post(COLD, b"abc"))
+        await until(lambda: connection._drained_bytes or connection.cycle)
+        assert len((await client.answer())[2]) == LARGE
+        await until(lambda: len(calls.exchanges) == 2)
+        calls.exchanges[1].respond(200, b"", b"next")
+        assert (await client.answer())[2] == b"next"
+        assert await client.rest() == b""
+        assert served.seen == [(HOT, b"abc")] * 2
 
 
 async def test_a_bad_request_behind_what_is_queued_behind_a_large_answer_is_refused_after_it():
@@ -523,8 +542,12 @@ async def test_what_is_queued_when_the_router_stops_is_not_begun():
     async with fronted(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"def"))
         await until(lambda: calls.exchanges and served.front.held_bytes == 6)
+        (connection,) = served.front.connections
+        connection.shutdown()
         served.front.stop()
-        assert (await client.answer())[0] == 503
+        status, headers, _ = await client.answer()
+        assert (status, headers[b"connection"]) == (503, b"close")
+        assert await client.rest() == b""  # never begun, and no word of it: it may be sent again
         assert served.front.held_bytes == 0
     assert len(calls.exchanges) == 1
 
@@ -536,8 +559,8 @@ async def test_what_has_come_when_the_router_stops_is_told_that_it_was_not_begun
         (connection,) = served.front.connections
         connection.data_received(post(HOT, b"abc"))
         served.front.stop()
-        status, _, body = await client.answer()
-        assert (status, b'"stopping"' in body) == (503, True)
+        status, headers, body = await client.answer()
+        assert (status, b'"stopping"' in body, headers[b"retry-after"]) == (503, True, b"1")
         assert served.front.held_bytes == 0
     assert not calls.exchanges
 
@@ -705,11 +728,12 @@ async def test_a_body_that_is_too_large_is_a_413_that_the_client_can_read(path, 
 
 async def test_a_client_that_was_refused_and_never_closes_is_hung_up_on_after_a_while():
     async with fronted(body_bytes=1000) as served, await served.client() as client:
-        client.send(post(HOT, b"x" * 1001))
-        assert error_of(await client.rest()) == (413, "body_too_large")
+        await until(lambda: served.front.connections)
         (connection,) = served.front.connections
         now = connection.loop.time()
-        connection.check(now)
+        client.send(post(HOT, b"x" * 1001))
+        assert error_of(await client.rest()) == (413, "body_too_large")
+        connection.check(now + 1)
         client.send(b"more")  # it may still be sending what was refused
         await until(lambda: connection._drained_bytes)
         assert served.front.connections
@@ -731,6 +755,7 @@ async def test_an_answer_of_the_apps_that_has_begun_when_its_message_is_refused_
         await asyncio.wait_for(begun.wait(), 5)
         client.send(b"fff\r\n" + b"x" * 0xFFF)
         said = await client.rest()
+        assert not served.front.connections  # at once: nothing that is left of it is sent
         served.app.left.set()
     assert said.endswith(b"\r\n\r\nbegun") or not said
     assert said.count(b"HTTP/1.1") <= 1
@@ -784,7 +809,10 @@ async def test_a_head_may_be_as_large_as_that_and_no_larger_in_one_read_or_befor
             client.send(post(HOT, b"", b"X: " + b"x" * (size - 4 - 9 - 19 - 5)))
             assert (await client.answer())[0] == status
         async with await served.client() as client:
-            client.send(post(HOT, b"", b"X: ").removesuffix(b"\r\n\r\n").ljust(size, b"x"))
+            head = post(HOT, b"", b"X: ").removesuffix(b"\r\n\r\n").ljust(size, b"x")
+            client.send(head[:500])
+            await until(lambda: any(each._bare_bytes == 500 for each in served.front.connections))
+            client.send(head[500:])
             await until(lambda: any(each._bare_bytes == size for each in served.front.connections))
             client.send(b"\r\n\r\n")
             assert (await client.answer())[0] == status
@@ -938,9 +966,12 @@ async def test_a_message_that_is_refused_when_it_is_answered_already_has_no_seco
         served.app.read_body = False
         client.send(b"POST /cold HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
         assert (await client.answer())[0] == 200
+        (connection,) = served.front.connections
         client.send(b"3e8\r\n" + b"x" * 1000)
         assert await client.rest() == b""
         assert served.front.refused == {"body_too_large": 1}
+        client.send(b"more")  # read on: a reset would take the answer from a client that has not read it
+        await until(lambda: connection._drained_bytes == 4)
 
 
 async def test_the_app_is_told_at_once_that_what_it_reads_is_refused():
@@ -951,6 +982,26 @@ async def test_the_app_is_told_at_once_that_what_it_reads_is_refused():
         assert error_of(await client.rest()) == (413, "body_too_large")
         await asyncio.wait_for(served.app.left.wait(), 5)
         assert served.front.connections  # it may still be sending what was refused
+
+
+async def test_a_page_is_told_of_a_refusal_where_the_app_does_not_have_its_request_already():
+    def told(origin):
+        return b"x-for: %b\r\n" % origin
+
+    async with fronted(told=told, body_bytes=1000) as served:
+        for path, is_told in ((HOT, True), (COLD, False)):
+            head = b"POST %b HTTP/1.1\r\nHost: a\r\nOrigin: page\r\n%b\r\n\r\n" % (path.encode(), CHUNKED)
+            said = await served.said(head + b"fff\r\n" + b"x" * 0xFFF)
+            assert (error_of(said), b"x-for: page\r\n" in said) == ((413, "body_too_large"), is_told)
+        for lines, is_told in ((b"", False), (b"Origin: page\r\nHost: a\r\n", True)):
+            said = await served.said(b"GET / HTTP/1.1\r\n%bX : a\r\n\r\n" % lines)
+            assert (error_of(said), b"x-for: page\r\n" in said) == ((400, "invalid_http"), is_told)
+
+
+async def test_only_what_a_browser_asks_before_is_for_the_app():
+    async with fronted(told=lambda _origin: b"") as served, await served.client() as client:
+        client.send(post(HOT, b"abc", b"Origin: page", b"Access-Control-Request-Method: POST"))
+        assert (await client.answer())[1][b"content-type"] == b"text/plain"  # which the app's has not
 
 
 async def test_what_nobody_thought_of_is_a_500_and_closes_its_connection():
@@ -984,6 +1035,43 @@ async def test_a_client_that_sends_its_request_too_slowly_gets_a_408(path):
         # One that says nothing is closed without a word.
         assert await served.said(b"") == b""
         assert await served.said(b"\r\n") == b""
+
+
+@pytest.mark.parametrize("path", [HOT, COLD])
+@pytest.mark.parametrize(("left", "limit_s"), [(20, FrontLimits().head_s), (1, FrontLimits().body_s)])
+async def test_a_head_and_a_body_have_each_their_own_time(left, limit_s, path):
+    async with fronted() as served, await served.client() as client:
+        await until(lambda: served.front.connections)
+        (connection,) = served.front.connections
+        began_at = connection.loop.time()
+        client.send(post(path, b"abc")[:-left])
+        await until(lambda: connection._phase)
+        connection.check(began_at + limit_s - 1)
+        assert not served.front.refused
+        connection.check(connection.loop.time() + limit_s + 1)
+        assert error_of(await client.rest()) == (408, "request_timeout")
+
+
+async def test_a_request_that_comes_too_slowly_takes_no_answer_from_the_one_before_it():
+    work = Work()
+    async with fronted(work) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") + post(HOT, b"next")[:-1])
+        await until(lambda: work.begun and served.front.held_bytes == 6)
+        (connection,) = served.front.connections
+        for _ in range(2):
+            connection.check(connection.loop.time() + FrontLimits().body_s + 1)
+        work.go_on.set()
+        assert (await client.answer())[2] == b"3"
+        assert error_of(await client.rest()) == (408, "request_timeout")
+
+
+async def test_of_one_who_may_not_ask_and_leaves_half_way_nothing_was_held():
+    async with fronted(sender=lambda _: None) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc")[:-1])
+            await until(lambda: any(each._body_bytes == 2 for each in served.front.connections))
+        await until(lambda: not served.front.connections)
+        assert served.front.held_bytes == 0
 
 
 async def test_a_connection_without_requests_is_closed_after_a_while_and_one_at_work_is_not():
@@ -1038,6 +1126,17 @@ async def test_a_connection_whose_last_message_was_answered_before_it_was_whole_
         assert not connection.transport.is_closing()
         connection.check(connection.loop.time() + FrontLimits().idle_s + 1)
         assert await client.rest() == b""
+
+
+async def test_a_message_of_the_apps_that_was_answered_before_it_was_whole_is_to_be_whole_in_time_all_the_same():
+    async with fronted() as served, await served.client() as client:
+        served.app.read_body = False
+        client.send(post(COLD, b"abc")[:-1])
+        await client.answer()
+        (connection,) = served.front.connections
+        connection.check(connection.loop.time() + FrontLimits().body_s + 1)
+        assert await client.rest() == b""
+        assert served.front.refused == {"request_timeout": 1}
 
 
 # Pace
@@ -1148,6 +1247,25 @@ async def test_a_client_that_asks_on_and_reads_nothing_of_what_waits_for_it_is_c
         assert served.seen == [(HOT, b"abc")]
 
 
+async def test_a_client_that_reads_nothing_is_closed_though_ever_more_is_sent_to_it():
+    work = Work()
+
+    async def stream(exchange):
+        exchange.begin(200, b"")
+        exchange.send(b"x" * LARGE)
+        await work(exchange)
+
+    async with fronted(stream) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await until(lambda: work.begun and work.exchanges[0].is_paused)
+        (connection,) = served.front.connections
+        work.exchanges[0].send(b"x" * LARGE)
+        await until(lambda: connection.transport.get_write_buffer_size() > LARGE)
+        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
+        await until(lambda: not served.front.connections)
+        await until(lambda: work.cancelled)
+
+
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 async def test_a_client_that_reads_again_is_no_longer_watched_though_its_answer_is_its_last(version):
     work, paused, resumed = Work(say_last), asyncio.Event(), asyncio.Event()
@@ -1169,11 +1287,43 @@ async def test_a_client_that_reads_again_is_no_longer_watched_though_its_answer_
         assert b"last" in (await reading)[-20:]
 
 
+@pytest.mark.parametrize("more", [b"", b"more"])
+async def test_a_client_that_reads_is_not_closed_for_what_was_added_to_its_last_answer_after_it_was_paused(more):
+    work = Work(say_last)
+
+    async def stream(exchange):
+        exchange.begin(200, b"")
+        exchange.send(b"x" * LARGE)
+        work.go_on.clear()
+        await work(exchange)
+
+    async def add(exchange):
+        exchange.send(b"x" * LARGE)
+        exchange.finish()
+
+    work.answer = add
+    async with fronted(stream) as served, await served.client() as client:
+        client.send(post(HOT, b"abc", b"Connection: close"))
+        await until(lambda: work.begun and work.exchanges[0].is_paused)
+        connection = work.exchanges[0]._connection
+        client.send(more)
+        await until(lambda: connection._drained_bytes == len(more))
+        work.go_on.set()
+        await until(lambda: work.exchanges[0].is_over)
+        unsent = connection.transport.get_write_buffer_size()
+        await client.reader.readexactly(LARGE // 4)
+        await until(lambda: connection.transport.get_write_buffer_size() < unsent)
+        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
+        assert len(await client.reader.read()) > LARGE
+
+
 @pytest.mark.parametrize("path", [HOT, COLD])
 @pytest.mark.parametrize("line", [b"Connection: close", b"Connection: keep-alive"])
 async def test_a_client_that_does_not_read_its_last_answer_is_closed_though_nothing_was_paused_for_it(line, path):
     def is_closed():
-        connection.check(connection.loop.time() + FrontLimits().send_stall_s + FrontLimits().idle_s)
+        # Kept, it is idle first.
+        more_s = FrontLimits().idle_s if line == b"Connection: keep-alive" else 1
+        connection.check(connection.loop.time() + FrontLimits().send_stall_s + more_s)
         return not served.front.connections
 
     async def large(exchange):
@@ -1188,6 +1338,25 @@ async def test_a_client_that_does_not_read_its_last_answer_is_closed_though_noth
         await until(connection.transport.get_write_buffer_size)
         await until(is_closed)
         assert len(await client.rest()) < LARGE
+
+
+async def test_a_client_that_reads_some_of_its_answer_and_then_no_more_is_closed():
+    def is_closed():
+        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
+        return not served.front.connections
+
+    def large(exchange):
+        exchange.respond(200, b"", b"x" * LARGE)
+
+    async with fronted(large) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await until(lambda: any(each.is_write_paused for each in served.front.connections))
+        (connection,) = served.front.connections
+        unsent = connection.transport.get_write_buffer_size()
+        await client.reader.readexactly(LARGE // 4)
+        await until(lambda: connection.transport.get_write_buffer_size() < unsent)
+        assert not is_closed()
+        await until(is_closed)
 
 
 async def test_a_client_that_says_its_last_and_reads_nothing_of_what_waits_for_it_is_closed():
@@ -1292,13 +1461,15 @@ async def test_a_client_that_was_watched_while_idle_is_not_at_its_next_request()
         exchange._connection.transport.set_write_buffer_limits(2 * LARGE)  # never paused
         exchange.respond(200, b"", b"x" * LARGE)
 
-    async with fronted(large_then_slow) as served, await served.client() as client:
+    async with fronted(large_then_slow, idle_s=10.0) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: work.exchanges)
         (connection,) = served.front.connections
         await until(connection.transport.get_write_buffer_size)
-        connection.check(connection.loop.time() + FrontLimits().idle_s + 1)
-        await client.answer()
+        for reads in (False, True):
+            connection.check(connection.loop.time() + 11)
+            if not reads:
+                await client.answer()
         client.send(post(HOT, b"abc"))
         await until(lambda: work.begun)
         look_later(connection)
@@ -1363,11 +1534,12 @@ async def test_at_the_end_requests_in_flight_are_finished_and_then_closed():
     plain = Work()
     async with ending(both) as (client, end, _, app):
         app.go_on.clear()
-        streaming, waiting, queued, half_head, half_body, idle, cold = [await client() for _ in range(7)]
+        streaming, waiting, queued, half_head, half_cold, half_body, idle, cold = [await client() for _ in range(8)]
         streaming.send(post(HOT, b"stream"))
         waiting.send(post(HOT, b"abc"))
         queued.send(post(HOT, b"abc") * 3)
         half_head.send(post(HOT, b"abc")[:30])
+        half_cold.send(post(COLD, b"abc")[:30])
         half_body.send(post(HOT, b"abc")[:-1])
         cold.send(post(COLD, b"abc"))
         idle.send(post(HOT, b""))
@@ -1377,6 +1549,7 @@ async def test_at_the_end_requests_in_flight_are_finished_and_then_closed():
         task = end()
         assert await idle.rest() == b""  # closed at once
         half_head.send(post(HOT, b"abc")[30:])
+        half_cold.send(post(COLD, b"abc")[30:])
         half_body.send(b"c")
         await until(lambda: plain.begun == 5)
         assert not task.done()
@@ -1384,11 +1557,11 @@ async def test_at_the_end_requests_in_flight_are_finished_and_then_closed():
         plain.go_on.set()
         app.go_on.set()
         assert (await streaming.answer())[2] == b"firstlast"
-        for each in (waiting, half_head, half_body, cold):
+        for each in (waiting, half_head, half_cold, half_body, cold):
             status, headers, body = await each.answer()
             assert (status, headers[b"connection"], body) == (200, b"close", b"3")
         assert [(await queued.answer())[1].get(b"connection") for _ in range(3)] == [None, None, b"close"]
-        for each in (streaming, waiting, queued, half_head, half_body, cold):
+        for each in (streaming, waiting, queued, half_head, half_cold, half_body, cold):
             assert await each.rest() == b""
         await asyncio.wait_for(task, 5)
 
@@ -1434,6 +1607,9 @@ async def test_after_the_head_of_a_stream_that_ends_its_connection_nothing_more_
         client.send(post(HOT, b"one") + following[:came_before])
         await until(lambda: work.begun)
         assert served.front.held_bytes == 3
+        (connection,) = served.front.connections
+        assert not connection._body
+        connection.check(connection.loop.time() + FrontLimits().body_s + 1)  # what was dropped is not waited for
         client.send(following[came_before:])
         await asyncio.sleep(0.02)
         work.go_on.set()
@@ -1469,6 +1645,35 @@ async def test_a_message_of_the_apps_that_is_answered_before_it_is_whole_does_no
         early.send(b"c")
         assert await early.rest() == b""
         await asyncio.wait_for(task, 3)
+
+
+async def test_at_the_end_nothing_is_begun_behind_a_message_that_was_answered_before_it_was_whole():
+    async with fronted() as served, await served.client() as client:
+        served.app.read_body, served.app.answer = False, large_of(served)
+        client.send(post(COLD, b"abc")[:-1])
+        await until(lambda: served.seen)
+        (connection,) = served.front.connections
+        await until(lambda: connection.transport.get_write_buffer_size() and not connection._is_cold_busy())
+        connection.shutdown()
+        client.send(b"c" + post(HOT, b"next"))
+        await until(connection.transport.is_closing)
+        assert len((await client.answer())[2]) == LARGE
+        assert await client.rest() == b""
+        assert served.seen == [(COLD, b"")]
+
+
+async def test_at_the_end_what_is_half_here_behind_the_last_answer_is_waited_for_no_more():
+    calls = Calls()
+    async with fronted(calls, body_s=10.0) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") + post(HOT, b"half")[:-1])
+        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
+        (connection,) = served.front.connections
+        connection.shutdown()
+        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+        assert connection.transport.is_closing()
+        connection.check(connection.loop.time() + 11)
+        assert not served.front.refused
+        assert len((await client.answer())[2]) == LARGE
 
 
 async def test_what_is_not_done_when_the_time_to_end_is_over_is_told_so():

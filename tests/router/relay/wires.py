@@ -93,6 +93,7 @@ def error_of(said: bytes) -> tuple[int, str]:
     status, headers = parsed_head(head)
     assert int(headers[b"content-length"]) == len(body), said
     assert headers[b"connection"] == b"close"
+    assert headers[b"content-type"] == b"application/json"
     error = json.loads(body)["error"]
     assert sorted(error) == ["code", "message", "param", "type"]
     return status, error["code"]
@@ -141,7 +142,7 @@ async def length(exchange: Exchange) -> None:
 
 
 @contextlib.asynccontextmanager
-async def fronted(handler=length, *, sender=lambda _: OPEN, **limits):
+async def fronted(handler=length, *, sender=lambda _: OPEN, told=None, **limits):
     """A server with `handler` on HOT for POST, GET and HEAD, and an app on every other path."""
     seen: list[tuple[str, bytes]] = []
 
@@ -153,6 +154,7 @@ async def fronted(handler=length, *, sender=lambda _: OPEN, **limits):
         lambda method, path: noted if path == HOT and method in ("POST", "GET", "HEAD") else None,
         FrontLimits(**limits),
         sender,
+        told,
     )
     app = App(seen)
     unexpected: list[dict] = []
