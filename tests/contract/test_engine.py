@@ -371,6 +371,16 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {"prompt": []},
         envelope("You must pass at least one prompt", "BadRequestError", 400),
     ),
+    "an empty text among others": (
+        COMPLETIONS,
+        {"prompt": ["hello", ""]},
+        envelope("The decoder prompt cannot be empty", "BadRequestError", 400),
+    ),
+    "an empty list of token ids": (
+        COMPLETIONS,
+        {"prompt": [[]]},
+        envelope("The decoder prompt cannot be empty", "BadRequestError", 400),
+    ),
     "token out of vocabulary": (
         COMPLETIONS,
         {"prompt": [999999]},

@@ -214,7 +214,11 @@ def output_limit(wanted: int | None, prompt_tokens: int, max_model_len: int) -> 
 
 
 def check_length(prompt_tokens: int, max_model_len: int, *, from_text: bool) -> None:
-    """Refuse a prompt that leaves no room. Text is cut by vLLM's tokenizer just above the limit, hence `at least`."""
+    """Refuse a prompt that leaves no room, and one of nothing. Text is cut by vLLM's tokenizer just above the limit,
+    hence `at least`.
+    """
+    if not prompt_tokens:
+        raise Refused("The decoder prompt cannot be empty")
     if prompt_tokens <= max_model_len:
         return
     said = f"at least {max_model_len + 1}" if from_text else str(prompt_tokens)
