@@ -36,6 +36,10 @@ class PortInUse(OSError):
     """Somebody else listens there; the message says what to do."""
 
 
+class PortNotTold(OSError):
+    """The port file cannot be written; the message names it."""
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A listening TCP socket; port 0 picks a free one. Raises OSError, which says what to do, when it cannot be had."""
     sock = claim(host, port)
@@ -95,10 +99,13 @@ async def serve(
 
 
 def tell_port(port_file: Path, port: int) -> None:
-    """Put the port into a file, whole or not at all, for whoever started us; raises OSError."""
+    """Put the port into a file, whole or not at all, for whoever started us; raises PortNotTold."""
     partial = port_file.with_suffix(".partial")
-    partial.write_text(str(port))
-    partial.replace(port_file)
+    try:
+        partial.write_text(str(port))
+        partial.replace(port_file)
+    except OSError as exc:
+        raise PortNotTold(f"port file {port_file}: {exc.strerror}; name one that can be written") from exc
 
 
 def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = None) -> uvicorn.Config:

@@ -514,6 +514,11 @@ async def _report_usage(
     )
 
 
+def _cannot_start(exc: Exception) -> SystemExit:
+    print(f"python -m router: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
+    return SystemExit(2)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM: then not ready, finish what is in flight, and return.
 
@@ -539,8 +544,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         app, parts = build(config, me)
         sock = me.bind() if me else serve.bind(config.host, config.port)
     except (KeyFileError, TracingUnavailable, KubeConfigError, OSError) as exc:
-        print(f"python -m router: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
-        raise SystemExit(2) from exc
+        raise _cannot_start(exc) from exc
 
     def stopping() -> None:
         parts.stopping = True
@@ -551,16 +555,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if me is None:
         log.info("serving", host=config.host, port=sock.getsockname()[1], orchestrator=config.orchestrator_url)
-    serve.run(
-        lambda: serve.serve(
-            multi.Joining(app, me, sock, synced=synced) if me else app,
-            sock,
-            http=app.state.http,
-            port_file=None if me else config.port_file,
-            drain_s=config.drain_s,
-            grace_s=config.grace_s,
-            on_stop=stopping,
+    try:
+        serve.run(
+            lambda: serve.serve(
+                multi.Joining(app, me, sock, synced=synced) if me else app,
+                sock,
+                http=app.state.http,
+                port_file=None if me else config.port_file,
+                drain_s=config.drain_s,
+                grace_s=config.grace_s,
+                on_stop=stopping,
+            )
         )
-    )
+    except serve.PortNotTold as exc:
+        raise _cannot_start(exc) from exc
     if parts.has_failed:
         sys.exit(1)

@@ -166,6 +166,15 @@ def test_a_folder_or_file_that_is_not_there_ends_a_house_in_one_line_that_names_
     assert len(it.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("house", ["router", "orchestrator"])
+def test_a_port_file_that_cannot_be_written_ends_a_house_that_says_so_without_a_traceback(tmp_path, monkeypatch, house):
+    monkeypatch.setitem(CLEAN, "PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    it = ended(tmp_path, house, "--port", "0", "--port-file", "none/port")
+    says = f"python -m {house}: port file none/port: No such file or directory; name one that can be written"
+    assert (it.returncode, "Traceback" in it.stderr) == (2, False)
+    assert says in it.stderr.splitlines()
+
+
 def test_an_address_that_is_not_this_machines_is_named():
     with pytest.raises(OSError, match=r"port 0 of 192\.0\.2\.1 cannot be had \(.*--host"):
         serve.bind("192.0.2.1", 0)
