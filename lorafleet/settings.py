@@ -37,6 +37,7 @@ def whole_url(text: str) -> str:
 
 
 Url = Annotated[str, AfterValidator(whole_url)]
+Key = Annotated[str, AfterValidator(plain_key)]
 
 
 class HouseSettings(BaseSettings):
@@ -54,9 +55,7 @@ class HouseSettings(BaseSettings):
     metrics_need_key: bool = Field(
         default=False, description="answer `/metrics` to keys with the scope `metrics` alone; else to everybody"
     )
-    token: Annotated[str, AfterValidator(plain_key)] = Field(
-        default="", description="bearer key for our own calls to other houses", repr=False
-    )
+    token: Key = Field(default="", description="bearer key for our own calls to other houses", repr=False)
     log_format: str = Field(default="json", pattern="^(json|console)$", description="json or console")
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$", description="least level logged")
     port_file: Path | None = Field(default=None, description="write the listening port here once serving")

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.plain import engines_by_id
-from lorafleet.settings import HouseSettings, Url
+from lorafleet.settings import HouseSettings, Key, Url
 
 
 class OrchestratorSettings(HouseSettings):
@@ -51,7 +51,7 @@ class OrchestratorSettings(HouseSettings):
     engine_roots: tuple[PurePosixPath, ...] = Field(
         default=(), description="folders on those engines' own disks that adapters may be loaded from, as file://"
     )
-    engine_key: str = Field(
+    engine_key: Key = Field(
         default="", repr=False, description="bearer key for engines without an agent that want one: their --api-key"
     )
     advertise_url: Url = Field(

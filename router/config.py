@@ -9,7 +9,7 @@ from pydantic import AfterValidator, DirectoryPath, Field, NonNegativeFloat, fie
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.plain import engines_by_id
-from lorafleet.settings import HouseSettings, Url
+from lorafleet.settings import HouseSettings, Key, Url
 from router.core.cost import Costs
 
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+")
@@ -40,7 +40,7 @@ class RouterSettings(HouseSettings):
     engines: tuple[str, ...] = Field(
         default=(), description="vLLMs without an agent, each as http://host:port or id=http://host:port"
     )
-    engine_key: str = Field(
+    engine_key: Key = Field(
         default="", repr=False, description="bearer key for engines without an agent that want one: their --api-key"
     )
     kube_selector: str = Field(

@@ -183,3 +183,14 @@ def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch, c
         Api("http://127.0.0.1:1", token)
     assert "lf-" not in str(refused.value)
     assert refused.value.status == 2
+
+
+@pytest.mark.parametrize("house", [RouterSettings, OrchestratorSettings])
+def test_an_engines_key_is_read_as_a_token_is(monkeypatch, house):
+    name = f"{house.model_config['env_prefix']}ENGINE_KEY"
+    monkeypatch.setenv(name, "engine-secret\n")
+    assert load(house, [], prog="it").engine_key == "engine-secret"
+    monkeypatch.setenv(name, "engine-secret\r\nx: y")
+    with pytest.raises(SettingsError, match="engine-key: must be one key") as refused:
+        load(house, [], prog="it")
+    assert "secret" not in str(refused.value)
