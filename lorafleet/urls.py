@@ -16,13 +16,16 @@ def path_of(name: str) -> str:
 
 
 def is_http(text: str) -> bool:
-    """Whether it is `http://` or `https://`, a host, perhaps a port that can be one, and no white space."""
+    """Whether it is `http://` or `https://`, a host, perhaps a port that can be one and a path, and no white space.
+
+    Paths are put behind it: it may have no query and no fragment.
+    """
     try:
         parts = urlsplit(text)
         is_whole = bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number, a bracket that does not close
         return False
-    return is_whole and parts.scheme in {"http", "https"} and not any(map(str.isspace, text))
+    return is_whole and parts.scheme in {"http", "https"} and not any(c.isspace() or c in "?#" for c in text)
 
 
 def plain_key(text: str) -> str:

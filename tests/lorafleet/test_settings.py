@@ -149,7 +149,17 @@ def test_settings_are_frozen_and_do_not_show_the_token():
 def test_what_is_no_address_is_refused_at_the_start_and_named(house, flag):
     given = ["--model", "m", flag] if house is WorkerSettings else [flag]
     refused = rf"{flag.removeprefix('--')}: .* must be an address, as http://host:port"
-    for text in ("foo", "foo:8080", "http://", "http://foo:port", "http://foo:99999", "ftp://foo", "http://f oo"):
+    for text in (
+        "foo",
+        "foo:8080",
+        "http://",
+        "http://foo:port",
+        "http://foo:99999",
+        "ftp://foo",
+        "http://f oo",
+        "http://foo?x",
+        "http://foo/#x",
+    ):
         with pytest.raises(SettingsError, match=refused):
             load(house, [*given, text], prog="it")
     load(house, [*given, "https://[::1]:8080/below"], prog="it")
