@@ -92,7 +92,9 @@ class OrchestratorSettings(HouseSettings):
     tombstones_kept_s: float = Field(
         default=7 * 86400.0, gt=0, description="a worker that returns within this time still gives up what was deleted"
     )
-    stop_grace_s: float = Field(default=10.0, ge=1, description="on SIGTERM, time for requests in flight to finish")
+    stop_grace_s: float = Field(
+        default=10.0, ge=1, allow_inf_nan=False, description="on SIGTERM, time for requests in flight to finish"
+    )
 
     @model_validator(mode="after")
     def _engines_are_whole(self) -> Self:

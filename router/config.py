@@ -195,9 +195,12 @@ class RouterSettings(HouseSettings):
     drain_s: float = Field(
         default=5.0,
         ge=0,
+        allow_inf_nan=False,
         description="on SIGTERM, how long to go on serving while /ready says no: balancers lag",
     )
-    grace_s: float = Field(default=30.0, ge=0, description="then, how long requests in flight may still take")
+    grace_s: float = Field(
+        default=30.0, ge=0, allow_inf_nan=False, description="then, how long requests in flight may still take"
+    )
     processes: int = Field(default=1, ge=1, le=64, description="router processes on this port, each with its own index")
     otlp_endpoint: Url = Field(
         default="", description="OpenTelemetry collector for traces, such as http://127.0.0.1:4318; empty: none"

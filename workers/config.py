@@ -157,7 +157,9 @@ class WorkerSettings(HouseSettings):
     crash_loop_retry_s: float = Field(default=60.0, gt=0, description="seconds between such slow restarts")
     event_buffer: int = Field(default=1000, ge=1, description="events kept for those who reconnect")
     keep_alive_s: float = Field(default=15.0, gt=0, description="seconds between signs of life on the event stream")
-    stop_grace_s: float = Field(default=30.0, ge=1, description="seconds open calls may take when stopping")
+    stop_grace_s: float = Field(
+        default=30.0, ge=1, allow_inf_nan=False, description="seconds open calls may take when stopping"
+    )
 
     @field_validator("engine", mode="before")
     @classmethod

@@ -204,3 +204,17 @@ def test_an_engines_key_is_read_as_a_token_is(monkeypatch, house):
     with pytest.raises(SettingsError, match="engine-key: must be one key") as refused:
         load(house, [], prog="it")
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("house", "flag"),
+    [
+        (RouterSettings, "--grace-s"),
+        (RouterSettings, "--drain-s"),
+        (OrchestratorSettings, "--stop-grace-s"),
+        (WorkerSettings, "--stop-grace-s"),
+    ],
+)
+def test_a_stop_that_would_have_no_end_is_refused_at_the_start(house, flag):
+    with pytest.raises(SettingsError, match=f"{flag.removeprefix('--')}: Input should be a finite number"):
+        load(house, ["--model=m", flag, "inf"] if house is WorkerSettings else [flag, "inf"], prog="it")
