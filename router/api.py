@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 
 from lorafleet.auth import Caller, KeyFirst, of_metrics, requires
 from lorafleet.http import HttpError
-from router.core.errors import NO_CATALOG, CatalogUnavailable, ModelNotFound, NoReplica
+from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet, ReplicaState
 from router.core.resolve import visible_adapters
 from router.explain import again, explained, undecided
@@ -225,7 +225,7 @@ def describe_inference(app: FastAPI) -> None:
 
 def _fleet(parts: Parts) -> Fleet:
     if not parts.discovery.has_catalog:
-        raise CatalogUnavailable(NO_CATALOG, retry_after_s=2.0)
+        raise parts.discovery.no_catalog()
     return parts.discovery.fleet
 
 

@@ -18,7 +18,7 @@ from lorafleet.loops import Changes, forever
 from lorafleet.plain import PlainEngine
 from orchestrator.wire import Catalog
 from router.catalog import draining_by_worker, named_by, read_catalog, save_catalog
-from router.core.errors import NoReplica
+from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
 from router.core.fleet import Adapter, Alias, Fleet, Replica
 from router.core.index import WorkerId
 from router.follow import Follow, placed, replica_from, state_of
@@ -153,12 +153,14 @@ class Discovery:
 
         Without an API server the catalog's word is enough after a while, since it names workers, too.
         """
-        if not self.has_catalog:
+        if not self.has_catalog and self._url:
             return "the orchestrator's catalog"
         is_early = self._clock() - self._began_at < _SLICES_WITHIN_S
         if self.slices is not None and not self.slices.is_synced and is_early:
             return "the first list of EndpointSlices"
-        return None if self._has_asked_all() else "the first answer of each worker"
+        if not self._has_asked_all():
+            return "the first answer of each worker"
+        return None if self.has_catalog else "the first answer of any worker"
 
     def slices_age_s(self) -> float | None:
         """Seconds since the API server last confirmed the slices; None before the first time, or without any."""
@@ -170,6 +172,10 @@ class Discovery:
         """
         if self._follows and not self.fleet.replicas:
             raise NoReplica("no worker has answered this router yet, so which base models there are is not known")
+
+    def no_catalog(self) -> CatalogUnavailable:
+        """What a request is told before `has_catalog`; without an orchestrator it is the workers that are to answer."""
+        return CatalogUnavailable(NO_CATALOG if self._url else NOBODY_HEARD, retry_after_s=2.0)
 
     def _has_asked_all(self) -> bool:
         return all(f.metadata is not None or f.heard_at for f in self._follows.values())

@@ -14,7 +14,7 @@ from lorafleet.auth import Caller
 from lorafleet.kv.blocks import BlockHash, root_hash
 from router.core.decision import Ask, too_short
 from router.core.dispatch import Match, Prompt, Ticket
-from router.core.errors import NO_CATALOG, BadBody, CatalogUnavailable, ModelNotFound
+from router.core.errors import BadBody, ModelNotFound
 from router.core.fleet import Adapter, Excluded, Incarnation, Roster
 from router.core.mind import first_blocks
 from router.core.resolve import Target, resolve
@@ -154,7 +154,7 @@ def _timeout_s(named: str) -> float:
 def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
     """resolve and authorise: what the caller may not use does not exist for it."""
     if not parts.discovery.has_catalog:
-        raise CatalogUnavailable(NO_CATALOG, retry_after_s=2.0)
+        raise parts.discovery.no_catalog()
     try:
         target = resolve(
             parts.discovery.fleet,

@@ -125,6 +125,7 @@ class CatalogUnavailable(Unavailable):
 
 
 NO_CATALOG = "this router has not heard from the orchestrator yet; is it up, where the router's orchestrator_url says?"
+NOBODY_HEARD = "this router has not asked each of its workers yet, or none has answered: what they serve is not known"
 
 
 class HeldBack(Unavailable):

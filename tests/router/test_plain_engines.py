@@ -157,8 +157,13 @@ async def test_an_adapter_whose_engine_is_away_is_waited_for_and_never_unknown(e
 async def test_a_router_whose_engines_are_all_away_says_that_it_knows_nothing_yet() -> None:
     app, _ = build(RouterSettings(engines=("http://127.0.0.1:9",)))
     async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url) as client:
-        assert error_of(await ask(client, BASE)) == (503, "catalog_unavailable")
-        assert (await client.get("/ready")).status_code == 503
+        answer = await ask(client, BASE)
+        assert error_of(answer) == (503, "catalog_unavailable")
+        ready = await client.get("/ready")
+        assert error_of(ready) == (503, "not_synced")
+        assert "worker" in ready.json()["error"]["message"]
+        for told in (answer, ready, await client.get("/v1/models")):  # there is none to start, or to look for
+            assert "orchestrator" not in told.text
 
 
 async def test_beside_a_catalog_its_adapters_are_found_by_their_engine_names_and_keep_their_names(
