@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from lorafleet import signals
 from lorafleet.http import envelope
 
 log = structlog.get_logger()
@@ -88,13 +89,15 @@ async def serve(
     grace_s: float = 30.0,
     on_stop: Callable[[], None] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then `on_stop`, finish what is in flight for up to `grace_s`, and return.
+    """Serve until SIGTERM, SIGHUP or SIGINT; then `on_stop`, finish what is in flight for up to `grace_s`, and return.
 
     drain_s  after SIGTERM go on serving for so long first: load balancers hear of it seconds later
     """
     server = _Server(configured(app, grace_s=grace_s, http=http), on_stop, drain_s)
     if port_file is not None:
         tell_port(port_file, sock.getsockname()[1])
+    if signal.SIGHUP in signals.stopping():  # uvicorn itself heeds the others alone
+        signal.signal(signal.SIGHUP, server.handle_exit)
     await server.serve(sockets=[sock])
 
 

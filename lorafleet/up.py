@@ -6,12 +6,11 @@ import errno
 import fcntl
 import importlib.util
 import os
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lorafleet import commands
+from lorafleet import commands, signals
 from lorafleet.auth import KeyFileError, Keys
 from lorafleet.failure import Failure
 from lorafleet.fleet import Fleet, Options
@@ -109,7 +108,7 @@ async def _main(options: Options) -> int:
             os._exit(130)
         stopping.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in signals.stopping():
         loop.add_signal_handler(number, on_signal)
     try:
         live = asyncio.create_task(fleet.live())

@@ -27,7 +27,7 @@ import msgspec
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorafleet import serve
+from lorafleet import serve, signals
 from lorafleet.loops import backoff_s
 from lorafleet.sockets import socket_folder
 from router.accounts import shared_memory
@@ -154,7 +154,7 @@ def run(
     drain_s: float,
     stop_s: float,
 ) -> int:
-    """Keep so many processes of `command` on one port until SIGTERM or SIGINT; the status to exit with.
+    """Keep so many processes of `command` on one port until SIGTERM, SIGHUP or SIGINT; the status to exit with.
 
     command   one router, as on a command line; its port and port file are ours to see to
     drain_s   how long processes serve on when they are told to stop, those of a killed parent before us, too
@@ -252,7 +252,7 @@ class _Parent:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for sig in (signal.SIGTERM, signal.SIGINT):
+        for sig in signals.stopping():
             loop.add_signal_handler(sig, self._told, sig)
         log.info("serving", host=self._host, port=self._port, processes=self._processes)
         await asyncio.gather(*(self._keep(slot) for slot in range(self._processes)))

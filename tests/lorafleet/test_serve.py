@@ -175,6 +175,13 @@ def test_a_port_file_that_cannot_be_written_ends_a_house_that_says_so_without_a_
     assert says in it.stderr.splitlines()
 
 
+@pytest.mark.parametrize(("under", "hears"), [((), True), (("nohup",), False)])
+def test_a_terminal_that_is_gone_stops_whoever_was_not_started_to_outlive_it(under, hears):
+    code = "import signal; from lorafleet import signals; print(signal.SIGHUP in signals.stopping())"
+    done = subprocess.run([*under, sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == f"{hears}\n"
+
+
 def test_an_address_that_is_not_this_machines_is_named():
     with pytest.raises(OSError, match=r"port 0 of 192\.0\.2\.1 cannot be had \(.*--host"):
         serve.bind("192.0.2.1", 0)

@@ -230,13 +230,14 @@ async def test_ctrl_c_at_a_terminal_is_one_signal_to_each_process(tmp_path):
         assert await fleet.ends() == 0
 
 
-async def test_a_stop_lets_every_process_finish_what_is_in_flight_and_ends_with_0(tmp_path):
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_stop_lets_every_process_finish_what_is_in_flight_and_ends_with_0(tmp_path, stop):
     async with several(tmp_path) as fleet, contextlib.AsyncExitStack() as stack:
         pids = await fleet.pids()
         await routable(fleet, pids)
         fleet.engine.go_on.clear()
         streams = [await begun(client, stack) for client in (await fleet.clients(stack, pids)).values()]
-        fleet.process.terminate()
+        fleet.process.send_signal(stop)
         await refused(fleet)
         assert fleet.process.returncode is None
         fleet.engine.go_on.set()
