@@ -49,6 +49,10 @@ _KEY_ID_DIGITS = 12
 _NOBODYS = frozenset({"localhost", "local", "internal"})
 
 
+# Of each file: when it was changed, which it is, how large; None where it is not there.
+_Stamps = tuple[tuple[int, int, int] | None, ...]
+
+
 class KeyFileError(Exception):
     """A key file cannot be read or breaks its form; the message names the file, the entry and the form."""
 
@@ -114,7 +118,7 @@ class Keys:
         """Raises KeyFileError when a file is unreadable now, at the start."""
         self._files = tuple(files)
         self._clock = clock
-        self._seen = self._stamps()
+        self._seen: _Stamps | None = self._stamps()
         self._remembered: dict[str | bytes, Caller] = {}
         self._callers = _read_all(self._files)
         self._checked_at = clock()
@@ -155,7 +159,7 @@ class Keys:
             raise HttpError(401, "invalid_api_key", "this API key is not known; ask the operator for one")
         return found
 
-    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _stamps(self) -> _Stamps:
         return tuple(_stamp(path) for path in self._files)
 
     def _reload_if_changed(self) -> None:
@@ -170,9 +174,8 @@ class Keys:
             self._callers = _read_all(self._files)
         except KeyFileError as exc:
             # What could not be read is read again until it can be: a key may be revoked in it, and no stamp tells that
-            # it can be read by now.
-            if not isinstance(exc, KeyFileUnreadable):
-                self._seen = stamps
+            # it can be read by now: one that is put back may have the stamp of the last good one.
+            self._seen = None if isinstance(exc, KeyFileUnreadable) else stamps
             self._say(str(exc))
         else:
             self._seen, self._trouble = stamps, ""

@@ -210,6 +210,18 @@ def test_a_broken_file_is_read_once_and_every_new_trouble_is_said(tmp_path):
     assert "No such file" in said[1]["error"]
 
 
+def test_a_file_that_is_put_back_as_it_was_is_said_to_be_read_and_so_is_its_next_loss(tmp_path):
+    path = key_file(tmp_path / "k", ("one", "acme", "infer"))
+    keys = Keys([path], clock=Clock())
+    with capture_logs() as said:
+        for _ in range(2):
+            away = path.rename(tmp_path / "away")
+            keys.caller("Bearer one")
+            away.rename(path)
+            keys.caller("Bearer one")
+    assert [line["log_level"] for line in said] == ["error", "info"] * 2
+
+
 @pytest.mark.parametrize(
     "text",
     [
