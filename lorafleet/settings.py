@@ -166,6 +166,9 @@ def _problem(error: Mapping[str, Any], known: Iterable[str]) -> str:
 
 def _misread(found: str, known: Iterable[str]) -> str:
     """What argparse found, with the flag that may have been meant."""
+    name, no_pair, _ = found.removeprefix("Parsing error encountered for ").partition(": not enough values")
+    if no_pair:
+        return f"{_kebab(name)}: expected NAME=VALUE, the flag once for each"
     said = found.removeprefix("error parsing CLI: ")
     _, _, rest = said.partition("unrecognized arguments: ")
     name = rest.partition("=")[0].partition(" ")[0]

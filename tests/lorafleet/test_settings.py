@@ -69,6 +69,12 @@ def test_a_list_or_mapping_of_a_flag_that_does_not_end_is_refused_and_named(argv
         loaded(*argv)
 
 
+def test_a_mapping_without_names_is_told_how_it_is_written():
+    assert loaded("--costs", "x=1", "--costs", "y=2").costs == {"x": 1.0, "y": 2.0}
+    with pytest.raises(SettingsError, match=r"^costs: expected NAME=VALUE"):
+        loaded("--costs", "1")
+
+
 def test_the_file_may_be_named_in_the_environment(monkeypatch, tmp_path):
     (tmp_path / "c.yaml").write_text("port: 3")
     monkeypatch.setenv("LORAFLEET_EXAMPLE_CONFIG", str(tmp_path / "c.yaml"))
