@@ -162,6 +162,8 @@ def why_not(board: Board, adapter: Adapter) -> str | None:
     if all(failure is not None for failure in failures):
         return "; ".join(sorted({failure.message for failure in failures if failure is not None}))
     able = [w for w in board.able(adapter) if not w.holds(adapter.lora_id)]
+    if not able:
+        return f"there are no more workers for it: each of the {len(board.able(adapter))} that can have it has it"
     if may_evict(board, adapter) and any(board.is_busy(w.id) and victim(board, adapter, w) for w in able):
         return None
     return f"no free slot on {len(fits)} workers, and nothing there may be evicted"

@@ -321,6 +321,13 @@ def test_what_a_worker_holds_fits_there_whatever_it_says_of_ranks():
     assert desired.fits_nowhere == frozenset()
 
 
+def test_more_replicas_than_workers_that_can_have_one_are_not_said_to_lack_a_slot():
+    here = [worker("w0", held("a")), worker("w1", held("a")), worker("w2", base_models=frozenset({"llama"}))]
+    desired = place(intent(adapter("a", min_replicas=3)), fleet(*here), Demand(), Rules(), NOW)
+    assert desired.loads == ()
+    assert desired.unplaced == {"a": "there are no more workers for it: each of the 2 that can have it has it"}
+
+
 def test_a_second_replica_goes_to_another_zone_when_no_home_decides():
     there = worker("w0", held("a"), zone="z0", node="n0")
     others = [worker(f"w{i}", zone="z0" if i < 7 else "z1", node=f"n{i}") for i in range(1, 8)]
