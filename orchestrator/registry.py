@@ -127,7 +127,7 @@ class Registry:
             adapter = replace(adapter, tenants=_sorted(patch.tenants))
         if "secret_ref" in patch.model_fields_set:
             adapter = replace(adapter, secret=_secret(patch.secret_ref))
-        if asdict_policy(adapter) != asdict_policy(before):
+        if (adapter.min_replicas, adapter.max_replicas) != (before.min_replicas, before.max_replicas):
             _check_bounds(adapter, self._store.rules)
         if adapter != before:
             with self._store.together():

@@ -33,6 +33,15 @@ async def test_a_policy_is_in_force_at_the_next_pass(house):
     assert [len(agent.loaded) for agent in agents] == [1, 1]
 
 
+async def test_bounds_that_the_policy_has_cut_short_since_keep_nothing_else_of_an_adapter_from_changing(house):
+    await house.register(policy={"min_replicas": 2})
+    await house.http.patch("/v1/policy", json={"max_replicas": 1})
+    changed = await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}})
+    assert (changed.status_code, changed.json()["policy"]["priority"]) == (200, 3)
+    refused = await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 3}})
+    assert code(refused) == (400, "invalid_request")
+
+
 async def test_an_adapter_is_changed_and_deleted_only_as_it_was_seen(house):
     await house.register()
     tag = {"if-match": (await house.http.get("/v1/adapters/sql/v1")).headers["etag"]}
