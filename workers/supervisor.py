@@ -6,6 +6,7 @@ Every exit is a failure, because vLLM exits 0 when it crashes (0.32, seen runnin
 import asyncio
 import contextlib
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -23,7 +24,7 @@ from workers.core.restarts import Restarts
 from workers.engines.base import Engine
 from workers.engines.kinds import connect
 from workers.engines.launch import kv_config, launch
-from workers.engines.process import Echo, EngineProcess, free_port, is_listening, is_port_taken
+from workers.engines.process import Echo, EngineProcess, is_listening, is_port_taken, reserve_port
 from workers.wire import Transport
 
 log = structlog.get_logger()
@@ -56,7 +57,7 @@ class Supervisor:
         self._rng = rng
         self._clock = clock
         self._port = _port_of((*own_command, *settings.engine_args)) or settings.engine_port
-        self._has_any_port = self._port == 0
+        self._reserved: socket.socket | None = None  # its port is the engine's, if no setting names one
         self._process: EngineProcess | None = None
         self._restarts = Restarts(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
 
@@ -85,8 +86,15 @@ class Supervisor:
         if self._process is not None:
             grace_s = _UNUSED_S if self._agent.link.engine is None else self._settings.engine_shutdown_s + _SPARE_S
             await self._process.stop(within_s=grace_s)
+        self._forget_port()
         for kind in ("events", "replay"):
             self._settings.socket_path(kind).unlink(missing_ok=True)
+
+    def _forget_port(self) -> None:
+        """Let go of the port that we picked; the next start picks another. One that a setting names stays."""
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved, self._port = None, 0
 
     async def _failed(self, reason: str, *, up_s: float) -> None:
         self._restarts = self._restarts.failed(up_s)
@@ -108,12 +116,13 @@ class Supervisor:
         boot_id = uuid.uuid4().hex
         topic = f"kv@{boot_id}"
         host = self._settings.engine_host
-        self._port = self._port or free_port(host)
+        if self._port == 0:
+            self._reserved = reserve_port(host)
+            self._port = self._reserved.getsockname()[1]
         if is_port_taken(host, self._port):
             # Before the engine is up, whoever has the port would answer for it and be given its adapters.
             message = f"port {self._port} of {host} is taken by another process; see engine_port (0 picks a free one)"
-            if self._has_any_port:
-                self._port = 0
+            self._forget_port()
             raise EngineError("engine_start_failed", message)
         _make_private(self._settings.ipc_dir)
         start = launch(self._settings, port=self._port, topic=topic, own_command=self._own_command)

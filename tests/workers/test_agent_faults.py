@@ -6,8 +6,10 @@ import gc
 import json
 import os
 import random
+import re
 import resource
 import signal
+import socket
 import struct
 import sys
 from pathlib import Path
@@ -312,6 +314,37 @@ async def test_an_engine_whose_port_is_taken_is_not_mistaken_for_whoever_has_it(
             assert f"port {port}" in told.state_reason
     finally:
         stranger.stop()
+
+
+async def test_a_port_that_was_picked_is_given_to_nobody_else_before_the_engine_has_it_nor_when_it_starts_again(worker):
+    go = worker.folder / "go"
+    slow = f'echo "with $@"; until [ -e {go} ]; do sleep 0.02; done; exec {sys.executable} -m workers.engines.sim "$@"'
+    async with worker.running("--", "sh", "-c", slow, "sim", until_ready=False) as client:
+        await until(lambda: _ports(_text(worker.state_dir / "engine.log")))
+        port = _ports(_text(worker.state_dir / "engine.log"))[0]
+        with pytest.raises(OSError, match="in use"):
+            _bind(port)
+        go.touch()
+        await worker.ready(client)
+        assert (await metadata(client)).transport.engine_url.endswith(f":{port}")
+        go.unlink()
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        await until(lambda: len(_ports(_text(worker.state_dir / "engine.log"))) == 2)
+        with pytest.raises(OSError, match="in use"):
+            _bind(port)
+        assert _ports(_text(worker.state_dir / "engine.log")) == [port, port]
+        go.touch()
+        await worker.ready(client)
+
+
+def _ports(text: str) -> list[int]:
+    return [int(port) for port in re.findall(r"^with .*--port (\d+)", text, re.MULTILINE)]
+
+
+def _bind(port: int) -> None:
+    """As one that shares with nobody. Raises OSError when it is another's."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", port))
 
 
 async def test_a_stderr_that_nobody_reads_stops_neither_agent_nor_engine_and_what_it_missed_is_counted(worker):

@@ -187,13 +187,31 @@ def without_secrets(command: Sequence[str]) -> list[str]:
 
 def is_port_taken(host: str, port: int) -> bool:
     """Whether somebody listens there. vLLM 0.32 would share the port without a word: it sets SO_REUSEPORT."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as exc:
-            return exc.errno == errno.EADDRINUSE
+    try:
+        _bound(host, port).close()
+    except OSError as exc:
+        return exc.errno == errno.EADDRINUSE
     return False
+
+
+def reserve_port(host: str) -> socket.socket:
+    """A socket bound to a free port, which is the engine's as long as this is open.
+
+    The system gives it to nobody else, neither who asks for any port nor a connection that leaves from here; an engine
+    binds to it all the same, since every engine's server sets SO_REUSEADDR and nobody listens on this.
+    """
+    return _bound(host, 0)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def is_listening(host: str, port: int) -> bool:
@@ -203,10 +221,3 @@ def is_listening(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def free_port(host: str) -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
