@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from lorafleet.failure import Failure, printable
-from lorafleet.urls import is_http, plain_key
+from lorafleet.urls import is_http, plain_key, shown
 
 
 class Api:
@@ -22,7 +22,7 @@ class Api:
             raise Failure(f"--token, or LORAFLEET_TOKEN: {exc}", status=2) from exc
         if not is_http(self.url):
             named = flag.removeprefix("lorafleet ") or "address"
-            raise Failure(f"{named} {url!r}: must be an address, as http://127.0.0.1:8080", status=2)
+            raise Failure(f"{named} {shown(url)!r}: must be an address, as http://127.0.0.1:8080", status=2)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # Loopback and cluster addresses: a proxy from the environment would only be in the way.
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from lorafleet.kv.sources import Sources, sources_of
 from lorafleet.rates import COUNTERS, Rates, Reading
-from lorafleet.urls import is_http
+from lorafleet.urls import is_http, shown
 from lorafleet.vllm_page import Scrape, parse_metrics
 from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
@@ -178,7 +178,8 @@ def engines_by_id(named: Iterable[str]) -> dict[str, str]:
         id_ = id_ or (urlsplit(url).netloc if is_url and not equals else "")
         if not is_url or not _ID.fullmatch(id_):
             raise ValueError(
-                f"engines: {name!r} must be http://host:port or id=http://host:port, the id of letters, digits and .:_-"
+                f"engines: {shown(name)!r} must be http://host:port or id=http://host:port,"
+                " the id of letters, digits and .:_-"
             )
         if id_ in found:
             raise ValueError(f"engines: {id_!r} is named twice; give one of them another id, as id={url}")

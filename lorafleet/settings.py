@@ -20,7 +20,7 @@ from pydantic_settings import (
 from pydantic_settings.exceptions import SettingsError as Unparsed
 
 from lorafleet import yamls
-from lorafleet.urls import is_http, plain_key
+from lorafleet.urls import is_http, plain_key, shown
 
 S = TypeVar("S", bound="HouseSettings")
 
@@ -32,7 +32,7 @@ class SettingsError(Exception):
 def whole_url(text: str) -> str:
     """The same; raises ValueError for what is no address. Empty is none."""
     if text and not is_http(text):
-        raise ValueError(f"{text!r} must be an address, as http://host:port or https://host:port")
+        raise ValueError(f"{shown(text)!r} must be an address, as http://host:port or https://host:port")
     return text
 
 

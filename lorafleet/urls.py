@@ -1,5 +1,6 @@
 """What counts as an address of HTTP, a name as part of one, and a key in its headers."""
 
+import re
 from urllib.parse import quote, urlsplit
 
 from lorafleet.failure import Failure
@@ -18,14 +19,20 @@ def path_of(name: str) -> str:
 def is_http(text: str) -> bool:
     """Whether it is `http://` or `https://`, a host, perhaps a port that can be one and a path, and no white space.
 
-    Paths are put behind it: it may have no query and no fragment.
+    Paths are put behind it: it may have no query and no fragment. Nor has it a user or password: addresses are logged
+    and shown, and calls carry a bearer key.
     """
     try:
         parts = urlsplit(text)
-        is_whole = bool(parts.hostname) and parts.port != 0
+        is_whole = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
     except ValueError:  # a port that is no number, a bracket that does not close
         return False
     return is_whole and parts.scheme in {"http", "https"} and not any(c.isspace() or c in "?#" for c in text)
+
+
+def shown(text: str) -> str:
+    """What was meant as an address as a message may have it: without user, password and query."""
+    return re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", text))
 
 
 def plain_key(text: str) -> str:

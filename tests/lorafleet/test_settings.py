@@ -165,9 +165,12 @@ def test_what_is_no_address_is_refused_at_the_start_and_named(house, flag):
         "http://f oo",
         "http://foo?x",
         "http://foo/#x",
+        "http://me:hidden@foo",
+        "http://foo?key=hidden",
     ):
-        with pytest.raises(SettingsError, match=refused):
+        with pytest.raises(SettingsError, match=refused) as caught:
             load(house, [*given, text], prog="it")
+        assert "hidden" not in str(caught.value)
     load(house, [*given, "https://[::1]:8080/below"], prog="it")
 
 
