@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from workers.engines.process import reserve_port
 
 Kind = Literal["sim", "vllm", "sglang"]
 
@@ -98,8 +99,11 @@ def start_engine(
     flags        come after `FLAGS`, so that they win
     raises       RuntimeError with the end of the engine's log when it exits or is not up in time
     """
+    if not port:
+        more = {"served_model_name": served_model_name, "flags": flags, "environment": environment, "host": host}
+        with reserve_port(host) as reserved:
+            return start_engine(kind, model_dir, **more, port=reserved.getsockname()[1])
     folder = Path(tempfile.mkdtemp(prefix="engine-", dir="/tmp"))  # short: an ipc path has at most 107 bytes
-    port = port or free_port()
     kv_endpoint, replay_endpoint = f"ipc://{folder}/kv", f"ipc://{folder}/replay"
     events = {"publisher": "zmq", "endpoint": kv_endpoint, "replay_endpoint": replay_endpoint, "topic": "kv"}
     python, model_flag, own = sys.executable, "--model", FLAGS
@@ -129,13 +133,6 @@ def start_engine(
         raise
     started_in_s = time.monotonic() - began
     return RunningEngine(kind, url, served_model_name, kv_endpoint, replay_endpoint, log, process, started_in_s, folder)
-
-
-def free_port() -> int:
-    """A loopback port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
