@@ -22,6 +22,7 @@ BROUGHT = {
     },
     "ipv6-hpa": {"Secret": {"my-tokens"}},
     "attached": {"Secret": {"old-engines"}},
+    "numbers": {"Secret": {"1", "2", "3", "4", "9", "11"}, "PersistentVolumeClaim": {"14"}},
 }
 
 cases = pytest.mark.parametrize("case", VALUES)

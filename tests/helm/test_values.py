@@ -68,6 +68,13 @@ def test_images_are_named_by_registry_tag_or_digest():
     assert image("everything", "StatefulSet", "fleet-lorafleet-sglang") == f"{ours}-agent-sglang:1"
 
 
+def test_a_release_may_have_a_number_for_a_name():
+    done = run(helm(), "template", "2026", str(CHART), "--set", "fullnameOverride=fleet")
+    assert done.returncode == 0, done.stderr
+    for item in filter(None, yaml.safe_load_all(done.stdout)):
+        assert item["metadata"]["labels"]["app.kubernetes.io/instance"] == "2026"
+
+
 def test_addresses_of_ipv6_pods_stand_in_brackets():
     worker = one("ipv6-hpa", "StatefulSet", "lora-gpu")["spec"]["template"]["spec"]["containers"][0]
     seen = {entry["name"]: entry.get("value") for entry in worker["env"]}

@@ -14,10 +14,10 @@
 {{/* What selectors match: never changed after the install. (dict "root" $ "component" "router" "pool" "") */}}
 {{- define "lorafleet.selector" -}}
 app.kubernetes.io/name: lorafleet
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .pool }}
-lorafleet.io/pool: {{ . }}
+lorafleet.io/pool: {{ . | quote }}
 {{- end }}
 {{- end }}
 

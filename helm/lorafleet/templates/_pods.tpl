@@ -22,14 +22,14 @@ capabilities:
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
 {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
 {{- end }}
 {{- end }}
 {{- with .given.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .given.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .given.nodeSelector }}
 nodeSelector:
@@ -102,7 +102,7 @@ valueFrom:
 - name: {{ .name }}
   valueFrom:
     secretKeyRef:
-      name: {{ include "lorafleet.tokensSecret" .root }}
+      name: {{ include "lorafleet.tokensSecret" .root | quote }}
       key: {{ include "lorafleet.tokenKey" . }}
 {{- end }}
 
@@ -111,7 +111,7 @@ valueFrom:
 {{- if .Values.monitoring.needKey -}}
 authorization:
   credentials:
-    name: {{ include "lorafleet.tokensSecret" . }}
+    name: {{ include "lorafleet.tokensSecret" . | quote }}
     key: {{ include "lorafleet.tokenKey" (dict "root" . "role" "metrics") }}
 {{- end -}}
 {{- end }}
@@ -121,7 +121,7 @@ authorization:
 - name: keys
   secret:
     {{- if .root.Values.auth.existingSecret }}
-    secretName: {{ .root.Values.auth.existingSecret }}
+    secretName: {{ .root.Values.auth.existingSecret | quote }}
     items:
       - key: {{ .house }}-keys.yaml
         path: keys.yaml
@@ -133,7 +133,7 @@ authorization:
 {{- range $index, $name := .root.Values.auth.existingKeySecrets }}
 - name: keys-{{ $index }}
   secret:
-    secretName: {{ $name }}
+    secretName: {{ $name | quote }}
     defaultMode: 0440
 {{- end }}
 {{- end }}
