@@ -68,6 +68,13 @@ def test_images_are_named_by_registry_tag_or_digest():
     assert image("everything", "StatefulSet", "fleet-lorafleet-sglang") == f"{ours}-agent-sglang:1"
 
 
+@pytest.mark.parametrize("name", ["team.fleet", "2026"])
+def test_a_release_whose_name_no_service_can_have_is_refused(name):
+    done = run(helm(), "template", name, str(CHART))
+    assert f'the release\'s name makes "{name}-lorafleet"' in done.stderr
+    assert "give fullnameOverride" in done.stderr
+
+
 def test_a_release_may_have_a_number_for_a_name():
     done = run(helm(), "template", "2026", str(CHART), "--set", "fullnameOverride=fleet")
     assert done.returncode == 0, done.stderr

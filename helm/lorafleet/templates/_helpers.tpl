@@ -98,6 +98,10 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 
 {{/* What no schema can say, because it is about two values at once. */}}
 {{- define "lorafleet.check" -}}
+{{- $fullname := include "lorafleet.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $fullname) }}
+{{- fail (printf "the release's name makes %q, and a Service's name begins with a letter and has no dots: give fullnameOverride" $fullname) }}
+{{- end }}
 {{- $accepted := list -}}
 {{- range .Values.auth.accept }}{{- $accepted = append $accepted (int .) }}{{- end }}
 {{- if and (not .Values.auth.existingSecret) (not (has (int .Values.auth.use) $accepted)) }}
@@ -121,6 +125,9 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{- $pool := include "lorafleet.pool" (dict "root" $ "pool" .) | fromYaml }}
 {{- if has .name (list "router" "orchestrator" "worker" "tokens" "keys") }}{{- fail (printf "pools: the name %q is taken by the chart itself; give another" .name) }}{{- end }}
 {{- if and (eq $pool.engine "sglang") (not $pool.image.repository) }}{{- fail (printf "pool %s: agentImage has vLLM; give pool.image.repository an image with SGLang and the agent" .name) }}{{- end }}
+{{- $name := include "lorafleet.poolName" (dict "root" $ "pool" .) }}
+{{- /* Its pods' label controller-revision-hash is its name and 11 characters, and a label has 63: Kubernetes, ControllerRevisionName. */}}
+{{- if and (eq $pool.kind "StatefulSet") (gt (len $name) 52) }}{{- fail (printf "pool %s: its StatefulSet would be named %s, of %d characters, and pods of one of more than 52 cannot be made: give the pool a shorter name, or fullnameOverride" .name $name (len $name)) }}{{- end }}
 {{- if gt (int $pool.maxLoras) (int $pool.maxCpuLoras) }}{{- fail (printf "pool %s: maxCpuLoras %d must be at least maxLoras %d: what runs in a batch is held in host memory, too" .name (int $pool.maxCpuLoras) (int $pool.maxLoras)) }}{{- end }}
 {{- if and $pool.autoscaling.enabled (eq $pool.autoscaling.type "keda") (not $.Values.monitoring.prometheusUrl) }}{{- fail (printf "pool %s: autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" .name) }}{{- end }}
 {{- if and (eq $pool.kind "Deployment") $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: a Deployment's pods share their volumes: use cache.existingClaim (ReadWriteMany), or kind StatefulSet for cache.persistent" .name) }}{{- end }}
