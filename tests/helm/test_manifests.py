@@ -7,8 +7,18 @@ import kubernetes_validate
 import pytest
 
 from tests.helm.kinds import KINDS
-from tests.helm.rendering import CHART, NAMESPACE, VALUES, containers, manifests, of_kind, pod_templates, secret
-from tests.kube.binaries import helm, run
+from tests.helm.rendering import (
+    CHART,
+    NAMESPACE,
+    VALUES,
+    containers,
+    manifests,
+    of_kind,
+    pod_templates,
+    rendered,
+    secret,
+)
+from tests.kube.binaries import helm, kubectl, run
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -88,6 +98,15 @@ def test_names_labels_and_quantities_are_what_kubernetes_takes(case):
             if key in {"sizeLimit", "storage"} and not QUANTITY.fullmatch(str(value)):
                 wrong.append(f"{kind} {name}{path}: {key}={value}")
     assert wrong == []
+
+
+@cases
+def test_kustomize_takes_it_as_flux_asks_it_to(case, tmp_path):
+    """It refuses a key that is in a map twice, which helm and kubectl overlook."""
+    (tmp_path / "chart.yaml").write_text(rendered(case))
+    (tmp_path / "kustomization.yaml").write_text("resources: [chart.yaml]")
+    done = run(kubectl(), "kustomize", str(tmp_path))
+    assert done.returncode == 0, done.stderr
 
 
 @cases

@@ -53,6 +53,14 @@ def test_a_pool_takes_from_the_defaults_what_it_does_not_say_itself():
     }  # fmt: skip
 
 
+def test_labels_of_ones_own_come_before_those_of_all_and_those_before_the_charts():
+    worker = one("ipv6-hpa", "StatefulSet", "lora-gpu")
+    assert worker["metadata"]["labels"]["app.kubernetes.io/part-of"] == "llm"
+    assert worker["metadata"]["labels"]["team"] == "ml"
+    assert worker["spec"]["template"]["metadata"]["labels"]["team"] == "gpu"
+    assert one("found", "PodMonitor", "fleet-lorafleet-worker")["metadata"]["labels"]["team"] == "sre"
+
+
 def test_images_are_named_by_registry_tag_or_digest():
     def image(case, kind, name):
         return one(case, kind, name)["spec"]["template"]["spec"]["containers"][0]["image"]

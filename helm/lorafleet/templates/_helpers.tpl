@@ -21,21 +21,19 @@ lorafleet.io/pool: {{ . | quote }}
 {{- end }}
 {{- end }}
 
+{{/* `more`: those that values give this object; a key that is there twice is refused by kustomize, and so by Flux. */}}
 {{- define "lorafleet.labels" -}}
 {{ include "lorafleet.selector" . }}
-app.kubernetes.io/part-of: lorafleet
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{ toYaml (merge (dict) (.more | default dict) .root.Values.commonLabels (dict "app.kubernetes.io/part-of" "lorafleet")) }}
 {{- end }}
 
 {{/* Of pods: nothing that a new chart changes by itself, or every upgrade would restart every engine. */}}
 {{- define "lorafleet.podLabels" -}}
 {{ include "lorafleet.selector" . }}
-{{- with .root.Values.commonLabels }}
+{{- with merge (dict) (.more | default dict) .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
