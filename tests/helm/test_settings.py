@@ -159,7 +159,16 @@ def test_a_deployment_of_workers_has_not_failed_while_its_model_loads():
 
 
 @pytest.mark.parametrize(
-    ("size", "half"), [("100Gi", 50 << 30), ("1.5Ti", 768 << 30), ("1Gi", 1 << 29), ("10G", 5 * 10**9)]
+    ("size", "half"),
+    [
+        ("100Gi", 50 << 30),
+        ("1.5Ti", 768 << 30),
+        ("1Gi", 1 << 29),
+        ("10G", 5 * 10**9),
+        ("2Pi", 1 << 50),
+        (107374182400, 50 << 30),
+        ("107374182400", 50 << 30),
+    ],
 )
 def test_adapters_may_fill_half_of_a_workers_volume(tmp_path, size, half):
     path = tmp_path / "values.yaml"

@@ -88,9 +88,12 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 
 {{/* Bytes of a quantity, as 100Gi, 1.5T or a number. */}}
 {{- define "lorafleet.bytes" -}}
-{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 -}}
-{{- $number := regexFind "^[0-9.]+" (toString .) -}}
-{{- $unit := trimPrefix $number (toString .) -}}
+{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "Ei" 1152921504606846976 -}}
+{{- $units = merge $units (dict "m" 0.001 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "P" 1000000000000000 "E" 1000000000000000000) -}}
+{{- /* A number of a file comes as a float, and a large one's text has an exponent. */ -}}
+{{- $text := ternary (toString .) (printf "%d" (int64 .)) (kindIs "string" .) -}}
+{{- $number := regexFind "^[0-9.]+" $text -}}
+{{- $unit := trimPrefix $number $text -}}
 {{- mulf (float64 $number) (get $units $unit | default 1) | int64 -}}
 {{- end }}
 
