@@ -32,7 +32,10 @@ BROUGHT = {
     },
     "ipv6-hpa": {"Secret": {"my-tokens"}},
     "attached": {"Secret": {"old-engines"}},
-    "numbers": {"Secret": {"1", "2", "3", "4", "9", "11"}, "PersistentVolumeClaim": {"14"}},
+    "numbers": {
+        "Secret": {"1", "registry.example.com", "2", "3", "tenants.eu", "4", "9", "11"},
+        "PersistentVolumeClaim": {"14"},
+    },
 }
 
 cases = pytest.mark.parametrize("case", VALUES)
