@@ -119,6 +119,14 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{- if ge (add (int .renewSeconds) (int .marginSeconds)) (int64 .durationSeconds) }}{{- fail (printf "orchestrator.lease: renewSeconds %d and marginSeconds %d together must be less than durationSeconds %d: the Lease could not be renewed in time" (int .renewSeconds) (int .marginSeconds) (int .durationSeconds)) }}{{- end }}
 {{- end }}
 {{- if ne (gt (int .Values.attach.engineSlots) 0) (gt (len .Values.attach.engineRoots) 0) }}{{- fail "attach.engineSlots and attach.engineRoots: give both, or neither: adapters are loaded from the engines' own folders" }}{{- end }}
+{{- with .Values.router.autoscaling }}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) }}{{- fail (printf "router.autoscaling: minReplicas %d is more than maxReplicas %d" (int .minReplicas) (int .maxReplicas)) }}{{- end }}
+{{- end }}
+{{- $ids := dict -}}
+{{- range .Values.adapters }}
+{{- if hasKey $ids .lora_id }}{{- fail (printf "adapters: two have the lora_id %q; each needs one of its own" .lora_id) }}{{- end }}
+{{- $_ := set $ids .lora_id true }}
+{{- end }}
 {{- $seen := dict -}}
 {{- range .Values.pools }}
 {{- if hasKey $seen .name }}{{- fail (printf "pools: two are named %q; each needs a name of its own" .name) }}{{- end }}
@@ -131,6 +139,7 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{- if and (eq $pool.kind "StatefulSet") (gt (len $name) 52) }}{{- fail (printf "pool %s: its StatefulSet would be named %s, of %d characters, and pods of one of more than 52 cannot be made: give the pool a shorter name, or fullnameOverride" .name $name (len $name)) }}{{- end }}
 {{- if gt (int $pool.maxLoras) (int $pool.maxCpuLoras) }}{{- fail (printf "pool %s: maxCpuLoras %d must be at least maxLoras %d: what runs in a batch is held in host memory, too" .name (int $pool.maxCpuLoras) (int $pool.maxLoras)) }}{{- end }}
 {{- if and $pool.autoscaling.enabled (eq $pool.autoscaling.type "keda") (not $.Values.monitoring.prometheusUrl) }}{{- fail (printf "pool %s: autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" .name) }}{{- end }}
+{{- with $pool.autoscaling }}{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) }}{{- fail (printf "pool %s: autoscaling.minReplicas %d is more than maxReplicas %d" $pool.name (int .minReplicas) (int .maxReplicas)) }}{{- end }}{{- end }}
 {{- if and (eq $pool.kind "Deployment") $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: a Deployment's pods share their volumes: use cache.existingClaim (ReadWriteMany), or kind StatefulSet for cache.persistent" .name) }}{{- end }}
 {{- if and $pool.cache.existingClaim $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: cache.existingClaim and cache.persistent.enabled: one volume; leave one out" .name) }}{{- end }}
 {{- if and $pool.demoModel $pool.modelVolume }}{{- fail (printf "pool %s: demoModel makes the model in a volume of its own; leave modelVolume out" .name) }}{{- end }}
