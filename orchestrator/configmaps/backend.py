@@ -193,6 +193,7 @@ class ConfigMaps:
 
     def accepted(self, table: str, key: str, name: str) -> None:
         """It is taken in; also where nothing of it was new, so that the object says so."""
+        self.drafts.lost.discard(name)
         self.say(name, "")
         self.writer.mark([Key(1, table, key)])
 

@@ -168,6 +168,23 @@ async def test_of_two_objects_for_one_adapter_the_older_counts_until_it_is_gone(
     assert seat.store.adapters["sql/v1"].source == "hf://acme/second"
 
 
+@pytest.mark.parametrize("is_told_first", [True, False])
+async def test_an_object_that_is_renamed_takes_nothing_from_its_adapter(seat, people, is_told_first):
+    """As tools do it that put a hash into the name: the new one is made, then the old one is deleted."""
+    await people.apply("sql-1", SQL)
+    await people.said("sql-1", "accepted")
+    for old, new in (("sql-1", "sql-2"), ("sql-2", "sql-1")):
+        await people.apply(new, SQL | {"tenants": [new]})
+        if is_told_first:
+            await people.event(new, "NameTaken")
+        await people.delete(old)
+        await people.said(new, "accepted")
+        assert seat.store.adapters["sql/v1"].tenants == (new,)
+    assert seat.store.history(kinds=["adapter_deleted"]) == []
+    await people.delete("sql-1")
+    await until(lambda: seat.store.adapters["sql/v1"].is_deleting)
+
+
 async def test_a_copy_of_an_object_with_all_its_annotations_is_a_second_object_all_the_same(seat, people):
     await people.apply("first", SQL)
     await people.said("first", "accepted")
