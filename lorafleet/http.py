@@ -19,6 +19,7 @@ log = structlog.get_logger()
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _MOST_SHOWN = 80  # of what a caller sent, in a message
+_MOST_FINDINGS = 10  # of a body, in a message
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
@@ -43,11 +44,13 @@ def envelope(status: int, code: str, message: str, param: str | None = None) -> 
 
 def said_wrong(errors: Sequence[Any]) -> str:
     """Pydantic's findings as one line: where, what is allowed there, and what was found."""
-    return "; ".join(f"{_where(error['loc'])}: {what_is_wrong(error)}{_found(error)}" for error in errors)
+    said = [f"{_where(error['loc'])}: {what_is_wrong(error)}{_found(error)}" for error in errors[:_MOST_FINDINGS]]
+    more = len(errors) - _MOST_FINDINGS
+    return "; ".join([*said, f"and {more} more"] if more > 0 else said)
 
 
 def _where(loc: Sequence[object]) -> str:
-    return ".".join(str(part) for part in loc if part != "body") or "body"
+    return _short(".".join(str(part) for part in loc if part != "body")) or "body"
 
 
 def _found(error: Any) -> str:

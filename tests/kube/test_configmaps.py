@@ -126,6 +126,11 @@ WRONG = {
         "min_replicas 3 is above max_replicas 2",
     ),
     "an unknown target": ("alias", "name: a\ntargets: [{lora_id: nobody/v1}]", "'nobody/v1' is not registered"),
+    "far too much": (
+        "adapter",
+        "lora_id: a/v1\nsource: x\n" + "\n".join(f"{'k' * 40}{number}: 1" for number in range(5000)),
+        "; and 4990 more",
+    ),
     "a policy out of range": ("policy", "reserve_slots: -1", "reserve_slots: Input should be greater than"),
 }
 
