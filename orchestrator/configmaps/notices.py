@@ -69,7 +69,7 @@ class Notices:
         return {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": f"{name_of(about)[:200]}.{what}", "namespace": self._namespace},
+            "metadata": {"name": f"{name_of(about)[:200].rstrip('-.')}.{what}", "namespace": self._namespace},
             "involvedObject": {
                 "apiVersion": "v1",
                 "kind": "ConfigMap",

@@ -327,6 +327,13 @@ async def test_a_label_that_vanishes_deletes_nothing(seat, seats, people, label)
     await until(has(again, "sql/v1"))
 
 
+@pytest.mark.parametrize("sign", ["-", "."])
+async def test_an_object_with_a_long_name_is_told_of_too(seat, people, sign):
+    name = f"{'a' * 199}{sign}{'b' * 30}"
+    await people.apply(name, {"lora_id": "a/v1"})
+    assert (await people.event(name, "InvalidRequest"))["message"] == "source: Field required"
+
+
 async def test_a_kind_that_nobody_knows_is_said_so(seat, people):
     await people.apply("odd", None, text="x", labels={KIND: "adaptor", FLEET: FLEET_NAME})
     event = await people.event("odd", "UnknownKind")
