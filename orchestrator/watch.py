@@ -156,7 +156,9 @@ class Watcher:
             self._poke()
 
     async def _probe(self, worker_id: str) -> None:
-        entry = self._fleet.entries[worker_id]
+        entry = self._fleet.entries.get(worker_id)
+        if entry is None:
+            return  # lost for long, and forgotten in the very pass that wanted it asked
         report, timeout_s = entry.report, self._settings.probe_timeout_s
         agent = asyncio.create_task(self._agents.metadata(report.agent_url, timeout_s=timeout_s))
         engine: asyncio.Task[frozenset[str] | None] | None = None

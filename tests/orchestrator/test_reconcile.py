@@ -241,6 +241,24 @@ async def test_a_lost_workers_adapters_are_placed_elsewhere_at_once(house, clock
     assert "sql/v1" in other.loaded
 
 
+async def test_a_lost_worker_is_forgotten_in_the_pass_that_would_ask_it_again_and_no_task_breaks(open_house, clock):
+    house = open_house(forget_after_s=60)
+    agent = await house.worker()
+    report = agent.metadata() | {"agent_url": "http://127.0.0.1:9", "transport": {"engine_url": "http://127.0.0.1:9"}}
+    await house.http.post("/v1/workers/register", json={"metadata": report})
+    house.agents.clear()
+    clock.now += house.settings.lost_after_s + 1
+    await house.turn()
+    assert (await house.http.get("/v1/workers/w0")).json()["state"] == "lost"
+    unhandled = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unhandled.append(context))
+    clock.now += 61
+    await house.turn()
+    assert house.reconciler.fleet.entries == {}
+    gc.collect()
+    assert unhandled == []
+
+
 async def test_a_worker_whose_address_another_one_has_is_lost_and_what_it_held_is_placed(house, clock):
     agent = await house.worker("w0")
     await house.register(policy={"loading": "eager"})
