@@ -141,6 +141,8 @@ class Reconciler:
     def begin_term(self) -> None:
         """We lead, under an epoch that nobody has had."""
         self._term_began_at = self._clock()
+        # Whoever has led since our last term may have been told to forget them, or that an adapter is another one.
+        self._underway.failures.clear()
         self._watcher.claim_all()
         self.poke()
 

@@ -83,6 +83,12 @@ class FailureBook:
             del self.current[pair]
         self._streaks = {pair: row for pair, row in self._streaks.items() if pair[0] != lora_id}
 
+    def clear(self) -> None:
+        """Let every adapter be tried anywhere, as if none had ever failed."""
+        self.current.clear()
+        self._of.clear()
+        self._streaks.clear()
+
     def expire(self, now: float) -> None:
         for pair in [pair for pair, failure in self.current.items() if failure.until <= now]:
             self._drop(pair)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -490,6 +491,32 @@ async def test_what_is_deleted_and_registered_anew_is_not_held_to_what_failed_be
     await house.settle()
     agent.refuse.clear()
     assert (await house.register(source="file:///right"))["error"] is None
+    await house.ensure()
+    await house.settle()
+    assert (await house.adapter())["state"] == "ready"
+
+
+async def test_what_failed_in_a_term_of_ours_is_not_held_against_what_another_leader_registered_since(open_house):
+    house = open_house()
+    agent = await house.worker()
+    agent.refuse["sql/v1"] = "source_not_found"
+    await house.register(source="file:///wrong")
+    await house.settle()
+    assert (await house.adapter())["state"] == "failed"
+    await house.whole.leadership.release()
+    other = open_house()
+    await other.join(agent)
+    await other.http.delete("/v1/adapters/sql/v1")
+    await other.settle()
+    agent.refuse.clear()
+    await other.register(source="file:///right")
+    await other.settle()
+    await other.whole.leadership.release()
+    await house.reconciler.prepare_term()
+    house.whole.leadership.lead_until(math.inf)
+    await house.settle()
+    item = await house.adapter()
+    assert (item["source"], item["state"], item["error"]) == ("file:///right", "registered", None)
     await house.ensure()
     await house.settle()
     assert (await house.adapter())["state"] == "ready"
