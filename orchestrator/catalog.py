@@ -34,6 +34,11 @@ class CatalogBook:
     def revision(self) -> int:
         return self._store.revision
 
+    def begin(self) -> None:
+        """A term begins: what another leader may have told before it is not known here."""
+        self._events.clear()
+        self._oldest = self.revision
+
     def emit(self, kind: str, *, lora_id: str | None = None, worker_id: str | None = None, message: str = "") -> int:
         """Add an event; returns the revision that it made."""
         if len(self._events) == self._events.maxlen:

@@ -116,7 +116,7 @@ class Forwarder:
         answer = await self._while_it_leads(leader, self._client.send(upstream, stream=True))
         self._metrics.forwarded.labels("ok").inc()
         kept = {k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP}
-        return StreamingResponse(self._body(answer), status_code=answer.status_code, headers=kept)
+        return StreamingResponse(self._body(leader, answer), status_code=answer.status_code, headers=kept)
 
     async def _while_it_leads(self, leader: Hold, sending: Awaitable[httpx.Response]) -> httpx.Response:
         """Its answer. Some calls wait for minutes, so what ends the wait is that it leads no longer: TimeoutError. Or
@@ -129,26 +129,30 @@ class Forwarder:
             looks_left -= self._is_stopping()
             if not looks_left:
                 raise _Stopping
-            now = self._leadership.other
-            if now is None or now.holder != leader.holder:
+            if not self._leads(leader):
                 raise TimeoutError("it leads no longer")
 
         return await watched(sending, look, every_s=_LOOK_EVERY_S)
 
-    async def _body(self, answer: httpx.Response) -> AsyncIterator[bytes]:
+    def _leads(self, leader: Hold) -> bool:
+        now = self._leadership.other
+        return now is not None and now.holder == leader.holder
+
+    async def _body(self, leader: Hold, answer: httpx.Response) -> AsyncIterator[bytes]:
         """As it comes; the connection to the leader ends with it, however that ends."""
         is_events = answer.headers.get("content-type", "").startswith("text/event-stream")
         pieces = answer.aiter_raw()
         try:
-            async for piece in self._until_stopping(pieces) if is_events else pieces:
+            async for piece in self._until_its_end(leader, pieces) if is_events else pieces:
                 yield piece
         finally:
             await answer.aclose()
 
-    async def _until_stopping(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _until_its_end(self, leader: Hold, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Or ours, or that of its term: one that hangs says nothing of it."""
         coming = asyncio.ensure_future(anext(pieces, None))
         try:
-            while not self._is_stopping():
+            while not self._is_stopping() and self._leads(leader):
                 if (await asyncio.wait([coming], timeout=_LOOK_EVERY_S))[0]:
                     try:
                         piece = coming.result()

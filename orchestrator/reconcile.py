@@ -143,6 +143,7 @@ class Reconciler:
         self._term_began_at = self._clock()
         # Whoever has led since our last term may have been told to forget them, or that an adapter is another one.
         self._underway.failures.clear()
+        self.catalog.begin()
         self._watcher.claim_all()
         self.poke()
 
@@ -151,6 +152,7 @@ class Reconciler:
         self._tasks.cancel()
         self._underway.clear()
         self.store.let_go()
+        self.catalog.changed.notify()  # whoever follows it is to follow another's
 
     # -- the loop ---------------------------------------------------------------------------------------------
 

@@ -80,7 +80,11 @@ def router_routes(
         start = last_event_id if last_event_id is not None else since
         start = catalog.revision if start is None else start
         catalog.since(start)
-        stream = catalog.follow(start, keep_alive_s=settings.keep_alive_s, is_stopping=is_stopping)
+        stream = catalog.follow(
+            start,
+            keep_alive_s=settings.keep_alive_s,
+            is_stopping=lambda: is_stopping() or not reconciler.is_leading,
+        )
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     @api.post("/v1/usage")

@@ -111,6 +111,17 @@ async def test_a_stream_of_events_ends_in_order_when_the_orchestrator_that_forwa
         await asyncio.wait_for(leader.left.wait(), 5)
 
 
+async def test_a_stream_of_events_ends_in_order_when_its_leader_leads_no_longer_though_it_says_nothing(leader):
+    leadership = standby(leader.url)
+    async with forwarding(leadership) as client, client.stream("GET", "/v1/events") as answer:
+        pieces = answer.aiter_bytes()
+        assert await anext(pieces) == b"data: one\n\n"
+        leadership.other = None
+        async with asyncio.timeout(5):
+            assert [piece async for piece in pieces] == []
+        await asyncio.wait_for(leader.left.wait(), 5)
+
+
 async def test_a_stream_of_events_ends_in_order_when_the_leader_dies():
     async def die(_reader, writer):
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
@@ -448,6 +449,35 @@ async def test_events_older_than_the_buffer_are_410(open_house):
     assert house.reconciler.catalog.since(start)
     await house.register("a9")
     for since in (start, 1, 10**18):
+        answer = await house.http.get("/v1/events", params={"since": since})
+        assert (answer.status_code, code(answer)) == (410, "events_expired")
+
+
+async def test_a_stream_of_events_ends_with_the_term_of_whoever_tells_them(open_house):
+    house = open_house()
+    async with (
+        serving(house.whole.app) as url,
+        httpx.AsyncClient() as client,
+        client.stream("GET", f"{url}/v1/events") as it,
+    ):
+        lines = it.aiter_lines()
+        assert (await anext(lines)).startswith(": following")
+        house.whole.leadership.doubt("another leads")
+        async with asyncio.timeout(5):
+            assert [line async for line in lines if line] == []
+
+
+async def test_events_of_another_leaders_term_are_410(open_house):
+    house = open_house()
+    before = (await house.catalog())["revision"]
+    await house.whole.leadership.release()
+    other = open_house()
+    await other.register("told-by-the-other")
+    between = (await other.catalog())["revision"]
+    await other.whole.leadership.release()
+    await house.reconciler.prepare_term()
+    house.whole.leadership.lead_until(math.inf)
+    for since in (before, between):
         answer = await house.http.get("/v1/events", params={"since": since})
         assert (answer.status_code, code(answer)) == (410, "events_expired")
 
