@@ -244,7 +244,13 @@ class _Pass:
             for adapter in board.intent.adapters.values()
             if not adapter.is_inspected and not adapter.is_deleting and adapter.quarantine is None
         ]
-        for adapter in sorted(unknown, key=lambda adapter: adapter.lora_id) if ready else ():
+        wants = board.demand.wants
+
+        def order(adapter: Adapter) -> tuple[bool, str]:
+            # A request waits for a minute; of thousands that are registered at once the last is looked at later.
+            return adapter.lora_id not in wants, adapter.lora_id
+
+        for adapter in sorted(unknown, key=order) if ready else ():
             lora_id = adapter.lora_id
             if lora_id in board.observed.inspecting:
                 continue

@@ -463,6 +463,17 @@ async def test_what_one_worker_cannot_get_right_is_no_fault_of_an_adapter_that_w
     assert len([verb for verb, _ in first.operations() if verb == "load_lora"]) == 1
 
 
+async def test_of_many_that_are_not_inspected_yet_the_one_that_is_asked_for_is_looked_at_first(open_house):
+    house = open_house(inspects_in_flight=1)
+    agent = await house.worker()
+    for lora_id in ("a/v1", "b/v1", "z/v1"):
+        await house.register(lora_id)
+    await house.ensure("z/v1")
+    await house.settle()
+    inspected = [lora_id for verb, lora_id in agent.operations() if verb == "inspect_lora"]
+    assert inspected == ["z/v1", "a/v1", "b/v1"]
+
+
 async def test_who_asks_for_an_adapter_that_fits_on_no_worker_is_told_at_once_and_has_it_once_one_takes_it(house):
     agent = await house.worker()
     agent.ranks["file:///sql"] = 128
