@@ -36,6 +36,11 @@ class Entry:
     def is_terminating(self) -> bool:
         return self.found is not None and self.found.is_terminating
 
+    @property
+    def base_models(self) -> frozenset[str]:
+        """Every name under which it serves its base model."""
+        return frozenset({self.report.model.name, self.report.model.base_model})
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -161,9 +166,7 @@ class Fleet:
 
     def base_model_names(self) -> frozenset[str]:
         """Every name under which a worker serves its base model."""
-        return frozenset(
-            name for entry in self.entries.values() for name in (entry.report.model.name, entry.report.model.base_model)
-        )
+        return frozenset(name for entry in self.entries.values() for name in entry.base_models)
 
     def snapshot(
         self,
@@ -212,7 +215,7 @@ class Fleet:
         return Worker(
             id=report.instance_id,
             state=WARMING if is_warming(entry, intent) else state_of(entry, intent),
-            base_models=frozenset({report.model.name, report.model.base_model}),
+            base_models=entry.base_models,
             slots=capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0,
             max_lora_rank=report.lora.max_lora_rank,
             held=held,

@@ -58,7 +58,7 @@ class Reads:
         return None if adapter is None else adapter.digest
 
     def ready_on(self, lora_id: str) -> list[str]:
-        """Workers where the adapter answers requests now: the right bytes, not draining."""
+        """Workers where the adapter answers requests now: the right bytes and base model, not draining."""
         return sorted(
             worker_id
             for worker_id, entry in self._fleet.entries.items()
@@ -77,7 +77,10 @@ class Reads:
     def _is_ready(self, lora: LoadedLora, worker_id: str) -> bool:
         if lora.state != "ready" or (lora.lora_id, worker_id) in self._underway.drains:
             return False
-        return lora.digest != "" and lora.digest == self.digest(lora.lora_id)
+        adapter = self._store.adapters.get(lora.lora_id)
+        if adapter is None or lora.digest == "" or lora.digest != adapter.digest:
+            return False
+        return adapter.base_model is None or adapter.base_model in self._fleet.entries[worker_id].base_models
 
     def loading_on(self, lora_id: str) -> list[str]:
         return sorted(worker_id for name, worker_id in self._underway.loading if name == lora_id)

@@ -94,6 +94,8 @@ class Board:
                 adapter = adapters.get(held.lora_id)
                 if adapter is None or held.state not in OCCUPYING or not is_same(adapter, held):
                     continue
+                if not worker.serves(adapter.base_model):
+                    continue
                 # Its agent does not answer: nobody knows when that load ends, and somebody may wait for the adapter.
                 if held.state == "loading" and worker.state == "unmanaged":
                     continue

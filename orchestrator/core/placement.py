@@ -187,22 +187,25 @@ class _Pass:
             return "deleted" if board.intent.tombstones.get(held.lora_id) == held.digest else None
         if adapter.is_deleting:
             return "deleted"
+        if not worker.serves(adapter.base_model):
+            return f"of {adapter.base_model!r}, which this worker does not serve"
         if (
             worker.state == "draining"
             and not worker.is_terminating
             and not adapter.quarantine
             and is_same(adapter, held)
         ):
-            ready = self._ready_elsewhere(held.lora_id, worker.id)
+            ready = self._ready_elsewhere(adapter, worker.id)
             if ready >= max(1, min(board.floor(adapter), board.most(adapter))):
                 return f"moved: {ready} ready elsewhere, this worker drains"
         return None
 
-    def _ready_elsewhere(self, lora_id: str, worker_id: str) -> int:
+    def _ready_elsewhere(self, adapter: Adapter, worker_id: str) -> int:
+        lora_id = adapter.lora_id
         return sum(
             w.id != worker_id and w.state in SERVING and w.held[lora_id].state == "ready"
             for w in self.board.workers
-            if lora_id in w.held
+            if lora_id in w.held and w.serves(adapter.base_model)
         )
 
     def _leaving(self) -> Iterable[str]:

@@ -120,6 +120,13 @@ class Worker:
         is_open = self.state == "ready" and self.slots > 0
         return is_open and base_model in self.base_models and rank <= self.max_lora_rank
 
+    def serves(self, base_model: str | None) -> bool:
+        """Whether requests for an adapter of this base model go there; None: not known yet.
+
+        What its engine holds may be of another: an agent that starts again under another name brings it back.
+        """
+        return base_model is None or base_model in self.base_models
+
     @property
     def occupied(self) -> int:
         return sum(held.state in OCCUPYING for held in self.held.values())

@@ -260,6 +260,23 @@ async def test_a_lost_worker_is_forgotten_in_the_pass_that_would_ask_it_again_an
     assert unhandled == []
 
 
+async def test_a_copy_on_a_worker_that_serves_another_base_model_by_now_is_no_copy_and_gives_up_its_slot(house, clock):
+    for name in ("w0", "w1"):
+        await house.worker(name)
+    await ready(house)
+    (home,) = (await house.adapter())["workers"]
+    # It was started again, under another name, and has brought back what its record says.
+    house.agents[home].base_model, house.agents[home].engine_boot_id = "other", "e2"
+    await house.beat()
+    assert (await house.adapter())["state"] == "registered"
+    assert (await house.ensure()).json()["ready"] == []
+    await house.settle()
+    clock.now += house.store.rules.drain_deadline_s
+    await house.settle()
+    assert house.agents[home].loaded == {}
+    assert (await house.ensure()).json()["ready"] == [name for name in ("w0", "w1") if name != home]
+
+
 async def test_a_worker_whose_address_another_one_has_is_lost_and_what_it_held_is_placed(house, clock):
     agent = await house.worker("w0")
     await house.register(policy={"loading": "eager"})
