@@ -317,6 +317,12 @@ class Reconciler:
         if self._may_decide:
             self._finish_deletions()
 
+    def finish_deletions(self) -> None:
+        """Forget what is deleted and held nowhere, without all else that a pass does: thousands may go in a row."""
+        if self._leadership.is_leading and self._may_decide:
+            self._finish_deletions()
+            self.poke()
+
     def _finish_deletions(self) -> None:
         deleting = [adapter for adapter in self.store.adapters.values() if adapter.is_deleting]
         if not deleting:

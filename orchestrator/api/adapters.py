@@ -133,7 +133,9 @@ def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views
         reconciler.asked(lora_id, actor)
         await reconciler.changed(("adapters", lora_id))
         if reconciler.is_settled:
-            reconciler.run_pass()
+            reconciler.finish_deletions()
+            if lora_id in store.adapters:
+                reconciler.run_pass()
             await store.saved([("adapters", lora_id), ("tombstones", lora_id)])
         return Response(status_code=202 if lora_id in store.adapters else 204)
 

@@ -299,6 +299,17 @@ async def test_a_worker_that_never_registered_is_404_with_those_that_did(house):
     assert (await house.http.get("/v1/workers/w9")).status_code == 404
 
 
+async def test_what_is_held_nowhere_is_deleted_at_once_and_for_less_than_a_pass(house):
+    await house.register()
+    await house.turn()
+    before = (await house.http.get("/metrics")).text
+    passes = [line for line in before.splitlines() if line.startswith("lorafleet_orchestrator_pass_seconds_count")]
+    assert passes
+    assert (await house.http.delete("/v1/adapters/sql/v1")).status_code == 204
+    assert passes[0] in (await house.http.get("/metrics")).text.splitlines()
+    assert (await house.catalog())["adapters"] == []
+
+
 async def test_a_worker_that_is_forgotten_can_still_be_uncordoned(open_house):
     before = open_house()
     await before.worker("w0")
