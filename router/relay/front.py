@@ -24,7 +24,9 @@ from lorafleet.auth import OPEN, Caller
 from lorafleet.http import envelope, error_headers
 from router.relay.framing import Refused, checked_head, checked_target
 from router.relay.outbox import Outbox
+from router.relay.refusals import anthropics
 from router.relay.turn import Steps, Turn
+from router.surface.routes import find
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -388,6 +390,7 @@ class _Connection(HttpToolsProtocol):
         self._drained_bytes = 0
         self._last_words = b""  # an error that waits behind answers still to come
         # The message being read
+        self.url = b""
         self._phase = _IDLE
         self._timed = _IDLE
         self._read_by = _NEVER
@@ -755,7 +758,7 @@ class _Connection(HttpToolsProtocol):
         """Answer the message being read with an error, after all that came before it, and close."""
         self._front.refused[refusal.code] += 1
         in_cold = self._phase == _BODY and self._incoming is None
-        words = _error_answer(refusal, self._told())
+        words = _error_answer(refusal, self._told(), self.url.partition(b"?")[0].decode("latin-1"))
         self.hear_no_more()
         if in_cold:
             self._refuse_cold(words)
@@ -893,7 +896,7 @@ def _fail(exchange: Exchange, status: int, code: str, message: str) -> None:
         exchange.abort()
         return
     headers = _JSON + b"retry-after: 1\r\n" if status == 503 else _JSON
-    exchange.respond(status, headers, msgspec.json.encode(envelope(status, code, message)))
+    exchange.respond(status, headers, _error_body(status, code, message, exchange.path))
 
 
 def _fail_unexpectedly(exchange: Exchange, exc: Exception) -> None:
@@ -902,8 +905,16 @@ def _fail_unexpectedly(exchange: Exchange, exc: Exception) -> None:
     _fail(exchange, 500, "internal_error", message)
 
 
-def _error_answer(refusal: Refused, told: bytes) -> bytes:
-    body = msgspec.json.encode(envelope(refusal.status, refusal.code, str(refusal)))
+def _error_body(status: int, code: str, message: str, path: str) -> bytes:
+    """An error, in the form that clients of this path know."""
+    body, route = envelope(status, code, message), find("POST", path)
+    if route is not None and route.errors == "anthropic":
+        body = anthropics(body, status)
+    return msgspec.json.encode(body)
+
+
+def _error_answer(refusal: Refused, told: bytes, path: str) -> bytes:
+    body = _error_body(refusal.status, refusal.code, str(refusal), path)
     extra = error_headers(refusal.status, refusal.retry_after_s)
     lines = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in extra.items())
     head = STATUS_LINE[refusal.status] + _JSON + lines + told + b"content-length: %d\r\n" % len(body) + _CLOSE

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import json
 import socket
 import struct
 import time
@@ -15,7 +16,19 @@ from lorafleet import serve
 from lorafleet.auth import Caller
 from router.relay.front import FrontLimits, front
 from router.relay.turn import Turn
-from tests.router.relay.wires import COLD, HOT, App, Client, error_of, fronted, length, parsed_head, post, until
+from tests.router.relay.wires import (
+    COLD,
+    HOT,
+    MESSAGES,
+    App,
+    Client,
+    error_of,
+    fronted,
+    length,
+    parsed_head,
+    post,
+    until,
+)
 
 # More than the sockets between a client that does not read and the front hold.
 LARGE = 20_000_000
@@ -552,15 +565,17 @@ async def test_what_is_queued_when_the_router_stops_is_not_begun():
     assert len(calls.exchanges) == 1
 
 
-async def test_what_has_come_when_the_router_stops_is_told_that_it_was_not_begun():
+@pytest.mark.parametrize(("path", "word"), [(HOT, "service_unavailable_error"), (MESSAGES, "overloaded_error")])
+async def test_what_has_come_when_the_router_stops_is_told_that_it_was_not_begun(path, word):
     calls = Calls()
     async with fronted(calls) as served, await served.client() as client:
         await until(lambda: served.front.connections)
         (connection,) = served.front.connections
-        connection.data_received(post(HOT, b"abc"))
+        connection.data_received(post(path, b"abc"))
         served.front.stop()
         status, headers, body = await client.answer()
         assert (status, b'"stopping"' in body, headers[b"retry-after"]) == (503, True, b"1")
+        assert json.loads(body)["error"]["type"] == word
         assert served.front.held_bytes == 0
     assert not calls.exchanges
 
@@ -765,6 +780,24 @@ async def test_a_client_that_waits_to_be_asked_is_told_at_once_that_its_body_is_
     async with fronted(body_bytes=1000) as served:
         head = post(HOT, b"x" * 1001, b"Expect: 100-continue").split(b"\r\n\r\n")[0] + b"\r\n\r\n"
         assert error_of(await served.said(head)) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("path", [MESSAGES, "/v1/messages/count_tokens?beta=true", HOT, COLD])
+@pytest.mark.parametrize(
+    ("more", "body", "status", "word"),
+    [
+        (b"Content-Length: 1001\r\n", b"", 413, "request_too_large"),
+        (b"Transfer-Encoding: chunked\r\n", b"3e9\r\n" + b"x" * 1001, 413, "request_too_large"),
+        (b"Expect: more\r\n", b"", 417, "invalid_request_error"),
+    ],
+)
+async def test_what_anthropics_clients_ask_is_refused_in_their_own_form(path, more, body, status, word):
+    async with fronted(body_bytes=1000) as served:
+        said = await served.said(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n%b" % (path.encode(), more, body))
+    assert error_of(said)[0] == status
+    told = json.loads(said.partition(b"\r\n\r\n")[2])
+    found = (told.get("type"), told["error"]["type"])
+    assert found == (("error", word) if "messages" in path else (None, "invalid_request_error"))
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])

@@ -14,6 +14,8 @@ from router.relay.upstream import EngineLost
 from tests.serving import serving
 
 HOT, COLD = "/hot", "/cold"
+# A path whose clients know another form of errors.
+MESSAGES = "/v1/messages"
 LIMIT_S = 10.0
 
 
@@ -143,7 +145,7 @@ async def length(exchange: Exchange) -> None:
 
 @contextlib.asynccontextmanager
 async def fronted(handler=length, *, sender=lambda _: OPEN, told=None, **limits):
-    """A server with `handler` on HOT for POST, GET and HEAD, and an app on every other path."""
+    """A server with `handler` on HOT and MESSAGES for POST, GET and HEAD, and an app on every other path."""
     seen: list[tuple[str, bytes]] = []
 
     def noted(exchange: Exchange):
@@ -151,7 +153,7 @@ async def fronted(handler=length, *, sender=lambda _: OPEN, told=None, **limits)
         return handler(exchange)
 
     made = front(
-        lambda method, path: noted if path == HOT and method in ("POST", "GET", "HEAD") else None,
+        lambda method, path: noted if path in (HOT, MESSAGES) and method in ("POST", "GET", "HEAD") else None,
         FrontLimits(**limits),
         sender,
         told,
