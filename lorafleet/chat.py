@@ -40,11 +40,16 @@ TOKENIZER_FILES: Final = (
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Body keys that change what vLLM tokenizes in a way only the engine can know: its settings decide, or its tokenizer.
 _ENGINE_ONLY: Final = frozenset(["chat_template", "truncate_prompt_tokens", "mm_processor_kwargs", "media_io_kwargs"])
-# Arguments of apply_chat_template itself; in chat_template_kwargs they would steer Transformers, not the template.
+# Arguments of apply_chat_template itself, in Transformers or around it in vLLM; in chat_template_kwargs they would
+# steer these, not the template, or are refused because they come twice.
 _TRANSFORMERS_ARGUMENTS: Final = frozenset(
     [
         "chat_template",
         "conversation",
+        "messages",
+        "model_config",
+        "self",
+        "tokenizer",
         "tools",
         "tokenize",
         "padding",

@@ -176,6 +176,10 @@ def test_decoding_the_ids_of_a_prompt_gives_its_visible_text(chat, prompt):
         ({"messages": HI, "chat_template": "{{ messages }}"}, "chat_template"),
         ({"messages": HI, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"messages": HI, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        *(
+            ({"messages": HI, "chat_template_kwargs": {name: "x"}}, "chat_template_kwargs")
+            for name in ("messages", "model_config", "self", "tokenizer")
+        ),
         ({"messages": HI, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ({"messages": HI, "continue_final_message": True}, "add_generation_prompt"),
     ],
