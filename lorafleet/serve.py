@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lorafleet import signals
 from lorafleet.http import envelope
+from lorafleet.sockets import bound
 
 log = structlog.get_logger()
 
@@ -57,18 +58,10 @@ def claim(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
     shared  with all others on the port that ask for the same
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if shared:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        sock.bind((host, port))
+        return bound(host, port, shared=shared)
     except OSError as exc:
-        sock.close()
         raise _cannot_have(host, port, exc) from exc
-    return sock
 
 
 def _cannot_have(host: str, port: int, exc: OSError) -> OSError:

@@ -1,6 +1,7 @@
-"""Where Unix sockets lie: their paths are short, whatever the folder for temporary files is called."""
+"""TCP sockets that have a port before they listen, and where Unix ones lie: in short paths."""
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -17,3 +18,24 @@ def socket_folder(prefix: str, *, name_bytes: int) -> Path:
     if longest > UNIX_PATH_BYTES:
         parent = "/tmp"  # noqa: S108  (mkdtemp makes a new name, for us alone)
     return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+
+def bound(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A TCP socket that has the port and does not listen; port 0 picks a free one. Raises OSError.
+
+    While it is open the system gives the port to nobody else, neither to who asks for any port nor to a connection that
+    leaves from here; who asks for this very port with SO_REUSEADDR, as servers do, may have it and listen.
+
+    shared  with all others on the port that ask for the same
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock

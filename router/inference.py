@@ -29,7 +29,7 @@ from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.events import Echo, Growing, Renamed, Undated, error_event, refusal_event
 from router.relay.front import Exchange, Handler
-from router.relay.refusals import anthropics
+from router.relay.refusals import shaped
 from router.relay.turn import Steps
 from router.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cached_tokens
 from router.surface import generate
@@ -496,10 +496,8 @@ class _Answer(msgspec.Struct, eq=False):
             self.exchange.finish()
             return
         self.code = exc.code
-        body = envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param)
         errors = self.route.errors
-        if errors == "anthropic":
-            body = anthropics(body, exc.status)
+        body = shaped(envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param), exc.status, errors)
         if self.exchange.status is not None:
             self.exchange.finish(error_event(body, errors))
             return

@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from lorafleet.sockets import bound
 from workers.agent import Agent
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
@@ -24,7 +25,7 @@ from workers.core.restarts import Restarts
 from workers.engines.base import Engine
 from workers.engines.kinds import connect
 from workers.engines.launch import kv_config, launch
-from workers.engines.process import Echo, EngineProcess, is_listening, is_port_taken, reserve_port
+from workers.engines.process import Echo, EngineProcess, is_listening, is_port_taken
 from workers.wire import Transport
 
 log = structlog.get_logger()
@@ -117,7 +118,7 @@ class Supervisor:
         topic = f"kv@{boot_id}"
         host = self._settings.engine_host
         if self._port == 0:
-            self._reserved = reserve_port(host)
+            self._reserved = bound(host, 0)
             self._port = self._reserved.getsockname()[1]
         if is_port_taken(host, self._port):
             # Before the engine is up, whoever has the port would answer for it and be given its adapters.

@@ -107,13 +107,13 @@ class Intake:
         before = self._store.writes
         self._end(gone)
         names, self._mirror.changed = self._mirror.changed, set()
-        if self._writes != before:
-            names |= self._refused
+        if self._writes != before or self._deleted:
+            names |= self._refused  # also what says the same as one that was deleted, as when an object is renamed
         self._writes = before
         for name in sorted(names & self._mirror.objects.keys(), key=self._order):
             self._look_at(name)
         for lora_id in sorted(self._deleted):
-            if self._is_taken_over(lora_id):
+            if self._backend.tables.homes.get(("adapters", lora_id)) in self._mirror.objects:
                 self._deleted.discard(lora_id)
             else:
                 self._delete(lora_id)
@@ -295,15 +295,6 @@ class Intake:
         log.info("deleted while nobody led", lora_id=lora_id)
         self._store.bury(lora_id, digest, ACTOR)
         self._backend.forget(lora_id)
-
-    def _is_taken_over(self, lora_id: str) -> bool:
-        """Whether another object says the same adapter, as when one was renamed: nothing of it ends then."""
-        for name in sorted(self._refused & self._mirror.objects.keys(), key=self._order):
-            found = self._mirror.objects[name]
-            said = self._said(name, found, "adapter") if kind_of(found) == "adapter" else None
-            if isinstance(said, AdapterSpec) and said.lora_id == lora_id:
-                self._look_at(name)
-        return self._backend.tables.homes.get(("adapters", lora_id)) in self._mirror.objects
 
     def _delete(self, lora_id: str) -> None:
         """As DELETE does it; what an alias points at waits until it does not."""

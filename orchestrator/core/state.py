@@ -91,6 +91,11 @@ class Held:
     since: float = 0.0
 
 
+def is_one_of(base_model: str | None, names: frozenset[str]) -> bool:
+    """Whether an adapter's base model goes by one of these names; None: it is not known yet, so it may."""
+    return base_model is None or base_model in names
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """A worker as last reported. `slots`: how many adapters it can hold at all; `running`: requests in its engine.
@@ -125,7 +130,7 @@ class Worker:
 
         What its engine holds may be of another: an agent that starts again under another name brings it back.
         """
-        return base_model is None or base_model in self.base_models
+        return is_one_of(base_model, self.base_models)
 
     @property
     def occupied(self) -> int:

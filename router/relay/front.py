@@ -24,7 +24,7 @@ from lorafleet.auth import OPEN, Caller
 from lorafleet.http import envelope, error_headers
 from router.relay.framing import Refused, checked_head, checked_target
 from router.relay.outbox import Outbox
-from router.relay.refusals import anthropics
+from router.relay.refusals import shaped
 from router.relay.turn import Steps, Turn
 from router.surface.routes import find
 
@@ -907,10 +907,9 @@ def _fail_unexpectedly(exchange: Exchange, exc: Exception) -> None:
 
 def _error_body(status: int, code: str, message: str, path: str) -> bytes:
     """An error, in the form that clients of this path know."""
-    body, route = envelope(status, code, message), find("POST", path)
-    if route is not None and route.errors == "anthropic":
-        body = anthropics(body, status)
-    return msgspec.json.encode(body)
+    route = find("POST", path)
+    errors = "openai" if route is None else route.errors
+    return msgspec.json.encode(shaped(envelope(status, code, message), status, errors))
 
 
 def _error_answer(refusal: Refused, told: bytes, path: str) -> bytes:

@@ -19,8 +19,10 @@ _ANTHROPICS = {
 _STATUSES = {word: status for status, word in _ANTHROPICS.items()}
 
 
-def anthropics(body: dict[str, Any], status: int) -> dict[str, Any]:
-    """An error of ours as Anthropic's clients have it."""
+def shaped(body: dict[str, Any], status: int, errors: str) -> dict[str, Any]:
+    """An error of ours as a route's clients have it: `openai` or `anthropic`."""
+    if errors != "anthropic":
+        return body
     word = _ANTHROPICS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": body["error"] | {"type": word}}
 

@@ -22,6 +22,7 @@ from typing import Any, Self
 import yaml
 from aiohttp import web
 
+from lorafleet.sockets import bound
 from tests.kube import certificates
 from tests.kube.faults import Faults
 from tests.kube.handlers import Asked, Handlers
@@ -98,7 +99,7 @@ class KubeServer:
 
     async def __aenter__(self) -> Self:
         # Bound and never listening: while the server is down nobody else is given its port.
-        self._placeholder = _bound(self._port)
+        self._placeholder = bound(_HOST, self._port)
         self._port = self._placeholder.getsockname()[1]
         await self._listen()
         return self
@@ -168,7 +169,7 @@ class KubeServer:
         )
         await self._runner.setup()
         context = self._certificate.context() if self._certificate else None
-        self._site = web.SockSite(self._runner, _bound(self._port), ssl_context=context)
+        self._site = web.SockSite(self._runner, bound(_HOST, self._port), ssl_context=context)
         await self._site.start()
 
     async def _stop_listening(self) -> None:
@@ -180,13 +181,6 @@ class KubeServer:
             if connection.transport is not None:
                 connection.transport.abort()
         await runner.cleanup()
-
-
-def _bound(port: int) -> socket.socket:
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((_HOST, port))
-    return sock
 
 
 async def _main(port: int, kubeconfig: Path | None, *, allow_loopback: bool) -> None:

@@ -100,23 +100,13 @@ async def test_events_come_as_they_happen_and_a_reader_that_leaves_is_gone_at_th
     await asyncio.wait_for(leader.left.wait(), 5)
 
 
-async def test_a_stream_of_events_ends_in_order_when_the_orchestrator_that_forwards_it_stops(leader):
+@pytest.mark.parametrize("end", [{"is_stopping": True}, {"other": None}], ids=["we stop", "it leads no longer"])
+async def test_a_stream_of_events_ends_in_order_with_who_forwards_it_or_with_a_term_that_ends_in_silence(leader, end):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client, client.stream("GET", "/v1/events") as answer:
         pieces = answer.aiter_bytes()
         assert await anext(pieces) == b"data: one\n\n"
-        leadership.is_stopping = True
-        async with asyncio.timeout(5):
-            assert [piece async for piece in pieces] == []
-        await asyncio.wait_for(leader.left.wait(), 5)
-
-
-async def test_a_stream_of_events_ends_in_order_when_its_leader_leads_no_longer_though_it_says_nothing(leader):
-    leadership = standby(leader.url)
-    async with forwarding(leadership) as client, client.stream("GET", "/v1/events") as answer:
-        pieces = answer.aiter_bytes()
-        assert await anext(pieces) == b"data: one\n\n"
-        leadership.other = None
+        vars(leadership).update(end)
         async with asyncio.timeout(5):
             assert [piece async for piece in pieces] == []
         await asyncio.wait_for(leader.left.wait(), 5)

@@ -12,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.sockets import bound
 from router.core.dispatch import Match
 from router.core.trust import Trust
 from router.kv_events import Feeds
@@ -21,7 +22,6 @@ from router.relay.upstream import Pool
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
 from tests.router.doubles import until
 from tests.serving import serving
-from workers.engines.process import reserve_port
 from workers.wire import (
     KV_HASHING,
     KvChange,
@@ -232,7 +232,7 @@ async def beside(engine, **more):
     """(feeds, trust, agent) of a router that follows the agent beside this engine."""
     async with following(engine, follow=False) as (feeds, trust), contextlib.AsyncExitStack() as stack:
         agent = KvAgent(engine, **more)
-        agent.port = stack.enter_context(reserve_port("127.0.0.1")).getsockname()[1]
+        agent.port = stack.enter_context(bound("127.0.0.1", 0)).getsockname()[1]
         agent.stop = contextlib.AsyncExitStack()
         agent.url = await agent.stop.enter_async_context(agent.running(port=agent.port))
         stack.push_async_callback(agent.stop.aclose)

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import structlog
 
+from lorafleet.sockets import bound
 from workers.engines.launch import Launch
 
 log = structlog.get_logger()
@@ -188,30 +189,10 @@ def without_secrets(command: Sequence[str]) -> list[str]:
 def is_port_taken(host: str, port: int) -> bool:
     """Whether somebody listens there. vLLM 0.32 would share the port without a word: it sets SO_REUSEPORT."""
     try:
-        _bound(host, port).close()
+        bound(host, port).close()
     except OSError as exc:
         return exc.errno == errno.EADDRINUSE
     return False
-
-
-def reserve_port(host: str) -> socket.socket:
-    """A socket bound to a free port, which is the engine's as long as this is open.
-
-    The system gives it to nobody else, neither who asks for any port nor a connection that leaves from here; an engine
-    binds to it all the same, since every engine's server sets SO_REUSEADDR and nobody listens on this.
-    """
-    return _bound(host, 0)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def is_listening(host: str, port: int) -> bool:
