@@ -222,10 +222,9 @@ class Actor:
         ready = [worker for worker in observed.workers.values() if worker.state == "ready"]
         if code == "base_model_mismatch" and adapter.base_model is None:
             tried = observed.workers.get(action.worker_id)
-            refused = tried.base_models if tried is not None else frozenset()
             failure = self._underway.failures.current[action.lora_id, action.worker_id]
             for worker in ready:
-                if worker.base_models & refused:
+                if tried is not None and worker.base_model == tried.base_model:
                     self._underway.failures.put((action.lora_id, worker.id), failure)
         elif code not in SOURCE_CODES or self._underway.failures.count(action.lora_id, now) >= MOST_TRIED:
             return False

@@ -36,11 +36,6 @@ class Entry:
     def is_terminating(self) -> bool:
         return self.found is not None and self.found.is_terminating
 
-    @property
-    def base_models(self) -> frozenset[str]:
-        """Every name under which it serves its base model."""
-        return frozenset({self.report.model.name, self.report.model.base_model})
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -165,8 +160,7 @@ class Fleet:
         return old
 
     def base_model_names(self) -> frozenset[str]:
-        """Every name under which a worker serves its base model."""
-        return frozenset(name for entry in self.entries.values() for name in entry.base_models)
+        return frozenset(entry.report.model.base_model for entry in self.entries.values())
 
     def snapshot(
         self,
@@ -215,7 +209,7 @@ class Fleet:
         return Worker(
             id=report.instance_id,
             state=WARMING if is_warming(entry, intent) else state_of(entry, intent),
-            base_models=entry.base_models,
+            base_model=entry.report.model.base_model,
             slots=capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0,
             max_lora_rank=report.lora.max_lora_rank,
             held=held,
@@ -329,7 +323,7 @@ def _gist(report: Metadata) -> tuple[object, ...]:
     held = frozenset((lora.lora_id, lora.digest, lora.state) for lora in report.lora.loaded_loras)
     shape = (capacity.loaded_count + capacity.available_slots, report.lora.max_lora_rank, report.lora.enabled)
     who = (report.agent_url, report.transport.engine_url, report.engine_boot_id, report.zone, report.node)
-    return (report.state, report.is_warming, held, shape, who, report.model.name, report.model.base_model)
+    return (report.state, report.is_warming, held, shape, who, report.model.base_model)
 
 
 def _with_loaded(report: Metadata, loaded: tuple[LoadedLora, ...]) -> Metadata:

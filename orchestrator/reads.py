@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.catalog import CatalogBook
-from orchestrator.core.state import Adapter, Desired, Load, Observed, is_one_of
+from orchestrator.core.state import Adapter, Desired, Load, Observed
 from orchestrator.fleet import Entry, Fleet, answering, state_of
 from orchestrator.plain import agent_url_of
 from orchestrator.store import Store
@@ -80,7 +80,7 @@ class Reads:
         adapter = self._store.adapters.get(lora.lora_id)
         if adapter is None or lora.digest == "" or lora.digest != adapter.digest:
             return False
-        return is_one_of(adapter.base_model, self._fleet.entries[worker_id].base_models)
+        return adapter.base_model in (None, self._fleet.entries[worker_id].report.model.base_model)
 
     def loading_on(self, lora_id: str) -> list[str]:
         return sorted(worker_id for name, worker_id in self._underway.loading if name == lora_id)

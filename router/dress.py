@@ -159,7 +159,7 @@ def dress_vllm(body: Body, model: str, wishes: Wishes = NO_WISHES) -> bytes:
 def dress_sglang(body: Body, model: str, wishes: Wishes = NO_WISHES) -> bytes:
     """The same for SGLang, which has no reports to ask for and keeps no responses under names of ours.
 
-    model  `base:engine name`, or the base model's name
+    model  `served name:engine name`, or the base model's served name
     """
     return msgspec.json.encode(_plain(body, model, wishes))
 
@@ -168,7 +168,7 @@ def dress_sglang(body: Body, model: str, wishes: Wishes = NO_WISHES) -> bytes:
 class Dialect:
     """How to speak to a kind of engine.
 
-    model  (base model, engine name or "") -> what goes into `model`, and comes back in the answer
+    model  (the base model's served name, engine name or "") -> what goes into `model`, and comes back in the answer
     dress  (body, that name, wishes) -> the bytes to send
     paths  at which that name selects the adapter; None: at each. Elsewhere the base model answers under its name
     """
@@ -178,18 +178,18 @@ class Dialect:
     paths: frozenset[str] | None = None
 
 
-def _vllm_model(base_model: str, engine_name: str) -> str:
-    return engine_name or base_model
+def _vllm_model(model_name: str, engine_name: str) -> str:
+    return engine_name or model_name
 
 
-def _sglang_model(base_model: str, engine_name: str) -> str:
+def _sglang_model(model_name: str, engine_name: str) -> str:
     """SGLang 0.5 takes a bare name for the base model, whatever it says; only `base:unknown` is an error there."""
-    if ":" in base_model:
+    if ":" in model_name:
         raise ReplicaUnreachable(
-            f"SGLang would take what follows the colon of {base_model!r} for an adapter; serve it under another name",
+            f"SGLang would take what follows the colon of {model_name!r} for an adapter; serve it under another name",
             reason="unknown_dialect",
         )
-    return f"{base_model}:{engine_name}" if engine_name else base_model
+    return f"{model_name}:{engine_name}" if engine_name else model_name
 
 
 # SGLang 0.5.23: all others take an adapter's name and leave it at that (entrypoints/openai/serving_*.py); /v1/responses

@@ -56,6 +56,7 @@ def replica_from(
     return Replica(
         id=WorkerId(follow.named.id),
         base_model=metadata.model.base_model,
+        model_name=metadata.model.name,
         engine_url=metadata.transport.engine_url.rstrip("/"),
         agent_url=metadata.agent_url.rstrip("/"),
         dialect=metadata.transport.dialect,

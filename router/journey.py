@@ -491,7 +491,7 @@ class Journey(msgspec.Struct, eq=False):
         parts, question, ask = self.parts, self.question, flight.prompt.ask
         route, replica = question.route, flight.replica
         dialect = dialect_of(replica.dialect, ask.engine_name, route.path)
-        model = dialect.model(flight.target.base_model, ask.engine_name)
+        model = dialect.model(replica.model_name, ask.engine_name)
         sends_ids = (
             tokens.source == "local"
             and ask.prompt_tokens > _FEW_TOKENS

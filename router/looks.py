@@ -64,7 +64,7 @@ class Looks:
     async def _found(self, replica: Replica) -> Finding:
         for path, wanted in _ASKED:
             try:
-                await self._ask(replica, path, msgspec.json.encode({"model": replica.base_model, **wanted}))
+                await self._ask(replica, path, msgspec.json.encode({"model": replica.model_name, **wanted}))
             except Refused as exc:
                 if is_fault(exc.status):
                     return "unwell"

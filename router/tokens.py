@@ -477,7 +477,7 @@ class Tokenizers:
         """
         agrees = None
         for number, probe in enumerate((*PROBES, *_added_token_probes(local.added_tokens))):
-            theirs = await self._ask(probe, base_model, engine_url)
+            theirs = await self._ask(probe, engine_url)
             if theirs is None:
                 continue
             if theirs != _encoded_or_none(local, probe):
@@ -494,7 +494,7 @@ class Tokenizers:
             return NO_TOKENS
         try:
             async with asyncio.timeout(self._remote_timeout_s):
-                ids = await self._ask(body, base_model, engine_url)
+                ids = await self._ask(body, engine_url)
         except (TimeoutError, httpx.TimeoutException):
             # One request has waited; those behind it need not.
             self._engine_again_at = {url: at for url, at in self._engine_again_at.items() if at > now}
@@ -506,10 +506,13 @@ class Tokenizers:
             ids = None
         return NO_TOKENS if ids is None else Tokens(ids, "remote")
 
-    async def _ask(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> "array[int] | None":
-        """The engine's own ids; None when it refuses this body (it will refuse the request as well)."""
+    async def _ask(self, body: Mapping[str, Any], engine_url: str) -> "array[int] | None":
+        """The engine's own ids; None when it refuses this body (it will refuse the request as well).
+
+        No model is named: it is the base model's, whatever its engine calls it.
+        """
         wanted = {name: body[name] for name in _TOKENIZE_FIELDS if name in body}
-        request = self._client.build_request("POST", f"{engine_url}/tokenize", json=wanted | {"model": base_model})
+        request = self._client.build_request("POST", f"{engine_url}/tokenize", json=wanted)
         # Our own key is for agents; an engine may be somebody else's.
         request.headers.pop("authorization", None)
         answer = await self._client.send(request)

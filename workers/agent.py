@@ -87,6 +87,7 @@ class Agent:
             metrics=metrics,
             credentials=Credentials(settings.secrets_dir),
             listed=self.link.held,
+            base_name=lambda: self.link.card().base_model,
         )
         self._loader = Loader(
             settings=settings,

@@ -55,8 +55,8 @@ class WorkerSettings(HouseSettings):
     )
 
     model: str = Field(default="", description="folder (or, on a GPU, hub name) of the base model")
-    served_model_name: str = Field(default="", description="the base model's name in requests; default: as `model`")
-    base_model: str = Field(default="", description="base model's name in the fleet; default: the served name")
+    served_model_name: str = Field(default="", description="what the engine calls the base model; default: as `model`")
+    base_model: str = Field(default="", description="its name in the fleet, and in requests; default: the served name")
     max_loras: int = Field(default=4, ge=1, description="adapters in one batch: the engine's device slots")
     max_cpu_loras: int = Field(default=16, ge=1, description="adapters this worker holds: the engine's host slots")
     max_lora_rank: Annotated[Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], BeforeValidator(int)] = Field(

@@ -32,8 +32,12 @@ class Intake:
         metrics: Metrics,
         credentials: Credentials,
         listed: Callable[[], Awaitable[frozenset[str]]],
+        base_name: Callable[[], str],
     ) -> None:
-        """`listed`: digests that the engine lists; raises EngineError when it cannot be asked."""
+        """
+        listed     digests that the engine lists; raises EngineError when it cannot be asked
+        base_name  this worker's base model by its name in the fleet; empty while it is not known
+        """
         self._cache = cache
         self._library = library
         self._residency = residency
@@ -41,6 +45,7 @@ class Intake:
         self._metrics = metrics
         self._credentials = credentials
         self._listed = listed
+        self._base_name = base_name
 
     async def in_use(self) -> frozenset[str]:
         """Digests whose files must stay: wanted here, or listed by the engine. Raises EngineError."""
@@ -140,7 +145,9 @@ class Intake:
         with self._timed("fetch"):
             async with self._cache.fetch(pinned, transfer) as folder:
                 with self._timed("verify"):
-                    manifest = await self._cache.verify(folder, base_model, is_any_rank=is_any_rank)
+                    found = await self._cache.verify(folder, base_model, is_any_rank=is_any_rank)
+                    # What may run here is of this base model, by whatever name or path its trainer knew that.
+                    manifest = replace(found, base_model=self._base_name() or found.base_model)
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
                     _check_digest(lora_id, manifest.digest, digest)
                 with self._timed("install"):

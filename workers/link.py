@@ -222,9 +222,9 @@ class Link:
             self._kv.measure()
 
     def card(self) -> ModelCard:
-        """The base model: as the settings name it, with the engine's own shape where it says one."""
+        """The base model: by the engine's own name and shape where it says them, and by the fleet's name for it."""
         settings, shape = self._settings, self._shape
-        name = settings.model_name or shape.model_name
+        name = shape.model_name or settings.model_name
         return ModelCard(
             name=name,
             base_model=settings.base_name or name,

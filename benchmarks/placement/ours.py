@@ -131,7 +131,7 @@ class Ours:
         return Worker(
             id=engine.name,
             state="ready",
-            base_models=frozenset({"m"}),
+            base_model="m",
             slots=engine.slots,
             max_lora_rank=64,
             held=held,

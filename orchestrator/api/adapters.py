@@ -171,7 +171,7 @@ async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler
     able = [
         worker
         for worker in workers
-        if worker.state == "ready" and (spec.base_model is None or spec.base_model in worker.base_models)
+        if worker.state == "ready" and (spec.base_model is None or spec.base_model == worker.base_model)
     ]
     if not able:
         raise Unavailable(f"no ready worker serves {spec.base_model or 'anything'}, so nobody can look at the adapter")

@@ -184,7 +184,6 @@ class Views:
                 Member(
                     pool=report.pool,
                     base_model=report.model.base_model,
-                    names=frozenset({report.model.name, report.model.base_model}),
                     slots=usable_slots(slots, reserve),
                     max_lora_rank=report.lora.max_lora_rank,
                     wait_s=at_engine_s + it.queues.wait_s(worker_id, now),

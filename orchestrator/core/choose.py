@@ -132,11 +132,10 @@ def _load(board: Board, adapter: Adapter, worker: Worker, homes: list[str], evic
 
 
 def most_ranks(workers: Iterable[Worker]) -> dict[str, int]:
-    """The largest rank that any of these workers takes, by each name of its base model."""
+    """The largest rank that any of these workers takes, by base model."""
     most: dict[str, int] = {}
     for worker in workers:
-        for name in worker.base_models:
-            most[name] = max(worker.max_lora_rank, most.get(name, 0))
+        most[worker.base_model] = max(worker.max_lora_rank, most.get(worker.base_model, 0))
     return most
 
 
@@ -153,7 +152,7 @@ def fits_nowhere(adapter: Adapter, most: Mapping[str, int]) -> str | None:
 def why_not(board: Board, adapter: Adapter) -> str | None:
     """Why there is no next copy; None when it only waits for its turn."""
     ready = [w for w in board.workers if w.state == "ready"]
-    fits = [w for w in ready if adapter.base_model in w.base_models]
+    fits = [w for w in ready if w.base_model == adapter.base_model]
     if not fits:
         return f"no ready worker serves {adapter.base_model}"
     if (too_big := fits_nowhere(adapter, most_ranks(ready))) is not None:

@@ -45,8 +45,8 @@ def finished(board: Board, moves: Mapping[Pair, str]) -> Iterable[Removal]:
 
 def new_moves(board: Board, moves: Mapping[Pair, str]) -> Iterable[tuple[Load, str]]:
     """(load, worker_id it leaves): at most one for each worker that has less to do than the mean."""
-    for base_model in sorted({name for worker in board.workers for name in worker.base_models}):
-        group = [w for w in board.workers if w.state == "ready" and w.slots > 0 and base_model in w.base_models]
+    for base_model in sorted({worker.base_model for worker in board.workers}):
+        group = [w for w in board.workers if w.state == "ready" and w.slots > 0 and w.base_model == base_model]
         mean = board.mean_load(group)
         if len(group) < 2 or mean <= 0 or not any(board.demand.work.values()):
             continue

@@ -218,7 +218,7 @@ class _Pass:
 
     def _unserved(self) -> dict[str, str]:
         """Adapters that nobody can look at, as no ready worker serves the base model that they were registered for."""
-        served = {name for worker in self.board.workers if worker.state == "ready" for name in worker.base_models}
+        served = {worker.base_model for worker in self.board.workers if worker.state == "ready"}
         if not served:
             return {}
         return {
@@ -257,7 +257,7 @@ class _Pass:
             lora_id = adapter.lora_id
             if lora_id in board.observed.inspecting:
                 continue
-            able = [w for w in ready if adapter.base_model is None or adapter.base_model in w.base_models]
+            able = [w for w in ready if w.serves(adapter.base_model)]
             able = [w for w in able if board.failed(lora_id, w.id) is None]
             if able:
                 home = min(able, key=lambda w: (-rendezvous(lora_id, w.id), w.id))

@@ -13,14 +13,12 @@ _FIRST_REQUEST_S = 1.0
 class Member:
     """One ready worker of a pool.
 
-    names   all that its base model goes by
     slots   those that placement fills
     wait_s  at its engine and before it in routers
     """
 
     pool: str
     base_model: str
-    names: frozenset[str]
     slots: int
     max_lora_rank: int
     wait_s: float = 0.0
@@ -101,7 +99,7 @@ def pools(members: Iterable[Member], needs: Iterable[Need]) -> list[Pool]:
         fits = [
             (min(m.max_lora_rank for m in found if m.max_lora_rank >= need.rank), key)
             for key, found in by_pool.items()
-            if need.base_model in found[0].names and any(m.max_lora_rank >= need.rank for m in found)
+            if need.base_model == key[0] and any(m.max_lora_rank >= need.rank for m in found)
         ]
         tier = [key for rank, key in fits if rank == min(fits)[0]]
         slots = {key: sum(m.slots for m in by_pool[key]) for key in tier}

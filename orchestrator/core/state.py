@@ -91,23 +91,18 @@ class Held:
     since: float = 0.0
 
 
-def is_one_of(base_model: str | None, names: frozenset[str]) -> bool:
-    """Whether an adapter's base model goes by one of these names; None: it is not known yet, so it may."""
-    return base_model is None or base_model in names
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """A worker as last reported. `slots`: how many adapters it can hold at all; `running`: requests in its engine.
 
-    base_models   every name that the base model goes by there
+    base_model    by its name in the fleet
     reported_at   when the report was made, so that "nothing runs" can be told from "nothing ran a while ago"
     is_terminating  its pod is being ended: it is left alone, and what it holds is needed elsewhere
     """
 
     id: str
     state: str
-    base_models: frozenset[str]
+    base_model: str
     slots: int
     max_lora_rank: int
     held: Mapping[str, Held] = field(default_factory=dict)
@@ -123,14 +118,14 @@ class Worker:
     def fits(self, base_model: str | None, rank: int) -> bool:
         """Whether it is ready for an adapter of this base model and rank, full or not."""
         is_open = self.state == "ready" and self.slots > 0
-        return is_open and base_model in self.base_models and rank <= self.max_lora_rank
+        return is_open and base_model == self.base_model and rank <= self.max_lora_rank
 
     def serves(self, base_model: str | None) -> bool:
         """Whether requests for an adapter of this base model go there; None: not known yet.
 
         What its engine holds may be of another: an agent that starts again under another name brings it back.
         """
-        return is_one_of(base_model, self.base_models)
+        return base_model in (None, self.base_model)
 
     @property
     def occupied(self) -> int:

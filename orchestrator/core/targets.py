@@ -155,7 +155,7 @@ def _weighted(board: Board) -> dict[str, int]:
     found: dict[str, int] = {}
     for base_model, adapters in groups.items():
         mine = {adapter.lora_id for adapter in adapters}
-        fleet = [w for w in board.workers if base_model in w.base_models and w.state == "ready"]
+        fleet = [w for w in board.workers if w.base_model == base_model and w.state == "ready"]
         slots = sum(_slots_for(board, mine, worker) for worker in fleet) - _owed(board, base_model)
         able = {a.lora_id: sum((a.rank or 0) <= w.max_lora_rank for w in fleet) for a in adapters}
         caps = {a.lora_id: min(board.most(a), able[a.lora_id]) for a in adapters}

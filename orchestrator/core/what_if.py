@@ -142,7 +142,7 @@ def _inspected(adapter: Adapter, scene: Scene) -> Adapter:
     known = [other for other in scene.intent.adapters.values() if other.is_inspected]
     ranks = sorted(other.rank or 0 for other in known) or [0]
     sizes = sorted(other.size_bytes or 0 for other in known) or [0]
-    bases = sorted(name for worker in scene.observed.workers.values() for name in worker.base_models)
+    bases = sorted(worker.base_model for worker in scene.observed.workers.values())
     return replace(
         adapter,
         digest=adapter.digest or UNKNOWN_DIGEST,

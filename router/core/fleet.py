@@ -56,6 +56,7 @@ class Replica:
     """A worker as the router sees it. `residents` by engine name; `draining` are engine names to avoid.
 
     max_lora_rank  of adapters that its engine takes; 0: its agent does not say
+    model_name  what its engine calls the base model; not given: what the fleet does
     is_far      it is in another zone than this router, as far as both are known
     is_suspect  its agent says that it hangs
     """
@@ -78,6 +79,10 @@ class Replica:
     is_far: bool = False
     is_suspect: bool = False
     report: Report = Report()
+    model_name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model_name", self.model_name or self.base_model)
 
     @property
     def incarnation(self) -> Incarnation:

@@ -113,9 +113,7 @@ GOOD_THERE = Held(lora_id="a", digest="d", engine_name="a", state="ready", since
 
 
 def one(name, failed=None, *, until=60.0, **shape):
-    worker = Worker(
-        id=name, **{"state": "ready", "base_models": frozenset({"m"}), "slots": 4, "max_lora_rank": 8} | shape
-    )
+    worker = Worker(id=name, **{"state": "ready", "base_model": "m", "slots": 4, "max_lora_rank": 8} | shape)
     return worker, Failure(until=until, code=failed, message="no") if failed else None
 
 
@@ -133,7 +131,7 @@ def one(name, failed=None, *, until=60.0, **shape):
         ([one("w1", ENGINES_NO), one("w2", held={"a": replace(GOOD_THERE, digest="other")})], "adapter"),
         ([one("w1", ENGINES_NO), one("w2", held={"a": replace(GOOD_THERE, state="failed")})], "adapter"),
         ([one("w1", state="cordoned")], "fleet"),
-        ([one("w1", base_models=frozenset({"other"}))], "fleet"),
+        ([one("w1", base_model="other")], "fleet"),
         ([one("w1", max_lora_rank=4)], "fleet"),
         ([one("w1", slots=0)], "fleet"),
     ],

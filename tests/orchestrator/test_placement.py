@@ -25,7 +25,7 @@ def held(name, since=0.0, state="ready", digest=None):
 
 
 def worker(name, *loras, slots=4, **changes):
-    base = Worker(id=name, state="ready", base_models=frozenset({"qwen"}), slots=slots, max_lora_rank=64)
+    base = Worker(id=name, state="ready", base_model="qwen", slots=slots, max_lora_rank=64)
     return replace(base, held={lora.lora_id: lora for lora in loras}, **changes)
 
 
@@ -59,7 +59,7 @@ def applied(observed, desired, now=NOW):
 
 
 def could_load(known, worker):
-    return worker.state == "ready" and known.base_model in worker.base_models and known.rank <= worker.max_lora_rank
+    return worker.state == "ready" and known.base_model == worker.base_model and known.rank <= worker.max_lora_rank
 
 
 @st.composite
@@ -99,7 +99,7 @@ def fleets(draw):
                 *(loras if state != "lost" else ()),
                 slots=slots,
                 state=state,
-                base_models=frozenset({base}),
+                base_model=base,
                 max_lora_rank=draw(st.sampled_from([16, 64])),
                 zone=draw(st.sampled_from(["z0", "z1"])),
                 node=f"n{i}",
@@ -148,7 +148,7 @@ def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
     for load in place(wanted, observed, demand, rules, NOW).loads:
         there, what = observed.workers[load.worker_id], wanted.adapters[load.lora_id]
         assert there.state == "ready"
-        assert what.base_model in there.base_models
+        assert what.base_model == there.base_model
         assert what.rank <= there.max_lora_rank
         assert not there.holds(load.lora_id)
         assert not what.is_deleting
@@ -295,7 +295,7 @@ def test_the_only_slot_of_a_worker_is_not_kept_in_reserve():
         ([worker("w1", max_lora_rank=256, state="lost")], None),
         ([worker("w1", max_lora_rank=256, state="starting")], None),
         ([worker("w1", max_lora_rank=127, state="lost")], 127),
-        ([worker("w1", max_lora_rank=256, base_models=frozenset({"llama"}))], 64),
+        ([worker("w1", max_lora_rank=256, base_model="llama")], 64),
     ],
 )
 def test_what_is_too_large_for_every_worker_is_told_whether_or_not_it_is_asked_for(others, limit):
@@ -322,7 +322,7 @@ def test_what_a_worker_holds_fits_there_whatever_it_says_of_ranks():
 
 
 def test_more_replicas_than_workers_that_can_have_one_are_not_said_to_lack_a_slot():
-    here = [worker("w0", held("a")), worker("w1", held("a")), worker("w2", base_models=frozenset({"llama"}))]
+    here = [worker("w0", held("a")), worker("w1", held("a")), worker("w2", base_model="llama")]
     desired = place(intent(adapter("a", min_replicas=3)), fleet(*here), Demand(), Rules(), NOW)
     assert desired.loads == ()
     assert desired.unplaced == {"a": "there are no more workers for it: each of the 2 that can have it has it"}

@@ -9,9 +9,7 @@ from orchestrator.core.plan import Drain, diff, is_drained
 from orchestrator.core.state import Desired, Load, Observed, Removal, Rules, Worker
 
 MARK = Drain(lora_id="a", worker_id="w0", engine_name="a@1", revision=50, since=100.0, deadline=130.0, reason="deleted")
-IDLE = Worker(
-    id="w0", state="ready", base_models=frozenset({"q"}), slots=8, max_lora_rank=8, running=0, reported_at=101.0
-)
+IDLE = Worker(id="w0", state="ready", base_model="q", slots=8, max_lora_rank=8, running=0, reported_at=101.0)
 
 
 def routers(*words, now=105.0):

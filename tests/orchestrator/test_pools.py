@@ -14,9 +14,7 @@ RANKS = (8, 16, 64)
 
 
 def member(pool="p", slots=8, rank=64, **more):
-    return Member(
-        **{"base_model": "qwen", "names": frozenset({"qwen"})} | more, pool=pool, slots=slots, max_lora_rank=rank
-    )
+    return Member(**{"base_model": "qwen"} | more, pool=pool, slots=slots, max_lora_rank=rank)
 
 
 def need(copies=1, rank=8, base_model="qwen"):
@@ -39,11 +37,6 @@ def test_pools_of_one_rank_share_by_their_slots():
 
 def test_what_no_worker_can_take_is_no_pools_need():
     assert wanted([member("a", rank=8)], [need(rank=16), need(base_model="llama"), need(base_model=None)]) == {"a": 0}
-
-
-def test_a_base_model_goes_by_all_its_names():
-    served = member(names=frozenset({"qwen", "Qwen/Qwen2.5"}))
-    assert wanted([served], [need(base_model="Qwen/Qwen2.5"), need(base_model="qwen")]) == {"p": 2}
 
 
 @given(

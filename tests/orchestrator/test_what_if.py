@@ -22,7 +22,7 @@ def adapter(name, **changes):
 
 def worker(name, *names, slots=4, **changes):
     held = {n: Held(lora_id=n, digest=f"digest-{n}", engine_name=f"{n}@", state="ready") for n in names}
-    base = Worker(id=name, state="ready", base_models=frozenset({"qwen"}), slots=slots, max_lora_rank=64, node=name)
+    base = Worker(id=name, state="ready", base_model="qwen", slots=slots, max_lora_rank=64, node=name)
     return replace(base, held=held, **changes)
 
 

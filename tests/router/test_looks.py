@@ -11,7 +11,7 @@ from router.relay.upstream import EngineLost
 from tests.router.doubles import until
 from tests.router.test_policy import a_replica
 
-REPLICA = a_replica("w0", engine_boot_id="a")
+REPLICA = a_replica("w0", engine_boot_id="a", model_name="served")
 
 
 class Asked:
@@ -63,7 +63,7 @@ async def test_an_engine_is_as_well_as_what_it_answers_of_what_it_is_made_for(co
     asked.looks.look(REPLICA)
     await until(lambda: asked.found)
     assert asked.found == [("w0", found)]
-    assert asked.bodies[0] == {"model": REPLICA.base_model, "prompt": "a", "max_tokens": 1}
+    assert asked.bodies[0] == {"model": "served", "prompt": "a", "max_tokens": 1}
     assert asked.paths == ["/v1/completions", "/pooling"][: 1 if pooling is None else 2]
 
 

@@ -180,6 +180,11 @@ async def test_broken_adapters_are_refused_with_a_code_and_the_engine_goes_on(wo
             client, "load_lora", lora_id="known/v1", source=str(root / "stranger"), base_model="tiny-qwen"
         )
         assert (stranger.status_code, stranger.json()["base_model"]) == (200, "tiny-qwen")
+        # Its trainer knew the base model by the name that a hub has for it; the fleet has its own.
+        hub = await post(
+            client, "load_lora", lora_id="hub/v1", source=change("hub", base_model_name_or_path="Org/Tiny-Qwen")
+        )
+        assert (hub.status_code, hub.json()["base_model"]) == (200, "tiny-qwen")
         elsewhere = await post(client, "load_lora", lora_id="other/v1", source=fine, base_model="org/other")
         assert code(elsewhere) == "base_model_mismatch"
         wrong = await post(client, "load_lora", lora_id="fine/v1", source=fine, digest="0" * 64)

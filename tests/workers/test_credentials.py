@@ -143,6 +143,7 @@ async def test_a_fetch_uses_the_secret_that_was_asked_with_and_so_does_one_after
             metrics=metrics,
             credentials=Credentials(tmp_path / "secrets"),
             listed=Link(settings, metrics).held,
+            base_name=lambda: settings.base_name,
         )
 
     first = intake(Records(tmp_path / "state"))

@@ -374,6 +374,7 @@ async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tr
         metrics=metrics,
         credentials=Credentials(None),
         listed=link.held,
+        base_name=lambda: settings.base_name,
     )
     ask = InspectRequest(lora_id="a/v1", source=str(make_adapter(tmp_path / "from", "a/v1")))
     if idle_s:
