@@ -181,7 +181,9 @@ def adapters_add(
     context: typer.Context,
     lora_id: Annotated[str, typer.Argument(help="name, usually with a version: sql-expert/v2")],
     source: Annotated[str, typer.Argument(help="folder, or file://, hf://, s3://, gs://, https:// address")],
-    base_model: Annotated[str | None, typer.Option(help="default: what the adapter itself says")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="its name in the fleet; default: what the adapter itself says")
+    ] = None,
     digest: Annotated[str | None, typer.Option(help="refuse any other bytes (sha256)")] = None,
     loading: Annotated[LoadingName | None, typer.Option(help="default: as the global policy says")] = None,
     min_replicas: Annotated[int | None, typer.Option(min=0)] = None,

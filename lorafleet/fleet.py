@@ -120,7 +120,7 @@ class Fleet:
         base, adapters = await asyncio.to_thread(self._prepare)
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._headers()) as client:
             await self._serve("orchestrator", self._orchestrator)
-            registered = await self._register(client, base.name, adapters)
+            registered = await self._register(client, adapters)
             # The orchestrator hears its fleet out for some seconds before it is ready: the others start meanwhile.
             await self._serve("router", self._router)
             await self._start_workers(client, base, commands.rank_for(adapters.values()))
@@ -212,11 +212,11 @@ class Fleet:
         state = next((str(item["state"]) for item in items if item["id"] == name), "not heard of")
         return "ready" if state in ("ready", "cordoned", "draining") else state
 
-    async def _register(self, client: httpx.AsyncClient, base_model: str, adapters: dict[str, Path]) -> list[str]:
+    async def _register(self, client: httpx.AsyncClient, adapters: dict[str, Path]) -> list[str]:
         """Tell the orchestrator of each folder; the lora_ids it took. What it knows already is left as it is."""
         taken = []
         for lora_id, folder in adapters.items():
-            spec = {"lora_id": lora_id, "source": str(folder), "base_model": base_model}
+            spec = {"lora_id": lora_id, "source": str(folder)}
             answer = await client.post(f"{self.url('orchestrator')}/v1/adapters", json=spec)
             body = answer.json()
             code = None if answer.is_success else body["error"]["code"]

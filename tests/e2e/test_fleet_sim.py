@@ -144,6 +144,24 @@ def test_a_folder_that_is_no_adapter_is_said_and_stops_nobody(tmp_path: Path) ->
         assert text(fleet.ask(prompt=fresh_prompt(), lora_id="good/v1"))
 
 
+def test_an_adapter_may_call_the_base_model_as_a_hub_does_and_one_of_another_is_refused_until_somebody_vouches(
+    tmp_path: Path,
+) -> None:
+    shelf = tmp_path / "adapters"
+    tiny.make_adapter(shelf, "hub/v1", base_model="Org/Tiny-Qwen")
+    other = tiny.make_adapter(shelf, "other/v1", base_model="org/other")
+    with running(tmp_path / "state", *FLAGS, "1", "--adapters", str(shelf)) as fleet:
+        assert text(fleet.ask(prompt=fresh_prompt(), lora_id="hub/v1"))
+        assert "adapter other/v1: failed: base_model_mismatch" in fleet.said()
+        spec = {"lora_id": "other/v1", "source": str(other), "base_model": "tiny-qwen"}
+        assert fleet.http("POST", f"{fleet.orchestrator}/v1/adapters", json=spec).status_code == 200
+        until(
+            lambda: fleet.ask(prompt=fresh_prompt(), lora_id="other/v1").is_success,
+            within_s=20,
+            what="the adapter that somebody vouches for is served",
+        )
+
+
 def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

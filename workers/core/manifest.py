@@ -306,4 +306,7 @@ def check_rank(rank: int, rules: Rules) -> None:
 def _check_base(declared: str, rules: Rules) -> None:
     if not is_same_base(declared, rules.base_names, rules.base_check):
         message = f"the adapter was trained on {declared!r}; this worker serves {', '.join(sorted(rules.base_names))}"
-        raise SourceError("base_model_mismatch", f"{message}; accepted are those, see base_model_check")
+        advice = (
+            "accepted are those; if it fits all the same, register it with that base_model, or see base_model_check"
+        )
+        raise SourceError("base_model_mismatch", f"{message}; {advice}")
