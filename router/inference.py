@@ -207,9 +207,9 @@ class Inference:
         door = door_of(replica, parts.config.engine_key)
         call = Call(route, door.origin, door.request(question, b""), "", "", worker, False)
         async with _in_time(parts, question):
-            await self._relay_stored(call, answer)
+            await self._relay_stored(call, answer, Undated(replica.model_name, replica.base_model))
 
-    async def _relay_stored(self, call: Call, answer: "_Answer") -> None:
+    async def _relay_stored(self, call: Call, answer: "_Answer", echo: Renamed) -> None:
         background, response_id = self._parts.background, response_id_of(answer.exchange.path)
         try:
             attempt = await open_attempt(self._parts.pool, call, self._limits)
@@ -219,10 +219,10 @@ class Inference:
             about = _content(attempt) + f"x-lorafleet-worker: {call.replica}\r\n"
             if attempt.streamed:
                 answer.begin(attempt.status, about)
-                await attempt.relayed(answer.exchange, Undated())
+                await attempt.relayed(answer.exchange, echo)
                 answer.finish(attempt)
             else:
-                answer.whole(attempt.status, about, Undated().whole(attempt.first))
+                answer.whole(attempt.status, about, echo.whole(attempt.first))
                 background.seen(response_id, attempt.first)
         finally:
             attempt.close()

@@ -85,18 +85,15 @@ def _pairs(engine_model: str, asked: str) -> tuple[tuple[bytes, bytes], ...]:
 
 
 class Undated(Echo):
-    """Takes the digest off an adapter's name: of an answer that is kept at an engine, asked for again by its id."""
+    """As above, and takes the digest off an adapter's name: of an answer that an engine keeps, asked for by its id."""
 
     __slots__ = ()
 
-    def __init__(self) -> None:
-        super().__init__("", "")
-
     def whole(self, body: bytes) -> bytes:
-        return _DATED.sub(rb'\1"', body)
+        return _DATED.sub(rb'\1"', super().whole(body))
 
     def chunk(self, chunk: bytes) -> bytes:
-        return self.whole(super().chunk(chunk))
+        return _DATED.sub(rb'\1"', super().chunk(chunk))
 
 
 class Growing(Echo):

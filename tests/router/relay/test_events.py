@@ -9,16 +9,17 @@ from router.relay.events import Undated, event_error, has_first_event, refusal_e
 DATE = b"0123456789ab"
 
 
-def test_the_answer_that_an_engine_keeps_loses_its_digest_wherever_its_stream_is_cut():
+def test_the_answer_that_an_engine_keeps_has_the_fleets_names_and_no_digest_wherever_its_stream_is_cut():
     text = json.dumps('say "model":"x@' + DATE.decode() + '"').encode()
     said = b'event: x\ndata: {"response":{"model":"sql/v1@%b"},"text":%b}\n\n' % (DATE, text)
     said += b'data: {"model": "sql/v1@%b"}\r\n\r\ndata: {"model":"a@b"}\n\ndata: {"model":"sql/v1@%b"}' % (DATE, DATE)
-    plain = said.replace(b'sql/v1@%b"' % DATE, b'sql/v1"')
+    said += b'\n\ndata: {"model":"acme/served","text":"acme/served"}\n\n'
+    plain = said.replace(b'sql/v1@%b"' % DATE, b'sql/v1"').replace(b'"model":"acme/served"', b'"model":"base"')
     assert plain.count(DATE) == 1
     for at in range(len(said) + 1):
-        undated = Undated()
+        undated = Undated("acme/served", "base")
         assert undated.chunk(said[:at]) + undated.chunk(said[at:]) + undated.end() == plain
-    assert Undated().whole(said) == plain
+    assert Undated("acme/served", "base").whole(said) == plain
 
 
 @pytest.mark.parametrize(
