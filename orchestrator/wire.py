@@ -88,6 +88,13 @@ Secret = Annotated[
 ]
 
 
+Tenants = Annotated[
+    tuple[Annotated[str, Field(max_length=100)], ...] | None,
+    Field(max_length=1000, description="who may use it; null means everyone"),
+]
+"""As many as an object of Kubernetes has room for twice: as somebody wrote them, and as they were accepted."""
+
+
 class AdapterSpec(_Written):
     """`POST /v1/adapters`. `secretRef`, as Kubernetes writes it, is `secret_ref` too."""
 
@@ -96,7 +103,7 @@ class AdapterSpec(_Written):
     base_model: str | None = None
     digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     policy: AdapterPolicy = AdapterPolicy()
-    tenants: tuple[str, ...] | None = Field(default=None, description="who may use it; null means everyone")
+    tenants: Tenants = None
     secret_ref: Secret = None
 
     @model_validator(mode="after")
@@ -110,7 +117,7 @@ class AdapterPatch(_Written):
     """`PATCH /v1/adapters/{lora_id}`: only what may change. source, digest and base_model are immutable."""
 
     policy: AdapterPolicy | None = None
-    tenants: tuple[str, ...] | None = None
+    tenants: Tenants = None
     secret_ref: Secret = None
 
 
@@ -468,7 +475,7 @@ class AdoptRequest(_Written):
     """`POST /v1/orphans/adopt`. Whose they were went with the store, so they are nobody's until somebody says."""
 
     lora_ids: tuple[str, ...] | None = Field(default=None, max_length=10_000, description="null: all that can be")
-    tenants: tuple[str, ...] | None = Field(
+    tenants: Tenants = Field(
         default=(), description="who may use them, beside operators and where no keys are needed; null means everyone"
     )
 

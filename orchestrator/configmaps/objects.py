@@ -27,6 +27,7 @@ RECORD, STATUS, ROLLOUT = "lorafleet.io/record", "lorafleet.io/status", "lorafle
 KINDS = ("adapter", "alias", "policy")
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_MAX_TEXT_BYTES = 128 * 2**10  # more than all fields fill; 1 MiB of brackets would take seconds to read
 _MAX_DEPTH = 32  # the deepest that we know is 3; the C loader recurses and takes the process with it at 200,000
 
 M = TypeVar("M", bound=BaseModel)
@@ -147,6 +148,8 @@ def declared(found: Json, kind: str, model: type[M]) -> M:
     if text is None:
         keys = ", ".join(sorted(found.get("data") or {})) or "nothing"
         raise RequestError(f"data has no {key!r}, found {keys}; it holds what REST would be sent", param=key)
+    if (size := len(text.encode())) > _MAX_TEXT_BYTES:
+        raise RequestError(f"{key} has {size:,} bytes, at most {_MAX_TEXT_BYTES:,} are read", param=key)
     try:
         if not _is_shallow(text):
             raise RequestError(f"{key} is nested deeper than {_MAX_DEPTH} levels, no field of it is", param=key)

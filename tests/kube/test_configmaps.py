@@ -107,7 +107,8 @@ WRONG = {
     "no yaml": ("adapter", "lora_id: [", "adapter.yaml is no YAML"),
     "a date that cannot be": ("adapter", "lora_id: 2020-13-45", "adapter.yaml is no YAML: month must be in 1..12"),
     "a number of 5000 digits": ("adapter", f"lora_id: {'1' * 5000}", "adapter.yaml is no YAML: Exceeds the limit"),
-    "a deep nest": ("adapter", f"a: {'[' * 200_000}", "adapter.yaml is nested deeper than 32 levels"),
+    "a deep nest": ("adapter", f"a: {'[' * 100_000}", "adapter.yaml is nested deeper than 32 levels"),
+    "a book": ("adapter", "a" * 200_000, "adapter.yaml has 200,000 bytes, at most 131,072 are read"),
     "no fields": ("adapter", "just words", "adapter.yaml holds str, expected fields"),
     "a typo": (
         "adapter",
@@ -128,8 +129,8 @@ WRONG = {
     "an unknown target": ("alias", "name: a\ntargets: [{lora_id: nobody/v1}]", "'nobody/v1' is not registered"),
     "far too much": (
         "adapter",
-        "lora_id: a/v1\nsource: x\n" + "\n".join(f"{'k' * 40}{number}: 1" for number in range(5000)),
-        "; and 4990 more",
+        "lora_id: a/v1\nsource: x\n" + "\n".join(f"{'k' * 40}{number}: 1" for number in range(2500)),
+        "; and 2490 more",
     ),
     "a policy out of range": ("policy", "reserve_slots: -1", "reserve_slots: Input should be greater than"),
 }

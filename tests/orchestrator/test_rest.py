@@ -49,6 +49,8 @@ async def test_a_digest_said_later_is_taken_and_another_one_is_immutable(house):
         {"lora_id": "x"},
         {"lora_id": "x", "source": "s", "sorce": "s"},
         {"lora_id": "x", "source": "s", "digest": "short"},
+        {"lora_id": "x", "source": "s", "tenants": ["t"] * 1001},
+        {"lora_id": "x", "source": "s", "tenants": ["t" * 101]},
         {"lora_id": "x", "source": "s", "policy": {"min_replicas": 3, "max_replicas": 2}},
         {"lora_id": "x", "source": "s", "policy": {"loading": "eagre"}},
     ],
