@@ -41,7 +41,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{/* (dict "root" $ "image" .Values.image): registry/repository:tag, or @digest where one is given. */}}
 {{- define "lorafleet.image" -}}
 {{- $tag := .image.tag | default .root.Chart.AppVersion -}}
-{{- $name := ternary (printf "%s/%s" .image.registry .image.repository) .image.repository (ne (.image.registry | default "") "") -}}
+{{- $registry := .image.registry | default "" | trimSuffix "/" -}}
+{{- $name := ternary .image.repository (printf "%s/%s" $registry .image.repository) (empty $registry) -}}
 {{- if .image.digest -}}{{ $name }}@{{ .image.digest }}{{- else -}}{{ $name }}:{{ $tag }}{{- end -}}
 {{- end }}
 
