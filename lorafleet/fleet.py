@@ -153,8 +153,12 @@ class Fleet:
             model = tiny.make_model(self._folder / tiny.MODEL_NAME, progress=self.steps.say)
             if adapters is None:
                 tiny.make_adapters(self._adapters, progress=self.steps.say)
-        base = commands.Base(name=model.resolve().name, folder=model.resolve(), is_tiny=self.options.model is None)
+        base = commands.Base(name=model_name(model), folder=model.resolve(), is_tiny=self.options.model is None)
         fits_none = self.options.adapters is None and not base.is_tiny  # the tiny model's adapters fit no other
+        for link in linked_folders(self._adapters):
+            self.steps.say(
+                f"adapters: {link} is a link, and left out: workers follow none; put the folder itself there"
+            )
         return base, {} if fits_none else adapter_folders(self._adapters)
 
     @property
@@ -360,6 +364,20 @@ def adapter_folders(root: Path) -> dict[str, Path]:
     """lora_id (the path below `root`) -> absolute folder, for every folder with an adapter_config.json."""
     found = sorted(path.parent for path in root.resolve().rglob("adapter_config.json"))
     return {folder.relative_to(root.resolve()).as_posix(): folder for folder in found if folder != root.resolve()}
+
+
+def linked_folders(root: Path) -> list[Path]:
+    """Links to folders with adapters in them, at any depth below `root`; these are not among `adapter_folders`."""
+    found = [Path(folder, name) for folder, names, _ in os.walk(root) for name in names]
+    return sorted(path for path in found if path.is_symlink() and next(path.rglob("adapter_config.json"), None))
+
+
+def model_name(folder: Path) -> str:
+    """The folder's own name, also of a link; of a snapshot in a hub's cache its repository's, not its commit's."""
+    path = Path(os.path.abspath(folder))  # noqa: PTH100  (`..` goes, and links stay)
+    repository = path.parent.parent.name
+    is_snapshot = path.parent.name == "snapshots" and repository.startswith("models--")
+    return repository.rpartition("--")[2] if is_snapshot else path.name
 
 
 def _ending(status: int) -> str:

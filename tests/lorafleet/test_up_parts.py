@@ -17,7 +17,7 @@ import pytest
 
 from lorafleet import commands, welcome
 from lorafleet.failure import Failure
-from lorafleet.fleet import Options, adapter_folders
+from lorafleet.fleet import Options, adapter_folders, linked_folders, model_name
 from lorafleet.processes import Child, Guard, clean_environment, kill_marked, left_out, marked
 from lorafleet.progress import Steps
 from lorafleet.up import check, run
@@ -91,6 +91,29 @@ def test_an_adapters_name_is_its_path_below_the_folder(tmp_path: Path) -> None:
     (tmp_path / "no-adapter").mkdir()
     (tmp_path / "adapter_config.json").write_text("{}")
     assert adapter_folders(tmp_path) == {name: tmp_path / name for name in ("plain", "sql/v1", "sql/v2")}
+
+
+def test_links_to_folders_with_adapters_are_told_of_and_no_others(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "adapters", tmp_path / "elsewhere"
+    for folder in (root / "team", elsewhere / "sql" / "v1", tmp_path / "empty"):
+        folder.mkdir(parents=True)
+    (elsewhere / "sql" / "v1" / "adapter_config.json").write_text("{}")
+    (root / "team" / "theirs").symlink_to(elsewhere)
+    (root / "v1").symlink_to(elsewhere / "sql" / "v1")
+    (root / "empty").symlink_to(tmp_path / "empty")
+    assert linked_folders(root) == [root / "team" / "theirs", root / "v1"]
+    assert adapter_folders(root) == {}
+
+
+def test_a_base_model_has_its_folders_name_and_that_of_its_repository_in_a_hubs_cache(tmp_path: Path) -> None:
+    snapshot = (
+        tmp_path / "hub" / "models--Qwen--Qwen2.5-0.5B-Instruct" / "snapshots" / "7ae557604adf67be50417f59c2c2f167"
+    )
+    snapshot.mkdir(parents=True)
+    (tmp_path / "qwen").symlink_to(snapshot)
+    assert model_name(snapshot) == "Qwen2.5-0.5B-Instruct"
+    assert model_name(tmp_path / "qwen") == "qwen"
+    assert model_name(tmp_path / "hub" / ".." / "qwen") == "qwen"
 
 
 @pytest.mark.parametrize(("ranks", "fits"), [([], 16), ([8], 16), ([8, 17], 32), ([64, 8], 64), ([1000], 512)])
