@@ -29,6 +29,7 @@ from workers.metrics import Metrics
 from workers.records import Records
 from workers.residency import Residency, timestamp
 from workers.usage import Usage
+from workers.verify import model_folder, rules_of
 from workers.wire import (
     AgentState,
     AvailableLora,
@@ -128,6 +129,7 @@ class Agent:
         await self.link.up(engine, boot_id=engine_boot_id, transport=transport)
         self.cache.disk.engine_url = transport.engine_url
         self.residency.changed()
+        await self._learn_shapes()
         await self._loader.adopt()
         await self._loader.restore()
         is_new = not self.residency.slots.registered
@@ -144,6 +146,12 @@ class Agent:
         self.set_state("ready")
         adapters = len(self.residency.slots.registered)
         log.info("ready", engine=engine.url, engine_boot_id=engine_boot_id, adapters=adapters)
+
+    async def _learn_shapes(self) -> None:
+        """Those of a base model that its engine fetches from a hub: before it is up there may be half of them."""
+        if self.cache.rules.base is None:
+            folder = await asyncio.to_thread(model_folder, self.settings.model)
+            self.cache.rules = self.library.rules = await asyncio.to_thread(rules_of, self.settings, folder)
 
     async def _warm(self) -> None:
         """Wait for the orchestrator to bring what a worker that had nothing should have."""

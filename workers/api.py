@@ -1,7 +1,6 @@
 """The agent over HTTP."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -13,6 +12,7 @@ from lorafleet.chat import read_files
 from orchestrator.wire import UsageReport
 from workers.agent import Agent
 from workers.core.errors import EngineError, RequestError
+from workers.verify import model_folder
 from workers.wire import (
     AvailableLora,
     AvailableLoras,
@@ -83,13 +83,14 @@ def _told(agent: Agent, keys: Keys) -> APIRouter:
 
     @api.get("/v1/model/files")
     def model_files() -> ModelFiles:
-        folder = Path(agent.settings.model)
+        model = agent.settings.model
         try:
-            files = read_files(folder) if agent.settings.model else {}
+            folder = model_folder(model)
+            files = read_files(folder) if folder is not None else {}
         except (OSError, ValueError) as exc:
-            raise RequestError("model_files_unavailable", f"model folder {folder}: {exc}") from exc
+            raise RequestError("model_files_unavailable", f"model {model}: {exc}") from exc
         if not files:
-            message = f"no tokenizer files in {folder}; give `model` as a local folder"
+            message = f"model {model or '(not set)'}: no tokenizer files on this disk; give `model` as a local folder"
             raise RequestError("model_files_unavailable", message)
         return ModelFiles(base_model=agent.metadata().model.base_model, files=files)
 

@@ -33,7 +33,7 @@ class Library:
 
     def __init__(self, folder: Path | None, rules: Rules) -> None:
         self.folder = folder
-        self._rules = rules
+        self.rules = rules
         self.revision = 0  # grows with every scan that found a change
         self._seen: dict[str, tuple[_Stamp, Shelved]] = {}
         self._is_stopping = False
@@ -100,7 +100,7 @@ class Library:
     def _shelve(self, lora_id: str, path: Path) -> Shelved:
         try:
             checked_lora_id(lora_id)
-            return Shelved(lora_id, path, read_manifest(path, self._rules))
+            return Shelved(lora_id, path, read_manifest(path, self.rules))
         except (SourceError, ValueError, OSError) as exc:
             log.warning("adapter in lora_path cannot be served", lora_id=lora_id, error=str(exc))
             return Shelved(lora_id, path, None, str(exc))

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -19,6 +20,7 @@ import pytest
 
 from lorafleet.tiny import make_adapter
 from tests.engines import start_engine
+from tests.workers.broken import BROKEN
 from tests.workers.running import RunningWorker, code, group_of, is_running, loaded, post, until
 from workers.engines.launch import Launch
 from workers.engines.process import EngineProcess
@@ -194,6 +196,31 @@ def attached(agent_model, agent_adapters, tmp_path):
     flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
     try:
         yield RunningWorker(agent_model, agent_adapters, tmp_path, *flags), engine
+    finally:
+        engine.stop()
+
+
+async def test_a_base_model_that_an_engine_has_fetched_from_a_hub_is_known_as_one_in_a_folder_is(
+    agent_model, agent_adapters, tmp_path, monkeypatch
+):
+    repository = tmp_path / "hub" / "models--acme--tiny-qwen"
+    shutil.copytree(agent_model, repository / "snapshots" / "c0ffee")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c0ffee")
+    deeper = next(case for case in BROKEN if case.name == "more-layers").write(tmp_path / "deeper")
+    engine = start_engine("sim", agent_model, flags=("--max-cpu-loras", "3"))
+    flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-lora-rank", "16", "--lora-roots", str(tmp_path))
+    worker = RunningWorker(Path("acme/tiny-qwen"), agent_adapters, tmp_path, *flags)
+    try:
+        async with worker.running() as client:
+            assert code(await client.get("/v1/model/files")) == "model_files_unavailable"
+            assert (await post(client, "load_lora", lora_id="deep/v1", source=str(deeper))).status_code == 200
+        monkeypatch.setenv("HF_HUB_CACHE", str(repository.parent))
+        async with worker.running() as client:
+            assert "tokenizer.json" in (await client.get("/v1/model/files")).json()["files"]
+            refused = await post(client, "load_lora", lora_id="deep/v2", source=str(deeper))
+            assert code(refused) == "module_unknown"
+            assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
     finally:
         engine.stop()
 
