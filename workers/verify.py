@@ -103,8 +103,8 @@ def model_folder(model: str) -> Path | None:
 
     try:
         config = try_to_load_from_cache(model, _BASE_CONFIG)
-    except ValueError:
-        return None  # no name that a repository may have
+    except (OSError, ValueError):
+        return None  # a cache that is not ours to read; no name that a repository may have
     return Path(config).parent if isinstance(config, str) else None
 
 

@@ -5,8 +5,10 @@ import contextlib
 import os
 import random
 import signal
+import sqlite3
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import ClassVar
 
 import httpx
@@ -58,12 +60,37 @@ class Process:
     async def is_up(self):
         return await self.says("status") == "ok"
 
+    async def pause(self):
+        """SIGSTOP, but never amid a transaction: with SQLite's lock in its hands nobody could write in its place."""
+        while True:
+            os.kill(self.process.pid, signal.SIGSTOP)
+            await until(self._is_stopped)
+            files = [self._folder / name for name in ("store.db", "store.db.lease")]
+            if all(is_unlocked(file) for file in files if file.exists()):
+                return
+            os.kill(self.process.pid, signal.SIGCONT)
+            await asyncio.sleep(0.01)
+
+    def _is_stopped(self):
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
     async def stop(self, how=signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGCONT)
             self.process.send_signal(how)
         await self.process.wait()
         await self.http.aclose()
+
+
+def is_unlocked(path):
+    """Whether somebody could write to this SQLite file now."""
+    with contextlib.closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as db:
+        try:
+            db.execute("BEGIN EXCLUSIVE")
+        except sqlite3.OperationalError:
+            return False
+        db.execute("ROLLBACK")
+        return True
 
 
 async def until(true, within_s=20):
@@ -179,7 +206,7 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
     assert (await two.http.get("/v1/adapters/a/v1")).json()["state"] == "ready"
     first = agent.epochs[-1]
 
-    os.kill(one.process.pid, signal.SIGSTOP)
+    await one.pause()
     await until(lambda: two.says("is_leading"))
     assert await loaded_by(two, "b/v1")
     assert agent.epochs[-1] == agent.epoch > first
@@ -198,7 +225,7 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
 
     # With nobody left to lead for a moment, what is stored can still be read; writing has to wait.
     await one.stop(signal.SIGKILL)
-    os.kill(two.process.pid, signal.SIGSTOP)
+    await two.pause()
     third = Process(tmp_path, "three", **shared)
     await third.start()
     assert not await third.says("is_leading")
