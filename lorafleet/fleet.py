@@ -154,12 +154,13 @@ class Fleet:
             if adapters is None:
                 tiny.make_adapters(self._adapters, progress=self.steps.say)
         base = commands.Base(name=model_name(model), folder=model.resolve(), is_tiny=self.options.model is None)
-        fits_none = self.options.adapters is None and not base.is_tiny  # the tiny model's adapters fit no other
+        if self.options.adapters is None and not base.is_tiny:
+            return base, {}  # the tiny model's adapters fit no other
         for link in linked_folders(self._adapters):
             self.steps.say(
                 f"adapters: {link} is a link, and left out: workers follow none; put the folder itself there"
             )
-        return base, {} if fits_none else adapter_folders(self._adapters)
+        return base, adapter_folders(self._adapters)
 
     @property
     def _adapters(self) -> Path:

@@ -9,6 +9,7 @@ Intake brings files in, Loader brings them into the engine, Residency knows and 
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -29,7 +30,7 @@ from workers.metrics import Metrics
 from workers.records import Records
 from workers.residency import Residency, timestamp
 from workers.usage import Usage
-from workers.verify import model_folder, rules_of
+from workers.verify import known_base_model, model_folder
 from workers.wire import (
     AgentState,
     AvailableLora,
@@ -149,9 +150,11 @@ class Agent:
 
     async def _learn_shapes(self) -> None:
         """Those of a base model that its engine fetches from a hub: before it is up there may be half of them."""
-        if self.cache.rules.base is None:
+        if self.settings.check_shapes and self.cache.rules.base is None:
             folder = await asyncio.to_thread(model_folder, self.settings.model)
-            self.cache.rules = self.library.rules = await asyncio.to_thread(rules_of, self.settings, folder)
+            if folder is not None:
+                base = await asyncio.to_thread(known_base_model, folder)
+                self.cache.rules = self.library.rules = replace(self.cache.rules, base=base)
 
     async def _warm(self) -> None:
         """Wait for the orchestrator to bring what a worker that had nothing should have."""

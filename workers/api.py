@@ -90,7 +90,8 @@ def _told(agent: Agent, keys: Keys) -> APIRouter:
         except (OSError, ValueError) as exc:
             raise RequestError("model_files_unavailable", f"model {model}: {exc}") from exc
         if not files:
-            message = f"model {model or '(not set)'}: no tokenizer files on this disk; give `model` as a local folder"
+            advice = "give `model` as a local folder, or this agent the HF_HOME of its engine"
+            message = f"model {model or '(not set)'}: no tokenizer files on this disk; {advice}"
             raise RequestError("model_files_unavailable", message)
         return ModelFiles(base_model=agent.metadata().model.base_model, files=files)
 

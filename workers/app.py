@@ -29,6 +29,7 @@ from workers.cache import Cache
 from workers.config import WorkerSettings
 from workers.core.addresses import parse_networks
 from workers.core.errors import WorkerError
+from workers.core.manifest import Rules
 from workers.core.retry import Retry
 from workers.disk import Disk
 from workers.events import Events
@@ -46,7 +47,7 @@ from workers.sources.objects import ObjectSource
 from workers.sources.plugged import PluginSource, installed, listener, manager_of
 from workers.sources.web import WebSource
 from workers.supervisor import Supervisor
-from workers.verify import rules_of
+from workers.verify import known_base_model
 
 log = structlog.get_logger()
 
@@ -73,7 +74,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     _require_model(settings)
     lock(settings.state)
     rng, metrics, boot_id = Random(), Metrics(settings.instance_id), uuid.uuid4().hex
-    rules = rules_of(settings, Path(settings.model))
+    rules = rules_of(settings)
     manager = manager_of(settings.lora_downloader_plugin) if settings.lora_downloader_plugin else None
     cache = Cache(
         disk_of(settings),
@@ -218,6 +219,20 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
     if manager is not None:
         ours[PLUGIN] = PluginSource(manager, limits)
     return ours | installed(limits, frozenset({*ours, PLUGIN}))
+
+
+def rules_of(settings: WorkerSettings) -> Rules:
+    """What this worker accepts; the base model's modules where its folder is at hand."""
+    folder, names = Path(settings.model), {settings.base_name, settings.model_name, settings.model} - {""}
+    has_folder = settings.check_shapes and settings.model and folder.is_dir()
+    return Rules(
+        max_rank=settings.max_lora_rank,
+        base_names=frozenset(names),
+        base_check=settings.base_model_check if names else "off",
+        base=known_base_model(folder) if has_folder else None,
+        max_bytes=settings.max_adapter_bytes,
+        allow_pickle=settings.allow_pickle,
+    )
 
 
 async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> None:

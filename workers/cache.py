@@ -101,17 +101,15 @@ class Cache:
     def has_source(self, scheme: str) -> bool:
         return scheme in self._sources
 
-    async def verify(self, folder: Path, base_model: str | None = None, *, is_any_rank: bool = False) -> Manifest:
+    async def verify(self, folder: Path, *, is_vouched_for: bool = False, is_any_rank: bool = False) -> Manifest:
         """The manifest of the adapter in a folder; raises SourceError naming the rule it breaks.
 
-        base_model   of this worker, whatever the adapter's own config says that it was made for
-        is_any_rank  also what is too large for this worker's engine
+        is_vouched_for  it is of this worker's base model, whatever its own config says
+        is_any_rank     also what is too large for this worker's engine
         """
         rules = replace(self.rules, max_rank=None) if is_any_rank else self.rules
-        if base_model is None:
-            return await asyncio.to_thread(read_manifest, folder, rules)
-        found = await asyncio.to_thread(read_manifest, folder, replace(rules, base_check="off"))
-        return replace(found, base_model=base_model)
+        rules = replace(rules, base_check="off") if is_vouched_for else rules
+        return await asyncio.to_thread(read_manifest, folder, rules)
 
     async def install(self, partial: Path, digest: str) -> Path:
         """Give a verified temporary folder its name. If another agent was faster, its copy is used once checked."""

@@ -145,9 +145,10 @@ class Intake:
         with self._timed("fetch"):
             async with self._cache.fetch(pinned, transfer) as folder:
                 with self._timed("verify"):
-                    found = await self._cache.verify(folder, base_model, is_any_rank=is_any_rank)
+                    is_vouched_for = base_model is not None
+                    found = await self._cache.verify(folder, is_vouched_for=is_vouched_for, is_any_rank=is_any_rank)
                     # What may run here is of this base model, by whatever name or path its trainer knew that.
-                    manifest = replace(found, base_model=self._base_name() or found.base_model)
+                    manifest = replace(found, base_model=self._base_name() or base_model or found.base_model)
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
                     _check_digest(lora_id, manifest.digest, digest)
                 with self._timed("install"):

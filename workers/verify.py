@@ -13,7 +13,6 @@ from pathlib import Path
 import structlog
 
 from lorafleet.files import mode_of
-from workers.config import WorkerSettings
 from workers.core import manifest as manifests
 from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
@@ -96,9 +95,10 @@ def model_folder(model: str) -> Path | None:
     """Where a base model is on this disk: the folder that was given, or what an engine has fetched of a repository into
     Hugging Face's cache. None where there is neither.
     """
-    folder = Path(model)
-    if not model or folder.is_dir():
-        return folder if model else None
+    if not model:
+        return None
+    if (folder := Path(model)).is_dir():
+        return folder
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  (heavy; a folder needs none of it)
 
     try:
@@ -108,23 +108,13 @@ def model_folder(model: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def rules_of(settings: WorkerSettings, folder: Path | None) -> Rules:
-    """What this worker accepts; the base model's modules where it is in that folder, whole."""
-    base = None
-    if settings.check_shapes and settings.model and folder is not None and folder.is_dir():
-        try:
-            base = read_base_model(folder)
-        except (SourceError, OSError, ValueError) as exc:
-            log.warning("adapters are not held against the base model's shapes", model=str(folder), error=str(exc))
-    names = {settings.base_name, settings.model_name, settings.model} - {""}
-    return Rules(
-        max_rank=settings.max_lora_rank,
-        base_names=frozenset(names),
-        base_check=settings.base_model_check if names else "off",
-        base=base,
-        max_bytes=settings.max_adapter_bytes,
-        allow_pickle=settings.allow_pickle,
-    )
+def known_base_model(folder: Path) -> BaseModel | None:
+    """As `read_base_model`; None, and a line in the log, where the folder cannot be read."""
+    try:
+        return read_base_model(folder)
+    except (SourceError, OSError, ValueError) as exc:
+        log.warning("adapters are not held against the base model's shapes", model=str(folder), error=str(exc))
+        return None
 
 
 def _check_files(files: list[Path], rules: Rules) -> None:

@@ -50,7 +50,9 @@ async def until_led(release: Release, *, besides: str | None = None) -> str:
         return leader(release) not in (None, besides)
 
     await release.cluster.until(is_led, within_s=10, what=f"an orchestrator leads besides {besides}")
-    return str(leader(release))
+    found = leader(release)
+    assert found is not None
+    return found
 
 
 def is_renewed(release: Release, since: int) -> bool:

@@ -21,6 +21,7 @@ from lorafleet.fleet import Options, adapter_folders, linked_folders, model_name
 from lorafleet.processes import Child, Guard, clean_environment, kill_marked, left_out, marked
 from lorafleet.progress import Steps
 from lorafleet.up import check, run
+from tests.workers.running import is_running
 
 SLEEPER = "import time; time.sleep(600)"
 
@@ -38,14 +39,6 @@ def until(true: Callable[[], bool], *, within_s: float = 10.0) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 @pytest.mark.parametrize("flag", ["--router-port", "--orchestrator-port"])
@@ -201,9 +194,9 @@ def test_the_guard_sweeps_up_after_a_parent_that_was_killed(tmp_path: Path) -> N
     with parent:
         assert parent.stdout is not None
         grandchild = int(parent.stdout.readline())
-        assert is_alive(grandchild)
+        assert is_running(grandchild)
         parent.kill()
-    until(lambda: not is_alive(grandchild) and not scratch.exists())
+    until(lambda: not is_running(grandchild) and not scratch.exists())
 
 
 def test_a_released_guard_has_swept_and_is_gone(tmp_path: Path) -> None:

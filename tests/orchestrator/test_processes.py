@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import ClassVar
 
 import httpx
@@ -16,6 +15,7 @@ import pytest
 
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)
 from tests.orchestrator.doubles import FakeAgent, serving
+from tests.workers.running import state_of
 
 FLAGS = {
     "settle-s": 0.3,
@@ -64,15 +64,12 @@ class Process:
         """SIGSTOP, but never amid a transaction: with SQLite's lock in its hands nobody could write in its place."""
         while True:
             os.kill(self.process.pid, signal.SIGSTOP)
-            await until(self._is_stopped)
+            await until(lambda: state_of(self.process.pid) == "T")
             files = [self._folder / name for name in ("store.db", "store.db.lease")]
             if all(is_unlocked(file) for file in files if file.exists()):
                 return
             os.kill(self.process.pid, signal.SIGCONT)
             await asyncio.sleep(0.01)
-
-    def _is_stopped(self):
-        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     async def stop(self, how=signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):

@@ -88,12 +88,16 @@ async def until(holds, *, within_s: float = 20) -> None:
             await asyncio.sleep(0.02)
 
 
+def state_of(pid: int) -> str:
+    """As ps has it: R, S, T (stopped), Z and so on. Raises OSError where there is no such process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def is_running(pid: int) -> bool:
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        return state_of(pid) != "Z"
     except OSError:
         return False
-    return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def group_of(pid: int) -> set[int]:
