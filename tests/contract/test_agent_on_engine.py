@@ -11,6 +11,7 @@ import pytest
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.tiny import make_adapter
 from tests.contract.conftest import Bench
+from tests.patience import within
 from tests.workers.kills import SLOTS, trial
 from tests.workers.running import RunningWorker, post
 from workers.wire import KvSnapshot, unpack_hashes
@@ -72,7 +73,7 @@ async def test_new_bytes_under_an_old_lora_id_are_answered_as_by_an_engine_that_
         assert second != first
         assert await asyncio.to_thread(answer, empty, second) == expected["clean-new"]
         # What the engine published of all that is known to the agent, who did not start it.
-        async with asyncio.timeout(10):
+        async with within(10):
             while not (cached := await blocks(client)) >= ledger_hashes(first) | ledger_hashes(second):
                 await asyncio.sleep(0.05)
         assert not cached & ledger_hashes("same/v1")

@@ -1,6 +1,5 @@
 """What the fleet needs of any engine, asked through its own client and dialect: one suite for every kind we drive."""
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -21,6 +20,7 @@ from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import TRAITS, Ledger, Tier
 from router.dress import NO_WISHES, dialect_of
 from tests.engines import RunningEngine, start_engine
+from tests.patience import within
 from tests.workers.broken import Case, pairs
 from workers.core.errors import EngineError
 from workers.engines.base import Engine
@@ -87,7 +87,7 @@ class Bench:
         return str(answer.json()["choices"][0]["text"])
 
     async def until_cached(self, wanted: set[int]) -> None:
-        async with asyncio.timeout(10):
+        async with within(10):
             while not wanted <= self.cached:
                 self.ledger.apply(self._decode((await self.sub.recv_multipart())[2]))
 
@@ -214,7 +214,7 @@ async def test_a_request_counts_as_running_from_its_first_token_and_until_its_cl
         if scrape.running:
             break
     assert (scrape.running, scrape.waiting) == (1, 0)
-    async with asyncio.timeout(10):
+    async with within(10):
         while (await bench.engine.scrape()).running:
             pass
 

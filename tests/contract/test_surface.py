@@ -38,7 +38,8 @@ from tests.contract.surface import (
     running,
     told,
 )
-from tests.router.doubles import BASE, until
+from tests.patience import until, within
+from tests.router.doubles import BASE
 from workers.wire import Load
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -611,7 +612,7 @@ def at_work(direct: Direct) -> int:
 
 async def comes_to(direct: Direct, count: int, *, within_s: float = 20.0) -> None:
     """Wait until so many are at work; asked in a thread, so that the router goes on meanwhile."""
-    async with asyncio.timeout(within_s):
+    async with within(within_s):
         while await asyncio.to_thread(at_work, direct) != count:
             await asyncio.sleep(0.02)
 

@@ -19,7 +19,8 @@ from tests.contract.surface import (
     routed,
     running,
 )
-from tests.router.doubles import BASE, until
+from tests.patience import until
+from tests.router.doubles import BASE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import httpx
 
+from tests.patience import wait_until
+
 READY = re.compile(r"^ready router=(http://127\.0\.0\.1:\d+) orchestrator=(http://127\.0\.0\.1:\d+)$")
 
 
@@ -181,13 +183,13 @@ def chat(**body: Any) -> dict[str, Any]:
 
 def until(true: Callable[[], object], *, within_s: float, what: str) -> None:
     """Wait for it; whatever it raises of HTTP counts as not yet."""
-    deadline = time.monotonic() + within_s
-    while True:
+
+    def is_true() -> bool:
         with contextlib.suppress(httpx.HTTPError, KeyError):
-            if true():
-                return
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
+            return bool(true())
+        return False
+
+    wait_until(is_true, within_s=within_s, what=what)
 
 
 def is_free(url: str) -> bool:

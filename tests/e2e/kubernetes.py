@@ -19,6 +19,7 @@ from tests.e2e.scenarios import fresh_prompt
 from tests.kube.binaries import helm, kubectl, run
 from tests.kube.controller import Controller
 from tests.kube.server import KubeServer
+from tests.patience import within
 
 CHART = Path(__file__).parents[2] / "helm" / "lorafleet"
 NAME, NAMESPACE, BASE = "demo", "default", "tiny-qwen"
@@ -66,10 +67,12 @@ class Release:
         """As the operator, through the Service: whichever answers. What says when to try again is tried again."""
         headers = {"authorization": f"Bearer {self.token('admin')}"}
         url = f"{self.cluster.url(f'{NAME}-lorafleet-orchestrator')}{path}"
-        async with httpx.AsyncClient(headers=headers, timeout=30, trust_env=False, verify=False) as client:
-            async with asyncio.timeout(20):
-                while "retry-after" in (answer := await client.request(method, url, json=body)).headers:
-                    await asyncio.sleep(0.2)
+        async with (
+            httpx.AsyncClient(headers=headers, timeout=30, trust_env=False, verify=False) as client,
+            within(20),
+        ):
+            while "retry-after" in (answer := await client.request(method, url, json=body)).headers:
+                await asyncio.sleep(0.2)
         assert answer.is_success, answer.text
         return answer.json() if answer.content else None
 
@@ -88,7 +91,7 @@ class Release:
     async def until_listed(self, lora_id: str, *, within_s: float = 10.0) -> None:
         """Until every router knows the adapter."""
         routers = [pod["status"]["podIP"] for pod in self.cluster.pods_of(component="router")]
-        async with self._client() as client, asyncio.timeout(within_s):
+        async with self._client() as client, within(within_s):
             for address in routers:
                 while not (await client.get(f"http://{address}:8000/v1/models/{lora_id}")).is_success:
                     await asyncio.sleep(0.05)

@@ -17,6 +17,7 @@ import yaml
 
 from tests.e2e.kubernetes import ADAPTERS, NAME, NAMESPACE, Release, installed
 from tests.kube import workloads
+from tests.patience import within
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 AWAY_S = 6.0  # the Lease of these releases lasts 4
@@ -80,7 +81,7 @@ async def test_a_pool_that_grows_fails_no_request_and_the_new_worker_takes_part(
         await release.kubectl("scale", POOL, "--replicas=4")
         await release.cluster.settled()
         await release.orchestrator("POST", f"/v1/adapters/{ADAPTERS[0]}/ensure", {"replicas": 4, "wait_s": 20})
-        async with asyncio.timeout(20):
+        async with within(20):
             while not sent.workers[newest]:
                 await release.burst(ADAPTERS[0], sent, requests=24)
     assert set((await release.workers()).values()) == {"ready"}
@@ -122,7 +123,7 @@ async def test_an_adapter_comes_by_kubectl_apply_and_goes_by_kubectl_delete(rele
     async with release.under_requests(models=("by-hand/v1",)):
         await asyncio.sleep(0.5)
     await release.kubectl("delete", "-f", "-", stdin=text)
-    async with asyncio.timeout(20):
+    async with within(20):
         while "by-hand/v1" in await release.adapters():
             await asyncio.sleep(0.05)
 

@@ -10,8 +10,9 @@ from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
+from tests.patience import until
 from tests.serving import serving
-from tests.workers.running import SIM, RunningWorker, until
+from tests.workers.running import SIM, RunningWorker
 
 BASE, SERVED = "tiny", {"w0": "tiny-small", "w1": "acme/tiny-large"}
 

@@ -13,6 +13,7 @@ from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
 from tests.engines import RunningEngine, start_engine
+from tests.patience import patience, within
 from tests.serving import serving
 
 pytestmark = pytest.mark.vllm
@@ -41,7 +42,7 @@ def engine(tmp_path_factory, shelf) -> Iterator[RunningEngine]:
 
 
 async def until(parts, holds) -> None:
-    assert await parts.discovery.changes.until(holds, timeout_s=20)
+    assert await parts.discovery.changes.until(holds, timeout_s=patience(20))
 
 
 async def ask(client: httpx.AsyncClient, model: str, prompt: str = LONG) -> httpx.Response:
@@ -61,7 +62,7 @@ async def test_a_router_alone_serves_what_a_real_vllm_lists_and_knows_what_it_ha
         own, base = await ask(client, "own"), await ask(client, BASE)
         assert (own.status_code, base.status_code) == (200, 200)
         assert own.json()["choices"][0]["text"] != base.json()["choices"][0]["text"]
-        async with asyncio.timeout(20):
+        async with within(20):
             while parts.trust.state("e0") != "exact" or not parts.feeds.index(BASE, 32).workers().get("e0"):
                 await asyncio.sleep(0.02)
         again = await ask(client, "own")

@@ -12,6 +12,7 @@ from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
+from tests.patience import within
 from tests.serving import serving
 from tests.workers.running import RunningWorker, loaded
 
@@ -42,7 +43,7 @@ class Traffic:
         self.news.set()
 
     async def until(self, holds) -> None:
-        async with asyncio.timeout(30):
+        async with within(30):
             while not holds(self.answers):
                 self.news.clear()
                 await self.news.wait()

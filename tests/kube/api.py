@@ -1,6 +1,5 @@
 """A bare client for tests: paths and JSON, nothing retried, nothing hidden."""
 
-import asyncio
 import base64
 import contextlib
 import json
@@ -12,6 +11,8 @@ from typing import Any
 
 import httpx
 import yaml
+
+from tests.patience import within
 
 
 @contextlib.asynccontextmanager
@@ -59,7 +60,7 @@ class Watched:
         self._lines = answer.aiter_lines()
 
     async def next(self, *, within_s: float = 40) -> Any:
-        async with asyncio.timeout(within_s):
+        async with within(within_s):
             line = await anext(self._lines, "")
         return json.loads(line) if line else None
 

@@ -26,6 +26,7 @@ from tests.kube.server import KubeServer
 from tests.kube.status import ApiError
 from tests.kube.store import Object
 from tests.kube.workloads import REVISION
+from tests.patience import until
 
 _FOLLOWED = ("deployments", "statefulsets", "services", "pods", "poddisruptionbudgets", "nodes")
 _CRASH_LOOP = 5
@@ -95,13 +96,10 @@ class Controller:
     async def until(self, holds: Callable[[], bool], *, within_s: float, what: str) -> None:
         """Looked at fifty times a second. Says what pods have printed when it is too late."""
         try:
-            async with asyncio.timeout(within_s):
-                while not holds():
-                    await asyncio.sleep(0.02)
-                    self.checked()
-        except TimeoutError:
-            told = "\n\n".join(pod.log() for pod in self.pods.values())
-            raise AssertionError(f"not within {within_s} s: {what}\n{told}") from None
+            await until(lambda: holds() or self.checked(), within_s=within_s, what=what)
+        except AssertionError as exc:
+            printed = "\n\n".join(pod.log() for pod in self.pods.values())
+            raise AssertionError(f"{exc}\n{printed}") from None
 
     async def settled(self, *, within_s: float = 60.0) -> None:
         """Until every workload has the pods that it wants, of its newest revision, all ready and no others."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lorafleet.kube.client import Kube
 from lorafleet.kube.watch import follow
+from tests.patience import within
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Seen:
         self.answers += 1
 
     async def until(self, predicate, within_s=10.0):
-        async with asyncio.timeout(within_s):
+        async with within(within_s):
             while not predicate():
                 self.changed.clear()
                 await self.changed.wait()

@@ -13,18 +13,9 @@ from orchestrator.configmaps.objects import FLEET as FLEET_LABEL
 from orchestrator.configmaps.objects import KIND, STATUS
 from orchestrator.registry import Registry
 from orchestrator.store import Store
+from tests.patience import until
 
 FLEET = "lorafleet"
-
-
-async def until(true, within_s=10.0):
-    """Waits for what comes by way of the API server."""
-    async with asyncio.timeout(within_s):
-        while True:
-            found = true()
-            if found := (await found if asyncio.iscoroutine(found) else found):
-                return found
-            await asyncio.sleep(0.01)
 
 
 class Fleet:

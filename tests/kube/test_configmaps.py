@@ -11,7 +11,7 @@ from orchestrator.core.errors import Conflict
 from orchestrator.core.state import Rules
 from orchestrator.wire import AdapterPatch, AdapterSpec
 from tests.kube.stores import FLEET as FLEET_NAME
-from tests.kube.stores import until
+from tests.patience import until
 
 SQL = {"lora_id": "sql/v1", "source": "hf://acme/sql"}
 

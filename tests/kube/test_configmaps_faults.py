@@ -9,7 +9,7 @@ from orchestrator.configmaps.objects import adapter_object_name, alias_object_na
 from orchestrator.core.errors import Conflict, StoreError, Unavailable
 from orchestrator.core.state import Adapter
 from orchestrator.wire import AdapterSpec
-from tests.kube.stores import until
+from tests.patience import until
 
 SQL = Adapter(lora_id="sql/v1", source="hf://acme/sql", digest="d" * 64, rank=8, base_model="tiny")
 PYTHON = replace(SQL, lora_id="python/v1", digest="e" * 64)

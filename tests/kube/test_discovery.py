@@ -24,7 +24,8 @@ from tests.engines import start_engine
 from tests.kube.conftest import Cluster
 from tests.kube.places import SELECTOR, drop_slice, put_slice, slice_of
 from tests.kube.status import ApiError
-from tests.router.doubles import CHAT, Control, Engine, until, with_sql
+from tests.patience import patience, until
+from tests.router.doubles import CHAT, Control, Engine, with_sql
 from tests.serving import serving
 
 # As in production, and quicker where it is about waiting.
@@ -64,7 +65,7 @@ class Fleet:
         return {str(id_): replica.state for id_, replica in self.discovery.fleet.replicas.items()}
 
     async def until(self, predicate, within_s=5.0):
-        assert await self.discovery.changes.until(predicate, timeout_s=within_s), self.states()
+        assert await self.discovery.changes.until(predicate, timeout_s=patience(within_s)), self.states()
 
     async def worker_of(self, body=CHAT):
         answer = await self.client.post("/v1/chat/completions", json=body)

@@ -21,6 +21,7 @@ from tests.engines import start_engine
 from tests.kube.places import LABELS, SELECTOR, drop_slice, put_slice, slice_of
 from tests.orchestrator.conftest import Clock, House
 from tests.orchestrator.doubles import FakeAgent
+from tests.patience import patience, until, within
 from tests.serving import serving
 
 QUICK = Times(watch_s=(1.0, 1.5), silent_s=0.3, pause_s=(0.02, 0.2), steady_s=0.3, call_s=0.3)
@@ -67,9 +68,7 @@ class Found(House):
         await put_slice(self.kube, slice_of(worker_id, **how))
 
     async def until(self, predicate):
-        async with asyncio.timeout(5):
-            while not predicate():
-                await asyncio.sleep(0.005)
+        await until(predicate)
 
     def states(self):
         return {name: worker.state for name, worker in self.reconciler.observe().workers.items()}
@@ -141,7 +140,7 @@ async def test_what_a_terminating_worker_holds_is_placed_elsewhere_at_once_and_i
     await house.until(lambda: house.states()[empty] == "draining")
     house.pokes.clear()
     await house.name(holder, terminating=True)
-    await asyncio.wait_for(house.pokes.wait(), 5)
+    await asyncio.wait_for(house.pokes.wait(), patience(5))
     assert house.states()[holder] == "draining"
     assert (await house.adapter())["workers"] == [], "nobody sends requests there any more"
     for _ in range(8):  # time enough for a drain to end
@@ -266,7 +265,7 @@ async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_ol
             await put_slice(kube, slice_of("w0", agent=agent.url, namespace=kube.namespace))
             whole = build(settings, kube=client)
             async with serving(whole.app) as url, httpx.AsyncClient(base_url=url) as browser:
-                async with asyncio.timeout(5):
+                async with within(5):
                     while not (await browser.get("/v1/workers")).json()["data"]:
                         await asyncio.sleep(0.01)
                 metrics = (await browser.get("/metrics")).text
@@ -286,7 +285,7 @@ async def test_an_engine_that_has_no_agent_is_in_the_fleet_where_its_slice_says(
             await put_slice(kube, slice_)
             whole = build(settings, kube=client)
             async with serving(whole.app) as url, httpx.AsyncClient(base_url=url) as browser:
-                async with asyncio.timeout(10):
+                async with within(10):
                     while not (found := (await browser.get("/v1/workers")).json()["data"]):
                         await asyncio.sleep(0.02)
                 (entry,) = whole.reconciler.fleet.entries.values()

@@ -12,6 +12,7 @@ from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import Hold
 from orchestrator.kube_lease import ANNOTATION, KubeLease, hold_of
 from orchestrator.leadership import Leadership
+from tests.patience import within
 
 NAME = "lorafleet"
 HOLD = Hold(holder="a", url="http://a:8080", duration_s=1.5)
@@ -143,7 +144,7 @@ class Candidates:
     async def leads(self, *names, within_s=10.0):
         clock = asyncio.get_running_loop().time
         began = clock()
-        async with asyncio.timeout(within_s):
+        async with within(within_s):
             while self.leading() != set(names):
                 assert len(self.leading()) <= 1
                 self._changed.clear()
@@ -168,7 +169,7 @@ async def test_a_standby_takes_over_from_a_dead_leader_within_the_lease_and_two_
     candidates.start("a")
     await candidates.leads("a")
     b = candidates.start("b")
-    async with asyncio.timeout(5):
+    async with within(5):
         while b.leader_url != "http://a":
             await asyncio.sleep(0.01)
     await candidates.kill("a")
@@ -195,7 +196,7 @@ async def test_while_the_api_server_is_away_nobody_leads_and_when_it_is_back_one
     await asyncio.sleep(DURATION_S)
     assert candidates.leading() == set()
     await faults.come_back()
-    async with asyncio.timeout(5):
+    async with within(5):
         while not candidates.leading():
             await asyncio.sleep(0.01)
     assert len(candidates.leading()) == 1
@@ -216,7 +217,7 @@ async def test_a_deleted_lease_is_made_again_by_its_holder(candidates, api, kube
     candidates.start("b")
     uid = (await api.get(path(kube)))["metadata"]["uid"]
     await api.delete(path(kube))
-    async with asyncio.timeout(5):
+    async with within(5):
         while True:
             with contextlib.suppress(Exception):
                 if (await api.get(path(kube)))["metadata"]["uid"] != uid:

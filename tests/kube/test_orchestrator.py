@@ -10,9 +10,9 @@ from lorafleet.kube.client import connect
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.configmaps.objects import adapter_object_name
-from tests.kube.stores import until
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_processes import Process, beating  # noqa: F401  (the second is a fixture)
+from tests.patience import until
 from tests.serving import serving
 
 ADAPTER = """\

@@ -1,6 +1,5 @@
 """Services without a port for an agent: their pods are stock engines, found by routers and orchestrators alike."""
 
-import asyncio
 from pathlib import Path
 
 import httpx
@@ -14,6 +13,7 @@ from router.app import build as build_router
 from router.config import RouterSettings
 from tests.engines import RunningEngine, start_engine
 from tests.kube.places import SELECTOR, put_slice, slice_of
+from tests.patience import until
 from tests.serving import serving
 
 DIGEST = "cd" * 32
@@ -33,12 +33,14 @@ def engine(kube, tmp_path) -> RunningEngine:
     running.stop()
 
 
-async def until(ask, holds):
+async def first_answer(ask, holds):
     """The first answer for which it holds."""
-    async with asyncio.timeout(15):
-        while not holds(answer := await ask()):
-            await asyncio.sleep(0.05)
-    return answer
+
+    async def found():
+        answer = await ask()
+        return answer if holds(answer) else None
+
+    return await until(found)
 
 
 async def test_a_stock_engine_of_a_slice_is_loaded_into_and_routed_to(kube, engine, shelf, tmp_path):
@@ -56,7 +58,7 @@ async def test_a_stock_engine_of_a_slice_is_loaded_into_and_routed_to(kube, engi
         async def workers():
             return (await operator.get("/v1/workers")).json()["data"]
 
-        (worker,) = await until(workers, lambda found: found and found[0]["state"] == "ready")
+        (worker,) = await first_answer(workers, lambda found: found and found[0]["state"] == "ready")
         assert (worker["id"], worker["agent_url"], worker["zone"], worker["node"]) == ("vllm-0", "", "a", "n1")
         spec = {"lora_id": "sql/v1", "source": f"file://{shelf}/sql", "base_model": "tiny-qwen", "digest": DIGEST}
         (await operator.post("/v1/adapters", json=spec)).raise_for_status()
@@ -73,4 +75,4 @@ async def test_a_stock_engine_of_a_slice_is_loaded_into_and_routed_to(kube, engi
         await put_slice(
             kube, slice_of("vllm-0", engine=engine.url, namespace=kube.namespace, terminating=True, zone="a", node="n1")
         )
-        await until(workers, lambda found: found[0]["state"] == "draining")
+        await first_answer(workers, lambda found: found[0]["state"] == "draining")

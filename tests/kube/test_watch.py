@@ -14,6 +14,7 @@ from lorafleet.kube.errors import KubeError, refusal
 from lorafleet.kube.watch import Times, _Follower, follow
 from tests.kube.seen import Seen, seeing
 from tests.kube.server import KubeServer
+from tests.patience import within
 
 PATH = "/api/v1/namespaces/default/configmaps"
 # As in production, a hundred times faster where it is about waiting.
@@ -42,7 +43,7 @@ async def following(server, tmp_path, **how):
 
 async def watched(server):
     """Until somebody watches, and so is told of what changes from now on."""
-    async with asyncio.timeout(5):
+    async with within(5):
         while not server.faults.watches:
             await asyncio.sleep(0.002)
 

@@ -12,7 +12,7 @@ from lorafleet.kv.ledger import Ledger
 from lorafleet.kv.subscribe import Endpoint, Hub
 from lorafleet.tiny import make_adapter, make_model
 from tests.engines import start_engine
-from tests.workers.running import until
+from tests.patience import until
 
 BLOCK = 32
 MOST_BLOCKS = 64  # small, so that there are evictions all the time

@@ -10,7 +10,7 @@ import zmq
 
 from lorafleet.kv.subscribe import Endpoint, Hub
 from tests.kv import KvEngine
-from tests.workers.running import until
+from tests.patience import until
 
 
 class Told:

@@ -7,6 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lorafleet.loops import Changes, Later, backoff_s, forever
+from tests.patience import patience, within
 
 
 def test_waits_after_failures_double_up_to_the_most_and_nobody_waits_as_long_as_the_next():
@@ -36,7 +37,7 @@ async def test_a_loop_survives_its_worst_round_and_counts_it():
             rng=random.Random(0),
         )
     )
-    await asyncio.wait_for(done.wait(), 5)
+    await asyncio.wait_for(done.wait(), patience(5))
     assert len(failures) == 2
     loop.cancel()
 
@@ -62,7 +63,7 @@ async def test_of_failures_those_of_ours_are_counted_and_all_are_logged_with_wha
                 most_backoff_s=0.001,
             )
         )
-        async with asyncio.timeout(5):
+        async with within(5):
             while len(logs) < 2:
                 await asyncio.sleep(0.001)
     loop.cancel()
@@ -81,7 +82,7 @@ async def test_of_whom_httpx_could_not_reach_the_log_says_the_address_and_no_mor
 
     with capture_logs() as logs:
         loop = asyncio.create_task(forever(step, name="x", every_s=60))
-        async with asyncio.timeout(5):
+        async with within(5):
             while not logs:
                 await asyncio.sleep(0.001)
     loop.cancel()
@@ -96,7 +97,7 @@ async def test_a_poke_starts_the_next_round_at_once():
 
     loop = asyncio.create_task(forever(step, name="x", every_s=600, poke=poke))
     for _ in range(3):
-        await asyncio.wait_for(rounds.get(), 5)
+        await asyncio.wait_for(rounds.get(), patience(5))
         poke.set()
     loop.cancel()
 
@@ -158,9 +159,9 @@ async def test_calls_that_are_put_off_are_made_in_order_each_no_sooner_than_its_
     put_off(2)
     await asyncio.sleep(0.03)
     put_off(3)
-    await asyncio.wait_for(later_is_idle(made, 3), 5)
+    await asyncio.wait_for(later_is_idle(made, 3), patience(5))
     put_off(5)
-    await asyncio.wait_for(all_made.wait(), 5)
+    await asyncio.wait_for(all_made.wait(), patience(5))
     assert made == [(1, True), (2, True), (3, True), (5, True)]
 
 
@@ -179,7 +180,7 @@ async def test_calls_that_were_put_off_let_others_have_their_turn():
 
     for number in range(3):
         later.add(call, number)
-    await asyncio.wait_for(over.wait(), 5)
+    await asyncio.wait_for(over.wait(), patience(5))
     assert made == [0, "another", 1, 2]
 
 

@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from lorafleet.transport import Transport
+from tests.patience import within
 from tests.serving import serving
 
 _TIMES = 50
@@ -110,7 +111,7 @@ async def test_a_call_that_is_called_off_at_any_moment_keeps_no_connection(when)
         task = asyncio.create_task(client.get(url, extensions={"trace": trace}))
         with pytest.raises(asyncio.CancelledError):
             await task
-        async with asyncio.timeout(5):
+        async with within(5):
             while not all(connection.is_idle() for connection in transport._pool.connections):
                 await asyncio.sleep(0)
         assert (await client.get(url)).text == "x"

@@ -9,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from lorafleet.fleet import Options, adapter_folders, linked_folders, model_name
 from lorafleet.processes import Child, Guard, clean_environment, kill_marked, left_out, marked
 from lorafleet.progress import Steps
 from lorafleet.up import check, run
+from tests.patience import until, wait_until
 from tests.workers.running import is_running
 
 SLEEPER = "import time; time.sleep(600)"
@@ -32,13 +31,6 @@ def options(tmp_path: Path, **changes: object) -> Options:
         "orchestrator_port": 0, "state_dir": tmp_path / "state",
     }  # fmt: skip
     return Options(**(base | changes))
-
-
-def until(true: Callable[[], bool], *, within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("flag", ["--router-port", "--orchestrator-port"])
@@ -173,7 +165,7 @@ def test_what_is_marked_is_found_and_killed_in_whatever_session() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLEEPER], env=clean_environment(mark), start_new_session=True
     )  # a session of its own, as an engine's helpers may have
-    until(lambda: marked(mark) == [process.pid])
+    wait_until(lambda: marked(mark) == [process.pid])
     assert kill_marked(mark, within_s=0.2) == [process.pid]
     assert process.wait(5) == -signal.SIGKILL
     assert marked(mark) == []
@@ -196,7 +188,7 @@ def test_the_guard_sweeps_up_after_a_parent_that_was_killed(tmp_path: Path) -> N
         grandchild = int(parent.stdout.readline())
         assert is_running(grandchild)
         parent.kill()
-    until(lambda: not is_running(grandchild) and not scratch.exists())
+    wait_until(lambda: not is_running(grandchild) and not scratch.exists())
 
 
 def test_a_released_guard_has_swept_and_is_gone(tmp_path: Path) -> None:

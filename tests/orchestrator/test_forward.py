@@ -12,6 +12,7 @@ from orchestrator.core.lease import Hold
 from orchestrator.forward import FORWARDED, Forwarder
 from orchestrator.metrics import Metrics
 from tests.orchestrator.doubles import serving
+from tests.patience import patience, within
 
 
 class Standby:
@@ -97,7 +98,7 @@ async def test_a_request_goes_on_as_it_came_and_the_answer_comes_back_as_it_is(l
 async def test_events_come_as_they_happen_and_a_reader_that_leaves_is_gone_at_the_leader_too(leader):
     async with forwarding(standby(leader.url)) as client, client.stream("GET", "/v1/events") as answer:
         assert await anext(answer.aiter_bytes()) == b"data: one\n\n"
-    await asyncio.wait_for(leader.left.wait(), 5)
+    await asyncio.wait_for(leader.left.wait(), patience(5))
 
 
 @pytest.mark.parametrize("end", [{"is_stopping": True}, {"other": None}], ids=["we stop", "it leads no longer"])
@@ -107,9 +108,9 @@ async def test_a_stream_of_events_ends_in_order_with_who_forwards_it_or_with_a_t
         pieces = answer.aiter_bytes()
         assert await anext(pieces) == b"data: one\n\n"
         vars(leadership).update(end)
-        async with asyncio.timeout(5):
+        async with within(5):
             assert [piece async for piece in pieces] == []
-        await asyncio.wait_for(leader.left.wait(), 5)
+        await asyncio.wait_for(leader.left.wait(), patience(5))
 
 
 async def test_a_stream_of_events_ends_in_order_when_the_leader_dies():
@@ -165,7 +166,7 @@ async def test_a_call_that_waits_ends_when_the_leader_leads_no_longer(leader):
     async with forwarding(leadership) as client:
         waiting = await asked(client, leader)
         leadership.other = Hold(holder="another", url="http://127.0.0.1:9", duration_s=5.0)
-        answer = await asyncio.wait_for(waiting, 5)
+        answer = await asyncio.wait_for(waiting, patience(5))
         assert answer.json()["error"]["code"] == "not_leading"
         leader.hang.set()
 
@@ -175,7 +176,7 @@ async def test_a_call_that_waits_ends_with_a_word_of_it_when_the_orchestrator_th
     async with forwarding(leadership) as client:
         waiting = await asked(client, leader)
         leadership.is_stopping = True
-        answer = await asyncio.wait_for(waiting, 5)
+        answer = await asyncio.wait_for(waiting, patience(5))
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "not_leading"
         assert "stops" in answer.json()["error"]["message"]

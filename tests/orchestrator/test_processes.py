@@ -15,6 +15,7 @@ import pytest
 
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)
 from tests.orchestrator.doubles import FakeAgent, serving
+from tests.patience import until
 from tests.workers.running import state_of
 
 FLAGS = {
@@ -88,15 +89,6 @@ def is_unlocked(path):
             return False
         db.execute("ROLLBACK")
         return True
-
-
-async def until(true, within_s=20):
-    async with asyncio.timeout(within_s):
-        while True:
-            found = true()
-            if await found if asyncio.iscoroutine(found) else found:
-                return
-            await asyncio.sleep(0.02)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from orchestrator.core.board import rendezvous
 from orchestrator.core.state import Want
 from tests.orchestrator.doubles import FakeAgent, digest_of, serving
+from tests.patience import patience
 from workers.wire import engine_name
 
 SQL = "file:///sql/v1"
@@ -499,12 +500,12 @@ async def test_who_asks_for_an_adapter_that_fits_on_no_worker_is_told_at_once_an
     says = "rank 128 is above every worker's max_lora_rank (at most 64)"
     assert says in (await house.adapter())["error"]
     # It waits for nothing: no pass runs here until this is answered.
-    told = (await asyncio.wait_for(house.ensure(wait_s=600), 10)).json()
+    told = (await asyncio.wait_for(house.ensure(wait_s=600), patience(10))).json()
     assert (told["fits_nowhere"], told["ready"], told["loading"]) == (True, [], [])
     assert says in told["error"]
     larger = await house.worker("w1", max_lora_rank=128)
     await house.settle()
-    told = (await asyncio.wait_for(house.ensure(wait_s=600), 10)).json()
+    told = (await asyncio.wait_for(house.ensure(wait_s=600), patience(10))).json()
     assert (told["fits_nowhere"], told["ready"], told["error"]) == (False, ["w1"], None)
     assert list(larger.loaded) == ["sql/v1"]
 
@@ -885,7 +886,7 @@ async def test_an_unload_that_is_under_way_is_not_started_again_however_many_act
     for _ in range(4):
         await house.beat()
         started += house.reconciler.run_pass()
-        await asyncio.wait_for(agent.has_called.wait(), 5)
+        await asyncio.wait_for(agent.has_called.wait(), patience(5))
     assert [action.operation for action in started] == ["unload"]
     agent.hold_unloads.set()
     await house.reconciler.settled()
@@ -1195,7 +1196,7 @@ async def test_ensure_waits_until_the_adapter_is_there(open_house):
     await house.worker()
     loop = asyncio.create_task(house.reconciler.run())
     await house.register()
-    answer = (await asyncio.wait_for(house.ensure(wait_s=20), 10)).json()
+    answer = (await asyncio.wait_for(house.ensure(wait_s=20), patience(10))).json()
     assert answer["ready"] == ["w0"]
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)

@@ -14,6 +14,7 @@ import yaml
 from lorafleet.auth import hash_key
 from orchestrator.core.errors import OrchestratorError
 from tests.orchestrator.doubles import serving
+from tests.patience import patience, within
 
 SPEC = {"lora_id": "sql/v1", "source": "file:///sql/v1"}
 
@@ -476,7 +477,7 @@ async def test_a_stream_of_events_ends_with_the_term_of_whoever_tells_them(open_
         lines = it.aiter_lines()
         assert (await anext(lines)).startswith(": following")
         house.whole.leadership.doubt("another leads")
-        async with asyncio.timeout(5):
+        async with within(5):
             assert [line async for line in lines if line] == []
 
 
@@ -500,7 +501,7 @@ async def test_an_idle_event_stream_says_that_it_is_alive(open_house):
     stream = house.reconciler.catalog.follow(
         house.reconciler.catalog.revision, keep_alive_s=0.01, is_stopping=lambda: False
     )
-    texts = [await asyncio.wait_for(anext(stream), 5) for _ in range(3)]
+    texts = [await asyncio.wait_for(anext(stream), patience(5)) for _ in range(3)]
     assert all(text.startswith(":") for text in texts)
     await stream.aclose()
 
@@ -528,7 +529,7 @@ async def _started(tmp_path, *flags):
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONWARNINGS": "default"},
     )
-    line = await asyncio.wait_for(process.stderr.readline(), 30)
+    line = await asyncio.wait_for(process.stderr.readline(), patience(30))
     return process, line.decode()
 
 
@@ -542,9 +543,9 @@ async def test_the_process_serves_and_ends_on_sigterm_while_somebody_waits_and_s
             lines = follower.aiter_lines()
             assert (await anext(lines)).startswith(":")
             process.send_signal(signal.SIGTERM)
-            assert (await asyncio.wait_for(waiting, 10)).json()["ready"] == []
+            assert (await asyncio.wait_for(waiting, patience(10))).json()["ready"] == []
             assert await _next_event(lines) is None
-    await asyncio.wait_for(process.wait(), 10)
+    await asyncio.wait_for(process.wait(), patience(10))
     assert b"Traceback" not in await process.stderr.read()
     again, line = await _started(tmp_path)
     assert json.loads(line)["adapters"] == 1
@@ -559,7 +560,7 @@ async def test_who_leaves_while_it_waits_is_not_waited_for(house):
     await house.register()
     async with serving(house.whole.app) as url, httpx.AsyncClient(base_url=url) as client:
         waiting = asyncio.create_task(client.post("/v1/adapters/sql/v1/ensure", json={"wait_s": 60}, timeout=60))
-        async with asyncio.timeout(10):
+        async with within(10):
             while waited_for() != ["sql/v1"]:
                 await asyncio.sleep(0.001)
             waiting.cancel()

@@ -12,7 +12,8 @@ from orchestrator.core.rollout import Guard, Rollout, Step, Tally
 from orchestrator.core.state import Adapter, Rules
 from orchestrator.store import Store
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)
-from tests.kube.stores import Seats, until
+from tests.kube.stores import Seats
+from tests.patience import until
 
 ADAPTER = Adapter(
     lora_id="sql/v1",

@@ -26,13 +26,6 @@ UNHEARD = Load(read_age_s=3600.0)
 CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def until(predicate, *, within_s=5.0):
-    """Poll what a third party changes, and has no event for."""
-    async with asyncio.timeout(within_s):
-        while not predicate():
-            await asyncio.sleep(0.005)
-
-
 def chunk(model: str, text: str) -> bytes:
     choices = [{"index": 0, "delta": {"content": text}}]
     return (

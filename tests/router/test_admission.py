@@ -16,6 +16,7 @@ from router.core.fleet import Roster
 from router.metrics import Metrics
 from router.usage import Holds
 from router.waiting import WaitingRoom
+from tests.patience import patience
 from tests.router.test_dispatch import RATE, Fleet
 from tests.router.test_policy import SQL, a_replica
 
@@ -323,7 +324,7 @@ async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
     assert len(hall.fleet.mind.waiting) == 1
     first.end()
     hall.room.poke()
-    assert isinstance(await asyncio.wait_for(waiting, 5), Sent)
+    assert isinstance(await asyncio.wait_for(waiting, patience(5)), Sent)
     assert len(hall.fleet.mind.load._books["w0"].flights) == 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -434,8 +435,8 @@ async def test_one_that_cannot_be_begun_is_told_and_holds_up_nobody():
     first.end()
     hall.room.poke()
     with pytest.raises(RuntimeError, match="cannot"):
-        await asyncio.wait_for(broken, 5)
-    assert isinstance(await asyncio.wait_for(behind, 5), Sent)
+        await asyncio.wait_for(broken, patience(5))
+    assert isinstance(await asyncio.wait_for(behind, patience(5)), Sent)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

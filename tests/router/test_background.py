@@ -18,7 +18,8 @@ from router.core.errors import Saturated
 from router.core.fleet import Report
 from router.relay.fetch import Refused
 from router.relay.upstream import EngineLost
-from tests.router.doubles import BASE, Control, Engine, error_of, fleet, until
+from tests.patience import until
+from tests.router.doubles import BASE, Control, Engine, error_of, fleet
 from tests.router.test_policy import a_replica
 from workers.wire import Load
 

@@ -9,7 +9,8 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from orchestrator.wire import Draining
 from router.core.breaker import BreakerRules
-from tests.router.doubles import BASE, DIGEST, Control, Engine, chunk, error_of, fleet, until
+from tests.patience import until
+from tests.router.doubles import BASE, DIGEST, Control, Engine, chunk, error_of, fleet
 from workers.wire import Load
 
 FAST = {"open_s": 0.3, "most_open_s": 1.0, "jitter": 0.0}

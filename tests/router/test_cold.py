@@ -16,7 +16,8 @@ from router.core.fleet import Adapter, Fleet
 from router.metrics import Metrics
 from router.relay.fetch import Refused
 from router.relay.upstream import EngineLost
-from tests.router.doubles import CHAT, DIGEST, Control, Engine, error_of, fleet, until, with_sql
+from tests.patience import until, within
+from tests.router.doubles import CHAT, DIGEST, Control, Engine, error_of, fleet, with_sql
 from tests.router.test_background import Hurried
 from tests.router.test_policy import a_replica
 
@@ -650,7 +651,7 @@ async def test_all_who_wait_are_told_as_soon_as_the_orchestrator_refuses():
         waiting = [asyncio.create_task(parts.cold.until_resident("sql/v1")) for _ in range(3)]
         await until(lambda: control.ensured)
         go_on.set()
-        async with asyncio.timeout(5):
+        async with within(5):
             told = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(error) for error in told] == [AdapterFailed] * 3
         assert outcomes(parts) == {"adapter_failed": 1}

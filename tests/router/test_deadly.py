@@ -11,7 +11,8 @@ from router.core.errors import HeldBack
 from router.stages import digest_of, read
 from router.surface.routes import ROUTES
 from router.surface.stored import tagged_response_id
-from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, error_of, fleet, until, with_sql
+from tests.patience import until
+from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, error_of, fleet, with_sql
 from workers.wire import engine_name
 
 A, B, C = (("w0", "a"), ("w1", "a"), ("w2", "a"))

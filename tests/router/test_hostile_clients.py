@@ -14,7 +14,8 @@ from router.core.dispatch import Prompt
 from router.flight import Flight
 from router.parts import Decisions
 from router.tokens import Tokenizers
-from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, until, with_sql
+from tests.patience import until
+from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, with_sql
 
 
 @pytest.mark.parametrize("depth", [850, 100_000])

@@ -8,7 +8,7 @@ import pytest
 from router.looks import Looks
 from router.relay.fetch import Refused
 from router.relay.upstream import EngineLost
-from tests.router.doubles import until
+from tests.patience import until
 from tests.router.test_policy import a_replica
 
 REPLICA = a_replica("w0", engine_boot_id="a", model_name="served")

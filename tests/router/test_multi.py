@@ -21,7 +21,8 @@ from router import siblings
 from router.api import answers, control_routes
 from router.metrics import Metrics
 from router.siblings import Siblings
-from tests.router.doubles import CHAT, Control, Engine, chunk, until
+from tests.patience import patience, until, within
+from tests.router.doubles import CHAT, Control, Engine, chunk
 from tests.router.doubles import fleet as fleet_of
 from tests.serving import serving
 
@@ -49,7 +50,7 @@ class Several:
     async def clients(self, stack: contextlib.AsyncExitStack, pids: set[int]) -> dict[int, httpx.AsyncClient]:
         """For each process a client whose one connection is to that process."""
         found: dict[int, httpx.AsyncClient] = {}
-        async with asyncio.timeout(20):
+        async with within(20):
             while found.keys() != pids:
                 client = await stack.enter_async_context(httpx.AsyncClient(timeout=10, base_url=self.url))
                 found.setdefault((await self.get("/who", client))["pid"], client)
@@ -58,13 +59,13 @@ class Several:
     async def pids(self, *, without: int = 0, count: int = 2) -> set[int]:
         """The processes that serve, once there are so many."""
         found: set[int] = set()
-        async with asyncio.timeout(20):
+        async with within(20):
             while len(found) < count:
                 found |= {(await self.get("/who"))["pid"]} - {without}
         return found
 
     async def ends(self, *, within_s: float = 20) -> int:
-        async with asyncio.timeout(within_s):
+        async with within(within_s):
             return await self.process.wait()
 
 
@@ -111,7 +112,7 @@ async def rest(pieces) -> bytes:
 
 
 async def routable(fleet: Several, pids: set[int]):
-    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(20):
+    async with contextlib.AsyncExitStack() as stack, within(20):
         for client in (await fleet.clients(stack, pids)).values():
             while (await client.post("/v1/chat/completions", json=CHAT)).status_code != 200:
                 await asyncio.sleep(0.05)
@@ -119,7 +120,7 @@ async def routable(fleet: Several, pids: set[int]):
 
 async def refused(fleet: Several):
     """Returns once nobody listens any more."""
-    async with asyncio.timeout(20):
+    async with within(20):
         while True:
             try:
                 await fleet.get("/health")
@@ -151,7 +152,7 @@ async def test_a_killed_process_comes_back_and_nobody_elses_request_fails(tmp_pa
         os.kill(victim, signal.SIGKILL)
         await until(lambda: is_gone(victim))
         seen: set[int] = set()
-        async with asyncio.timeout(20):
+        async with within(20):
             # Each on a connection of its own, from the death on and past the newcomer's first.
             while len(seen) < 2:
                 async with httpx.AsyncClient(base_url=fleet.url, timeout=10) as fresh:
@@ -173,7 +174,7 @@ async def test_one_that_takes_anothers_place_gets_no_connection_before_it_can_ro
         fleet.control.down = True
         os.kill(victim, signal.SIGKILL)
         await until(lambda: is_gone(victim))
-        async with asyncio.timeout(9):  # less than it would wait for
+        async with within(9):  # less than it would wait for
             while not await fleet.get("/ask", client):  # the newcomer has begun, and answers its sibling
                 await asyncio.sleep(0.05)
             for _ in range(20):
@@ -318,14 +319,14 @@ async def test_a_process_that_cannot_be_started_is_started_later_and_the_others_
         victim, survivor = pids()
         program.rename(away)
         os.kill(victim, signal.SIGKILL)
-        async with asyncio.timeout(20):
+        async with within(20):
             while b"cannot be started" not in (line := await parent.stdout.readline()):
                 assert line
         away.rename(program)
         await until(lambda: len(pids()) == 3, within_s=20)
         assert not is_gone(survivor)
         parent.terminate()
-        async with asyncio.timeout(20):
+        async with within(20):
             await parent.communicate()
         assert parent.returncode == 0
     finally:
@@ -368,7 +369,7 @@ async def test_a_process_that_begins_once_more_when_none_could_start_is_stopped_
         start_new_session=True,
     )
     try:
-        async with asyncio.timeout(20):
+        async with within(20):
             await parent.wait()
     finally:
         if parent.returncode is None:
@@ -663,7 +664,7 @@ async def test_one_that_waits_no_longer_for_an_answer_is_no_trouble(tmp_path):
     await b.start()
     with capture_logs() as logs:
         asking = asyncio.create_task(a.ask("slow", within_s=60.0))
-        await asyncio.wait_for(asked.wait(), 5)
+        await asyncio.wait_for(asked.wait(), patience(5))
         asking.cancel()
         await asyncio.wait([asking])
         assert serving_it()
@@ -683,7 +684,7 @@ async def test_an_answer_is_waited_for_no_longer_than_the_asker_says(tmp_path):
         gone.set()
 
     hanging = await asyncio.start_unix_server(hang, tmp_path / "1.sock")
-    async with asyncio.timeout(5):
+    async with within(5):
         assert await Siblings(tmp_path, 0, metrics=bytes).ask("anything", within_s=0.01) == {1: None}
     hanging.close()
     go_on.set()

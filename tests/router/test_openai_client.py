@@ -10,6 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from lorafleet.auth import hash_key
+from tests.patience import within
 from tests.recordings.openai_answers import ASKED, recorded
 from tests.router.doubles import BASE, Control
 from tests.router.faults.house import answering, house, pieces
@@ -144,7 +145,7 @@ async def test_what_goes_wrong_is_the_exception_that_openai_has_for_it(tmp_path)
         assert MODEL in [model.id async for model in client.models.list()]
         assert (await client.models.retrieve(MODEL)).id == MODEL
         hanging = asyncio.create_task(client.chat.completions.create(**request("chat") | {"user": "hang"}))
-        async with asyncio.timeout(5):
+        async with within(5):
             while not router.parts.mind.load.all_in_flight:
                 await asyncio.sleep(0.005)
         with pytest.raises(openai.RateLimitError) as limited:
@@ -183,6 +184,6 @@ async def test_a_client_that_stops_reading_a_stream_frees_everything():
     async with asking() as (client, router):
         async with await client.chat.completions.create(**request("tools, streamed")) as stream:
             await anext(aiter(stream))
-        async with asyncio.timeout(5):
+        async with within(5):
             while not router.is_idle():
                 await asyncio.sleep(0.005)

@@ -22,7 +22,8 @@ from router.app import build
 from router.config import RouterSettings
 from router.listed import listed_adapters
 from tests.engines import RunningEngine, start_engine
-from tests.router.doubles import Control, Engine, error_of, fleet, until
+from tests.patience import until
+from tests.router.doubles import Control, Engine, error_of, fleet
 from tests.serving import serving
 
 BASE = "tiny-qwen"

@@ -22,7 +22,8 @@ from router import accounts
 from router.accounts import SharedAccounts, shared_memory
 from router.core.errors import RateLimited
 from router.core.quota import Left, Quotas, header_block, shown_s
-from tests.router.doubles import BASE, Engine, chunk, echo, fleet, until
+from tests.patience import until
+from tests.router.doubles import BASE, Engine, chunk, echo, fleet
 
 
 def refused(quotas, limits, now, tokens=0, key="k"):

@@ -18,20 +18,8 @@ from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from router.relay.front import front
 from router.surface.routes import ROUTES
 from router.surface.stored import tagged_response_id
-from tests.router.doubles import (
-    BASE,
-    CHAT,
-    DIGEST,
-    UNHEARD,
-    Control,
-    Engine,
-    chunk,
-    echo,
-    error_of,
-    fleet,
-    until,
-    with_sql,
-)
+from tests.patience import patience, until
+from tests.router.doubles import BASE, CHAT, DIGEST, UNHEARD, Control, Engine, chunk, echo, error_of, fleet, with_sql
 from tests.serving import serving
 from workers.wire import Load, Metadata
 
@@ -360,7 +348,7 @@ async def test_a_client_that_leaves_aborts_the_engine():
     async with fleet(engine) as (client, _, parts):
         async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
             assert await anext(answer.aiter_bytes())
-        await asyncio.wait_for(engine.aborted.wait(), 5)
+        await asyncio.wait_for(engine.aborted.wait(), patience(5))
         await parts.discovery.changes.until(lambda: not list(parts.mind.load.in_flight()), timeout_s=5)
         assert list(parts.mind.load.in_flight()) == []
 
@@ -381,9 +369,9 @@ async def test_a_client_that_leaves_before_the_first_token_aborts_the_engine():
     engine.go_on.clear()
     async with fleet(engine) as (client, _, _):
         asking = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
-        await asyncio.wait_for(engine.go_on.wait(), 5)
+        await asyncio.wait_for(engine.go_on.wait(), patience(5))
         asking.cancel()
-        await asyncio.wait_for(engine.aborted.wait(), 5)
+        await asyncio.wait_for(engine.aborted.wait(), patience(5))
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 500])

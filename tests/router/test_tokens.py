@@ -21,7 +21,8 @@ from lorafleet.tiny import make_model
 from router.metrics import Metrics
 from router.pieces import ChainCache, PieceCache
 from router.tokens import Tokenizers, Tokens
-from tests.router.doubles import Control, Engine, fleet, until
+from tests.patience import until, within
+from tests.router.doubles import Control, Engine, fleet
 from tests.serving import serving
 
 BASE = "tiny-qwen"
@@ -539,7 +540,7 @@ async def test_a_text_goes_as_ids_to_the_boot_that_agreed_and_as_it_came_to_one_
         control.boot_id = "third"
         control.tell()
         # What the boot before was asked for may still come, and then the third is held against that, too.
-        async with asyncio.timeout(10):
+        async with within(10):
             await client.post("/v1/completions", json=body)
             while engine.bodies.pop()["prompt"] != chat.completion_ids(RULES):
                 await asyncio.sleep(0.01)
@@ -690,7 +691,7 @@ async def test_short_and_long_prompts_pass_very_long_ones_and_beyond_a_bound_tho
     book, chapter = {"prompt": RULES * 40}, {"prompt": RULES * 5}
     try:
         books = [asyncio.create_task(tokenizers.ids(book, base_model=BASE, engine_url="")) for _ in range(80)]
-        async with asyncio.timeout(5):
+        async with within(5):
             assert (await tokenizers.ids(HI, base_model=BASE, engine_url="")).source == "local"
             assert (await tokenizers.ids(chapter, base_model=BASE, engine_url="")).source == "local"
             turned_away = [task for task in books if task.done()]

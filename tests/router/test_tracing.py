@@ -22,7 +22,8 @@ from starlette.routing import Route
 
 from router import tracing
 from router.tracing import Tracer, TracingUnavailable, tracer
-from tests.router.doubles import BASE, Engine, fleet, until, with_sql
+from tests.patience import patience, until
+from tests.router.doubles import BASE, Engine, fleet, with_sql
 from tests.router.doubles import CHAT as ASK
 from tests.serving import serving
 
@@ -272,7 +273,7 @@ async def test_a_collector_that_hangs_costs_requests_nothing_and_the_stop_little
     async with tracing_to(collector) as made:
         for _ in range(tracing._BATCH):
             made.begin(CHAT, time.monotonic(), None).end(200)
-        await asyncio.wait_for(collector.asked.wait(), 5)
+        await asyncio.wait_for(collector.asked.wait(), patience(5))
         for _ in range(1000):
             made.begin(CHAT, time.monotonic(), None).end(200)
         assert made.counted == {"queue_full": 900}

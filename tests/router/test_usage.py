@@ -10,7 +10,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from orchestrator.wire import UsageReport
 from router.core.load import LoadBook
 from router.usage import Holds, Usage
-from tests.router.doubles import CHAT, Engine, chunk, error_of, fleet, until, with_sql
+from tests.patience import until
+from tests.router.doubles import CHAT, Engine, chunk, error_of, fleet, with_sql
 
 SQL = {**CHAT, "lora_id": "sql/v1"}
 TOLD = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}

@@ -6,7 +6,8 @@ import itertools
 import pytest
 from starlette.responses import JSONResponse
 
-from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, error_of, fleet, until, with_sql
+from tests.patience import until
+from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, error_of, fleet, with_sql
 from workers.wire import Load
 
 NUMBERS = itertools.count()

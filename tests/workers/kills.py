@@ -29,6 +29,7 @@ import httpx
 
 from lorafleet.tiny import make_adapter, make_model
 from tests.engines import Kind, RunningEngine, start_engine
+from tests.patience import within
 from tests.workers.running import SIM, RunningWorker, code, post
 from tests.workers.source_servers import Cable, Site, certificate, files_of
 from workers.cache import is_intact
@@ -205,7 +206,7 @@ class Trial:
         """The last difference, once all say the same; raises AssertionError with it when they do not in time."""
         differing, last = ["nobody answered"], ""
         try:
-            async with asyncio.timeout(self._agree_within_s):
+            async with within(self._agree_within_s):
                 while differing:
                     last = str(differing)[:500]
                     await asyncio.sleep(0.05)

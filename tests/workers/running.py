@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.patience import patience, until, within
+
 SIM = (
     "--engine",
     "sim",
@@ -64,10 +66,10 @@ class RunningWorker:
         finally:
             if self.process.returncode is None:
                 self.process.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(self.process.wait(), 30)
+            await asyncio.wait_for(self.process.wait(), patience(30))
 
     async def ready(self, client: httpx.AsyncClient, *, within_s: float = 30) -> None:
-        async with asyncio.timeout(within_s):
+        async with within(within_s):
             while not (await client.get("/ready")).is_success:
                 await asyncio.sleep(0.02)
 
@@ -79,13 +81,6 @@ class RunningWorker:
         if self.process.returncode is not None:
             raise AssertionError(f"the agent ended with {self.process.returncode}:\n{log.read_text()[-3000:]}")
         return False
-
-
-async def until(holds, *, within_s: float = 20) -> None:
-    """Return once it holds."""
-    async with asyncio.timeout(within_s):
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 def state_of(pid: int) -> str:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.patience import patience
 from tests.workers.running import SIM, RunningWorker
 from workers.config import WorkerSettings
 from workers.engines.adopt import CommandError, adopted
@@ -76,7 +77,7 @@ async def test_a_contradiction_ends_the_start_with_one_line(agent_model, agent_a
     agent = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
     )
-    _, said = await asyncio.wait_for(agent.communicate(), 20)
+    _, said = await asyncio.wait_for(agent.communicate(), patience(20))
     assert agent.returncode == 2
     assert b"max_cpu_loras is 3" in said
     assert b"Traceback" not in said

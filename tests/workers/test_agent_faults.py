@@ -20,8 +20,9 @@ import pytest
 
 from lorafleet.tiny import make_adapter
 from tests.engines import start_engine
+from tests.patience import patience, until, within
 from tests.workers.broken import BROKEN
-from tests.workers.running import RunningWorker, code, group_of, is_running, loaded, post, until
+from tests.workers.running import RunningWorker, code, group_of, is_running, loaded, post
 from workers.engines.launch import Launch
 from workers.engines.process import EngineProcess
 from workers.wire import Metadata
@@ -35,7 +36,7 @@ async def metadata(client) -> Metadata:
 
 
 async def until_state(client, state: str, *, within_s: float = 20) -> Metadata:
-    async with asyncio.timeout(within_s):
+    async with within(within_s):
         while (told := await metadata(client)).state != state:
             await asyncio.sleep(0.02)
     return told
@@ -63,14 +64,14 @@ async def test_an_engine_that_dies_in_the_middle_of_an_eviction_comes_back_with_
         for lora_id in THREE[1:]:
             await post(client, "load_lora", lora_id=lora_id)
         evicting = asyncio.create_task(post(client, "load_lora", lora_id="extra/v1", evict="legal/v2"))
-        async with asyncio.timeout(10):
+        async with within(10):
             while "legal/v2" in await loaded(client):
                 await asyncio.sleep(0.02)
         os.kill(worker.engine_pid, signal.SIGKILL)
         assert (await evicting).status_code == 503
         await until(lambda: not (worker.state_dir / "engine.pid").exists())
         # The agent may say ready for a moment more: the engine's end is known to the file before it is to the route.
-        async with asyncio.timeout(20):
+        async with within(20):
             while await loaded(client) != set(THREE):
                 await asyncio.sleep(0.02)
         await worker.ready(client)
@@ -105,7 +106,7 @@ async def test_a_load_that_hangs_makes_the_worker_suspect_until_its_engine_gives
         refused = await post(client, "load_lora", lora_id="legal/v2")
         assert code(refused) == "not_ready"
         assert "sql-expert/v1 hangs" in refused.json()["error"]["message"]
-        async with asyncio.timeout(10):
+        async with within(10):
             while (await metadata(client)).is_suspect:
                 await asyncio.sleep(0.05)
         assert (await metadata(client)).engine_boot_id == told.engine_boot_id
@@ -115,7 +116,7 @@ async def test_an_engine_that_never_comes_back_from_a_load_is_started_again(work
     async with worker.running("--engine-args=--sim-load-s=60", "--load-deadline-s", "0.3", *HASTY) as client:
         before = await metadata(client)
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "engine_timeout"
-        async with asyncio.timeout(20):
+        async with within(20):
             while (await metadata(client)).engine_boot_id in {before.engine_boot_id, ""}:
                 await asyncio.sleep(0.05)
         assert (await metadata(client)).is_suspect is False
@@ -135,7 +136,7 @@ async def stalled(client, adapters):
     async with httpx.AsyncClient(base_url=url, timeout=60) as engine:
         body = {"model": "tiny-qwen", "prompt": [1, 2, 3], "max_tokens": 1900, "ignore_eos": True}
         asking = asyncio.create_task(engine.post("/v1/completions", json=body))
-        async with asyncio.timeout(10):
+        async with within(10):
             while not (await metadata(client)).load.running:
                 await asyncio.sleep(0.02)
         load = {"lora_name": "strange", "lora_path": str(path)}
@@ -149,7 +150,7 @@ async def stalled(client, adapters):
 
 
 async def until_suspect(client, *, is_suspect=True) -> Metadata:
-    async with asyncio.timeout(15):
+    async with within(15):
         while (told := await metadata(client)).is_suspect is not is_suspect:
             await asyncio.sleep(0.02)
     return told
@@ -178,10 +179,9 @@ async def test_an_engine_that_never_computes_again_is_started_again(worker, agen
     flags = ("--engine-args=--sim-load-s=60", *STALLS, "--stuck-after-s", "0.5")
     async with worker.running(*flags) as client:
         before = await metadata(client)
-        async with stalled(client, agent_adapters):
-            async with asyncio.timeout(20):
-                while (await metadata(client)).engine_boot_id in {before.engine_boot_id, ""}:
-                    await asyncio.sleep(0.05)
+        async with stalled(client, agent_adapters), within(20):
+            while (await metadata(client)).engine_boot_id in {before.engine_boot_id, ""}:
+                await asyncio.sleep(0.05)
         assert (await metadata(client)).is_suspect is False
     assert "has computed nothing for" in (worker.folder / "agent.log").read_text()
 
@@ -261,7 +261,7 @@ async def test_an_attached_engine_that_restarts_is_given_its_adapters_again(atta
             assert (await metadata(client)).engine_boot_id != before.engine_boot_id
         finally:
             other.terminate()
-            await asyncio.wait_for(other.wait(), 30)
+            await asyncio.wait_for(other.wait(), patience(30))
 
 
 async def test_an_attached_engine_that_computes_nothing_stays_suspect_for_nobody_here_can_start_it_again(
@@ -273,7 +273,7 @@ async def test_an_attached_engine_that_computes_nothing_stays_suspect_for_nobody
     try:
         async with worker.running() as client, stalled(client, agent_adapters) as asking:
             before = told = await until_suspect(client)
-            async with asyncio.timeout(20):
+            async with within(20):
                 while told.load.still_s < 6:  # twice as long as one that does not answer may be silent
                     assert (told.is_suspect, told.state) == (True, "ready")
                     await asyncio.sleep(0.05)
@@ -411,7 +411,7 @@ async def test_an_agent_without_a_stderr_starts_its_engine(worker):
             await worker.ready(client)
     finally:
         agent.terminate()
-        await asyncio.wait_for(agent.wait(), 30)
+        await asyncio.wait_for(agent.wait(), patience(30))
 
 
 # --- the agent's own folders ----------------------------------------------------------------------------------------
@@ -444,7 +444,7 @@ async def test_a_full_disk_costs_no_unload_no_lease_no_engine_and_no_request(wor
         await until(lambda: lease.stat().st_mtime > renewed_at)
 
         os.kill(worker.engine_pid, signal.SIGKILL)
-        async with asyncio.timeout(30):
+        async with within(30):
             while (await metadata(client)).engine_boot_id in {"", before.engine_boot_id}:
                 await asyncio.sleep(0.02)
         await worker.ready(client)
@@ -454,12 +454,12 @@ async def test_a_full_disk_costs_no_unload_no_lease_no_engine_and_no_request(wor
         ask = {"model": "tiny-qwen", "prompt": "a", "max_tokens": 40, "ignore_eos": True}
         async with httpx.AsyncClient(base_url=url, timeout=30) as engine:
             answer = asyncio.create_task(engine.post("/v1/completions", json=ask))
-            async with asyncio.timeout(10):
+            async with within(10):
                 while not (await metadata(client)).load.running:
                     await asyncio.sleep(0.02)
             worker.process.send_signal(signal.SIGTERM)
             assert (await answer).json()["usage"]["completion_tokens"] == 40  # the engine is drained all the same
-        assert await asyncio.wait_for(worker.process.wait(), 30) == 0
+        assert await asyncio.wait_for(worker.process.wait(), patience(30)) == 0
 
 
 async def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(worker):
@@ -496,7 +496,7 @@ async def test_a_second_agent_on_the_same_state_folder_is_refused(worker):
             sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
         )
         try:
-            _, said = await asyncio.wait_for(second.communicate(), 10)
+            _, said = await asyncio.wait_for(second.communicate(), patience(10))
         finally:
             if second.returncode is None:
                 second.kill()
@@ -510,7 +510,7 @@ async def test_a_damaged_epoch_is_refused_in_one_line_that_says_what_to_do(worke
     agent = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
     )
-    _, said = await asyncio.wait_for(agent.communicate(), 20)
+    _, said = await asyncio.wait_for(agent.communicate(), patience(20))
     assert agent.returncode == 2
     assert b"epoch.json is damaged" in said
     assert b"Traceback" not in said
@@ -623,7 +623,7 @@ async def test_draining_waits_for_what_runs_and_says_so_when_time_is_up(worker):
         url = (await metadata(client)).transport.engine_url
         body = {"model": "tiny-qwen", "prompt": "a", "max_tokens": 40}
         running = asyncio.create_task(direct.post(f"{url}/v1/completions", json=body))
-        async with asyncio.timeout(10):
+        async with within(10):
             while (await metadata(client)).load.running == 0:
                 await asyncio.sleep(0.02)
         early = (await post(client, "drain", deadline_s=0.2)).json()
@@ -642,7 +642,7 @@ async def test_draining_waits_for_what_may_be_in_its_first_step(worker, tmp_path
         told = await metadata(client)
         url = f"{told.transport.engine_url}/v1/completions"
         await direct.post(url, json={"model": "tiny-qwen", "prompt": [7] * 100, "max_tokens": 1})
-        async with asyncio.timeout(10):
+        async with within(10):
             while not (await metadata(client)).load.prefill_tokens_per_s:
                 await asyncio.sleep(0.02)
         body = {"model": told.lora.loaded_loras[0].engine_name, "prompt": "a", "max_tokens": 20}
@@ -723,7 +723,7 @@ async def test_an_agent_killed_in_the_middle_of_an_eviction_comes_back_with_the_
         for lora_id in THREE:
             await post(client, "load_lora", lora_id=lora_id)
         evicting = asyncio.create_task(post(client, "load_lora", lora_id="extra/v1", evict="legal/v2"))
-        async with asyncio.timeout(10):
+        async with within(10):
             while "legal/v2" in await loaded(client):
                 await asyncio.sleep(0.02)
         worker.process.kill()

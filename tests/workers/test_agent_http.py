@@ -14,8 +14,9 @@ from fastapi.responses import StreamingResponse
 from lorafleet.auth import SCOPES, hash_key
 from lorafleet.tiny import make_adapter
 from orchestrator.wire import Heartbeat
+from tests.patience import patience, until, within
 from tests.serving import serving
-from tests.workers.running import code, group_of, is_running, loaded, post, sse, until
+from tests.workers.running import code, group_of, is_running, loaded, post, sse
 from workers.wire import AvailableLoras, Metadata, engine_name
 
 JSON = {"content-type": "application/json"}
@@ -96,7 +97,7 @@ async def test_nothing_of_an_ended_agent_is_left_running(worker, sent):
         async with client.stream("GET", "/v1/events") as stream:
             await anext(stream.aiter_lines())  # an open stream does not hold the agent up
             worker.process.send_signal(sent)
-            await asyncio.wait_for(worker.process.wait(), 20)
+            await asyncio.wait_for(worker.process.wait(), patience(20))
         await until(lambda: not any(is_running(pid) for pid in group))
 
 
@@ -314,7 +315,7 @@ async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_c
         return {"epoch": 3, "revision": 1, "interval_s": 1.0}
 
     async def beat_with(names: set[str]) -> None:
-        async with asyncio.timeout(10):
+        async with within(10):
             while {item.lora_id for item in (await beats.get()).metadata.lora.loaded_loras} != names:
                 pass
 
@@ -325,7 +326,7 @@ async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_c
             await post(client, "load_lora", epoch=3, lora_id="sql-expert/v1")
             await beat_with({"sql-expert/v1"})
             worker.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(10):  # though the next heartbeat is due in a minute
+            async with within(10):  # though the next heartbeat is due in a minute
                 while (await beats.get()).metadata.state != "draining":
                     pass
             assert is_running(worker.engine_pid)  # said before the engine goes
@@ -357,7 +358,7 @@ async def test_an_answer_to_a_heartbeat_that_never_ends_is_given_up_and_the_next
 async def test_an_engine_that_cannot_start_is_reported_with_its_last_words_and_tried_again(worker):
     flags = ("--engine-args=--no-such-flag", "--crash-loop-after", "2")
     async with worker.running(*flags, until_ready=False) as client:
-        async with asyncio.timeout(30):
+        async with within(30):
             while "crash loop" not in (await metadata(client)).state_reason:
                 await asyncio.sleep(0.05)
         told = await metadata(client)
@@ -376,7 +377,7 @@ async def test_prefill_and_decode_rates_are_learned_from_the_engines_counters(wo
             for index in range(6):
                 body = {"model": "tiny-qwen", "prompt": f"{index} " + "word " * 400, "max_tokens": 30}
                 await direct.post(f"{told.transport.engine_url}/v1/completions", json=body)
-        async with asyncio.timeout(10):
+        async with within(10):
             while (load := (await metadata(client)).load).decode_tokens_per_s == 0.0:
                 await asyncio.sleep(0.05)
         assert 2500 < load.prefill_tokens_per_s < 6000

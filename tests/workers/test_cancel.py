@@ -7,8 +7,9 @@ import httpx
 import pytest
 
 from lorafleet.tiny import make_adapter
+from tests.patience import patience, until, within
 from tests.workers.kills import remote
-from tests.workers.running import code, loaded, post, until
+from tests.workers.running import code, loaded, post
 from tests.workers.source_servers import Cable
 
 LOOPBACK = ("--source-networks", "127.0.0.0/8")
@@ -24,7 +25,7 @@ async def far(tmp_path):
 
 
 async def until_state(client, lora_id: str, state: str) -> None:
-    async with asyncio.timeout(20):
+    async with within(20):
         while (await client.get(f"/v1/metadata/loras/{lora_id}")).json().get("state") != state:
             await asyncio.sleep(0.01)
 
@@ -83,7 +84,7 @@ async def test_a_caller_who_leaves_ends_no_download(worker, far):
         await cable.stalled.wait()
         assert len(leftovers(worker)) == 1
         worker.process.terminate()  # which waits for no source, and what came so far is kept for the next start
-        await asyncio.wait_for(worker.process.wait(), 10)
+        await asyncio.wait_for(worker.process.wait(), patience(10))
     assert len(leftovers(worker)) == 1
     cable.stall_at, cable.carried = 1 << 30, 0
     async with worker.running(*LOOPBACK) as client:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from lorafleet.tiny import make_adapter
-from tests.workers.running import SIM, RunningWorker, code, loaded, post, until
+from tests.patience import until, within
+from tests.workers.running import SIM, RunningWorker, code, loaded, post
 from workers.app import disk_of
 from workers.cache import Cache
 from workers.config import WorkerSettings
@@ -408,13 +409,13 @@ async def test_no_more_adapters_are_fetched_at_a_time_than_allowed(tmp_path):
             pass
 
     tasks = [asyncio.create_task(fetch(number)) for number in range(3)]
-    async with asyncio.timeout(5):
+    async with within(5):
         while source.under_way < 2:
             await asyncio.sleep(0)
     done, waiting = await asyncio.wait(tasks, timeout=0.1)
     assert (source.under_way, len(done), len(waiting)) == (2, 0, 3)
     tasks[0].cancel()  # its turn is the third one's, whose deadline begins now
-    async with asyncio.timeout(5):
+    async with within(5):
         while source.under_way < 3:
             await asyncio.sleep(0)
     source.gate.set()
@@ -447,7 +448,7 @@ async def test_a_full_cache_gives_up_the_oldest_says_so_and_refuses_with_numbers
         assert str(int(size * 2.5)) in refused.json()["error"]["message"]
         assert digests(worker.cache_dir) == {first["digest"], second["digest"]}
         await post(client, "unload_lora", lora_id="b/v1")
-        async with asyncio.timeout(10):  # the grace
+        async with within(10):  # the grace
             while not (third := await post(client, "inspect_lora", lora_id="c/v1", source=sources["c/v1"])).is_success:
                 assert code(third) == "disk_full"
                 await asyncio.sleep(0.1)

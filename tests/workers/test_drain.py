@@ -7,6 +7,7 @@ import sys
 import httpx
 
 from lorafleet.auth import hash_key
+from tests.patience import patience
 
 
 async def drain(client: httpx.AsyncClient, **environment: str) -> tuple[int, str]:
@@ -15,7 +16,7 @@ async def drain(client: httpx.AsyncClient, **environment: str) -> tuple[int, str
         env={**os.environ, "LORAFLEET_WORKERS_PORT": str(client.base_url.port), **environment},
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    _, said = await asyncio.wait_for(process.communicate(), 20)
+    _, said = await asyncio.wait_for(process.communicate(), patience(20))
     return process.returncode, said.decode()
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from lorafleet.kv.blocks import block_hashes, root_hash
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
-from tests.workers.running import code, post, until
+from tests.patience import patience, until, within
+from tests.workers.running import code, post
 from workers.wire import KvFrame, KvSnapshot, Metadata, unpack_hashes
 
 SNAPSHOT = msgspec.msgpack.Decoder(KvSnapshot)
@@ -220,7 +221,7 @@ async def told_by(client) -> Metadata:
 
 
 async def has(client, expected, *, within_s=10.0):
-    async with asyncio.timeout(within_s):
+    async with within(within_s):
         while not expected <= device(await snapshot(client)):
             await asyncio.sleep(0.02)
 
@@ -260,5 +261,5 @@ async def test_an_open_stream_does_not_hold_a_stopping_agent_up(worker):
             await anext(told)
             began = time.monotonic()
             worker.process.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(worker.process.wait(), 20)
+            await asyncio.wait_for(worker.process.wait(), patience(20))
             assert time.monotonic() - began < 10

@@ -6,6 +6,7 @@ import signal
 
 import httpx
 
+from tests.patience import within
 from tests.workers.running import post
 from workers.metrics import MOST_NAMED, Metrics
 
@@ -56,7 +57,7 @@ async def test_loads_fetches_and_hits_are_counted(worker):
 async def test_the_limit_of_the_cache_and_what_of_it_is_in_use_are_told(worker):
     async with worker.running("--max-disk-bytes", "100000000", "--cache-grace-s", "1") as client:
         size = (await post(client, "load_lora", lora_id="legal/v2")).json()["size_bytes"]
-        async with asyncio.timeout(10):
+        async with within(10):
             page: list[str] = []
             while f"lorafleet_workers_disk_held_bytes {float(size)}" not in page:
                 page = (await client.get("/metrics")).text.splitlines()
@@ -71,11 +72,11 @@ async def test_of_an_engine_that_is_gone_no_figure_is_left(worker):
             ask = {"model": "tiny-qwen", "prompt": "hello " * 200, "max_tokens": 20}
             assert (await engine.post(f"{url}/v1/completions", json=ask)).is_success
         names = ("kv_blocks", "kv_ledger_bytes", "kv_ledger_whole", "decode_tokens_per_s", "engine_up")
-        async with asyncio.timeout(20):
+        async with within(20):
             while 0.0 in (await told(client, names)).values():
                 await asyncio.sleep(0.05)
         os.kill(worker.engine_pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
+        async with within(20):
             while (await told(client, ["engine_up"]))["engine_up"]:
                 await asyncio.sleep(0.05)
         assert await told(client, names) == dict.fromkeys(names, 0.0)

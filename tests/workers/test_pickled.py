@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.tiny import make_adapter
-from tests.workers.running import until
+from tests.patience import until
 from workers.cache import Cache
 from workers.core.errors import SourceError
 from workers.core.manifest import Rules

@@ -17,6 +17,7 @@ import pytest
 from lorafleet.plain import EngineLoad
 from lorafleet.rates import Rates, Reading
 from lorafleet.vllm_page import Scrape
+from tests.patience import within
 from tests.workers.running import post
 from workers import wire
 from workers.config import WorkerSettings
@@ -237,7 +238,7 @@ async def test_what_an_engines_counters_taught_is_in_metadata_and_metrics(worker
         url = wire.Metadata.model_validate((await client.get("/metadata")).json()).transport.engine_url
         body = {"model": "tiny-qwen", "prompt": "word " * 400, "max_tokens": 30, "ignore_eos": True}
         assert (await direct.post(f"{url}/v1/completions", json=body)).status_code == 200
-        async with asyncio.timeout(10):
+        async with within(10):
             while (load := await told(client)).mean_output_tokens == 0.0:
                 await asyncio.sleep(0.05)
         assert load.mean_output_tokens == 30

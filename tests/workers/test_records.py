@@ -5,6 +5,7 @@ import json
 import shutil
 
 from orchestrator.wire import UsageReport
+from tests.patience import within
 from tests.workers.running import RunningWorker, post
 from workers.records import Record, Records
 from workers.usage import Usage
@@ -95,7 +96,7 @@ async def test_a_heartbeat_stays_small_however_many_adapters_are_on_disk_and_all
         more = Metadata.model_validate_json((await client.get("/metadata")).content).lora
         assert more.available_digest == told.available_digest  # the folder had it already
         shutil.rmtree(worker.cache_dir / record(5).digest)  # as another agent would
-        async with asyncio.timeout(10):
+        async with within(10):
             while (await client.get(f"/v1/metadata/loras/{record(5).lora_id}")).is_success:
                 await asyncio.sleep(0.1)
         less = Metadata.model_validate_json((await client.get("/metadata")).content).lora
@@ -112,7 +113,7 @@ async def test_new_bytes_under_an_old_name_are_said_while_the_old_ones_are_serve
         assert before["error"] is None
         config = tmp_path / "shelf/legal/v2/adapter_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "note": "trained once more"}))
-        async with asyncio.timeout(10):
+        async with within(10):
             while (item := (await client.get("/v1/metadata/loras/legal/v2")).json())["error"] is None:
                 await asyncio.sleep(0.05)
         assert item["error"].startswith("digest_mismatch: ")

@@ -13,8 +13,9 @@ from aiohttp import web
 
 from lorafleet.tiny import make_adapter
 from tests.engines import start_engine
+from tests.patience import until
 from tests.workers.kills import SlowCable, remote
-from tests.workers.running import SIM, RunningWorker, loaded, post, until
+from tests.workers.running import SIM, RunningWorker, loaded, post
 from workers.core.manifest import Rules
 from workers.library import Library
 from workers.verify import read_manifest

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.engines import start_engine
-from tests.workers.running import RunningWorker, loaded, post, until
+from tests.patience import until
+from tests.workers.running import RunningWorker, loaded, post
 from workers.wire import Metadata
 
 ROOT = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ from random import Random
 
 import pytest
 
+from tests.patience import within
 from tests.workers.source_servers import SECRET, Cable, Hub, Site, azure, certificate, files_of, google
 from workers.core.addresses import parse_networks
 from workers.core.errors import SourceError
@@ -226,7 +227,7 @@ async def fetched(store, ref, **changes) -> tuple[dict[str, bytes], Transfer]:
     into.mkdir(exist_ok=True)
     told = []
     transfer = Transfer(on_progress=told.append, every_s=0)
-    async with asyncio.timeout(20):
+    async with within(20):
         await store.source(**changes).fetch(ref, into, transfer)
     assert told[-1] == transfer.progress
     return {str(path.relative_to(into)): path.read_bytes() for path in into.rglob("*") if path.is_file()}, transfer
@@ -339,7 +340,7 @@ async def killed_half_way(store, ref: str, after: int, kept: int) -> None:
     store.cable.carried = 0
     store.cable.stall_at = after
     task = asyncio.create_task(fetched(store, ref, parts=1))
-    async with asyncio.timeout(15):
+    async with within(15):
         await store.cable.stalled.wait()
         while sum(path.stat().st_size for path in into.rglob("*") if path.is_file()) < kept:
             await asyncio.sleep(0.01)
@@ -415,7 +416,7 @@ async def test_a_fetch_that_nobody_waits_for_ends_at_once(store):
     ref = await put(store, "sql", ADAPTER)
     store.cable.stall_after = 1 << 20
     task = asyncio.create_task(fetched(store, ref))
-    async with asyncio.timeout(15):
+    async with within(15):
         await store.cable.stalled.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

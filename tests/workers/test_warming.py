@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from lorafleet.tiny import make_adapters, make_model
+from tests.patience import within
 from tests.serving import serving
 from tests.workers.running import SIM, RunningWorker, code, loaded, post
 
@@ -41,7 +42,7 @@ class Orchestrator:
 
     async def until(self, holds) -> dict:
         """The first report for which it holds."""
-        async with asyncio.timeout(20):
+        async with within(20):
             while not (found := [report for report in self.heard if holds(report)]):
                 self.news.clear()
                 await self.news.wait()

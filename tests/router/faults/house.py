@@ -16,8 +16,9 @@ from router.config import RouterSettings
 from router.parts import Parts
 from router.relay.front import Front
 from router.relay.upstream import Origin
+from tests.patience import until
 from tests.router.doubles import BASE, Control, chunk
-from tests.router.relay.wires import Client, Engine, reset, until
+from tests.router.relay.wires import Client, Engine, reset
 from tests.serving import serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

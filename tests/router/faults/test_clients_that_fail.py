@@ -7,6 +7,7 @@ import struct
 
 import pytest
 
+from tests.patience import patience, until
 from tests.router.doubles import BASE
 from tests.router.faults.house import (
     CHAT,
@@ -19,7 +20,6 @@ from tests.router.faults.house import (
     pieces,
     saying,
 )
-from tests.router.relay.wires import until
 
 ABORTS, AT_ONCE = 10_000, 200
 
@@ -70,7 +70,7 @@ async def test_a_client_that_says_no_more_has_left_and_its_engine_stops():
             client.send(asking("half", stream=True))
             await client.reader.readuntil(EVENTS[0])
             client.writer.write_eof()
-            await asyncio.wait_for(router.engines[0].closed.wait(), 5)
+            await asyncio.wait_for(router.engines[0].closed.wait(), patience(5))
             assert router.engines[0].open == set()
 
 
@@ -185,5 +185,5 @@ async def test_a_client_that_reads_nothing_is_hung_up_on_and_its_engine_stops():
         async with await router.raw() as client:
             client.writer.transport.pause_reading()
             client.send(asking("greedy", stream=True))
-            await asyncio.wait_for(router.engines[0].closed.wait(), 10)
+            await asyncio.wait_for(router.engines[0].closed.wait(), patience(10))
             await until(router.is_idle)

@@ -7,6 +7,7 @@ import pytest
 
 from lorafleet.vllm_errors import DEAD, SHUTTING_DOWN
 from tests.lorafleet.test_auth import no_more_files
+from tests.patience import within
 from tests.router.doubles import UNHEARD, Control
 from tests.router.faults.house import (
     BASE,
@@ -357,7 +358,7 @@ async def test_an_engine_that_lives_and_ends_a_stream_with_an_error_of_its_own_i
     control.add_adapter("sql/v1", on=["w0"])
     named = {} if lora_id is None else {"lora_id": lora_id}
     async with house(1, control=control, failover_wait_s=60.0, cold_start_timeout_s=60.0) as router:
-        async with asyncio.timeout(10):
+        async with within(10):
             refused = await router.ask("x", saying(STREAM_HEAD + pieces(event, DONE)), stream=True, **named)
         assert error_of(refused) == (503, "no_replica")
         assert "w0: failed this request before" in refused.json()["error"]["message"]
@@ -416,14 +417,14 @@ async def test_who_waits_for_its_turn_behind_an_engines_death_counts_nowhere_and
         await _until_asked(router, 14)  # one at each
         assert [count for _, _, count in router.parts.mind.load.in_flight()] == [1, 1]
         router.play.usual = sound
-        async with asyncio.timeout(5):
+        async with within(5):
             assert (await router.ask("meanwhile")).status_code == 200
         go_on.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
 
 
 async def _until_asked(router, count):
-    async with asyncio.timeout(5):
+    async with within(5):
         while sum(router.play.asked.values()) < count:
             await asyncio.sleep(0.005)
 

@@ -9,6 +9,7 @@ import pytest
 from lorafleet.auth import hash_key
 from lorafleet.http import HttpError
 from router.surface.stored import tagged_response_id
+from tests.patience import patience, until
 from tests.router.doubles import BASE, UNHEARD, Control
 from tests.router.faults.house import (
     CHAT,
@@ -24,7 +25,6 @@ from tests.router.faults.house import (
     saying,
 )
 from tests.router.relay.wires import error_of as error_said
-from tests.router.relay.wires import until
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 50, "total_tokens": 60}
 COUNTED = json.dumps({"id": "1", "model": BASE, "choices": [{"index": 0, "text": "hi"}], "usage": USAGE}).encode()
@@ -266,7 +266,9 @@ async def test_a_deadline_ends_a_request_wherever_it_is_and_its_engine_stops():
         router.play.acts["batch, streamed"] = [begun]
         batch = router.client.post("/generate", json={"text": ["batch", "well"]}, headers=limit)
         streamed = router.client.post("/generate", json={"text": "batch, streamed", "stream": True}, headers=limit)
-        *ended, broken, _grown = await asyncio.wait_for(asyncio.gather(cold, hanging, batch, streaming, streamed), 5)
+        *ended, broken, _grown = await asyncio.wait_for(
+            asyncio.gather(cold, hanging, batch, streaming, streamed), patience(5)
+        )
         assert [error_of(answer) for answer in ended] == [(504, "deadline_exceeded")] * 3
         *_, error, done = events_of(broken.content)
         assert (b'"deadline_exceeded"' in error, done) == (True, DONE)
@@ -519,7 +521,7 @@ async def test_a_stored_response_is_asked_of_the_engine_that_keeps_it_and_of_no_
         assert with_query.status_code == 200
         assert targets[-1][2].endswith("?starting_after=3&include=x")
         limit = bearer("a") | {"x-lorafleet-timeout-s": "0.1"}
-        late = await asyncio.wait_for(router.client.get(f"/v1/responses/{name}?hang", headers=limit), 5)
+        late = await asyncio.wait_for(router.client.get(f"/v1/responses/{name}?hang", headers=limit), patience(5))
         assert error_of(late) == (504, "deadline_exceeded")
         follow = {"model": BASE, "input": "more", "previous_response_id": name}
         for _ in range(4):

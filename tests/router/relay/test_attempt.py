@@ -12,7 +12,8 @@ from router.relay.events import MAX_EVENT_BYTES, Echo
 from router.relay.upstream import Origin, Pool
 from router.surface.routes import ROUTES
 from router.surface.usage import EngineUsage
-from tests.router.relay.wires import Engine, finished, until
+from tests.patience import patience, until
+from tests.router.relay.wires import Engine, finished
 from tests.serving import serving
 
 CHAT = ROUTES["POST", "/v1/chat/completions"]
@@ -212,7 +213,7 @@ async def test_an_engine_has_the_time_to_a_first_event_and_then_that_between_two
         attempt.relay(Client(), Echo("m", "m"), over.set)
         assert 500 < connection.deadline - loop.time() <= 600
         go_on.set()
-        await asyncio.wait_for(over.wait(), 5)
+        await asyncio.wait_for(over.wait(), patience(5))
         await pool.close()
 
 
@@ -236,7 +237,7 @@ async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowl
         assert connection._paused_at is not None
         go_on.set()
         exchange.on_resume()
-        await asyncio.wait_for(over.wait(), 5)
+        await asyncio.wait_for(over.wait(), patience(5))
         await pool.close()
     assert b"".join(exchange.sent) == TOKEN + DONE
 
@@ -282,7 +283,7 @@ async def test_a_first_event_without_end_is_given_up_and_its_engine_notices():
             with pytest.raises(ReplicaUnreachable) as given_up:
                 await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
             assert given_up.value.reason == "answer_too_large"
-            await asyncio.wait_for(engine.closed.wait(), 5)
+            await asyncio.wait_for(engine.closed.wait(), patience(5))
             assert not pool.connections
     finally:
         await pool.close()
@@ -304,7 +305,7 @@ async def test_a_stream_that_begins_with_an_error_is_left_at_once_though_its_eng
                 await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
             assert passed_over.value.reason == "first_event_error"
             assert not pool.connections
-            await asyncio.wait_for(engine.closed.wait(), 2)
+            await asyncio.wait_for(engine.closed.wait(), patience(2))
     finally:
         await pool.close()
 
@@ -333,7 +334,7 @@ async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_dec
             await until(lambda: attempt._connection is None)
             assert told == [200]
             attempt.relay(exchange, Echo("m", "m"), over.set)
-            await asyncio.wait_for(over.wait(), 5)
+            await asyncio.wait_for(over.wait(), patience(5))
             assert (b"".join(exchange.sent), attempt.events) == (TOKEN + DONE, 2)
             assert attempt.is_broken == (ends == "broken")
     finally:
@@ -371,7 +372,7 @@ async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes()
         for reads in range(1, 3 + len(end)):
             await until(lambda reads=reads: echo.reads == reads)
             go_on.release()
-        await asyncio.wait_for(over.wait(), 5)
+        await asyncio.wait_for(over.wait(), patience(5))
         await pool.close()
     assert b"".join(exchange.sent) == TOKEN + event(SOME) + DONE
     assert (attempt.usage(), attempt.events) == (EngineUsage(40, 2, 32), 3)

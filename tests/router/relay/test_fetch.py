@@ -7,7 +7,8 @@ import pytest
 
 from router.relay.fetch import Refused, fetch, stream
 from router.relay.upstream import EngineLost, Origin, Pool
-from tests.router.relay.wires import Engine, finished, until
+from tests.patience import until, within
+from tests.router.relay.wires import Engine, finished
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ async def test_one_that_is_cancelled_as_its_answer_comes_takes_the_connection_fr
     monkeypatch.setattr(pool, "_release", and_tell)
     async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody") as agent:
         first = asyncio.create_task(fetch(pool, agent.url, "/first", timeout_s=5))
-        async with asyncio.timeout(3):
+        async with within(3):
             assert await second() == b"body"
         assert first.cancelled()
         assert agent.connections == 1
@@ -265,7 +266,7 @@ async def test_a_stream_that_nobody_reads_holds_its_sender_back(pool):
 async def test_a_stream_whose_sender_leaves_before_its_head_is_lost_and_not_waited_for(pool, said):
     async with answering(said, closes=True) as agent:
         with pytest.raises(EngineLost) as lost:
-            async with asyncio.timeout(5), stream(pool, agent.url, "/events", idle_s=30):
+            async with within(5), stream(pool, agent.url, "/events", idle_s=30):
                 pass
         assert lost.value.reason == "no_answer"
         assert not pool.connections

@@ -8,7 +8,8 @@ import asyncio
 
 import pytest
 
-from tests.router.relay.wires import COLD, HOT, error_of, fronted, length, parsed_head, post, until
+from tests.patience import until
+from tests.router.relay.wires import COLD, HOT, error_of, fronted, length, parsed_head, post
 
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
 TE = b"Transfer-Encoding: chunked\r\n"

@@ -16,19 +16,8 @@ from lorafleet import serve
 from lorafleet.auth import Caller
 from router.relay.front import FrontLimits, front
 from router.relay.turn import Turn
-from tests.router.relay.wires import (
-    COLD,
-    HOT,
-    MESSAGES,
-    App,
-    Client,
-    error_of,
-    fronted,
-    length,
-    parsed_head,
-    post,
-    until,
-)
+from tests.patience import patience, until
+from tests.router.relay.wires import COLD, HOT, MESSAGES, App, Client, error_of, fronted, length, parsed_head, post
 
 # More than the sockets between a client that does not read and the front hold.
 LARGE = 20_000_000
@@ -479,7 +468,7 @@ async def test_who_breaks_an_answer_off_is_not_told_to_end(in_task):
         client.send(post(HOT, b"abc") * 2)
         assert not (await client.rest()).endswith(b"0\r\n\r\n")
         if in_task:
-            await asyncio.wait_for(done.wait(), 5)
+            await asyncio.wait_for(done.wait(), patience(5))
         await until(lambda: not served.front.connections)
         assert len(served.seen) == 1
     assert not told
@@ -684,7 +673,7 @@ async def test_work_that_has_answered_is_not_ended_by_the_client_leaving():
             await client.answer()
         await until(lambda: not served.front.connections)
         go_on.set()
-        await asyncio.wait_for(done.wait(), 5)
+        await asyncio.wait_for(done.wait(), patience(5))
 
 
 @pytest.mark.parametrize("leave", ["close", "reset"])
@@ -767,7 +756,7 @@ async def test_an_answer_of_the_apps_that_has_begun_when_its_message_is_refused_
     async with fronted(body_bytes=1000) as served, await served.client() as client:
         served.app.read_body, served.app.answer = False, begin
         client.send(post(COLD, b"x" * 10).split(b"\r\n\r\n")[0].replace(b"Content-Length: 10", CHUNKED) + b"\r\n\r\n")
-        await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.wait_for(begun.wait(), patience(5))
         client.send(b"fff\r\n" + b"x" * 0xFFF)
         said = await client.rest()
         assert not served.front.connections  # at once: nothing that is left of it is sent
@@ -1013,7 +1002,7 @@ async def test_the_app_is_told_at_once_that_what_it_reads_is_refused():
         await until(lambda: any(each._is_cold_busy() for each in served.front.connections))
         client.send(b"3e8\r\n" + b"x" * 1000)
         assert error_of(await client.rest()) == (413, "body_too_large")
-        await asyncio.wait_for(served.app.left.wait(), 5)
+        await asyncio.wait_for(served.app.left.wait(), patience(5))
         assert served.front.connections  # it may still be sending what was refused
 
 
@@ -1207,7 +1196,7 @@ async def test_a_client_that_reads_slowly_pauses_the_work_and_little_is_held_for
     async with fronted(fast) as served:
         client = await served.client()  # whose reader stops at 128 KiB until it is asked
         client.send(post(HOT, b""))
-        await asyncio.wait_for(paused.wait(), 5)
+        await asyncio.wait_for(paused.wait(), patience(5))
         await asyncio.sleep(0.05)
         assert total < 600 * len(piece)
         assert len((await client.answer())[2]) == 600 * len(piece)
@@ -1312,7 +1301,7 @@ async def test_a_client_that_reads_again_is_no_longer_watched_though_its_answer_
 
     async with fronted(stream) as served, await served.client() as client:
         client.send(post(HOT, b"abc", b"Connection: close").replace(b"1.1", version))
-        await asyncio.wait_for(paused.wait(), 5)
+        await asyncio.wait_for(paused.wait(), patience(5))
         reading = asyncio.create_task(client.reader.read())
         await until(lambda: work.begun)
         look_later(work.exchanges[0]._connection)
@@ -1539,7 +1528,7 @@ async def ending(handler):
     try:
         yield client, end, server, app
     finally:
-        await asyncio.wait_for(ended[0] if ended else end(), 10)
+        await asyncio.wait_for(ended[0] if ended else end(), patience(10))
         assert not made.connections
         assert not server.server_state.tasks
         for each in clients:
@@ -1596,7 +1585,7 @@ async def test_at_the_end_requests_in_flight_are_finished_and_then_closed():
         assert [(await queued.answer())[1].get(b"connection") for _ in range(3)] == [None, None, b"close"]
         for each in (streaming, waiting, queued, half_head, half_cold, half_body, cold):
             assert await each.rest() == b""
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, patience(5))
 
 
 async def test_while_it_drains_every_answer_ends_its_connection_and_new_ones_are_still_taken():
@@ -1677,7 +1666,7 @@ async def test_a_message_of_the_apps_that_is_answered_before_it_is_whole_does_no
         await asyncio.sleep(0)
         early.send(b"c")
         assert await early.rest() == b""
-        await asyncio.wait_for(task, 3)
+        await asyncio.wait_for(task, patience(3))
 
 
 async def test_at_the_end_nothing_is_begun_behind_a_message_that_was_answered_before_it_was_whole():

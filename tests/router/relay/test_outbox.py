@@ -4,6 +4,7 @@ import asyncio
 
 from router.relay import outbox
 from router.relay.outbox import Outbox
+from tests.patience import patience
 from tests.router.relay.wires import HOT, fronted, post
 
 
@@ -87,7 +88,7 @@ async def test_what_was_answered_in_the_turn_in_which_the_connection_ends_is_sen
     async with fronted() as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"abcd", b"Connection: close"))
         assert [(await client.answer())[2] for _ in range(2)] == [b"3", b"4"]
-        assert await asyncio.wait_for(client.rest(), 5) == b""
+        assert await asyncio.wait_for(client.rest(), patience(5)) == b""
 
 
 def test_who_will_flush_it_is_not_called_for_that_besides():

@@ -9,7 +9,8 @@ import ssl
 import pytest
 
 from router.relay.upstream import Connection, EngineLost, Origin, Pool
-from tests.router.relay.wires import Engine, Heard, finished, saying, until
+from tests.patience import patience, until
+from tests.router.relay.wires import Engine, Heard, finished, saying
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 3\r\n\r\nabc"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -18,7 +19,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 async def ask(pool: Pool, url: str, body: bytes = b"hello", *, within_s: float = 5.0, sink: Heard | None = None):
     """(connection, what was heard) once the answer has ended or is lost."""
     connection, sink = await begin(pool, url, body, within_s=within_s, sink=sink)
-    await asyncio.wait_for(sink.done.wait(), 10)
+    await asyncio.wait_for(sink.done.wait(), patience(10))
     return connection, sink
 
 
@@ -121,7 +122,7 @@ async def test_a_connection_whose_answer_ended_oddly_is_closed_and_its_bytes_are
         assert heard.status in (200, 204)
         assert b"link" not in heard.headers
         # With the odd bytes in a read of their own the connection may have been idle for a moment; not for its 4 s.
-        await until(lambda: not pool.connections, limit_s=2)
+        await until(lambda: not pool.connections, within_s=2)
         second, heard = await ask(pool, engine.url)
         assert second is not first
         assert heard.body == body
@@ -141,7 +142,7 @@ async def test_bytes_that_come_while_a_connection_is_idle_close_it(pool):
         await ask(pool, engine.url)
         assert pool.connections == 1
         go_on.set()
-        await until(lambda: not pool.connections, limit_s=2)
+        await until(lambda: not pool.connections, within_s=2)
         assert pool.idle(Origin.parse(engine.url)) is None
 
 
@@ -169,7 +170,7 @@ async def test_what_comes_before_a_request_has_gone_out_is_not_its_answer(pool):
             # The loop finds both at once: the next request begins, and its connection has bytes for it already.
             theirs.send(b"x")
             os.write((await said).fileno(), b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 3\r\n\r\nabc")
-            await asyncio.wait_for(second.done.wait(), 5)
+            await asyncio.wait_for(second.done.wait(), patience(5))
             assert (second.calls, second.failure.reason) == ([], "no_answer")
             assert connection.said_nothing  # so it goes out again, on another
             assert engine.requests == [b"hello"]
@@ -334,7 +335,7 @@ async def test_a_slow_trickle_goes_on_for_as_long_as_the_deadline_is_moved(pool)
     loop = asyncio.get_running_loop()
     async with Engine(script) as engine:
         connection, heard = await begin(pool, engine.url, within_s=0.5, sink=Patient())
-        await asyncio.wait_for(heard.done.wait(), 10)
+        await asyncio.wait_for(heard.done.wait(), patience(10))
         assert heard.body == b"a" * 10
         assert heard.failure.reason == "no_answer_in_time"
 
@@ -353,7 +354,7 @@ async def test_a_stream_lives_however_much_of_it_is_chunk_sizes_in_reads_of_thei
 
     async with Engine(script) as engine:
         connection, heard = await begin(pool, engine.url)
-        await asyncio.wait_for(heard.done.wait(), 10)
+        await asyncio.wait_for(heard.done.wait(), patience(10))
         assert (heard.body, heard.ended) == (b"a" * 14, True)
 
 
@@ -376,7 +377,7 @@ async def test_a_connection_that_is_closed_is_noticed_by_the_engine_and_says_not
         connection, heard = await begin(pool, engine.url, sink=Leaving())
         if after == "send":
             connection.close()
-        await asyncio.wait_for(engine.closed.wait(), 5)
+        await asyncio.wait_for(engine.closed.wait(), patience(5))
         assert not heard.done.is_set()
         assert heard.calls == {"send": [], "head": ["head"], "data": ["head", "data"]}[after]
         assert not pool.connections
@@ -405,7 +406,7 @@ async def test_a_paused_connection_holds_the_engine_back_and_little_is_read(pool
 
     async with Engine(script) as engine:
         connection, heard = await begin(pool, engine.url, sink=Slow(), within_s=1.0)
-        await asyncio.wait_for(heard.news.wait(), 5)
+        await asyncio.wait_for(heard.news.wait(), patience(5))
         await asyncio.sleep(0.6)
         before = sent
         await asyncio.sleep(0.6)  # past its deadline: a client that reads slowly is not the engine's fault
@@ -414,7 +415,7 @@ async def test_a_paused_connection_holds_the_engine_back_and_little_is_read(pool
         assert not heard.done.is_set()
         connection.resume()
         connection.resume()
-        await asyncio.wait_for(heard.done.wait(), 10)
+        await asyncio.wait_for(heard.done.wait(), patience(10))
         assert heard.ended
         assert len(heard.body) == 300 * 50_000
 
@@ -441,7 +442,7 @@ async def test_a_connection_that_was_paused_at_its_end_reads_again_for_the_next(
 
     async with Engine(saying(OK)) as engine:
         connection, heard = await begin(pool, engine.url, sink=Pausing())
-        await asyncio.wait_for(heard.done.wait(), 5)
+        await asyncio.wait_for(heard.done.wait(), patience(5))
         again, heard = await ask(pool, engine.url)
         assert again is connection
         assert heard.body == b"abc"
@@ -500,7 +501,7 @@ async def test_a_connection_that_closed_between_pool_and_request_is_told_later(p
         heard = Heard()
         connection.send(b"", heard)
         assert not heard.done.is_set()
-        await asyncio.wait_for(heard.done.wait(), 5)
+        await asyncio.wait_for(heard.done.wait(), patience(5))
         assert heard.failure.reason == "no_answer"
 
 
@@ -513,7 +514,7 @@ async def test_a_connection_that_was_lost_before_its_first_request_was_none(pool
         await until(lambda: not pool.connections)
         heard = Heard()
         connection.send(b"", heard)
-        await asyncio.wait_for(heard.done.wait(), 5)
+        await asyncio.wait_for(heard.done.wait(), patience(5))
         assert heard.failure.reason == "connection"  # nothing went out: its engine died of nothing of ours
 
 
@@ -528,7 +529,7 @@ async def test_a_sink_may_ask_again_from_within_the_end_of_an_answer(pool):
     async with Engine(saying(OK)) as engine:
         origin = Origin.parse(engine.url)
         connection, first = await begin(pool, engine.url, sink=Again())
-        await asyncio.wait_for(second.done.wait(), 5)
+        await asyncio.wait_for(second.done.wait(), patience(5))
         assert (first.body, second.body, first.connection) == (b"abc", b"abc", connection)
 
 

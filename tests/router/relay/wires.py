@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import socket
 import struct
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from lorafleet.auth import OPEN
 from router.relay.front import Exchange, Front, FrontLimits, front
 from router.relay.upstream import EngineLost
+from tests.patience import until, within
 from tests.serving import serving
 
 HOT, COLD = "/hot", "/cold"
@@ -59,7 +59,7 @@ class Client:
     async def rest(self) -> bytes:
         """All until EOF; what came before a reset is not lost to the test."""
         got = b""
-        async with asyncio.timeout(LIMIT_S):
+        async with within(LIMIT_S):
             try:
                 while data := await self.reader.read(65536):
                     got += data
@@ -69,7 +69,7 @@ class Client:
 
     async def answer(self) -> tuple[int, dict[bytes, bytes], bytes]:
         """(status, headers, body) of the next answer, whose framing must be plain."""
-        async with asyncio.timeout(LIMIT_S):
+        async with within(LIMIT_S):
             head = await self.reader.readuntil(b"\r\n\r\n")
             status, headers = parsed_head(head)
             if headers.get(b"transfer-encoding") == b"chunked":
@@ -289,12 +289,3 @@ class Heard:
         assert not self.done.is_set()
         self.failure = exc
         self.done.set()
-
-
-async def until(is_so, limit_s: float = LIMIT_S) -> None:
-    """Wait for what no event tells."""
-    async with asyncio.timeout(limit_s):
-        for turn in itertools.count():
-            if is_so():
-                return
-            await asyncio.sleep(min(0.05, 0.001 * turn))
