@@ -1,8 +1,8 @@
-"""One server of each engine for the whole session, its KV events, and adapters that no engine should take."""
+"""One server of each engine for all of this folder's tests, its KV events, and adapters that no engine should take."""
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -14,9 +14,36 @@ import pytest
 import zmq
 
 from lorafleet.tiny import make_adapters, make_model
-from tests.engines import RunningEngine, start_engine
+from tests.contract.surface import GENERATE_FLAGS, STORE
+from tests.engines import Kind, RunningEngine, start_engine
+from tests.patience import patience
 
-EVENT_WITHIN_MS = 10_000
+EVENT_WITHIN_MS = int(patience(10) * 1000)
+# Numbers the prompts of all tests of an engine, so that none finds another's blocks.
+FRESH = count(1)
+
+
+@pytest.fixture(scope="session")
+def engine_of(model_dir: Path) -> Iterator[Callable[[Kind], RunningEngine]]:
+    """Starts an engine of a kind when a test first asks for one; from then on the same. All are stopped at the end."""
+    started: dict[Kind, RunningEngine] = {}
+
+    def engine(kind: Kind) -> RunningEngine:
+        if kind not in started or started[kind].process.poll() is not None:
+            only_vllm = {"flags": GENERATE_FLAGS, "environment": STORE} if kind == "vllm" else {}
+            started[kind] = start_engine(kind, model_dir, **only_vllm)
+        return started[kind]
+
+    yield engine
+    ended = {kind: engine.stop() for kind, engine in started.items()}
+    assert not any(ended.values()), ended
+
+
+def unload_all(client: httpx.Client) -> None:
+    """Unload every adapter of an engine: its next test module begins with none."""
+    for card in client.get("/v1/models").json()["data"]:
+        if card.get("parent"):
+            client.post("/v1/unload_lora_adapter", json={"lora_name": card["id"]}).raise_for_status()
 
 
 @pytest.fixture(scope="session")
@@ -60,18 +87,19 @@ def bad_adapters(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFac
 
 @dataclass(slots=True)
 class Wire:
-    """A subscriber to an engine's KV events, and the sequence numbers it expects."""
+    """A subscriber to an engine's KV events, and the sequence number it expects next: any, of the first batch."""
 
     sub: "zmq.Socket[bytes]"
     heard: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    next_seq: int = 0
+    next_seq: int | None = None
 
     def batch(self) -> list[dict[str, Any]]:
         """The events of the next batch; fails when none comes, or when the frames are not vLLM's."""
         assert self.sub.poll(EVENT_WITHIN_MS), "no KV events came"
         topic, seq_bytes, payload = self.sub.recv_multipart()
         seq = int.from_bytes(seq_bytes, "big")
-        assert (topic, len(seq_bytes), seq) == (b"kv", 8, self.next_seq)
+        expected = seq if self.next_seq is None else self.next_seq
+        assert (topic, len(seq_bytes), seq) == (b"kv", 8, expected)
         self.next_seq += 1
         ts, events, rank = msgspec.msgpack.decode(payload)
         assert isinstance(ts, float)
@@ -95,12 +123,11 @@ class Bench:
     client: httpx.Client
     wire: Wire
     adapters: dict[str, Path]
-    fresh: "count[int]" = field(default_factory=lambda: count(1))
 
     def tokens(self, blocks: int, extra: int = 0) -> list[int]:
         """`blocks` x 32 + `extra` token ids that no test has used before."""
-        first = next(self.fresh)
-        return [300 + first, 400 + first % 60, *range(500, 500 + blocks * 32 + extra - 2)]
+        first = next(FRESH)
+        return [300 + first % 1000, 400 + first % 60, *range(500, 500 + blocks * 32 + extra - 2)]
 
     def complete(self, prompt: Any, **more: Any) -> dict[str, Any]:
         """A completion of one token (unless `more` says otherwise) that must succeed."""
@@ -126,10 +153,12 @@ class Bench:
         assert answer.status_code == 200, answer.text
 
 
-@pytest.fixture(scope="session", params=["sim", pytest.param("vllm", marks=pytest.mark.vllm)])
-def bench(request: pytest.FixtureRequest, model_dir: Path, adapters: dict[str, Path]) -> Iterator[Bench]:
-    """One engine for all tests of the session."""
-    engine = start_engine(request.param, model_dir)
+@pytest.fixture(scope="module", params=["sim", pytest.param("vllm", marks=pytest.mark.vllm)])
+def bench(
+    request: pytest.FixtureRequest, engine_of: Callable[[Kind], RunningEngine], adapters: dict[str, Path]
+) -> Iterator[Bench]:
+    """An engine without adapters, its client, and all its KV events from here on."""
+    engine = engine_of(request.param)
     context: zmq.Context[Any] = zmq.Context()
     sub = context.socket(zmq.SUB)
     sub.set_hwm(0)
@@ -137,9 +166,22 @@ def bench(request: pytest.FixtureRequest, model_dir: Path, adapters: dict[str, P
     sub.subscribe(b"")
     try:
         with httpx.Client(base_url=engine.url, timeout=120) as client:
-            yield Bench(engine, client, Wire(sub), adapters)
+            bench = Bench(engine, client, Wire(sub), adapters)
+            unload_all(client)
+            _hear(bench)
+            yield bench
+            if engine.process.poll() is None:
+                unload_all(client)
     finally:
         sub.close(linger=0)
         context.term()
-        status = engine.stop()
-    assert status == 0
+
+
+def _hear(bench: Bench) -> None:
+    """A subscription takes effect some time after it was made."""
+    for _ in range(200):
+        bench.complete(bench.tokens(1))
+        if bench.wire.sub.poll(50):
+            bench.settle()
+            return
+    raise AssertionError("no KV events came")

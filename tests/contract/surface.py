@@ -17,7 +17,7 @@ from router.dress import Body, Wishes, dress_vllm
 from router.surface.openapi import EXAMPLES
 from router.surface.routes import ROUTES, Route
 from router.surface.usage import usage_of
-from tests.engines import RunningEngine, start_engine
+from tests.engines import RunningEngine
 from tests.patience import until
 from tests.router.doubles import BASE, DIGEST, Control
 from tests.serving import serving
@@ -57,17 +57,14 @@ class Direct:
 
 
 @contextmanager
-def running(model_dir: Path, adapter: Path, flags: tuple[str, ...]) -> Iterator[Direct]:
-    """vLLM with the adapter loaded under the name that the router has for it."""
-    engine = start_engine("vllm", model_dir, flags=flags, environment=STORE)
-    try:
-        with httpx.Client(base_url=engine.url, timeout=120) as client:
-            body = {"lora_name": ENGINE_NAME, "lora_path": str(adapter)}
-            loaded = client.post("/v1/load_lora_adapter", json=body)
-            assert loaded.status_code == 200, loaded.text
-            yield Direct(engine, client)
-    finally:
-        engine.stop()
+def holding(engine: RunningEngine, adapter: Path) -> Iterator[Direct]:
+    """The engine while it holds the adapter, under the name that the router has for it."""
+    with httpx.Client(base_url=engine.url, timeout=120) as client:
+        body = {"lora_name": ENGINE_NAME, "lora_path": str(adapter)}
+        loaded = client.post("/v1/load_lora_adapter", json=body)
+        assert loaded.status_code == 200, loaded.text
+        yield Direct(engine, client)
+        client.post("/v1/unload_lora_adapter", json={"lora_name": ENGINE_NAME}).raise_for_status()
 
 
 def example(path: str) -> dict[str, Any]:

@@ -4,9 +4,8 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import TRAITS, Ledger, Tier
 from router.dress import NO_WISHES, dialect_of
-from tests.engines import RunningEngine, start_engine
+from tests.contract.conftest import FRESH
+from tests.engines import Kind, RunningEngine
 from tests.patience import within
 from tests.workers.broken import Case, pairs
 from workers.core.errors import EngineError
@@ -31,10 +31,8 @@ KINDS = ["sim", "sglang", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def running(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RunningEngine]:
-    engine = start_engine(request.param, model_dir)
-    yield engine
-    engine.stop()
+def running(request: pytest.FixtureRequest, engine_of: Callable[[Kind], RunningEngine]) -> RunningEngine:
+    return engine_of(request.param)
 
 
 class Cached(set[int]):
@@ -58,7 +56,6 @@ class Bench:
     sub: zmq.asyncio.Socket
     adapters: dict[str, Path]
     cached: Cached = field(default_factory=Cached)
-    fresh: "count[int]" = field(default_factory=lambda: FRESH)
 
     def __post_init__(self) -> None:
         self.dialect = dialect_of(self.engine.traits.dialect, engine_name="")
@@ -68,7 +65,7 @@ class Bench:
 
     def tokens(self, blocks: int) -> list[int]:
         """Whole blocks and one token more, that no test has used before."""
-        first = next(self.fresh)
+        first = next(FRESH)
         return [300 + first % 1000, 400 + first % 60, *range(500, 500 + blocks * BLOCK - 1)]
 
     def hashes(self, tokens: list[int], name: str = "", salt: str = "") -> set[int]:
@@ -96,9 +93,6 @@ class Bench:
         marker = self.tokens(1)
         await self.text(marker)
         await self.until_cached(self.hashes(marker))
-
-
-FRESH = count(1)
 
 
 @pytest.fixture

@@ -16,21 +16,26 @@ from tests.contract.surface import (
     assert_same_through_a_router,
     assert_takes_its_example,
     example,
+    holding,
     routed,
-    running,
 )
+from tests.engines import start_engine
 from tests.patience import until
 from tests.router.doubles import BASE
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 by_row = pytest.mark.parametrize("route", [ROUTES["POST", path] for path in POOLING], ids=lambda route: route.path)
 
 
 @pytest.fixture(scope="module")
 def direct(model_dir: Path, adapters: dict[str, Path]) -> Iterator[Direct]:
-    with running(model_dir, adapters["sql"], POOLING_FLAGS) as engine:
-        yield engine
+    engine = start_engine("vllm", model_dir, flags=POOLING_FLAGS)
+    try:
+        with holding(engine, adapters["sql"]) as direct:
+            yield direct
+    finally:
+        engine.stop()
 
 
 @by_row
