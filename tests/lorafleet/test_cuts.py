@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from lorafleet.cuts import Cuts
 from lorafleet.tiny import make_model
+from tests.properties import examples
 
 CORPUS = [
     "the quick brown fox  jumps over 12 lazy dogs",
@@ -93,7 +94,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(text=TEXTS, min_chars=st.sampled_from([1, 20]))
 def test_the_ids_of_the_pieces_are_the_ids_of_the_whole(family, text, min_chars):
     tokenizer, cuts = family
@@ -102,7 +103,7 @@ def test_the_ids_of_the_pieces_are_the_ids_of_the_whole(family, text, min_chars)
     assert [i for piece in pieces for i in ids(tokenizer, piece)] == ids(tokenizer, text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(text=TEXTS, more=TEXTS)
 def test_a_continuation_has_every_whole_piece_of_the_text_that_it_continues(text, more):
     cuts = Cuts.of(FAMILIES["llama 2's prepended blank"]())
@@ -112,7 +113,7 @@ def test_a_continuation_has_every_whole_piece_of_the_text_that_it_continues(text
     assert whole[: len(before) - 1] == before[:-1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(before=TEXTS, after=TEXTS, data=st.data())
 def test_behind_a_sure_marker_there_is_a_cut_whatever_stands_around_it(family, before, after, data):
     tokenizer, cuts = family

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lorafleet.chat import ChatTokenizer, read_files
 from lorafleet.tiny import make_model
+from tests.properties import examples
 
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
 # The turns of well-known models, with the tiny model's marks.
@@ -116,7 +117,7 @@ def test_conversations_by_their_frame_are_as_rendered(files, name):
     assert_rendered(chat, said(("system", "Be brief."), ("user", "Hi")))
     assert chat._frames.pieces(("system", "user"), ["a", "b"]) is not None
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
     @given(bodies=CONVERSATIONS)
     def check(bodies):
         for texts in bodies:

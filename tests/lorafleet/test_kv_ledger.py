@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.kv.events import Batch, Cleared, Removed, Stored
 from lorafleet.kv.ledger import TIERS, TRAITS, Ledger, extra_of, media_key
+from tests.properties import examples
 
 ROOT = root_hash("m")
 # Blocks of one token, so that a prompt is its own list of blocks; every prompt shares a prefix with another.
@@ -148,7 +149,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=examples(200), stateful_step_count=40)
 
 
 def ledger(**more):

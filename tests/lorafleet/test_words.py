@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from lorafleet import words as words_module
 from lorafleet.words import MAX_CHARS, Words
+from tests.properties import examples
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
@@ -71,7 +72,7 @@ def asked(name, text):
 
 @pytest.mark.parametrize("name", SPLITS)
 @given(texts)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_the_ids_of_a_text_are_the_tokenizers_own(name, text):
     found, own = asked(name, text)
     assert found is None or list(found) == own
@@ -79,7 +80,7 @@ def test_the_ids_of_a_text_are_the_tokenizers_own(name, text):
 
 @pytest.mark.parametrize("name", SPLITS)
 @given(texts)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_the_ids_of_a_long_text_are_the_tokenizers_own(name, text):
     for long in (BEFORE + text, f"{BEFORE}{text} fox", f"{text} {BEFORE}"):
         found, own = asked(name, long)

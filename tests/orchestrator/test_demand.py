@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.demand import ASKS_S, LEFT_S, DemandBook, Hold, Use
 from orchestrator.core.state import Flow, Want
+from tests.properties import examples
 
 
 def use(requests, lora_id="a", in_flight=0, **more):
@@ -105,7 +106,7 @@ def test_holds_and_sheds_are_counted_of_an_adapter_that_is_nowhere():
     assert book.total("a") == Flow(held=3, hold_s=4.5, sheds=1)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32), st.integers(1, 3))
 def test_lost_repeated_and_late_reports_change_no_total_and_hardly_a_rate(seed, routers):
     rng = Random(seed)

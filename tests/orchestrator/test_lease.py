@@ -223,7 +223,7 @@ SELDOM = st.sampled_from([False, False, False, True])
 STEPS = st.lists(st.tuples(st.integers(0, 2), WAITS, SELDOM, SELDOM), min_size=20)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(STEPS, st.booleans())
 def test_never_do_two_believe_that_they_may_act(steps, may_be_deleted):
     """Any order of looks, of waits, of losses between look and write: candidates with clocks far apart.
@@ -323,6 +323,7 @@ HOLD_IT = """
 import sys, time
 from pathlib import Path
 from orchestrator.lease import FileLease
+from tests.properties import examples
 FileLease(Path(sys.argv[1]), holder="it")
 print("held", flush=True)
 time.sleep(60)

@@ -14,6 +14,7 @@ from orchestrator import wire
 from orchestrator.api.examples import EXAMPLES
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
+from tests.properties import examples
 
 JSON = "application/json"
 
@@ -122,7 +123,7 @@ def test_no_call_however_wrong_is_answered_with_a_500(document, tmp_path):
     seen = {}
 
     @seed(5)
-    @settings(max_examples=600, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(600), suppress_health_check=list(HealthCheck))
     @given(calls(document))
     def never_500(call):
         method, url, query, headers, body = call

@@ -10,6 +10,7 @@ from orchestrator.core.placement import place, usable_slots
 from orchestrator.core.state import Adapter, Demand, Desired, Held, Intent, Observed, Rules, Want, Worker
 from orchestrator.core.targets import shares
 from orchestrator.core.victims import PATIENCE_S
+from tests.properties import examples
 
 NOW = 10_000.0
 BASES = ("qwen", "llama")
@@ -130,7 +131,7 @@ def fleets(draw):
     return intent(*adapters), fleet(*workers), demand, rules
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(fleets())
 def test_no_worker_is_given_more_than_its_slots_less_the_reserve(case):
     wanted, observed, demand, rules = case
@@ -141,7 +142,7 @@ def test_no_worker_is_given_more_than_its_slots_less_the_reserve(case):
         assert after.workers[name].occupied <= room
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(fleets())
 def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
     wanted, observed, demand, rules = case
@@ -155,7 +156,7 @@ def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
         assert what.quarantine is None
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(fleets())
 def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_minimum(case):
     wanted, observed, demand, rules = case
@@ -185,7 +186,7 @@ def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_
         assert left >= min(least, known.max_replicas or 64)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(fleets())
 def test_the_same_input_in_another_order_gives_the_same_answer(case):
     wanted, observed, demand, rules = case
@@ -195,7 +196,7 @@ def test_the_same_input_in_another_order_gives_the_same_answer(case):
     assert (one.loads, one.removals, dict(one.replicas)) == (other.loads, other.removals, dict(other.replicas))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(fleets())
 def test_once_its_loads_are_done_nothing_more_is_loaded(case):
     wanted, observed, demand, rules = case
@@ -209,7 +210,7 @@ def test_once_its_loads_are_done_nothing_more_is_loaded(case):
     assert again.removals == ()
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(2, 8), st.integers(1, 12), st.data())
 def test_removing_one_of_n_workers_moves_only_its_adapters(count, adapters, data):
     wanted = intent(*(adapter(f"a{i}", loading="eager") for i in range(adapters)))
@@ -376,7 +377,7 @@ def test_nothing_is_done_to_an_unmanaged_worker_and_what_it_holds_counts():
     assert (desired.loads, desired.removals) == ((), ())
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.floats(0.1, 10), st.integers(0, 6)), min_size=1),
     st.integers(0, 30),

@@ -12,6 +12,7 @@ from orchestrator.core.placement import place
 from orchestrator.core.state import Demand, Held, Memory, Observed, Rules, Scale, Storm, Want
 from orchestrator.core.turns import TURN_S
 from tests.orchestrator.test_placement import NOW, adapter, applied, fleet, held, intent, want, worker
+from tests.properties import examples
 
 RULES = Rules(min_residency_s=10.0)
 
@@ -60,7 +61,7 @@ def served(draw):
     return intent(*map(adapter, names)), observed, busy(parts)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(served())
 def test_under_constant_demand_everything_comes_to_rest_and_no_adapter_is_lost(case):
     wanted, observed, demand = case
@@ -73,7 +74,7 @@ def test_under_constant_demand_everything_comes_to_rest_and_no_adapter_is_lost(c
     assert there == set(wanted.adapters)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(served(), st.integers(0, 1000))
 def test_noise_in_the_same_demand_moves_hardly_anything_and_nothing_back_and_forth(case, seed):
     wanted, observed, demand = case
@@ -89,7 +90,7 @@ def test_noise_in_the_same_demand_moves_hardly_anything_and_nothing_back_and_for
     assert len(moves) <= len(observed.workers)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(served())
 def test_a_worker_that_joins_takes_no_more_than_its_fair_share(case):
     wanted, observed, demand = case
@@ -104,7 +105,7 @@ def test_a_worker_that_joins_takes_no_more_than_its_fair_share(case):
     assert all(name in {load.lora_id for load in loads} for name in after.workers["new"].held)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(served())
 def test_the_order_of_mappings_changes_nothing_of_what_moves(case):
     wanted, observed, demand = case

@@ -28,6 +28,7 @@ from orchestrator.core.rollout import (
     with_last_step,
     worse,
 )
+from tests.properties import examples
 
 OLD, NEW = "sql/v1", "sql/v2"
 GUARD = Guard(max_error_rate_increase=0.02, max_first_token_ratio=1.5, min_requests=50)
@@ -246,7 +247,7 @@ WAYS = st.lists(
 ).map(lambda pairs: with_last_step(tuple(Step(*pair) for pair in sorted(dict(pairs).items()))))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(WAYS, LOOKS, st.booleans())
 def test_whatever_happens_it_shifts_only_to_what_is_ready_and_only_forward_or_all_the_way_back(steps, looks, watched):
     rollout = a_rollout(*steps, guard=GUARD if watched else None)
@@ -275,7 +276,7 @@ def test_whatever_happens_it_shifts_only_to_what_is_ready_and_only_forward_or_al
         assert points_at == (rollout.after if rollout.phase == "done" else rollout.before)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(WAYS)
 def test_a_version_that_does_as_well_as_the_old_one_arrives(steps):
     rollout, said = walked(a_rollout(*steps), [(100.0 * look, seen(3, 3)) for look in range(3 * len(steps))])
@@ -283,7 +284,7 @@ def test_a_version_that_does_as_well_as_the_old_one_arrives(steps):
     assert len(said) == len(steps)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(WAYS)
 def test_a_version_that_fails_its_requests_never_arrives_where_somebody_watches(steps):
     steps = tuple(Step(step.weight, max(1.0, step.for_s)) for step in steps)

@@ -10,6 +10,7 @@ from orchestrator.core.placement import place
 from orchestrator.core.state import Demand, Memory, Observed, Rules, Scale
 from orchestrator.core.targets import due, shares, stand
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
+from tests.properties import examples
 
 RULES = Rules()
 
@@ -54,7 +55,7 @@ def test_a_copy_that_went_while_its_target_cooled_is_not_brought_back():
     assert stand(1, 1, 2, Scale(replicas=3, below_since=NOW), NOW + 10, 300.0)[0] == 2
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.floats(0.3, 4.0), st.integers(0, 1000))
 def test_constant_demand_with_noise_changes_a_target_at_most_once(level, seed):
     rng, scale, copies, changes, target = Random(seed), None, 1, 0, 1

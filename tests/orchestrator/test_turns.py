@@ -11,6 +11,7 @@ from orchestrator.core.placement import place
 from orchestrator.core.state import Demand, Rules, Want
 from orchestrator.core.turns import TURN_S
 from tests.orchestrator.test_placement import NOW, adapter, fleet, intent, worker
+from tests.properties import examples
 
 RULES = Rules()
 TENANTS = ("", "acme", "bolt", "core")
@@ -61,7 +62,7 @@ def crowds(draw):
     return wants, rates, turns, set(draw(st.lists(st.sampled_from(names), max_size=3)))
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(max_examples=examples(400))
 @given(crowds())
 def test_a_pass_names_loads_as_if_it_looked_at_everybody_before_each(case):
     wants, rates, turns, stuck = case
@@ -69,7 +70,7 @@ def test_a_pass_names_loads_as_if_it_looked_at_everybody_before_each(case):
     assert found == naive(wants, rates, turns, stuck)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(crowds())
 def test_where_all_are_one_tenants_or_nobody_says_whose_they_are_the_earlier_and_then_the_hotter_come_first(case):
     wants, rates, turns, _ = case
@@ -86,7 +87,7 @@ def arrivals(draw):
     return draw(st.lists(asks, min_size=1, max_size=40)), draw(st.lists(st.integers(0, 3), min_size=20, max_size=60))
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(arrivals())
 def test_while_a_tenant_waits_no_other_has_more_than_two_loads(case):
     asks, room = case

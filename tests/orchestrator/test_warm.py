@@ -11,6 +11,7 @@ from orchestrator.core.state import Demand, Rules
 from orchestrator.core.warm import WARMING, warm_shares
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
+from tests.properties import examples
 
 NAMES = [f"a{i}" for i in range(24)]
 
@@ -71,7 +72,7 @@ def test_without_demand_nothing_is_waited_for():
     assert shares(fleet(worker("w0")), demand(*NAMES)) == {}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.sets(st.sampled_from(NAMES)), st.integers(0, 3))
 def test_a_share_fits_and_a_worker_that_is_warming_changes_nothing_for_the_others(ready, new, slots, hot, reserve):
     old = [worker(f"w{i}", slots=slots) for i in range(ready)]

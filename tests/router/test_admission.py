@@ -17,6 +17,7 @@ from router.metrics import Metrics
 from router.usage import Holds
 from router.waiting import WaitingRoom
 from tests.patience import patience
+from tests.properties import examples
 from tests.router.test_dispatch import RATE, Fleet
 from tests.router.test_policy import SQL, a_replica
 
@@ -79,7 +80,7 @@ def test_one_alone_may_always_wait_however_large_and_what_just_fits_may_too():
 # --- the predicted wait -----------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["", SQL]), st.floats(0.05, 0.5)), max_size=60),
     st.integers(0, 20),
@@ -231,7 +232,6 @@ def test_one_long_standstill_of_the_process_does_not_make_its_lines_slow_for_min
 # --- prompt tokens in flight ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 1.5), min_size=1, max_size=40), st.integers(1, 3))
 def test_no_more_prompt_tokens_are_in_flight_than_the_bound_but_for_one_prompt_that_is_larger(seconds, replicas):
     fleet = Fleet(replicas, late_binding_s=1e9, most_in_flight_tokens=RATE)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
+from tests.properties import examples
 from tests.router.faults.house import House, house
 
 # Of each operation: so many that the document allows, and so many that it does not. Tried once with 400, too.
@@ -54,13 +55,7 @@ def statuses(operation, mode: GenerationMode) -> set[int]:
     """What such requests are answered with; fails on a 500, and on an error outside the envelope."""
     seen: set[int] = set()
 
-    @settings(
-        max_examples=EXAMPLES,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=examples(EXAMPLES), phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case):
         answer = case.call(timeout=10)

@@ -6,7 +6,7 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.breaker import ANSWERED, COUNTED, Breaker, BreakerRules
@@ -349,7 +349,6 @@ def test_when_all_fail_alike_nobody_is_an_outlier():
     assert len(book.told) <= 1
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["answer", "fail", "sent", "later"])), max_size=300),
     st.integers(1, 6),

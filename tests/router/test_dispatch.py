@@ -4,7 +4,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.cost import Costs
@@ -326,7 +326,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(STEPS, st.integers(1, 3), st.randoms(use_true_random=False))
 def test_every_request_is_sent_once_or_withdrawn_and_the_backlog_is_of_those_who_wait(steps, replicas, rng):
     fleet = Fleet(replicas=replicas)

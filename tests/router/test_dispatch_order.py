@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core import dispatch
@@ -227,7 +227,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(STEPS, st.integers(1, 2))
 def test_no_replica_with_room_has_anybody_waiting_who_takes_no_slot_and_all_are_sent_in_the_end(steps, replicas):
     fleet = a_fleet_without_slots(replicas=replicas)

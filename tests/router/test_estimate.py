@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lorafleet.kv.blocks import block_hashes, root_hash
 from router.core.estimate import Estimate, Guess
 from router.core.index import KvIndex, WorkerId
+from tests.properties import examples
 
 W, OTHER = WorkerId("w0"), WorkerId("w1")
 TTL_S, CAP = 10.0, 6
@@ -179,4 +180,4 @@ class LikeTheSimplestList(RuleBasedStateMachine):
 
 
 TestLikeTheSimplestList = LikeTheSimplestList.TestCase
-TestLikeTheSimplestList.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLikeTheSimplestList.settings = settings(max_examples=examples(60), stateful_step_count=40)

@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from lorafleet.kv.blocks import block_hashes, root_hash
 from router.core.index import TIERS, KvIndex
+from tests.properties import examples
 
 ROOT = root_hash("m")
 # Blocks of one token, so that a prompt is its own list of blocks; every prompt shares a prefix with another.
@@ -187,7 +188,7 @@ def run(hashes, having):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=examples(120), stateful_step_count=40)
 
 
 def test_a_hold_from_before_a_forget_takes_nothing_from_what_came_after():

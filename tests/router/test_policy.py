@@ -24,6 +24,7 @@ from router.core.policies import POLICIES
 from router.core.policies.kv_lora import KvLora, within_slots
 from router.core.record import record_of, replayed
 from router.core.trust import hit_tokens
+from tests.properties import examples
 
 SQL = "sql/v1@aaaaaaaaaaaa"
 OTHERS = ("b/v1@cccccccccccc", "c/v1@dddddddddddd")
@@ -385,7 +386,7 @@ def test_the_loop_that_decides_comes_to_the_cost_model_term_by_term(moment):
     assert [scene.score(ask, i) for i in able] == list(map(scene.named, at, found))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(moments() | fleets_at_rest())
 def test_the_close_ones_are_those_that_are_about_as_good_as_the_best(moment):
     ask, scene = moment

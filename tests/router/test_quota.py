@@ -23,6 +23,7 @@ from router.accounts import SharedAccounts, shared_memory
 from router.core.errors import RateLimited
 from router.core.quota import Left, Quotas, header_block, shown_s
 from tests.patience import until
+from tests.properties import examples
 from tests.router.doubles import BASE, Engine, chunk, echo, fleet
 
 
@@ -323,7 +324,7 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.lists(STEP, max_size=60), st.integers(1, 20), st.integers(1, 200), st.integers(1, 5))
 def test_several_processes_give_away_what_one_would(steps, requests, tokens, concurrent):
     limits = KeyLimits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=concurrent)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound
 from router.core.fleet import Adapter, Alias, Fleet
 from router.core.resolve import resolve
+from tests.properties import examples
 from tests.router.test_policy import a_replica
 
 
@@ -140,7 +141,7 @@ def test_two_aliases_share_their_sessions_independently():
     assert 0.4 < sum(one[session] == other[session] for session in SESSIONS) / len(SESSIONS) < 0.6
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(WEIGHTS, st.sampled_from([1.5, 4.0, 100.0]))
 def test_a_weight_that_grows_draws_sessions_and_moves_no_other(weights, factor):
     grown = max(weights)
@@ -148,7 +149,7 @@ def test_a_weight_that_grows_draws_sessions_and_moves_no_other(weights, factor):
     assert {after[session] for session in before if before[session] != after[session]} <= {grown}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(WEIGHTS)
 def test_a_target_that_leaves_moves_only_its_own_sessions(weights):
     gone = max(weights)

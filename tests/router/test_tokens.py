@@ -22,6 +22,7 @@ from router.metrics import Metrics
 from router.pieces import ChainCache, PieceCache
 from router.tokens import Tokenizers, Tokens
 from tests.patience import until, within
+from tests.properties import examples
 from tests.router.doubles import Control, Engine, fleet
 from tests.serving import serving
 
@@ -142,7 +143,7 @@ SAID = st.lists(st.sampled_from([RULES, "<|im_end|>", "<|im_", "e", "\u0301", " 
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(bodies=st.lists(st.lists(SAID, min_size=1, max_size=4), min_size=2, max_size=6))
 def test_cached_ids_are_those_of_tokenizing_from_scratch(chat, bodies):
     tokenizers = Tokenizers(httpx.AsyncClient(), cache_bytes=40_000)
@@ -160,7 +161,7 @@ def test_cached_ids_are_those_of_tokenizing_from_scratch(chat, bodies):
         tokenizers.close()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(asked=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12)), max_size=60))
 def test_the_cache_stays_within_its_bytes_and_answers_only_what_was_put(asked):
     cache, put = PieceCache(4_000), {}
@@ -212,7 +213,7 @@ async def test_ids_say_how_many_of_them_were_seen_before_and_how_many_will_be_ag
 ROOT = root_hash(BASE)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     asked=st.lists(
         st.tuples(st.sampled_from([1, 2]), st.integers(0, 3), *[st.integers(0, 400)] * 3), min_size=1, max_size=30

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.properties import examples
 from workers.engines.sim.blocks import BlockPool, Chain, Root
 from workers.engines.sim.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
@@ -146,4 +147,4 @@ class Against(RuleBasedStateMachine):
 
 
 TestBlockPoolAgainstAModel = Against.TestCase
-TestBlockPoolAgainstAModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlockPoolAgainstAModel.settings = settings(max_examples=examples(60), stateful_step_count=40)
