@@ -15,6 +15,7 @@ from orchestrator.core.errors import LeaseUnreachable, StoreError
 from orchestrator.core.lease import Candidate, Hold
 from orchestrator.leadership import Leadership
 from orchestrator.lease import FileLease
+from tests.properties import examples
 
 DURATION_S, MARGIN_S = 5.0, 1.0
 
@@ -323,7 +324,6 @@ HOLD_IT = """
 import sys, time
 from pathlib import Path
 from orchestrator.lease import FileLease
-from tests.properties import examples
 FileLease(Path(sys.argv[1]), holder="it")
 print("held", flush=True)
 time.sleep(60)
