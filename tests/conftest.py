@@ -1,4 +1,4 @@
-"""What holds for every test: its timeout, its examples, the group it runs in, and how to run it again when it fails."""
+"""What holds for every test: its timeout, its examples, the group it runs in, and how to run a failure again."""
 
 import os
 import random
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.patience import SLOWNESS
+from tests.progress import Progress
 from tests.properties import THOROUGH
 
 # Groups begin in this order: the longest first, so that no worker is left alone with one of them at the end.
@@ -30,6 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if THOROUGH:
         seed = os.environ.setdefault("LORAFLEET_TEST_SEED", str(random.SystemRandom().randrange(1 << 32)))
         config.option.hypothesis_seed = config.option.hypothesis_seed or seed
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Tell how far the run is, in the process that a person started."""
+    is_worker = hasattr(session.config, "workerinput")
+    if not is_worker:
+        workers = getattr(session.config.option, "numprocesses", None) or 1
+        session.config.pluginmanager.register(Progress(session.config, workers=workers))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -13,7 +13,7 @@ from tests.e2e.shifting import FIVE, ShiftSuite
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("vllm")
     tiny.make_adapters(folder / "adapters")
@@ -28,5 +28,6 @@ class TestTwoVllmWorkers(FleetSuite):
     come_back_within_s = 240.0
 
 
+@pytest.mark.thorough
 class TestTrafficThatShifts(ShiftSuite):
     pass
