@@ -53,7 +53,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on real vLLM share their engines, so they run in one group; every other group is a file."""
+    """The contract's tests on real vLLM share one engine, so they run in one group; every other group is a file."""
 
     def rank(item: pytest.Item) -> int:
         if item.get_closest_marker("vllm"):
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=rank)
     for item in items:
-        if item.get_closest_marker("vllm"):
+        if item.get_closest_marker("vllm") and item.nodeid.startswith("tests/contract/"):
             item.add_marker(pytest.mark.xdist_group("vllm"))
 
 
