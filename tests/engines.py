@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from lorafleet.sockets import bound
+from tests.patience import patience
 
 Kind = Literal["sim", "vllm", "sglang"]
 
@@ -29,7 +30,7 @@ MODULES = {
     "sglang": "sglang.launch_server" if SGLANG_PYTHON else "tests.sglang_stub",
 }
 # vLLM: 25-60 s alone on 2 cores, longer beside other work
-START_WITHIN_S = {"sim": 20.0, "vllm": 240.0, "sglang": 600.0 if SGLANG_PYTHON else 20.0}
+START_WITHIN_S = {"sim": 20.0, "vllm": 120.0, "sglang": 600.0 if SGLANG_PYTHON else 20.0}
 
 # The least that vLLM 0.32 starts with on 2 cores; the sim takes and ignores what it has no use for.
 FLAGS: Sequence[str] = (
@@ -77,7 +78,7 @@ class RunningEngine:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(within_s)
+            return self.process.wait(patience(within_s))
         finally:
             end_group(self.process)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -125,7 +126,7 @@ def start_engine(
         )
     url = f"http://{host}:{port}"
     try:
-        _wait_until_healthy(url, process, log, began + START_WITHIN_S[kind])
+        _wait_until_healthy(url, process, log, began + patience(START_WITHIN_S[kind]))
     except BaseException:
         end_group(process)
         process.wait()
