@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json
@@ -157,6 +157,15 @@ def _no_route(request: Request, exc: HTTPException) -> str:
     begins_well = path.startswith("/v1/") and not path.startswith("/v1/v1/")
     why = "" if begins_well else ": paths of the API begin with /v1, once"
     return f"there is no {shown} here{why}; GET /docs shows what there is"
+
+
+def add_routes(to: FastAPI | APIRouter, *parts: APIRouter) -> None:
+    """Serve the routes of `parts`, as they are.
+
+    `include_router` makes each route anew, 1.5 ms of processor time each (fastapi 0.136 routing.py; measured), and a
+    router within a router twice. Prefixes and the outer router's dependencies, which that is for, no house has.
+    """
+    to.routes.extend(route for part in parts for route in part.routes)
 
 
 def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:

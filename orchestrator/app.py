@@ -15,7 +15,7 @@ import structlog
 from fastapi import FastAPI
 
 from lorafleet.auth import Keys, host_check, may_send, refuse_open_server
-from lorafleet.http import CheckHost, JsonBodies, install_error_handlers
+from lorafleet.http import CheckHost, JsonBodies, add_routes, install_error_handlers
 from lorafleet.kube.client import Kube, connect
 from lorafleet.kube.discovery import Slices
 from lorafleet.loops import forever
@@ -169,7 +169,8 @@ def build(
         lifespan=lifespan,
     )
     whole = Orchestrator(app, reconciler, store, leadership, client, plain)
-    app.include_router(
+    add_routes(
+        app,
         build_router(
             keys=keys,
             registry=registry,
@@ -178,7 +179,7 @@ def build(
             is_stopping=lambda: whole.is_stopping,
             clock=clock,
             metrics_need_key=settings.metrics_need_key,
-        )
+        ),
     )
     install_error_handlers(app, OrchestratorError)
     with_examples(app)

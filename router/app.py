@@ -22,7 +22,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from lorafleet import logs, serve
 from lorafleet.auth import KeyFileError, Keys, host_check, refuse_open_server
 from lorafleet.files import make_folder
-from lorafleet.http import CheckHost, install_error_handlers
+from lorafleet.http import CheckHost, add_routes, install_error_handlers
 from lorafleet.kube.access import ACCOUNT, source
 from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
@@ -244,8 +244,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     app = FastAPI(
         title="lorafleet router", lifespan=lambda _app: _running(parts, control, agents, looks, clients, siblings)
     )
-    app.include_router(control_routes(parts, siblings))
-    app.include_router(health_routes(parts, own_metrics, siblings))
+    add_routes(app, control_routes(parts, siblings), health_routes(parts, own_metrics, siblings))
     install_error_handlers(app, RouterError)
     describe_inference(app)
     app.add_middleware(CheckHost, check=host_check(keys, allow_open=config.allow_open))

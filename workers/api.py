@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from lorafleet.auth import Caller, Keys, check_scope, of_metrics, requires
 from lorafleet.chat import read_files
+from lorafleet.http import add_routes
 from orchestrator.wire import UsageReport
 from workers.agent import Agent
 from workers.core.errors import EngineError, RequestError
@@ -40,10 +41,8 @@ def build_router(agent: Agent, keys: Keys, *, metrics_need_key: bool = False) ->
     need no key.
     """
     api = APIRouter()
-    api.include_router(_told(agent, keys))
-    api.include_router(kv_routes(agent, keys))
-    api.include_router(_done(agent, keys))
-    api.include_router(_probed(agent, of_metrics(keys, need_key=metrics_need_key)))
+    probed = _probed(agent, of_metrics(keys, need_key=metrics_need_key))
+    add_routes(api, _told(agent, keys), kv_routes(agent, keys), _done(agent, keys), probed)
     return api
 
 

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from lorafleet import logs
 from lorafleet.auth import Keys, host_check, may_send, refuse_open_server
 from lorafleet.files import make_folder, write_whole
-from lorafleet.http import CheckHost, JsonBodies, install_error_handlers
+from lorafleet.http import CheckHost, JsonBodies, add_routes, install_error_handlers
 from lorafleet.loops import forever
 from lorafleet.serve import bind, serve
 from lorafleet.transport import Transport
@@ -135,7 +135,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
         description="The agent beside one engine: starts and watches it, and holds its adapters.",
         lifespan=lifespan,
     )
-    app.include_router(build_router(agent, keys, metrics_need_key=settings.metrics_need_key))
+    add_routes(app, build_router(agent, keys, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
     app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "drain"))
     app.add_middleware(CheckHost, check=host_check(keys, allow_open=settings.allow_open))

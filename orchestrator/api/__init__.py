@@ -9,6 +9,7 @@ from collections.abc import Callable
 from fastapi import APIRouter
 
 from lorafleet.auth import Keys, of_metrics
+from lorafleet.http import add_routes
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes
 from orchestrator.api.fleet import fleet_routes, heartbeat_routes, worker_routes
@@ -39,16 +40,19 @@ def build_router(
     views = Views(reconciler, clock)
     metrics.observe(views.counts, views.workers_by_state, views.pools)
     api = APIRouter()
-    api.include_router(ui_routes())
-    api.include_router(health_routes(reconciler, metrics, is_stopping, of_metrics(keys, need_key=metrics_need_key)))
-    api.include_router(router_routes(keys, registry, reconciler, views, is_stopping, clock))
-    api.include_router(worker_routes(keys, reconciler, views))
-    api.include_router(adapter_routes(keys, registry, reconciler, views))
-    api.include_router(rollout_routes(keys, registry, reconciler))
-    api.include_router(alias_routes(keys, registry, reconciler))
-    api.include_router(policy_routes(keys, registry, reconciler))
-    api.include_router(history_routes(keys, reconciler.store))
-    api.include_router(heartbeat_routes(keys, reconciler))
-    api.include_router(fleet_routes(keys, registry, reconciler, views))
-    api.include_router(placement_routes(keys, registry, reconciler, views, clock))
+    add_routes(
+        api,
+        ui_routes(),
+        health_routes(reconciler, metrics, is_stopping, of_metrics(keys, need_key=metrics_need_key)),
+        router_routes(keys, registry, reconciler, views, is_stopping, clock),
+        worker_routes(keys, reconciler, views),
+        adapter_routes(keys, registry, reconciler, views),
+        rollout_routes(keys, registry, reconciler),
+        alias_routes(keys, registry, reconciler),
+        policy_routes(keys, registry, reconciler),
+        history_routes(keys, reconciler.store),
+        heartbeat_routes(keys, reconciler),
+        fleet_routes(keys, registry, reconciler, views),
+        placement_routes(keys, registry, reconciler, views, clock),
+    )
     return api

@@ -115,3 +115,8 @@ async def test_a_call_that_is_called_off_at_any_moment_keeps_no_connection(when)
             while not all(connection.is_idle() for connection in transport._pool.connections):
                 await asyncio.sleep(0)
         assert (await client.get(url)).text == "x"
+
+
+def test_the_authorities_are_read_once_for_all_clients_of_a_process():
+    first, second = Transport(), Transport()
+    assert first._pool._ssl_context is second._pool._ssl_context

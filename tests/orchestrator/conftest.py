@@ -8,7 +8,8 @@ import pytest
 
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
-from tests.orchestrator.doubles import FakeAgent, serving
+from tests.orchestrator.doubles import FakeAgent
+from tests.serving import serving
 
 
 class Clock:

@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from orchestrator.core.lease import Hold
 from orchestrator.forward import FORWARDED, Forwarder
 from orchestrator.metrics import Metrics
-from tests.orchestrator.doubles import serving
 from tests.patience import patience, within
+from tests.serving import serving
 
 
 class Standby:

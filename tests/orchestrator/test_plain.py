@@ -13,7 +13,8 @@ from lorafleet.tiny import make_adapter, make_model
 from orchestrator.config import OrchestratorSettings
 from tests.engines import RunningEngine, start_engine
 from tests.orchestrator.conftest import House
-from tests.orchestrator.doubles import FakeAgent, serving
+from tests.orchestrator.doubles import FakeAgent
+from tests.serving import serving
 
 DIGEST = "ab" * 32
 SQL = "team/sql"

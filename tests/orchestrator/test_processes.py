@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)
-from tests.orchestrator.doubles import FakeAgent, serving
+from tests.orchestrator.doubles import FakeAgent
 from tests.patience import until
+from tests.serving import serving
 from tests.workers.running import state_of
 
 FLAGS = {

@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 
 from orchestrator.core.board import rendezvous
 from orchestrator.core.state import Want
-from tests.orchestrator.doubles import FakeAgent, digest_of, serving
+from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import patience
+from tests.serving import serving
 from workers.wire import engine_name
 
 SQL = "file:///sql/v1"

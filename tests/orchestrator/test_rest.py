@@ -13,8 +13,8 @@ import yaml
 
 from lorafleet.auth import hash_key
 from orchestrator.core.errors import OrchestratorError
-from tests.orchestrator.doubles import serving
 from tests.patience import patience, within
+from tests.serving import serving
 
 SPEC = {"lora_id": "sql/v1", "source": "file:///sql/v1"}
 
