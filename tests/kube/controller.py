@@ -20,6 +20,7 @@ from typing import Any, Self
 from tests.kube import workloads
 from tests.kube.kinds import BY_PLURAL
 from tests.kube.kubelet import PlayedPod, folder_for
+from tests.kube.managers import Writer
 from tests.kube.podspec import Place
 from tests.kube.proxy import ServiceProxy
 from tests.kube.server import KubeServer
@@ -30,6 +31,7 @@ from tests.patience import until
 
 _FOLLOWED = ("deployments", "statefulsets", "services", "pods", "poddisruptionbudgets", "nodes")
 _CRASH_LOOP = 5
+_CONTROLLER = Writer("kube-controller-manager", "status")
 _OWNERS = {"deployments": workloads.deployment, "statefulsets": workloads.stateful_set}
 
 
@@ -284,7 +286,7 @@ class Controller:
         meta = obj["metadata"]
         with contextlib.suppress(ApiError):  # written meanwhile, or gone: the next round says it
             self._server.registry.replace(
-                BY_PLURAL[plural], meta["namespace"], meta["name"], obj | {"status": dict(status)}, part="status"
+                BY_PLURAL[plural], meta["namespace"], meta["name"], obj | {"status": dict(status)}, by=_CONTROLLER
             )
 
     def _is_settled(self) -> bool:

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from tests.kube import documents, parts, patches, selectors, status, watching, wire
+from tests.kube import documents, managers, parts, selectors, status, watching, wire
 from tests.kube.faults import Faults
-from tests.kube.kinds import Resource
 from tests.kube.lists import Lists
 from tests.kube.registry import Registry
 from tests.kube.rules import Rules
@@ -34,8 +33,6 @@ class Handlers:
     requests: list[Asked]
     forbidden: list[str]
     bookmark_s: float = 60.0
-    # resource, namespace, name, field manager -> what it has applied: what managedFields are for on a real server
-    _applied: dict[tuple[Resource, str, str, str], Any] = field(default_factory=dict)
     lists: Lists = field(default_factory=Lists)
 
     def app(self) -> web.Application:
@@ -57,7 +54,7 @@ class Handlers:
             if asked.verb == "watch":
                 return await self._watch(request, target)
             if target.part in parts.NAMES:
-                code, body = await parts.answer(self.registry, request, asked.verb, target)
+                code, body = await parts.answer(self.registry, request, asked.verb, target, _writer(request, target))
             else:
                 code, body = await self._object(request, asked.verb, target)
         except status.ApiError as exc:
@@ -98,24 +95,25 @@ class Handlers:
     async def _object(self, request: web.Request, verb: str, target: wire.Target) -> tuple[int, Any]:
         resource, namespace, name = target.resource, target.namespace, target.name
         dry_run = bool(request.query.get("dryRun"))
+        by = _writer(request, target)
         match verb:
             case "list":
                 return 200, self.lists.listed(self.registry.store, target, request.query)
             case "get":
                 return 200, self.registry.get(resource, namespace, name)
             case "create":
-                return 201, self.registry.create(resource, namespace, await wire.body_of(request), dry_run=dry_run)
+                obj = self.registry.create(resource, namespace, await wire.body_of(request), by=by, dry_run=dry_run)
+                return 201, obj
             case "update":
                 obj, is_new = self.registry.replace(
-                    resource, namespace, name, await wire.body_of(request), part=target.part, dry_run=dry_run
+                    resource, namespace, name, await wire.body_of(request), by=by, dry_run=dry_run
                 )
                 return (201 if is_new else 200), obj
             case "patch":
                 if request.content_type == "application/apply-patch+yaml":
                     return await self._apply(request, target, dry_run=dry_run)
                 change = await wire.change_of(request)
-                obj, _ = self.registry.patch(resource, namespace, name, change, part=target.part, dry_run=dry_run)
-                return 200, obj
+                return 200, self.registry.patch(resource, namespace, name, change, by=by, dry_run=dry_run)
             case "delete":
                 return self._delete(target, await wire.options_of(request), dry_run=dry_run)
             case "deletecollection":
@@ -123,21 +121,16 @@ class Handlers:
         raise status.method_not_allowed()
 
     async def _apply(self, request: web.Request, target: wire.Target, *, dry_run: bool) -> tuple[int, Any]:
-        resource, namespace, name = target.resource, target.namespace, target.name
-        patch = await wire.body_of(request)
-        by = (resource, namespace, name, request.query.get("fieldManager", ""))
-        before = self._applied.get(by, {}) if self.registry.store.get(resource, namespace, name) else {}
-        obj, is_new = self.registry.patch(
-            resource,
-            namespace,
-            name,
-            lambda obj: patches.applied(obj, before, patch),
-            part=target.part,
-            creates=True,
+        managers.require_manager(request.query)
+        obj, is_new = self.registry.apply(
+            target.resource,
+            target.namespace,
+            target.name,
+            await wire.body_of(request),
+            by=_writer(request, target),
+            force=request.query.get("force", "").lower() == "true",
             dry_run=dry_run,
         )
-        if not dry_run:
-            self._applied[by] = patch
         return (201 if is_new else 200), obj
 
     async def _watch(self, request: web.Request, target: wire.Target) -> web.StreamResponse:
@@ -194,3 +187,7 @@ class Handlers:
                 self.registry.delete(target.resource, meta.get("namespace", ""), meta["name"], options)
         empty = {"metadata": {"resourceVersion": str(self.registry.store.version)}, "items": []}
         return 200, {"kind": f"{target.resource.kind}List", "apiVersion": target.resource.api_version} | empty
+
+
+def _writer(request: web.Request, target: wire.Target) -> managers.Writer:
+    return managers.writer_of(request.query, request.headers.get("User-Agent", ""), target.part)

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from tests.kube import status
 from tests.kube.kinds import BY_PLURAL
+from tests.kube.managers import Writer
 from tests.kube.registry import Registry
 from tests.kube.store import Object
 from tests.kube.wire import Target, body_of, change_of
@@ -13,7 +14,7 @@ from tests.kube.wire import Target, body_of, change_of
 NAMES = ("scale", "eviction")
 
 
-async def answer(registry: Registry, request: web.Request, verb: str, target: Target) -> tuple[int, Any]:
+async def answer(registry: Registry, request: web.Request, verb: str, target: Target, by: Writer) -> tuple[int, Any]:
     """Evictions, and scales: only the number of replicas, whatever else the object says."""
     obj = registry.get(target.resource, target.namespace, target.name)
     match target.part, verb:
@@ -28,7 +29,7 @@ async def answer(registry: Registry, request: web.Request, verb: str, target: Ta
         case _:
             raise status.method_not_allowed()
     new = obj | {"spec": obj["spec"] | {"replicas": scale["spec"]["replicas"]}}
-    stored, _ = registry.replace(target.resource, target.namespace, target.name, new)
+    stored, _ = registry.replace(target.resource, target.namespace, target.name, new, by=by)
     return 200, scale_of(stored)
 
 

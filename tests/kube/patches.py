@@ -1,6 +1,7 @@
 """PATCH: what an object becomes.
 
-source  RFC 6902, RFC 7396; strategic merge patch as in k8s.io/apimachinery pkg/util/strategicpatch
+source  RFC 6902, RFC 7396; strategic merge patch as in k8s.io/apimachinery pkg/util/strategicpatch;
+        server-side apply is in managers.py
 """
 
 from typing import Any
@@ -59,15 +60,6 @@ def strategic(target: Any, patch: Any) -> Any:
     return result
 
 
-def applied(target: Any, before: Any, patch: Any) -> Any:
-    """Server-side apply by one manager: as `strategic`, and what it said the last time and says no more is gone.
-
-    before  what the same manager applied the last time; {} at first. Other managers' fields are left alone; what two of
-            them claim is no conflict here.
-    """
-    return strategic(_pruned(target, before, patch), patch)
-
-
 def json_patched(target: Any, operations: Any) -> Any:
     """RFC 6902. Raises 422 when a test fails or a path is not there, as a real server does."""
     if not isinstance(operations, list):
@@ -90,32 +82,6 @@ def json_patched(target: Any, operations: Any) -> Any:
         else:
             raise bad_request(f"unexpected json patch operation {kind!r}")
     return root[""]
-
-
-def _pruned(target: Any, before: Any, now: Any) -> Any:
-    if not isinstance(target, dict) or not isinstance(before, dict):
-        return target
-    now = now if isinstance(now, dict) else {}
-    result = dict(target)
-    for key, old in before.items():
-        if key not in result:
-            continue
-        if isinstance(old, dict):
-            result[key] = _pruned(result[key], old, now.get(key))
-            if not result[key] and key not in now:
-                del result[key]
-        elif key not in now:
-            del result[key]
-        elif by := _merge_key(key, [*old, *(now[key] or [])] if isinstance(old, list) else []):
-            kept = {item[by] for item in now[key]}
-            said = {item[by]: item for item in old}
-            named = {item[by]: item for item in now[key]}
-            result[key] = [
-                _pruned(item, said.get(item[by], {}), named.get(item[by]))
-                for item in result[key]
-                if item[by] in kept or item[by] not in said
-            ]
-    return result
 
 
 def _merge_key(name: str, items: list[Any]) -> str:

@@ -12,13 +12,15 @@ from typing import Any
 
 import msgspec
 
-from tests.kube import status
+from tests.kube import managers, status
 from tests.kube.kinds import BY_PLURAL, RESOURCES, Resource
+from tests.kube.managers import Writer
 from tests.kube.store import Object, Store
 from tests.kube.validation import check, tidied, typed
 
 _SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # as k8s.io/apimachinery's names: no vowels, no words
 _POD_GRACE_S = 30
+_ARRANGED = Writer()  # by a test itself, without a request
 _SYSTEM = ("uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "generation", "selfLink")
 
 
@@ -36,7 +38,14 @@ class Registry:
             raise status.not_found(resource, name)
         return found
 
-    def create(self, resource: Resource, namespace: str, given: Any, *, dry_run: bool = False) -> Object:
+    def create(
+        self, resource: Resource, namespace: str, given: Any, *, by: Writer = _ARRANGED, dry_run: bool = False
+    ) -> Object:
+        obj = self._named(resource, namespace, given)
+        return self._made(resource, obj, by=by, dry_run=dry_run)
+
+    def _named(self, resource: Resource, namespace: str, given: Any) -> Object:
+        """What is to be made, with its name. Raises 404 without its namespace, and 409 where it is there already."""
         obj = self._taken(resource, namespace, given)
         meta = obj["metadata"]
         if meta.get("resourceVersion"):
@@ -51,24 +60,31 @@ class Registry:
             raise status.not_found(BY_PLURAL["namespaces"], namespace)
         if self.store.get(resource, namespace, meta["name"]) is not None:
             raise status.already_exists(resource, meta["name"])
-        return self._made(resource, obj, dry_run=dry_run)
+        return obj
 
     def replace(
-        self, resource: Resource, namespace: str, name: str, given: Any, *, part: str = "", dry_run: bool = False
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        given: Any,
+        *,
+        by: Writer = _ARRANGED,
+        dry_run: bool = False,
     ) -> tuple[Object, bool]:
-        """The object as stored, and whether it was made by this. `part`: "status" writes only that."""
+        """The object as stored, and whether it was made by this. By the part "status" only that is written."""
         obj = self._taken(resource, namespace, given)
         meta = obj["metadata"]
         if (said := meta.setdefault("name", name)) != name:
             raise status.bad_request(f"the name of the object ({said}) does not match the name on the URL ({name})")
         old = self.store.get(resource, namespace, name)
         if old is None:
-            if not resource.created_by_update or part:
+            if not resource.created_by_update or by.part:
                 raise status.not_found(resource, name)
             if uid := meta.get("uid"):
                 raise status.conflict(resource, name, _other_uid(uid, ""))
             meta.pop("resourceVersion", None)  # a version that is gone is no obstacle: there is nothing to overwrite
-            return self._made(resource, obj, dry_run=dry_run), True
+            return self._made(resource, obj, by=by, dry_run=dry_run), True
         if meta.get("uid", old["metadata"]["uid"]) != old["metadata"]["uid"]:
             raise status.conflict(resource, name, _other_uid(meta["uid"], old["metadata"]["uid"]))
         version = meta.get("resourceVersion") or ""
@@ -77,7 +93,7 @@ class Registry:
             raise status.invalid(resource, name, [("metadata.resourceVersion", problem)])
         if version and version != old["metadata"]["resourceVersion"]:
             raise status.conflict(resource, name)
-        return self._updated(resource, old, obj, part=part, dry_run=dry_run), False
+        return self._updated(resource, old, obj, by=by, dry_run=dry_run), False
 
     def patch(
         self,
@@ -86,27 +102,41 @@ class Registry:
         name: str,
         change: Callable[[Object], Any],
         *,
-        part: str = "",
-        creates: bool = False,
+        by: Writer = _ARRANGED,
         dry_run: bool = False,
-    ) -> tuple[Object, bool]:
-        """`change` says what the object becomes. `creates`: server-side apply, which makes what is not there.
+    ) -> Object:
+        """`change` says what the object becomes.
 
         A patch without a resourceVersion is never a conflict, not even for a Lease: it is no lock.
         """
+        old = self.get(resource, namespace, name)
+        obj = self._patched(resource, old, self._taken(resource, namespace, change(_copy(old))))
+        return self._updated(resource, old, obj, by=by, dry_run=dry_run)
+
+    def apply(
+        self, resource: Resource, namespace: str, name: str, config: Any, *, by: Writer, force: bool, dry_run: bool
+    ) -> tuple[Object, bool]:
+        """Server-side apply: the object as stored, and whether it was made by this."""
+        config = self._taken(resource, namespace, config)
+        if (said := config["metadata"].setdefault("name", name)) != name:
+            raise status.bad_request(f"the name of the object ({said}) does not match the name on the URL ({name})")
         old = self.store.get(resource, namespace, name)
+        new = managers.applied(resource, old, config, by, force=force)
         if old is None:
-            if not creates:
-                raise status.not_found(resource, name)
-            return self.create(resource, namespace, change({"metadata": {"name": name}}), dry_run=dry_run), True
-        obj = self._taken(resource, namespace, change(_copy(old)))
-        if obj["metadata"].get("name") != name:
-            raise status.invalid(resource, name, [("metadata.name", "Invalid value: field is immutable")])
-        if obj["metadata"].get("resourceVersion", "") not in ("", old["metadata"]["resourceVersion"]):
-            raise status.conflict(resource, name)
-        if obj["metadata"].get("uid", old["metadata"]["uid"]) != old["metadata"]["uid"]:
-            raise status.conflict(resource, name, _other_uid(obj["metadata"]["uid"], old["metadata"]["uid"]))
-        return self._updated(resource, old, obj, part=part, dry_run=dry_run), False
+            return self._made(resource, self._named(resource, namespace, new), by=None, dry_run=dry_run), True
+        new = self._patched(resource, old, new)
+        return self._updated(resource, old, new, by=by, is_applied=True, dry_run=dry_run), False
+
+    def _patched(self, resource: Resource, old: Object, obj: Object) -> Object:
+        """Raises 409 and 422 where it is of another name, version or uid."""
+        meta = old["metadata"]
+        if obj["metadata"].get("name") != meta["name"]:
+            raise status.invalid(resource, meta["name"], [("metadata.name", "Invalid value: field is immutable")])
+        if obj["metadata"].get("resourceVersion", "") not in ("", meta["resourceVersion"]):
+            raise status.conflict(resource, meta["name"])
+        if obj["metadata"].get("uid", meta["uid"]) != meta["uid"]:
+            raise status.conflict(resource, meta["name"], _other_uid(obj["metadata"]["uid"], meta["uid"]))
+        return obj
 
     def delete(
         self, resource: Resource, namespace: str, name: str, options: dict[str, Any], *, dry_run: bool = False
@@ -141,14 +171,14 @@ class Registry:
             raise problem
         obj: Object = {"apiVersion": resource.api_version, "kind": resource.kind} | _copy(given)
         meta = obj["metadata"] = dict(obj.get("metadata") or {})
-        meta.pop("managedFields", None)
         if resource.namespaced and meta.setdefault("namespace", namespace) != namespace:
             raise status.bad_request(
                 "the namespace of the provided object does not match the namespace sent on the request"
             )
         return obj
 
-    def _made(self, resource: Resource, obj: Object, *, dry_run: bool) -> Object:
+    def _made(self, resource: Resource, obj: Object, *, by: Writer | None, dry_run: bool) -> Object:
+        """`by` None: the object says itself who owns what."""
         meta = {key: value for key, value in obj["metadata"].items() if key not in _SYSTEM}
         meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": _now()}
         if resource.has_generation:
@@ -156,17 +186,24 @@ class Registry:
         if resource.has_status:
             obj = {"status": {}} | {key: value for key, value in obj.items() if key != "status"}
         obj = tidied(resource, obj | {"metadata": _without_empty(meta)})
+        if by is not None:
+            obj = managers.updated(resource, None, obj, by)
         check(resource, obj, allow_loopback=self.allow_loopback)
         return obj if dry_run else self.store.put(resource, obj)
 
-    def _updated(self, resource: Resource, old: Object, obj: Object, *, part: str, dry_run: bool) -> Object:
-        if part:
-            obj = old | {part: obj.get(part), "metadata": old["metadata"]}
+    def _updated(
+        self, resource: Resource, old: Object, obj: Object, *, by: Writer, is_applied: bool = False, dry_run: bool
+    ) -> Object:
+        """`is_applied`: the object says itself who owns what."""
+        if by.part == "status":
+            obj = old | {"status": obj.get("status"), "metadata": old["metadata"]}
         elif resource.has_status:
             obj = obj | {"status": old.get("status", {})}
         meta = obj["metadata"] | {key: old["metadata"][key] for key in _SYSTEM if key in old["metadata"]}
         meta["resourceVersion"] = old["metadata"]["resourceVersion"]
         obj = tidied(resource, obj | {"metadata": _without_empty(meta)})
+        if not is_applied:
+            obj = managers.updated(resource, old, obj, by)
         if resource.has_generation and _said(obj) != _said(old):
             obj["metadata"]["generation"] = old["metadata"].get("generation", 1) + 1
         check(resource, obj, allow_loopback=self.allow_loopback)

@@ -6,7 +6,7 @@
         server.faults.drop_watches()
 
 `python -m tests.kube.server --port 8001 --kubeconfig FILE` runs it by itself. What it does not do: run anything (see
-`controller.py`), conflicts of server-side apply, OpenAPI schemas, defaulting.
+`controller.py`), OpenAPI schemas, defaulting of more than `replicas`.
 """
 
 import argparse

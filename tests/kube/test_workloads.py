@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kube import patches, workloads
+from tests.kube import workloads
 from tests.kube.controller import Controller
 from tests.kube.server import KubeServer
 from tests.kube.workloads import REVISION, Wishes
@@ -65,13 +65,6 @@ def test_a_budget_lets_as_many_go_as_it_says_and_no_more() -> None:
     budget = {"metadata": {"generation": 1}, "spec": {"maxUnavailable": 1}}
     assert workloads.budget_status(budget, [pod("a"), pod("b")])["disruptionsAllowed"] == 1
     assert workloads.budget_status(budget, [pod("a"), pod("b", ready=False)])["disruptionsAllowed"] == 0
-
-
-def test_what_is_no_longer_applied_goes_and_what_others_wrote_stays() -> None:
-    first = {"spec": {"replicas": 2, "list": [1], "containers": [{"name": "a", "env": [{"name": "X", "value": "1"}]}]}}
-    stored = patches.applied({}, {}, first) | {"status": {"replicas": 2}}
-    second = {"spec": {"containers": [{"name": "a", "env": [{"name": "Y", "value": "1"}]}]}}
-    assert patches.applied(stored, first, second) == {**second, "status": {"replicas": 2}}
 
 
 PAGE = """

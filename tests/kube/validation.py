@@ -62,7 +62,7 @@ def check(resource: Resource, obj: dict[str, Any], *, allow_loopback: bool) -> N
 
 def tidied(resource: Resource, obj: dict[str, Any]) -> dict[str, Any]:
     """As it comes back from a real server: fields that nobody knows are gone, and so are empty lists and maps, or they
-    are null where the field is always written.
+    are null where the field is always written. Of what a server fills in only `replicas` is.
     """
     known = _FIELDS.get(resource.kind)
     if known:
@@ -77,6 +77,8 @@ def tidied(resource: Resource, obj: dict[str, Any]) -> dict[str, Any]:
         obj = {key: value for key, value in obj.items() if key != "stringData"} | {"data": data}
     if resource.kind in ("ConfigMap", "Secret"):
         return {key: value for key, value in obj.items() if key not in ("data", "binaryData") or value}
+    if resource.kind in ("Deployment", "StatefulSet") and obj.get("spec"):
+        return obj | {"spec": {"replicas": 1} | {key: it for key, it in obj["spec"].items() if it is not None}}
     if resource.kind == "Namespace":
         return obj | {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}}
     return obj
