@@ -1,0 +1,79 @@
+"""Handlers of a front under test, and what tests of slow readers do to its connections."""
+
+import asyncio
+
+from router.relay.front import FrontLimits
+from tests.router.relay.wires import length
+
+# More than the sockets between a client that does not read and the front hold.
+LARGE = 20_000_000
+CHUNKED = b"Transfer-Encoding: chunked"
+
+
+class Work:
+    """A handler that waits to be told to go on, and notes who left."""
+
+    def __init__(self, answer=length):
+        self.answer = answer
+        self.begun = 0
+        self.cancelled = 0
+        self.go_on = asyncio.Event()
+        self.exchanges = []
+
+    async def __call__(self, exchange):
+        self.begun += 1
+        self.exchanges.append(exchange)
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        await self.answer(exchange)
+
+
+class Calls:
+    """A handler that answers by plain calls, and notes who left."""
+
+    def __init__(self):
+        self.exchanges = []
+        self.gone = 0
+
+    def __call__(self, exchange):
+        self.exchanges.append(exchange)
+        exchange.on_gone = self.leave
+
+    def leave(self):
+        self.gone += 1
+        for exchange in self.exchanges:
+            exchange.respond(503, b"", b"stopping")
+
+
+async def say_last(exchange) -> None:
+    exchange.finish(b"last")
+
+
+def failing(exchange) -> None:
+    """A handler that cannot be told that its client left."""
+
+    def fail():
+        raise RuntimeError("a defect")
+
+    exchange.on_gone = fail
+
+
+def large_of(served):
+    """An app's answer that is in the transport as a whole, and pauses nothing."""
+
+    async def answer(send) -> None:
+        (connection,) = served.front.connections
+        connection.transport.set_write_buffer_limits(2 * LARGE)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LARGE)]})
+        await send({"type": "http.response.body", "body": b"x" * LARGE})
+
+    return answer
+
+
+def look_later(connection) -> None:
+    """The watch over clients that read nothing, long from now: one look to note what is unsent, and one to compare."""
+    for _ in range(2):
+        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)

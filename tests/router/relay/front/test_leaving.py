@@ -1,0 +1,260 @@
+"""Clients that leave: their work is ended, their requests are dropped, and nothing of them is kept."""
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+from structlog.testing import capture_logs
+
+from router.relay.turn import Turn
+from tests.patience import patience, until
+from tests.router.relay.front.handlers import Calls, Work, failing
+from tests.router.relay.wires import HOT, fronted, length, post, reset
+
+
+async def test_no_work_begins_for_a_client_that_left_before_its_turn(monkeypatch):
+    work, late = Work(), []
+    async with fronted(work) as served:
+        monkeypatch.setattr(Turn, "begin", lambda _self, exchange, _loop: late.append(exchange))
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc"))
+            await until(lambda: late)
+        await until(lambda: not served.front.connections)
+        assert late[0].begin_answer() is None
+        assert late[0].is_over
+        assert not work.begun
+
+
+@pytest.mark.parametrize("leave", ["close", "reset", "half_close"])
+async def test_a_handler_without_a_task_hears_once_that_its_client_left(leave):
+    calls = Calls()
+    async with fronted(calls) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc"))
+            await until(lambda: calls.exchanges)
+            if leave == "half_close":
+                client.writer.write_eof()
+            else:
+                client.writer.close() if leave == "close" else reset(client.writer)
+            await until(lambda: calls.gone)
+        await until(lambda: not served.front.connections)
+    assert calls.gone == 1
+    (exchange,) = calls.exchanges
+    assert exchange.is_over
+    # Whatever is said to it now goes nowhere, and does no harm.
+    exchange.respond(200, b"", b"late")
+    exchange.begin(200, b"")
+    exchange.send(b"late")
+    exchange.finish(b"late")
+    exchange.go_on(length(exchange))
+    exchange.abort()
+    assert not exchange.is_paused
+
+
+@pytest.mark.parametrize("in_task", [False, True])
+async def test_on_gone_is_not_called_for_an_answer_its_handler_aborted(in_task):
+    told, done = [], asyncio.Event()
+
+    def cut_off(exchange):
+        exchange.on_gone = lambda: told.append(exchange)
+        exchange.begin(200, b"")
+        exchange.send(b"some")
+        exchange.abort()
+
+    async def work(exchange):
+        cut_off(exchange)
+        await asyncio.sleep(0)
+        done.set()
+
+    async with fronted(work if in_task else cut_off) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") * 2)
+        assert not (await client.rest()).endswith(b"0\r\n\r\n")
+        if in_task:
+            await asyncio.wait_for(done.wait(), patience(5))
+        await until(lambda: not served.front.connections)
+        assert len(served.seen) == 1
+    assert not told
+
+
+@pytest.mark.parametrize("leave", ["close", "reset"])
+async def test_a_failing_on_gone_is_logged_and_leaves_no_bytes_held(leave):
+    with capture_logs() as logs:
+        async with fronted(failing) as served:
+            async with await served.client() as client:
+                client.send(post(HOT, b"abc") * 3 + post(HOT, b"abc")[:-1])
+                await until(lambda: served.front.held_bytes == 11)
+                if leave == "reset":
+                    reset(client.writer)
+            await until(lambda: not served.front.connections)
+            assert served.front.held_bytes == 0
+    assert [each["event"] for each in logs] == ["unexpected error"]
+
+
+async def test_on_gone_is_called_for_a_task_that_has_not_begun(recwarn):
+    calls, work = Calls(), Work()
+    async with fronted(calls) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc"))
+            await until(lambda: calls.exchanges)
+            (exchange,) = calls.exchanges
+            exchange.go_on(work(exchange))
+            exchange._connection.hang_up()
+        await until(lambda: not served.front.connections)
+    assert (calls.gone, work.begun) == (1, 0)
+    assert not [each for each in recwarn if "never awaited" in str(each.message)]
+
+
+@pytest.mark.parametrize("leave", ["close", "reset", "half_close"])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_work_is_cancelled_when_its_client_leaves(leave, begun):
+    work = Work()
+
+    async def stream(exchange):
+        if begun:
+            exchange.begin(200, b"")
+            exchange.send(b"x")
+        await work(exchange)
+
+    async with fronted(stream) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc"))
+            await until(lambda: work.begun)
+            if leave == "half_close":
+                client.writer.write_eof()
+            else:
+                client.writer.close() if leave == "close" else reset(client.writer)
+            await until(lambda: work.cancelled)
+        await until(lambda: not served.front.connections)
+        (exchange,) = work.exchanges
+        exchange.respond(200, b"", b"to nobody")
+        exchange.send(b"to nobody")
+        exchange.finish()
+        exchange.abort()
+
+
+async def test_work_is_cancelled_when_a_client_leaves_with_much_unread():
+    work = Work()
+
+    async def much(exchange):
+        exchange.begin(200, b"")
+        exchange.send(b"x" * 20_000_000)
+        await work(exchange)
+
+    async with fronted(much) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await until(lambda: work.begun)
+        client.writer.write_eof()
+        await until(lambda: work.cancelled and not served.front.connections)
+
+
+async def test_queued_requests_are_dropped_when_their_client_leaves():
+    work = Work()
+    async with fronted(work) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc") * 5)
+            await until(lambda: work.begun and served.front.held_bytes == 15)
+        await until(lambda: work.cancelled)
+        assert served.front.held_bytes == 0
+        assert work.begun == 1
+
+
+async def test_work_after_its_answer_is_not_cancelled_when_the_client_leaves():
+    done = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def afterwards(exchange):
+        exchange.respond(200, b"", b"")
+        await go_on.wait()
+        done.set()
+
+    async with fronted(afterwards) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc"))
+            await client.answer()
+        await until(lambda: not served.front.connections)
+        go_on.set()
+        await asyncio.wait_for(done.wait(), patience(5))
+
+
+async def test_a_client_without_a_key_holds_no_bytes():
+    async with fronted(sender=lambda _: None) as served:
+        async with await served.client() as client:
+            client.send(post(HOT, b"abc")[:-1])
+            await until(lambda: any(each._body_bytes == 2 for each in served.front.connections))
+        await until(lambda: not served.front.connections)
+        assert served.front.held_bytes == 0
+
+
+async def test_nothing_of_an_answered_request_is_kept_on_an_idle_connection():
+    class Kept:
+        def answer(self, exchange):
+            exchange.on_gone = exchange.on_pause = exchange.on_resume = self.leave
+            exchange.respond(200, b"", b"")
+
+        def leave(self): ...
+
+    kept = []
+
+    def handler(exchange):
+        one = Kept()
+        kept.append(weakref.ref(one))
+        one.answer(exchange)
+
+    async with fronted(handler) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await client.answer()
+        assert served.front.connections
+        gc.collect()
+        assert kept[0]() is None
+
+
+async def test_a_request_whose_client_left_is_freed_without_the_garbage_collector():
+    kept = []
+
+    class Kept:
+        async def answer(self, exchange):
+            kept.append(weakref.ref(self))
+            self.exchange = exchange
+            await asyncio.Event().wait()
+
+    gc.disable()
+    try:
+        async with fronted(lambda exchange: Kept().answer(exchange)) as served:
+            async with await served.client() as client:
+                client.send(post(HOT, b"abc"))
+                await until(lambda: kept)
+            await until(lambda: not served.front.connections)
+            await until(lambda: kept[0]() is None)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("leave", ["close", "reset"])
+async def test_two_thousand_clients_that_leave_leave_nothing_behind(leave):
+    work = Work()
+    before = len(asyncio.all_tasks())
+
+    async def one(n):
+        async with await served.client() as client:
+            raw = post(HOT, b"abc" * n)
+            client.send(raw if n % 4 else raw[: n % len(raw)])
+            if n % 3:
+                await asyncio.sleep(0)
+            if n % 4 and n % 5 == 0:
+                await until(lambda: any(len(exchange.body) == 3 * n for exchange in work.exchanges))
+            if leave == "reset":
+                reset(client.writer)
+
+    async with fronted(work) as served:
+        for n in range(0, 2000, 100):
+            await asyncio.gather(*(one(n + each) for each in range(100)))
+        await until(lambda: not served.front.connections)
+        await until(lambda: work.cancelled == work.begun)
+        assert work.begun > 200
+        assert served.front.held_bytes == 0
+        async with await served.client() as client:
+            work.go_on.set()
+            client.send(post(HOT, b"abc"))
+            assert (await client.answer())[0] == 200
+    await until(lambda: len(asyncio.all_tasks()) <= before)

@@ -1,0 +1,139 @@
+"""Clients that send too slowly or nothing at all: deadlines of heads, bodies, idle and refused connections."""
+
+import asyncio
+import time
+
+import pytest
+
+from router.relay.front import FrontLimits
+from tests.patience import until
+from tests.router.relay.front.handlers import Work
+from tests.router.relay.wires import COLD, HOT, error_of, fronted, post
+
+
+@pytest.mark.parametrize("path", [HOT, COLD])
+async def test_a_client_that_sends_its_request_too_slowly_gets_a_408(path):
+    raw = post(path, b"abc" * 1000)
+    async with fronted(head_s=0.15, body_s=0.15) as served:
+        for soon in (40, len(raw) - 20):
+            async with await served.client() as client:
+                rest = asyncio.create_task(client.rest())
+                # A byte now and then moves no deadline.
+                for at in range(len(raw)):
+                    client.send(raw[at : at + 1])
+                    if rest.done():
+                        break
+                    await asyncio.sleep(0.03 if at > soon else 0)
+                assert error_of(await rest) == (408, "request_timeout")
+        assert not served.seen
+        # One that says nothing is closed without a word.
+        assert await served.said(b"") == b""
+        assert await served.said(b"\r\n") == b""
+
+
+@pytest.mark.parametrize("path", [HOT, COLD])
+@pytest.mark.parametrize(("left", "limit_s"), [(20, FrontLimits().head_s), (1, FrontLimits().body_s)])
+async def test_a_head_and_a_body_each_have_their_own_deadline(left, limit_s, path):
+    async with fronted() as served, await served.client() as client:
+        await until(lambda: served.front.connections)
+        (connection,) = served.front.connections
+        began_at = connection.loop.time()
+        client.send(post(path, b"abc")[:-left])
+        await until(lambda: connection._phase)
+        connection.check(began_at + limit_s - 1)
+        assert not served.front.refused
+        connection.check(connection.loop.time() + limit_s + 1)
+        assert error_of(await client.rest()) == (408, "request_timeout")
+
+
+async def test_a_request_that_times_out_does_not_lose_the_answer_before_it():
+    work = Work()
+    async with fronted(work) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") + post(HOT, b"next")[:-1])
+        await until(lambda: work.begun and served.front.held_bytes == 6)
+        (connection,) = served.front.connections
+        for _ in range(2):
+            connection.check(connection.loop.time() + FrontLimits().body_s + 1)
+        work.go_on.set()
+        assert (await client.answer())[2] == b"3"
+        assert error_of(await client.rest()) == (408, "request_timeout")
+
+
+async def test_a_refused_client_that_never_closes_is_cut_off_after_a_while():
+    async with fronted(body_bytes=1000) as served, await served.client() as client:
+        await until(lambda: served.front.connections)
+        (connection,) = served.front.connections
+        now = connection.loop.time()
+        client.send(post(HOT, b"x" * 1001))
+        assert error_of(await client.rest()) == (413, "body_too_large")
+        connection.check(now + 1)
+        client.send(b"more")  # it may still be sending what was refused
+        await until(lambda: connection._drained_bytes)
+        assert served.front.connections
+        connection.check(now + 5)
+        await until(lambda: not served.front.connections)
+
+
+async def test_an_idle_connection_is_closed_and_one_at_work_is_not():
+    work = Work()
+    async with fronted(work, idle_s=0.15, head_s=0.15, body_s=0.15) as served, await served.client() as client:
+        client.send(post(HOT, b"abc"))
+        await asyncio.sleep(0.4)
+        work.go_on.set()
+        assert (await client.answer())[2] == b"3"
+        assert await client.rest() == b""
+        async with await served.client() as other:
+            served.app.go_on.clear()
+            other.send(post(COLD, b"abc"))
+            await asyncio.sleep(0.4)
+            served.app.go_on.set()
+            assert (await other.answer())[2] == b"3"
+            assert await other.rest() == b""
+
+
+async def test_a_loop_that_is_always_late_still_closes_idle_connections():
+    async with fronted(idle_s=0.1, head_s=0.1, body_s=0.1) as served, await served.client() as client:
+        rest = asyncio.create_task(client.rest())
+        for _ in range(20):
+            time.sleep(0.1)  # noqa: ASYNC251  (that is the point)
+            await asyncio.sleep(0)
+            if rest.done():
+                break
+        assert rest.done()
+
+
+@pytest.mark.parametrize("path", [HOT, COLD])
+async def test_a_connection_stays_open_for_the_idle_time_after_its_answer(path):
+    async with fronted() as served, await served.client() as client:
+        client.send(post(path, b"abc"))
+        await client.answer()
+        (connection,) = served.front.connections
+        connection.check(connection.loop.time() + FrontLimits().idle_s - 1)
+        assert not connection.transport.is_closing()
+        connection.check(connection.loop.time() + FrontLimits().idle_s + 1)
+        assert await client.rest() == b""
+
+
+async def test_a_connection_answered_early_is_closed_after_the_idle_time_too():
+    async with fronted() as served, await served.client() as client:
+        served.app.read_body = False
+        client.send(post(COLD, b"abc")[:-1])
+        await client.answer()
+        (connection,) = served.front.connections
+        client.send(b"c")
+        await until(lambda: not connection._phase)
+        connection.check(connection.loop.time() + FrontLimits().idle_s - 1)
+        assert not connection.transport.is_closing()
+        connection.check(connection.loop.time() + FrontLimits().idle_s + 1)
+        assert await client.rest() == b""
+
+
+async def test_a_message_answered_early_still_has_its_bodys_deadline():
+    async with fronted() as served, await served.client() as client:
+        served.app.read_body = False
+        client.send(post(COLD, b"abc")[:-1])
+        await client.answer()
+        (connection,) = served.front.connections
+        connection.check(connection.loop.time() + FrontLimits().body_s + 1)
+        assert await client.rest() == b""
+        assert served.front.refused == {"request_timeout": 1}
