@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from queue import SimpleQueue
 from shutil import copytree, ignore_patterns
 from tempfile import TemporaryDirectory
 from typing import Literal
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("router", "orchestrator", "workers", "lorafleet")
@@ -219,6 +222,10 @@ def judge(checkout: Path, mutant: Mutant, tests: Sequence[str], *, marks: str, c
             _write(path, source)
     if status == -signal.SIGXCPU:
         return "unfinished"
+    if status == pytest.ExitCode.USAGE_ERROR:
+        raise SystemExit(
+            f"pytest does not take {shlex.join(command)} in {checkout}: is a marker of --marks unknown there?"
+        )
     return "survived" if status in {0, 5} else "caught"
 
 
