@@ -11,11 +11,20 @@ from orchestrator.configmaps.intake import Intake
 from orchestrator.configmaps.notices import Notices
 from orchestrator.configmaps.objects import FLEET as FLEET_LABEL
 from orchestrator.configmaps.objects import KIND, STATUS
+from orchestrator.core.lease import Hold
+from orchestrator.kube_lease import KubeLease
 from orchestrator.registry import Registry
 from orchestrator.store import Store
 from tests.patience import until
 
 FLEET = "lorafleet"
+
+
+async def give_back_lease(kube):
+    """As after an orderly end of whoever led: the first that looks leads at once, however long the lease lasts."""
+    lease = KubeLease(kube, namespace=kube.namespace, name=FLEET, timeout_s=5.0)
+    await lease.read()
+    assert await lease.write(Hold(holder="before", url="", duration_s=1.0, is_released=True), None)
 
 
 class Fleet:

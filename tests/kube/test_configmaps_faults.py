@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from lorafleet.kube.errors import KubeError
 from orchestrator.configmaps.objects import adapter_object_name, alias_object_name
 from orchestrator.core.errors import Conflict, StoreError, Unavailable
 from orchestrator.core.state import Adapter
 from orchestrator.wire import AdapterSpec
-from tests.patience import until
+from tests.patience import patience, until
 
 SQL = Adapter(lora_id="sql/v1", source="hf://acme/sql", digest="d" * 64, rank=8, base_model="tiny")
 PYTHON = replace(SQL, lora_id="python/v1", digest="e" * 64)
@@ -25,11 +26,27 @@ async def remembered(cluster, lora_id):
     await until(lambda: any(f'"{lora_id}"' in it["data"]["known.json"] for it in shards(cluster)))
 
 
+def failed_creations(kube):
+    """Grows with each creation that comes to nothing."""
+    failed, post = [], kube.post
+
+    async def counted(*args, **how):
+        try:
+            return await post(*args, **how)
+        except KubeError:
+            failed.append(args)
+            raise
+
+    kube.post = counted
+    return failed
+
+
 async def test_a_write_waits_for_an_api_server_that_is_away_and_stands_when_it_is_back(seat, seats, kube):
+    failed = failed_creations(seat.kube)
     await kube.faults.go_down()
     seat.store.put_adapter(SQL)
     saving = asyncio.create_task(seat.store.saved())
-    await asyncio.sleep(0.2)
+    await until(lambda: failed)
     assert not saving.done()
     await kube.faults.come_back()
     await saving
@@ -38,10 +55,11 @@ async def test_a_write_waits_for_an_api_server_that_is_away_and_stands_when_it_i
 
 
 async def test_a_write_waits_for_an_api_server_that_comes_back_and_has_not_read_its_roles_yet(seat, kube):
+    failed = failed_creations(seat.kube)
     await kube.faults.go_down()
     seat.store.put_adapter(SQL)
     saving = asyncio.create_task(seat.store.saved())
-    await asyncio.sleep(0.2)
+    await until(lambda: failed)
     kube.faults.refuse(403, times=4)
     await kube.faults.come_back()
     await saving
@@ -49,13 +67,14 @@ async def test_a_write_waits_for_an_api_server_that_comes_back_and_has_not_read_
 
 
 async def test_a_write_that_the_api_server_never_takes_is_given_up_and_not_known_any_more(seats, kube):
-    seat = await seats.lead(give_up_s=0.4)
+    give_up_s = patience(0.2)
+    seat = await seats.lead(give_up_s=give_up_s)
     seat.store.put_adapter(PYTHON)
     await seat.store.saved()
     kube.faults.refuse(503)
     seat.store.put_adapter(SQL)
     seat.store.put_adapter(replace(PYTHON, priority=9))
-    with pytest.raises(Unavailable, match=r"no answer from the API server in 0\.4 s") as told:
+    with pytest.raises(Unavailable, match=f"no answer from the API server in {give_up_s:g} s") as told:
         await seat.store.saved()
     assert told.value.code == "store_unreachable"
     await until(lambda: dict(seat.store.adapters) == {"python/v1": PYTHON})
@@ -148,7 +167,7 @@ async def test_an_object_that_may_not_be_written_is_not_tried_without_end(seats,
     server.kubeconfig(kube.kubeconfig, token="t", namespace=kube.namespace)
     seat = await seats.lead()
     await until(lambda: server.count("update", "/my-sql"))
-    for number in range(5):
+    for number in range(3):
         seat.store.put_adapter(replace(SQL, lora_id=f"a{number}/v1"))
         await seat.store.saved([("adapters", f"a{number}/v1")])
         seat.backend.mirror.doubt(f"nobody-{number}")
@@ -170,7 +189,7 @@ async def test_who_waits_for_one_object_is_not_told_of_what_is_refused_to_anothe
 
 
 async def test_no_object_goes_before_its_deletion_is_written_down(seats, kube):
-    seat = await seats.lead(give_up_s=0.3)
+    seat = await seats.lead(give_up_s=patience(0.2))
     seat.store.put_adapter(SQL)
     await seat.store.saved()
     await remembered(kube, "sql/v1")
@@ -185,7 +204,7 @@ async def test_no_object_goes_before_its_deletion_is_written_down(seats, kube):
     await seats.close(seat)
     server.grant("orchestrator", kube.namespace, [*rules, _update(kube, "lorafleet-counters")])
     server.kubeconfig(kube.kubeconfig, token="t", namespace=kube.namespace)
-    seat = await seats.lead(give_up_s=0.3)
+    seat = await seats.lead(give_up_s=patience(0.2))
     seat.store.drop_adapter("sql/v1")
     with pytest.raises(StoreError):
         await seat.store.saved()

@@ -63,12 +63,12 @@ async def test_a_watch_that_the_server_ends_in_time_is_resumed_without_a_list(cl
     await client.post(path, configmap("a", "0"))
     async with seeing(client, path, times=BRIEF) as seen:
         await seen.until(lambda: seen.lists)
-        for number in range(1, 26):
+        for number in range(1, 16):
             await client.put(f"{path}/a", configmap("a", str(number)))
             await asyncio.sleep(0.1)
-        await seen.until(lambda: seen.state == {"a": "25"})
+        await seen.until(lambda: seen.state == {"a": "15"})
         assert (seen.lists, seen.failures) == (1, 0)
-        assert len(seen.events) == 25, "each of them once, over three watches"
+        assert len(seen.events) == 15, "each of them once, over two watches"
 
 
 async def test_refusals_are_told_apart_by_what_a_caller_can_do(client, kube, path, tmp_path):

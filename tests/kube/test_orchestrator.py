@@ -10,9 +10,10 @@ from lorafleet.kube.client import connect
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.configmaps.objects import adapter_object_name
+from tests.kube.stores import give_back_lease
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_processes import Process, beating  # noqa: F401  (the second is a fixture)
-from tests.patience import until
+from tests.patience import patience, until
 from tests.serving import serving
 
 ADAPTER = """\
@@ -47,13 +48,29 @@ data:
 
 
 @pytest.fixture
+async def client(kube):
+    """The API server, with a Lease that may be taken at once. Whoever is built with it closes it."""
+    client = await connect(kube.kubeconfig, environ={})
+    await give_back_lease(client)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
 async def worker(beating):  # noqa: F811
     agent = FakeAgent("w0", slots=8)
     await beating.add(agent)
     return agent
 
 
-async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_leave(tmp_path, kube, beating, worker):  # noqa: F811
+@pytest.mark.fleet
+async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_leave(
+    tmp_path,
+    kube,
+    client,
+    beating,  # noqa: F811
+    worker,
+):
     async def kubectl(*words, stdin=None):
         return await asyncio.to_thread(kube.kubectl, *words, stdin=stdin)
 
@@ -77,7 +94,8 @@ async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_lea
     await kubectl("apply", "-f", "-", stdin=ADAPTER.replace("hf://acme/sql-expert", "hf://acme/other"))
 
     async def told():
-        return "cannot change to 'hf://acme/other'" in await kubectl("get", "events", "-o", "json")
+        found = await client.get(f"/api/v1/namespaces/{kube.namespace}/events")
+        return any("cannot change to 'hf://acme/other'" in event["message"] for event in found["items"])
 
     await until(told, within_s=20)
     assert "sql-expert/v1" in worker.loaded
@@ -115,17 +133,17 @@ async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_lea
     await process.stop()
 
 
-async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube, beating, worker):  # noqa: F811
+async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube, client, beating, worker):  # noqa: F811
     settings = OrchestratorSettings(
         store=tmp_path / "s.db",
         lease="kubernetes",
         backend="configmaps",
         settle_s=0,
-        lease_duration_s=3,
+        lease_duration_s=patience(60),  # it lasts while the API server refuses everything
         lease_renew_s=0.2,
     )
-    whole = build(settings, kube=await connect(kube.kubeconfig, environ={}))
-    async with serving(whole.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+    whole = build(settings, kube=client)
+    async with serving(whole.app) as url, httpx.AsyncClient(base_url=url, timeout=patience(30)) as http:
         beating.url = url
         await until(lambda: whole.leadership.is_leading and whole.store.is_caught_up)
         await until(lambda: whole.reconciler.fleet.entries)
@@ -143,20 +161,19 @@ async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube,
         await until(lambda: "sql/v1" in worker.loaded)
 
 
-async def test_one_that_starts_while_the_api_server_is_away_says_so_and_leads_when_it_is_back(tmp_path, kube):
+async def test_one_that_starts_while_the_api_server_is_away_says_so_and_leads_when_it_is_back(tmp_path, kube, client):
     settings = OrchestratorSettings(
         store=tmp_path / "s.db",
         lease="kubernetes",
         backend="configmaps",
         settle_s=0,
-        lease_duration_s=1,
+        lease_duration_s=patience(1),
         lease_renew_s=0.2,
         lease_margin_s=0.2,
     )
-    client = await connect(kube.kubeconfig, environ={})
     await kube.faults.go_down()
     whole = build(settings, kube=client)
-    async with serving(whole.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+    async with serving(whole.app) as url, httpx.AsyncClient(base_url=url, timeout=patience(30)) as http:
 
         async def refusal(path):
             answer = await http.get(path)

@@ -181,7 +181,7 @@ async def test_whoever_cannot_take_something_in_is_told_everything_again(server,
 @pytest.mark.parametrize("seed", range(4))
 async def test_after_whatever_went_wrong_the_last_word_is_the_servers(server, tmp_path, seed):
     chance = random.Random(seed)
-    times = Times(watch_s=(1.0, 1.0), silent_s=0.1, pause_s=(0.005, 0.03), steady_s=0.1, call_s=0.1)
+    times = Times(watch_s=(1.0, 1.0), silent_s=0.2, pause_s=(0.005, 0.03), steady_s=0.1, call_s=0.3)
     faults = [
         lambda: server.faults.drop_watches(cleanly=True),
         server.faults.drop_watches,
