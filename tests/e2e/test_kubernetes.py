@@ -19,7 +19,7 @@ from tests.e2e.kubernetes import ADAPTERS, NAME, NAMESPACE, Release, installed
 from tests.kube import workloads
 from tests.patience import within
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.fleet]
 AWAY_S = 6.0  # the Lease of these releases lasts 4
 POOL = f"statefulset/{NAME}-lorafleet-sim"
 

@@ -344,6 +344,7 @@ async def test_an_address_that_another_worker_has_by_now_does_not_speak_for_the_
         assert fleet.states() == {"w0": "unreachable", "w1": "ready"}
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_has_no_agent_is_served_where_its_slice_says(kube, tmp_path):
     engine = await asyncio.to_thread(start_engine, "sim", make_model(tmp_path / "model"), host=kube.host)
     try:

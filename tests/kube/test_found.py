@@ -21,7 +21,7 @@ from tests.engines import start_engine
 from tests.kube.places import LABELS, SELECTOR, drop_slice, put_slice, slice_of
 from tests.orchestrator.conftest import Clock, House
 from tests.orchestrator.doubles import FakeAgent
-from tests.patience import patience, until, within
+from tests.patience import patience, until
 from tests.serving import serving
 
 QUICK = Times(watch_s=(1.0, 1.5), silent_s=0.3, pause_s=(0.02, 0.2), steady_s=0.3, call_s=0.3)
@@ -255,6 +255,10 @@ async def test_a_worker_by_another_name_than_its_pods_has_its_pods_place(house):
     await house.until(lambda: house.states() == {"w0": "draining"})
 
 
+async def listed(browser):
+    return (await browser.get("/v1/workers")).json()["data"]
+
+
 async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_old_they_are(kube, tmp_path):
     async with opened(KubeConfig(kube.kubeconfig)) as client:
         settings = OrchestratorSettings(
@@ -265,14 +269,13 @@ async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_ol
             await put_slice(kube, slice_of("w0", agent=agent.url, namespace=kube.namespace))
             whole = build(settings, kube=client)
             async with serving(whole.app) as url, httpx.AsyncClient(base_url=url) as browser:
-                async with within(5):
-                    while not (await browser.get("/v1/workers")).json()["data"]:
-                        await asyncio.sleep(0.01)
+                await until(lambda: listed(browser))
                 metrics = (await browser.get("/metrics")).text
     (line,) = [line for line in metrics.splitlines() if line.startswith("lorafleet_orchestrator_slices_age_seconds ")]
     assert float(line.split()[1]) < 30
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_has_no_agent_is_in_the_fleet_where_its_slice_says(kube, tmp_path):
     engine = await asyncio.to_thread(start_engine, "sim", make_model(tmp_path / "model"), host=kube.host)
     try:
@@ -285,9 +288,7 @@ async def test_an_engine_that_has_no_agent_is_in_the_fleet_where_its_slice_says(
             await put_slice(kube, slice_)
             whole = build(settings, kube=client)
             async with serving(whole.app) as url, httpx.AsyncClient(base_url=url) as browser:
-                async with within(10):
-                    while not (found := (await browser.get("/v1/workers")).json()["data"]):
-                        await asyncio.sleep(0.02)
+                found = await until(lambda: listed(browser))
                 (entry,) = whole.reconciler.fleet.entries.values()
         assert (found[0]["id"], found[0]["state"], found[0]["zone"]) == ("w0", "ready", "a")
         assert entry.report.pool == "old"

@@ -16,6 +16,7 @@ from tests.kube.places import SELECTOR, put_slice, slice_of
 from tests.patience import until
 from tests.serving import serving
 
+pytestmark = pytest.mark.fleet
 DIGEST = "cd" * 32
 
 

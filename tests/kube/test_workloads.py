@@ -113,6 +113,7 @@ async def cluster(folder: Path) -> AsyncIterator[tuple[KubeServer, Controller]]:
         yield server, controller
 
 
+@pytest.mark.fleet
 async def test_pods_run_are_reached_through_their_service_and_replaced_without_a_gap(
     cluster: tuple[KubeServer, Controller],
 ) -> None:

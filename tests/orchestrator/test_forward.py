@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from orchestrator.core.lease import Hold
 from orchestrator.forward import FORWARDED, Forwarder
 from orchestrator.metrics import Metrics
-from tests.patience import patience, within
+from tests.patience import patience, until, within
 from tests.serving import serving
 
 
@@ -156,8 +156,7 @@ async def test_what_keeps_it_from_leading_is_in_the_refusal():
 async def asked(client, leader):
     """A call that waits at the leader by now."""
     waiting = asyncio.create_task(client.post("/hang"))
-    while not leader.seen:
-        await asyncio.sleep(0.01)
+    await until(lambda: leader.seen)
     return waiting
 
 

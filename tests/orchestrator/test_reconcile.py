@@ -1215,7 +1215,7 @@ async def test_the_loop_survives_a_pass_that_raises(house, monkeypatch):
 
     house.reconciler.run_pass = worst
     loop = asyncio.create_task(house.reconciler.run())
-    await asyncio.wait([loop], timeout=5)
+    await asyncio.wait([loop], timeout=patience(5))
     assert len(passes) == 2
 
 

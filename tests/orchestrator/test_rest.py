@@ -13,7 +13,7 @@ import yaml
 
 from lorafleet.auth import hash_key
 from orchestrator.core.errors import OrchestratorError
-from tests.patience import patience, within
+from tests.patience import patience, until, within
 from tests.serving import serving
 
 SPEC = {"lora_id": "sql/v1", "source": "file:///sql/v1"}
@@ -522,23 +522,36 @@ def test_every_error_has_a_status_and_a_code():
         assert error.__name__ in sys.modules[error.__module__].__doc__
 
 
-async def _started(tmp_path, *flags):
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "orchestrator", "--port", "0", "--store", str(tmp_path / "s.db")),
-        *("--port-file", str(tmp_path / "port"), *flags),
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"PYTHONWARNINGS": "default"},
-    )
-    line = await asyncio.wait_for(process.stderr.readline(), patience(30))
-    return process, line.decode()
+@pytest.fixture
+async def start(tmp_path):
+    """Starts `python -m orchestrator` on one store: the process, and the first line of its log."""
+    processes = []
+
+    async def begun(*flags):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "orchestrator", "--port", "0", "--store", str(tmp_path / "s.db")),
+            *("--port-file", str(tmp_path / "port"), *flags),
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONWARNINGS": "default"},
+        )
+        processes.append(process)
+        line = await asyncio.wait_for(process.stderr.readline(), patience(30))
+        return process, line.decode()
+
+    yield begun
+    for process in processes:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
-async def test_the_process_serves_and_ends_on_sigterm_while_somebody_waits_and_somebody_follows(tmp_path):
-    process, line = await _started(tmp_path, "--settle-s", "0")
+@pytest.mark.fleet
+async def test_the_process_serves_and_ends_on_sigterm_while_somebody_waits_and_somebody_follows(start):
+    process, line = await start("--settle-s", "0")
     url = f"http://127.0.0.1:{json.loads(line)['port']}"
-    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=None) as client:
         await client.post("/v1/adapters", json=SPEC)
-        waiting = asyncio.create_task(client.post("/v1/adapters/sql/v1/ensure", json={"wait_s": 60}))
+        waiting = asyncio.create_task(client.post("/v1/adapters/sql/v1/ensure", json={"wait_s": 600}))
         async with client.stream("GET", "/v1/events") as follower:
             lines = follower.aiter_lines()
             assert (await anext(lines)).startswith(":")
@@ -547,7 +560,7 @@ async def test_the_process_serves_and_ends_on_sigterm_while_somebody_waits_and_s
             assert await _next_event(lines) is None
     await asyncio.wait_for(process.wait(), patience(10))
     assert b"Traceback" not in await process.stderr.read()
-    again, line = await _started(tmp_path)
+    again, line = await start()
     assert json.loads(line)["adapters"] == 1
     again.terminate()
     await again.wait()
@@ -559,13 +572,10 @@ async def test_who_leaves_while_it_waits_is_not_waited_for(house):
 
     await house.register()
     async with serving(house.whole.app) as url, httpx.AsyncClient(base_url=url) as client:
-        waiting = asyncio.create_task(client.post("/v1/adapters/sql/v1/ensure", json={"wait_s": 60}, timeout=60))
-        async with within(10):
-            while waited_for() != ["sql/v1"]:
-                await asyncio.sleep(0.001)
-            waiting.cancel()
-            while waited_for():
-                await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(client.post("/v1/adapters/sql/v1/ensure", json={"wait_s": 600}, timeout=None))
+        await until(lambda: waited_for() == ["sql/v1"])
+        waiting.cancel()
+        await until(lambda: not waited_for())
         house.reconciler.catalog.changed.notify()  # nobody is woken who would ask on
         await client.get("/health")
         assert not waited_for()
@@ -593,9 +603,10 @@ async def test_who_asks_for_an_adapter_says_whose_requests_wait_and_else_it_is_i
     assert house.reconciler.demand.wants(house.clock.now)["sql/v1"].tenants == waits
 
 
-async def test_a_store_that_cannot_be_used_ends_the_process_with_one_line(tmp_path):
+@pytest.mark.fleet
+async def test_a_store_that_cannot_be_used_ends_the_process_with_one_line(start, tmp_path):
     (tmp_path / "s.db").write_text("not a database " * 500)
-    process, line = await _started(tmp_path)
+    process, line = await start()
     rest = await process.stderr.read()
     assert await process.wait() == 2
     assert "python -m orchestrator: store" in line

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.core.state import Adapter, Demand, Held, Intent, Observed, Rules, Want, Worker
 from orchestrator.core.what_if import Hypothesis, Scene, what_if
 from orchestrator.lease import FileLease
+from tests.patience import until
 
 NOW = 10_000.0
 RULES = Rules(reserve_slots=0)
@@ -213,9 +214,8 @@ async def test_however_many_plans_are_asked_for_the_lease_is_looked_at_meanwhile
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     lease = FileLease(tmp_path / "lease", holder="x")
     ask = {"workers_more": [{"count": 30}], "passes": 20}
-    plans = [asyncio.create_task(house.http.post("/v1/placements/plan", json=ask)) for _ in range(4)]
-    while not any(thread.name.startswith("ThreadPool") for thread in threading.enumerate()):
-        await asyncio.sleep(0.001)
+    plans = [asyncio.create_task(house.http.post("/v1/placements/plan", json=ask)) for _ in range(3)]
+    await until(lambda: any(thread.name.startswith("ThreadPool") for thread in threading.enumerate()))
     assert await lease.read() is None
     assert not any(plan.done() for plan in plans)
     assert {answer.status_code for answer in await asyncio.gather(*plans)} == {200}
