@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.e2e.scenarios import fresh_prompt
 from tests.kube.binaries import helm, kubectl, run
 from tests.kube.controller import Controller
 from tests.kube.server import KubeServer
-from tests.patience import within
+from tests.patience import patience, until, within
 
 CHART = Path(__file__).parents[2] / "helm" / "lorafleet"
 NAME, NAMESPACE, BASE = "demo", "default", "tiny-qwen"
@@ -68,8 +69,8 @@ class Release:
         headers = {"authorization": f"Bearer {self.token('admin')}"}
         url = f"{self.cluster.url(f'{NAME}-lorafleet-orchestrator')}{path}"
         async with (
-            httpx.AsyncClient(headers=headers, timeout=30, trust_env=False, verify=False) as client,
-            within(20),
+            httpx.AsyncClient(headers=headers, timeout=patience(30), trust_env=False, verify=False) as client,
+            within(40),
         ):
             while "retry-after" in (answer := await client.request(method, url, json=body)).headers:
                 await asyncio.sleep(0.2)
@@ -91,10 +92,22 @@ class Release:
     async def until_listed(self, lora_id: str, *, within_s: float = 10.0) -> None:
         """Until every router knows the adapter."""
         routers = [pod["status"]["podIP"] for pod in self.cluster.pods_of(component="router")]
-        async with self._client() as client, within(within_s):
+        async with self._client() as client:
+
+            async def knows(address: str) -> bool:
+                return (await client.get(f"http://{address}:8000/v1/models/{lora_id}")).is_success
+
             for address in routers:
-                while not (await client.get(f"http://{address}:8000/v1/models/{lora_id}")).is_success:
-                    await asyncio.sleep(0.05)
+                await until(
+                    lambda address=address: knows(address), within_s=within_s, what=f"{address} knows {lora_id}"
+                )
+
+    async def leading(self) -> list[str]:
+        """Addresses of the orchestrators that say of themselves that they lead."""
+        addresses = [pod["status"]["podIP"] for pod in self.cluster.pods_of(component="orchestrator")]
+        async with self._client() as client:
+            found = [(await client.get(f"http://{address}:8080/health")).json() for address in addresses]
+        return [address for address, said in zip(addresses, found, strict=True) if said["is_leading"]]
 
     @contextlib.asynccontextmanager
     async def under_requests(self, *, models: tuple[str, ...] = (BASE, *ADAPTERS)) -> AsyncIterator[Sent]:
@@ -123,7 +136,7 @@ class Release:
 
     def _client(self) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {self.token('test')}"}
-        return httpx.AsyncClient(headers=headers, timeout=60, trust_env=False, verify=False)
+        return httpx.AsyncClient(headers=headers, timeout=patience(30), trust_env=False, verify=False)
 
     async def _ask_until(self, stopping: asyncio.Event, models: tuple[str, ...], sent: Sent) -> None:
         async with self._client() as client:
@@ -160,11 +173,11 @@ async def installed(folder: Path, values: dict[str, Any]) -> AsyncIterator[Relea
 
 
 def small_fleet(model: Path) -> dict[str, Any]:
-    """Two routers, two orchestrators, three sim workers; what takes long in a cluster is short."""
+    """Two routers, two orchestrators, two sim workers; what takes long in a cluster is short."""
     pool = {
         "name": "sim",
         "engine": "sim",
-        "replicas": 3,
+        "replicas": 2,
         "model": f"/models/{BASE}",
         "modelVolume": {"hostPath": {"path": str(model)}},
         "settings": {"lora_roots": [str(model / "adapters")]},

@@ -4,7 +4,6 @@ Real are helm and kubectl, the manifests with their Roles, tokens, probes and ho
 and what makes processes of pods are the tests' own (`tests/kube`).
 """
 
-import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -17,10 +16,9 @@ import yaml
 
 from tests.e2e.kubernetes import ADAPTERS, NAME, NAMESPACE, Release, installed
 from tests.kube import workloads
-from tests.patience import within
+from tests.patience import patience, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.fleet]
-AWAY_S = 6.0  # the Lease of these releases lasts 4
 POOL = f"statefulset/{NAME}-lorafleet-sim"
 
 
@@ -76,20 +74,26 @@ async def test_an_upgrade_of_everything_fails_no_request_and_keeps_tokens_and_ad
 
 
 async def test_a_pool_that_grows_fails_no_request_and_the_new_worker_takes_part(release: Release) -> None:
-    newest = f"{NAME}-lorafleet-sim-3"
+    newest = f"{NAME}-lorafleet-sim-2"
     async with release.under_requests() as sent:
-        await release.kubectl("scale", POOL, "--replicas=4")
+        await release.kubectl("scale", POOL, "--replicas=3")
         await release.cluster.settled()
-        await release.orchestrator("POST", f"/v1/adapters/{ADAPTERS[0]}/ensure", {"replicas": 4, "wait_s": 20})
-        async with within(20):
-            while not sent.workers[newest]:
-                await release.burst(ADAPTERS[0], sent, requests=24)
+        await release.orchestrator(
+            "POST", f"/v1/adapters/{ADAPTERS[0]}/ensure", {"replicas": 3, "wait_s": patience(20)}
+        )
+
+        async def takes_part() -> int:
+            await release.burst(ADAPTERS[0], sent, requests=24)
+            return sent.workers[newest]
+
+        await until(takes_part)
     assert set((await release.workers()).values()) == {"ready"}
 
 
 async def test_a_node_that_is_drained_fails_no_request(release: Release) -> None:
+    assert on_node(release, "node-b")
     async with release.under_requests():
-        await release.kubectl("drain", "node-b", "--delete-emptydir-data", "--timeout=60s")
+        await release.kubectl("drain", "node-b", "--delete-emptydir-data", f"--timeout={patience(50):.0f}s")
         await release.cluster.settled()
         assert on_node(release, "node-b") == []
     await release.kubectl("uncordon", "node-b")
@@ -108,8 +112,8 @@ async def test_a_leader_that_is_killed_is_followed_by_another_and_no_request_fai
         await release.orchestrator("POST", "/v1/adapters", {"lora_id": "late/v1", "source": str(source)})
         await release.cluster.settled()
     await release.until_listed("late/v1")
-    async with release.under_requests(models=("late/v1",)):
-        await asyncio.sleep(0.5)
+    async with release.under_requests(models=("late/v1",)) as sent:
+        await until(lambda: sent.answered >= 6)
 
 
 async def test_an_adapter_comes_by_kubectl_apply_and_goes_by_kubectl_delete(release: Release, folder: Path) -> None:
@@ -120,20 +124,26 @@ async def test_an_adapter_comes_by_kubectl_apply_and_goes_by_kubectl_delete(rele
     text = yaml.safe_dump({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": written})
     await release.kubectl("apply", "-f", "-", stdin=text)
     await release.until_listed("by-hand/v1")
-    async with release.under_requests(models=("by-hand/v1",)):
-        await asyncio.sleep(0.5)
+    async with release.under_requests(models=("by-hand/v1",)) as sent:
+        await until(lambda: sent.answered >= 6)
     await release.kubectl("delete", "-f", "-", stdin=text)
-    async with within(20):
-        while "by-hand/v1" in await release.adapters():
-            await asyncio.sleep(0.05)
+
+    async def is_gone() -> bool:
+        return "by-hand/v1" not in await release.adapters()
+
+    await until(is_gone)
 
 
 async def test_an_api_server_that_is_away_and_comes_back_without_history_fails_no_request(release: Release) -> None:
     """For longer than the Lease lasts: nobody leads meanwhile, and routers know the fleet as it was."""
+
+    async def leads_nobody() -> bool:
+        return not await release.leading()
+
     held = await release.placements()
     async with release.under_requests():
         await release.server.faults.go_down()
-        await asyncio.sleep(AWAY_S)
+        await until(leads_nobody, what="no orchestrator leads")
         await release.server.faults.come_back()
         began = len(release.server.requests)
         await release.cluster.until(lambda: is_renewed(release, began), within_s=15, what="somebody leads again")

