@@ -98,9 +98,7 @@ class Release:
                 return (await client.get(f"http://{address}:8000/v1/models/{lora_id}")).is_success
 
             for address in routers:
-                await until(
-                    lambda address=address: knows(address), within_s=within_s, what=f"{address} knows {lora_id}"
-                )
+                await until(partial(knows, address), within_s=within_s, what=f"{address} knows {lora_id}")
 
     async def leading(self) -> list[str]:
         """Addresses of the orchestrators that say of themselves that they lead."""

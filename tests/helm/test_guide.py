@@ -17,6 +17,7 @@ from tests.helm.rendering import helm_template, manifests, of_kind
 from tests.helm.test_monitoring import known
 from tests.helm.test_settings import environment
 from tests.kube.binaries import kubectl, run
+from tests.patience import patience
 from tests.test_docs import DOCS
 
 GUIDE = (DOCS / "kubernetes.md").read_text()
@@ -64,7 +65,7 @@ def test_its_adapter_is_one_and_belongs_to_the_release_that_it_installs():
 def test_its_script_makes_a_secret_with_the_keys_that_the_chart_reads_and_the_rights_that_it_gives(tmp_path):
     script = f'kubectl() {{ "{kubectl()}" "$@" --dry-run=client -o yaml; }}\n' + block("sh", "token() {")
     done = subprocess.run(
-        ["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=30,
+        ["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=patience(30),
         env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """Every render is what an API server takes, and its parts speak of one another by the right names."""
 
+import functools
 import re
 
 import jsonschema
@@ -20,6 +21,8 @@ from tests.helm.rendering import (
 )
 from tests.kube.binaries import helm, kubectl, run
 
+# It reads all definitions of a version, 1 MB, for each object.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.patience import within
+from tests.patience import patience, within
 
 
 @contextlib.asynccontextmanager
@@ -21,7 +21,7 @@ async def connected(kubeconfig: Path) -> AsyncIterator["Api"]:
     cluster, user, context = _named_in(kubeconfig)
     headers = {"authorization": f"Bearer {user['token']}"} if "token" in user else {}
     async with httpx.AsyncClient(
-        base_url=cluster["server"], headers=headers, timeout=30, trust_env=False, verify=_trust(cluster, user)
+        base_url=cluster["server"], headers=headers, timeout=patience(30), trust_env=False, verify=_trust(cluster, user)
     ) as client:
         yield Api(client, context.get("namespace", "default"))
 

@@ -19,6 +19,7 @@ from lorafleet.kube.client import Kube, connect
 from lorafleet.kube.errors import Conflict, Forbidden, Gone, KubeConfigError, KubeError, NotFound, Unreachable
 from lorafleet.serve import bind
 from tests.kube.certificates import Certificate, made_for
+from tests.patience import patience
 from tests.serving import serving
 
 
@@ -256,7 +257,9 @@ async def test_in_a_pod_its_account_is_used_over_tls_and_the_kubernetes_library_
     async with _serving_tls(api.app, host, certificate, tmp_path) as port:
         environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(port)}
         command = [sys.executable, "-c", _IN_A_POD, str(tmp_path)]
-        done = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True, timeout=20)
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=environ, capture_output=True, text=True, timeout=patience(20)
+        )
         assert done.returncode == 0, done.stderr
         url = f"https://{f'[{host}]' if ':' in host else host}:{port}"
         assert done.stdout.strip() == f"tenants {url} {{'token': 'Bearer pod-token'}}"
@@ -304,6 +307,6 @@ async def test_neither_house_imports_what_only_a_laptop_needs():
     """Importing `kubernetes` costs each process 58 MB and 0.4 s (37.0, measured)."""
     code = "import router.app, orchestrator.app, sys; print(sorted({'kubernetes', 'aiohttp'} & sys.modules.keys()))"
     done = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60)
     )
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

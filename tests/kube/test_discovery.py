@@ -149,7 +149,7 @@ async def running(
         it.discovery.slices.times = times
         it.discovery._clock = lambda: time.monotonic() + it.now
         url = await stack.enter_async_context(serving(app, http=app.state.http))
-        it.client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
+        it.client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=patience(10)))
         yield it
 
 

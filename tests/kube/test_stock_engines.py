@@ -13,7 +13,7 @@ from router.app import build as build_router
 from router.config import RouterSettings
 from tests.engines import RunningEngine, start_engine
 from tests.kube.places import SELECTOR, put_slice, slice_of
-from tests.patience import until
+from tests.patience import patience, until
 from tests.serving import serving
 
 pytestmark = pytest.mark.fleet
@@ -68,7 +68,7 @@ async def test_a_stock_engine_of_a_slice_is_loaded_into_and_routed_to(kube, engi
         async with serving(app, http=app.state.http) as router, httpx.AsyncClient(base_url=router) as client:
             assert await parts.discovery.changes.until(lambda: "vllm-0" in parts.discovery.fleet.replicas, timeout_s=10)
             body = {"lora_id": "sql/v1", "prompt": "hello", "max_tokens": 2}
-            answer = await client.post("/v1/completions", json=body, timeout=30)  # cold: it is loaded first
+            answer = await client.post("/v1/completions", json=body, timeout=patience(30))  # cold: it is loaded first
             assert answer.status_code == 200, answer.text
             assert answer.headers["x-lorafleet-worker"] == "vllm-0"
             assert parts.discovery.fleet.replicas["vllm-0"].is_far
