@@ -45,11 +45,11 @@ def engine(shared) -> Iterator[RunningEngine]:
     """With nothing loaded, before and after."""
     yield shared
     for name in held(shared):
-        httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+        httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name}, verify=False).raise_for_status()
 
 
 def held(engine: RunningEngine) -> dict[str, str]:
-    models = httpx.get(f"{engine.url}/v1/models").json()["data"]
+    models = httpx.get(f"{engine.url}/v1/models", verify=False).json()["data"]
     return {model["id"]: model["root"] for model in models if model["parent"]}
 
 
@@ -82,6 +82,7 @@ def register(house, shelf, name="sql", *, lora_id=SQL, **more):
     )
 
 
+@pytest.mark.fleet
 async def test_an_adapter_on_the_engines_own_disk_is_loaded_when_asked_for_and_unloaded_when_deleted(
     house_of, engine, shelf
 ):
@@ -102,6 +103,7 @@ async def test_an_adapter_on_the_engines_own_disk_is_loaded_when_asked_for_and_u
     assert held(engine) == {}
 
 
+@pytest.mark.fleet
 async def test_routers_are_told_to_ask_the_engine_itself(house_of, engine):
     house = house_of(engine)
     await house.turn()
@@ -111,6 +113,7 @@ async def test_routers_are_told_to_ask_the_engine_itself(house_of, engine):
     assert (item["agent_url"], item["engine_url"], item["base_model"]) == ("", engine.url, "tiny-qwen")
 
 
+@pytest.mark.fleet
 async def test_a_full_engine_gives_up_the_adapter_that_is_named_to_make_room(house_of, engine, shelf):
     house = house_of(engine, engine_slots=2, engine_roots=(shelf,))
     await house.http.patch("/v1/policy", json={"min_residency_s": 0, "reserve_slots": 0})
@@ -124,6 +127,7 @@ async def test_a_full_engine_gives_up_the_adapter_that_is_named_to_make_room(hou
     assert held(engine).keys() == {f"legal@{'1' * 12}", f"code@{'2' * 12}"}
 
 
+@pytest.mark.fleet
 async def test_what_an_engine_listed_from_its_start_is_nobodys_and_stays(house_of, engine, shelf):
     load = {"lora_name": "own", "lora_path": str(shelf / "legal")}
     async with httpx.AsyncClient() as client:
@@ -148,6 +152,7 @@ async def test_what_an_engine_listed_from_its_start_is_nobodys_and_stays(house_o
         ({"source": "file://{shelf}%2F..%2Fx"}, "loads from below"),
     ],
 )
+@pytest.mark.fleet
 async def test_what_nobody_may_load_there_fails_with_the_reason_and_reaches_no_engine(
     house_of, engine, shelf, spec, why
 ):
@@ -163,6 +168,7 @@ async def test_what_nobody_may_load_there_fails_with_the_reason_and_reaches_no_e
     assert held(engine) == {}
 
 
+@pytest.mark.fleet
 async def test_a_path_that_is_not_there_is_told_and_quarantines_nothing(house_of, engine, shelf):
     house = house_of(engine, engine_slots=4, engine_roots=(shelf,))
     await register(house, shelf, "absent")
@@ -230,6 +236,7 @@ async def test_an_engine_that_fails_to_unload_or_is_dying_is_not_held_against_th
         assert item["state"] == "registered"
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_does_not_allow_it_is_given_no_adapter(house_of, model, shelf):
     closed = start_engine("sim", model, environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
     try:
@@ -243,6 +250,7 @@ async def test_an_engine_that_does_not_allow_it_is_given_no_adapter(house_of, mo
         closed.stop()
 
 
+@pytest.mark.fleet
 async def test_beside_agents_an_adapter_that_has_to_be_fetched_goes_to_one_that_can(house_of, engine):
     house = house_of(engine)
     await house.join(FakeAgent("w0"))
@@ -253,6 +261,7 @@ async def test_beside_agents_an_adapter_that_has_to_be_fetched_goes_to_one_that_
     assert (await house.adapter("sql/v1"))["workers"] == ["w0"]
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_goes_away_is_a_lost_worker_and_its_adapters_are_wanted_back(house_of, model, shelf):
     first, second = (start_engine("sim", model) for _ in range(2))
     try:
@@ -275,6 +284,7 @@ async def test_an_engine_that_goes_away_is_a_lost_worker_and_its_adapters_are_wa
         second.stop()
 
 
+@pytest.mark.fleet
 async def test_a_worker_without_an_agent_is_drained_and_used_again(house_of, engine):
     house = house_of(engine)
     await house.turn()
