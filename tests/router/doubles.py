@@ -16,7 +16,8 @@ from starlette.routing import Route
 from orchestrator.wire import Catalog, CatalogAdapter, CatalogWorker
 from router.app import build
 from router.config import RouterSettings
-from tests.serving import serving
+from tests.patience import patience
+from tests.serving import client_of, serving
 from workers.wire import Load, LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport, engine_name
 
 DIGEST = "ab" * 32
@@ -269,7 +270,7 @@ async def fleet(*engines: Engine, control: Control | None = None, **settings) ->
                 "metadata_poll_s": 0.2,
                 "catalog_poll_s": 0.2,
                 "tokenizer": "remote",
-                "cold_start_timeout_s": 5.0,
+                "cold_start_timeout_s": patience(10),
                 **settings,
             }
         )
@@ -277,8 +278,8 @@ async def fleet(*engines: Engine, control: Control | None = None, **settings) ->
         url = await stack.enter_async_context(serving(app, http=app.state.http))
         if not control.down:
             arrived = await parts.discovery.changes.until(
-                lambda: len(parts.discovery.fleet.replicas) == len(engines), timeout_s=5
+                lambda: len(parts.discovery.fleet.replicas) == len(engines), timeout_s=patience(5)
             )
             assert arrived or not engines
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
+        client = await stack.enter_async_context(client_of(url))
         yield client, control, parts

@@ -5,7 +5,6 @@ import gc
 import json
 from itertools import pairwise
 
-import httpx
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -16,6 +15,7 @@ from router.parts import Decisions
 from router.tokens import Tokenizers
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, with_sql
+from tests.serving import client_of
 
 
 @pytest.mark.parametrize("depth", [850, 100_000])
@@ -31,7 +31,7 @@ async def test_a_body_nested_without_end_is_never_a_500(name, depth):
 
 
 async def test_a_prompt_that_cannot_be_put_into_json_again_is_routed_without_ids():
-    async with httpx.AsyncClient() as client:
+    async with client_of() as client:
         tokenizers = Tokenizers(client, mode="remote")
         for odd in ("\ud800", float("nan"), 10**5000):
             tokens = await tokenizers.ids({"prompt": odd}, base_model=BASE, engine_url="http://127.0.0.1:1")

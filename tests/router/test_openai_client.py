@@ -4,7 +4,6 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 
-import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -14,6 +13,7 @@ from tests.patience import within
 from tests.recordings.openai_answers import ASKED, recorded
 from tests.router.doubles import BASE, Control
 from tests.router.faults.house import answering, house, pieces
+from tests.serving import client_of
 
 MODEL = "sql/v1"
 ANSWERS = recorded()
@@ -56,7 +56,7 @@ async def asking(tmp_path=None, *, engines=1, **settings):
             base_url=f"{router.client.base_url}/v1",
             api_key="a",
             max_retries=0,
-            http_client=httpx.AsyncClient(trust_env=False),
+            http_client=client_of(),
         ) as client:
             yield client, router
 

@@ -24,7 +24,7 @@ from router.listed import listed_adapters
 from tests.engines import RunningEngine, start_engine
 from tests.patience import until
 from tests.router.doubles import Control, Engine, error_of, fleet
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 BASE = "tiny-qwen"
 SQL = "sql-expert/v1"
@@ -69,7 +69,7 @@ async def routing(*named: str, **settings) -> AsyncIterator:
     app, parts = build(
         RouterSettings(**{"engines": named, "metadata_poll_s": 0.1, "cold_start_timeout_s": 1.0, **settings})
     )
-    async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
+    async with serving(app, http=app.state.http) as url, client_of(url) as client:
         assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=10)
         yield client, parts
 
@@ -157,7 +157,7 @@ async def test_an_adapter_whose_engine_is_away_is_waited_for_and_never_unknown(e
 
 async def test_a_router_whose_engines_are_all_away_says_that_it_knows_nothing_yet() -> None:
     app, _ = build(RouterSettings(engines=("http://127.0.0.1:9",)))
-    async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(app, http=app.state.http) as url, client_of(url) as client:
         answer = await ask(client, BASE)
         assert error_of(answer) == (503, "catalog_unavailable")
         ready = await client.get("/ready")
@@ -208,7 +208,7 @@ async def test_a_worker_of_the_catalog_without_an_agent_is_asked_itself(engines)
     control = OneEngine()
     async with serving(control.app) as url:
         app, parts = build(RouterSettings(orchestrator_url=url, metadata_poll_s=0.1))
-        async with serving(app, http=app.state.http) as router, httpx.AsyncClient(base_url=router) as client:
+        async with serving(app, http=app.state.http) as router, client_of(router) as client:
             await until(lambda: "e0" in parts.discovery.fleet.replicas)
             assert (await ask(client, "sql")).headers["x-lorafleet-worker"] == "e0"
 
@@ -271,7 +271,7 @@ async def test_an_engine_that_wants_a_key_is_shown_its_own() -> None:
             assert (await ask(client, BASE)).status_code == 200
             assert guarded.shown["/v1/completions"] == {"Bearer k"}
         app, parts = build(RouterSettings(engines=(url,), metadata_poll_s=0.1))
-        async with serving(app, http=app.state.http) as router, httpx.AsyncClient(base_url=router) as client:
+        async with serving(app, http=app.state.http) as router, client_of(router) as client:
             await until(lambda: None in guarded.shown["/v1/models"])
             assert error_of(await ask(client, BASE)) == (503, "catalog_unavailable")
             assert not parts.discovery.fleet.replicas

@@ -24,7 +24,7 @@ from router.tokens import Tokenizers, Tokens
 from tests.patience import until, within
 from tests.properties import examples
 from tests.router.doubles import Control, Engine, fleet
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 BASE = "tiny-qwen"
 RULES = "You answer in SQL. Tables: customers(id, name), orders(id, customer, total).\n" * 40
@@ -80,7 +80,7 @@ class Worker:
 
 @pytest.fixture
 async def client():
-    async with httpx.AsyncClient(timeout=5.0) as client:
+    async with client_of() as client:
         yield client
 
 
@@ -146,7 +146,7 @@ SAID = st.lists(st.sampled_from([RULES, "<|im_end|>", "<|im_", "e", "\u0301", " 
 @settings(max_examples=examples(60))
 @given(bodies=st.lists(st.lists(SAID, min_size=1, max_size=4), min_size=2, max_size=6))
 def test_cached_ids_are_those_of_tokenizing_from_scratch(chat, bodies):
-    tokenizers = Tokenizers(httpx.AsyncClient(), cache_bytes=40_000)
+    tokenizers = Tokenizers(client_of(), cache_bytes=40_000)
     tokenizers.adopt(BASE, chat)
 
     async def check() -> None:
