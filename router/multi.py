@@ -115,15 +115,23 @@ class Joining:
     """
 
     def __init__(
-        self, app: ASGIApp, me: Member, sock: socket.socket, *, synced: Callable[[float], Awaitable[object]]
+        self,
+        app: ASGIApp,
+        me: Member,
+        sock: socket.socket,
+        *,
+        synced: Callable[[float], Awaitable[object]],
+        within_s: float = _JOIN_WITHIN_S,
     ) -> None:
+        """`synced` returns once the app can route, or after so many seconds as it is given: `within_s`."""
         self._app = app
         self._me = me
         self._sock = sock
         self._synced = synced
+        self._within_s = within_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app itself; only what it says of its start is held back. `synced` is told how long it may wait."""
+        """The app itself; only what it says of its start is held back."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, lambda message: self._started(message, send))
         else:
@@ -132,7 +140,7 @@ class Joining:
     async def _started(self, message: Message, send: Send) -> None:
         if message["type"] == "lifespan.startup.complete":
             if self._me.takes_over:
-                await self._synced(_JOIN_WITHIN_S)
+                await self._synced(self._within_s)
             self._sock.listen(_BACKLOG)
             with contextlib.suppress(OSError):  # no parent left to hear it: the lifeline ends us
                 os.write(self._me.lifeline, _SERVING)
@@ -153,12 +161,14 @@ def run(
     port_file: Path | None,
     drain_s: float,
     stop_s: float,
+    forced_s: float = _FORCED_S,
 ) -> int:
     """Keep so many processes of `command` on one port until SIGTERM, SIGHUP or SIGINT; the status to exit with.
 
     command   one router, as on a command line; its port and port file are ours to see to
     drain_s   how long processes serve on when they are told to stop, those of a killed parent before us, too
     stop_s    how long one process takes to stop in order, at most: draining and grace
+    forced_s  how long processes have after a second signal before they are killed
     returns   0 after an orderly stop; 1 when a process had to be killed or the port file could not be written; a
               process's own status when none could start
     raises    OSError when the port is taken: at once where somebody serves on there, else after `drain_s` and a little
@@ -176,6 +186,7 @@ def run(
             port=claim.getsockname()[1],
             folder=folder,
             stop_s=stop_s + _MARGIN_S,
+            forced_s=forced_s,
             port_file=port_file,
         )
         return asyncio.run(parent.run())
@@ -231,6 +242,7 @@ class _Parent:
         port: int,
         folder: Path,
         stop_s: float,
+        forced_s: float,
         port_file: Path | None,
     ) -> None:
         self._command = command
@@ -240,6 +252,7 @@ class _Parent:
         self._port = port
         self._folder = folder
         self._stop_s = stop_s
+        self._forced_s = forced_s
         self._port_file = port_file
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
@@ -362,7 +375,7 @@ class _Parent:
     async def _see_it_stop(self, process: asyncio.subprocess.Process) -> None:
         await self._stopping.wait()
         if await _either(self._forced, self._stop_s):
-            await asyncio.sleep(_FORCED_S)
+            await asyncio.sleep(self._forced_s)
         log.warning("process did not stop and is killed", pid=process.pid)
         self._has_failed = True
         _signal(process, signal.SIGKILL)

@@ -107,15 +107,24 @@ class Siblings:
         *,
         metrics: Callable[[], bytes],
         answers: Mapping[str, Answer] = MappingProxyType({}),
+        answer_within_s: float = _ANSWER_WITHIN_S,
+        lock_tries: int = _LOCK_TRIES,
     ) -> None:
-        """`metrics` is this process's own as they are now, in Prometheus' text; `answers` is what else it can be
-        asked, by name."""
+        """Join the others of the folder.
+
+        metrics          this process's own as they are now, in Prometheus' text
+        answers          what else this process can be asked, by name
+        answer_within_s  seconds that `metrics` waits for the others
+        lock_tries       how often `metrics` tries to get the record's lock, every 10 ms
+        """
         self._folder = folder
         self._slot = slot
         self._boot = uuid.uuid4().hex
         self._metrics = metrics
         self._answers: dict[str, Answer] = {**answers, _METRICS: self._told_metrics}
         self._server: asyncio.Server | None = None
+        self._answer_within_s = answer_within_s
+        self._lock_tries = lock_tries
         self._seen = _Seen()
         self._stamp: tuple[int, int] | None = None
 
@@ -141,7 +150,7 @@ class Siblings:
 
     async def metrics(self) -> bytes:
         """Prometheus' text over all processes. Counts never fall: a process that went leaves what it last showed."""
-        theirs = await self.ask(_METRICS)
+        theirs = await self.ask(_METRICS, within_s=self._answer_within_s)
         said = [self._said(), *(_decode_said(answer) for answer in theirs.values() if answer is not None)]
         pages = [_Page.read(one.text) for one in said]
         lost = await self._lost(said, pages)
@@ -164,7 +173,7 @@ class Siblings:
         Without the folder or its lock (a full disk, no descriptors left) they are as far as this process knows.
         """
         with contextlib.suppress(OSError), (self._folder / "lock").open("w") as lock:
-            if await _is_ours(lock):
+            if await _is_ours(lock, self._lock_tries):
                 self._catch_up()
                 lost = self._note(said, pages)
                 self._save()
@@ -285,9 +294,9 @@ def _merge(mine: Values, values: Values, choose: Callable[[float, float], float]
         mine[name] = choose(mine[name], value) if name in mine else value
 
 
-async def _is_ours(lock: IO[str]) -> bool:
+async def _is_ours(lock: IO[str], tries: int) -> bool:
     """Held for a millisecond or two; one that was stopped while it held it must not stop us."""
-    for _ in range(_LOCK_TRIES):
+    for _ in range(tries):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True

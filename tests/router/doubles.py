@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -243,6 +244,12 @@ class Control:
                 Route("/{agents}/{w}/v1/admin/load_lora", load, methods=["POST"]),
             ]
         )
+
+
+def sample_value(text: str, name: str, **labels: str) -> float | None:
+    """A sample's value in Prometheus' text, by its name and all of its labels."""
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return next((s.value for s in samples if s.name == name and s.labels == labels), None)
 
 
 def with_sql(*on) -> Control:
