@@ -1,30 +1,40 @@
 """The simulated fleet of the placement benchmark does what it says; the quick run ends and reports."""
 
 import json
-import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+import benchmarks.placement.__main__ as command
 from benchmarks.placement.ideal import shared_lru
 from benchmarks.placement.measure import CONTENDERS, run
 from benchmarks.placement.workload import Request, Scene, requests_of
 from benchmarks.placement.world import LOAD_S, World, sure_after_s
 from orchestrator.config import OrchestratorSettings
+from tests.benchmarks.smoke import rows_of
 
 SMALL = Scene(name="small", adapters=20, workers=2, slots=4, rate=2.0, lasts_s=300, warm_s=60, work_s=0.3)
 
 
-def test_the_quick_benchmark_ends_and_writes_its_rows(tmp_path):
-    out = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.placement", "--quick", "--processes", "1", "--json", str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    rows = json.loads(out.read_text())
-    assert rows
-    assert all({"what", "value", "unit", "reach", "ok", "baseline", "baseline_value"} <= row.keys() for row in rows)
+@pytest.mark.thorough
+def test_the_quick_benchmark_writes_its_rows(tmp_path):
+    rows = rows_of("placement", tmp_path, "--processes", "1")
     (moves, *_) = [row for row in rows if row["what"].startswith("constant")]
     assert moves["value"] == 0
+
+
+def test_the_command_writes_the_rows_of_short_scenes(tmp_path, monkeypatch):
+    def short(scene):
+        trouble = {} if scene.flash is None else {"flash": (25, 35, 2.0), "lost": 40, "back": 50}
+        return replace(scene, lasts_s=60, warm_s=20, **trouble)
+
+    out = tmp_path / "rows.json"
+    monkeypatch.setattr(command, "_quick", short)
+    monkeypatch.setattr(sys, "argv", ["placement", "--quick", "--processes", "1", "--json", str(out)])
+    command.main()
+    rows = json.loads(out.read_text())
+    assert {row["what"].partition(":")[0] for row in rows} == {"100 adapters", "flash and loss", "constant"}
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)

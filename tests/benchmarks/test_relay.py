@@ -1,17 +1,22 @@
 """The relay benchmark runs and reports; its times are for people to read, never for tests."""
 
-import json
-import subprocess
-import sys
+import pytest
+
+from tests.benchmarks.smoke import rows_of
+
+pytestmark = pytest.mark.fleet
 
 
-def test_a_quick_relay_benchmark_ends_and_writes_a_row_of_every_group(tmp_path):
-    out = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.relay", "--quick", "--json", str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    rows = json.loads(out.read_text())
-    assert all({"what", "value", "unit", "reach", "ok", "baseline", "baseline_value"} <= row.keys() for row in rows)
+def test_the_quick_relay_benchmark_writes_the_rows_of_one_group(tmp_path):
+    rows = rows_of("relay", tmp_path, "--only", "new", "--contenders", "lorafleet")
+    held = [row["what"] for row in rows if row["reach"] is not None]
+    assert any("tokenization" in what for what in held)
+    assert any("32 KB prompt, new" in what for what in held)
+
+
+@pytest.mark.thorough
+def test_the_quick_relay_benchmark_writes_a_row_of_every_group(tmp_path):
+    rows = rows_of("relay", tmp_path)
     held = [row["what"] for row in rows if row["reach"] is not None]
     for said in (
         "short chat, ~1 KB",
