@@ -20,9 +20,13 @@ def client_of(url: str = "", **more) -> httpx.AsyncClient:
 
 
 @contextlib.asynccontextmanager
-async def serving(app, *, http=None, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
+async def serving(
+    app, *, http=None, port: int = 0, host: str = "127.0.0.1", send_buffer_bytes: int | None = None
+) -> AsyncIterator[str]:
     """The app's URL while it serves; it stops without waiting for open streams."""
     sock = bind(host, port)
+    if send_buffer_bytes is not None:  # of each connection; None: as the system likes
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     config = uvicorn.Config(app, http=http or "httptools", ws="none", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     # Not `serve()`: that looks for its end ten times a second, and a test starts and stops several servers.

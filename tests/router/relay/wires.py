@@ -17,6 +17,8 @@ HOT, COLD = "/hot", "/cold"
 # A path whose clients know another form of errors.
 MESSAGES = "/v1/messages"
 LIMIT_S = 10.0
+# The system would let the buffers of a connection grow to tens of megabytes, which a slow reader's answer must exceed.
+_SOCKET_BYTES = 2**18
 
 
 @dataclass
@@ -30,7 +32,11 @@ class Served:
     server: object = None
 
     async def client(self) -> "Client":
-        return Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
+        return Client(*await asyncio.open_connection(sock=sock))
 
     async def said(self, raw: bytes) -> bytes:
         """Everything that is answered to these bytes until the connection closes."""
@@ -58,14 +64,14 @@ class Client:
 
     async def rest(self) -> bytes:
         """All until EOF; what came before a reset is not lost to the test."""
-        got = b""
+        got = []
         async with within(LIMIT_S):
             try:
                 while data := await self.reader.read(65536):
-                    got += data
+                    got.append(data)
             except ConnectionError:
                 self.was_reset = True
-        return got
+        return b"".join(got)
 
     async def answer(self) -> tuple[int, dict[bytes, bytes], bytes]:
         """(status, headers, body) of the next answer, whose framing must be plain."""
@@ -73,11 +79,11 @@ class Client:
             head = await self.reader.readuntil(b"\r\n\r\n")
             status, headers = parsed_head(head)
             if headers.get(b"transfer-encoding") == b"chunked":
-                body = b""
+                pieces = []
                 while size := int((await self.reader.readuntil(b"\r\n"))[:-2], 16):
-                    body += (await self.reader.readexactly(size + 2))[:-2]
+                    pieces.append((await self.reader.readexactly(size + 2))[:-2])
                 assert await self.reader.readexactly(2) == b"\r\n"
-                return status, headers, body
+                return status, headers, b"".join(pieces)
             return status, headers, await self.reader.readexactly(int(headers.get(b"content-length", 0)))
 
 
@@ -161,7 +167,7 @@ async def fronted(handler=length, *, sender=lambda _: OPEN, told=None, **limits)
     app = App(seen)
     unexpected: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unexpected.append(context))
-    async with serving(app, http=made) as url:
+    async with serving(app, http=made, send_buffer_bytes=_SOCKET_BYTES) as url:
         yield Served(int(url.rsplit(":", 1)[1]), made, app, seen)
     assert made.held_bytes == 0
     assert not made.connections

@@ -6,7 +6,7 @@ from router.relay.front import FrontLimits
 from tests.router.relay.wires import length
 
 # More than the sockets between a client that does not read and the front hold.
-LARGE = 20_000_000
+LARGE = 4_000_000
 CHUNKED = b"Transfer-Encoding: chunked"
 
 

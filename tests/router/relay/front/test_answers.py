@@ -118,16 +118,18 @@ async def test_a_handler_that_answers_logs_nothing():
     assert not logs
 
 
-async def test_a_handler_that_raises_without_a_task_is_answered_500(caplog):
+async def test_a_handler_that_raises_without_a_task_is_answered_500():
     def broken(_exchange):
         raise RuntimeError("a defect")
 
-    async with fronted(broken) as served, await served.client() as client:
-        for _ in range(2):
-            client.send(post(HOT, b"abc"))
-            status, _, body = await client.answer()
-            assert (status, b"RuntimeError" in body, b"a defect" in body) == (500, True, False)
-        assert not served.front.refused
+    with capture_logs() as logs:
+        async with fronted(broken) as served, await served.client() as client:
+            for _ in range(2):
+                client.send(post(HOT, b"abc"))
+                status, _, body = await client.answer()
+                assert (status, b"RuntimeError" in body, b"a defect" in body) == (500, True, False)
+            assert not served.front.refused
+    assert [each["event"] for each in logs] == ["unexpected error"] * 2
 
 
 async def test_an_unexpected_error_is_a_500_and_closes_its_connection():

@@ -17,14 +17,17 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
         nonlocal most, running
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.02 if exchange.body == b"0" else 0)
+        if exchange.body == b"0":
+            await until(lambda: served.front.held_bytes == sent)
         running -= 1
         exchange.respond(200, b"", exchange.body)
 
     async with fronted(slow_first) as served, await served.client() as client:
+        sent = 10
         client.send(b"".join(post(HOT, b"%d" % n) for n in range(10)))
         assert [(await client.answer())[2] for _ in range(10)] == [b"%d" % n for n in range(10)]
         assert most == 1
+        sent = 5
         raw = b"".join(post(HOT, b"%d" % n) for n in range(5))
         for at in range(0, len(raw), 7):
             client.send(raw[at : at + 7])
@@ -37,8 +40,10 @@ async def test_a_client_too_far_ahead_is_answered_so_far_and_closed():
     async with fronted(work, pipelined=3) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 50)
         await until(lambda: work.begun)
+        (connection,) = served.front.connections
+        drained_bytes = connection._drained_bytes
         client.send(post(HOT, b"abc") * 50)
-        await asyncio.sleep(0.05)
+        await until(lambda: connection._drained_bytes > drained_bytes)
         work.go_on.set()
         for n in range(4):
             status, headers, body = await client.answer()
@@ -69,7 +74,8 @@ async def test_requests_for_the_app_are_never_answered_out_of_order(paths):
         served.app.go_on.clear()
         client.send(b"".join(post(path, b"x" * (1 + n)) for n, path in enumerate(paths)))
         await until(lambda: served.seen)
-        await asyncio.sleep(0.02)
+        (connection,) = served.front.connections
+        await until(lambda: connection._drained_bytes)  # the second one is thrown away
         work.go_on.set()
         served.app.go_on.set()
         _, headers, body = await client.answer()

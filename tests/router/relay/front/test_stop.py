@@ -20,6 +20,7 @@ async def test_a_failing_on_gone_does_not_keep_a_stop_from_the_others():
 
     calls = Calls()
     async with fronted(handler) as served, contextlib.AsyncExitStack() as stack:
+        logs = stack.enter_context(capture_logs())
         clients = [await stack.enter_async_context(await served.client()) for _ in range(5)]
         for client in clients[1:]:
             client.send(post(HOT, b"fail"))
@@ -27,6 +28,7 @@ async def test_a_failing_on_gone_does_not_keep_a_stop_from_the_others():
         await until(lambda: len(served.seen) == 5)
         served.front.stop()
         assert [(await client.answer())[0] for client in clients] == [503, 500, 500, 500, 500]
+    assert [each["event"] for each in logs] == ["unexpected error"] * 4
 
 
 async def test_a_stop_ends_requests_without_a_task():
@@ -234,8 +236,9 @@ async def test_no_request_begins_behind_a_stream_that_closes_its_connection(came
         (connection,) = served.front.connections
         assert not connection._body
         connection.check(connection.loop.time() + FrontLimits().body_s + 1)  # what was dropped is not waited for
+        drained_bytes = connection._drained_bytes
         client.send(following[came_before:])
-        await asyncio.sleep(0.02)
+        await until(lambda: connection._drained_bytes > drained_bytes)
         work.go_on.set()
         status, headers, body = await client.answer()
         assert (status, headers[b"connection"], body) == (200, b"close", b"firstlast")

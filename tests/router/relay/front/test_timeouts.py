@@ -76,19 +76,23 @@ async def test_a_refused_client_that_never_closes_is_cut_off_after_a_while():
 
 async def test_an_idle_connection_is_closed_and_one_at_work_is_not():
     work = Work()
-    async with fronted(work, idle_s=0.15, head_s=0.15, body_s=0.15) as served, await served.client() as client:
-        client.send(post(HOT, b"abc"))
-        await asyncio.sleep(0.4)
-        work.go_on.set()
-        assert (await client.answer())[2] == b"3"
-        assert await client.rest() == b""
-        async with await served.client() as other:
-            served.app.go_on.clear()
-            other.send(post(COLD, b"abc"))
-            await asyncio.sleep(0.4)
-            served.app.go_on.set()
-            assert (await other.answer())[2] == b"3"
-            assert await other.rest() == b""
+
+    def check_much_later() -> None:
+        (connection,) = served.front.connections
+        connection.check(connection.loop.time() + 10**6)
+
+    async with fronted(work) as served:
+        served.app.go_on.clear()
+        for path, go_on in ((HOT, work.go_on), (COLD, served.app.go_on)):
+            async with await served.client() as client:
+                client.send(post(path, b"abc"))
+                await until(lambda path=path: (path, b"abc") in served.seen)
+                check_much_later()
+                go_on.set()
+                assert (await client.answer())[2] == b"3"
+                check_much_later()
+                assert await client.rest() == b""
+            await until(lambda: not served.front.connections)
 
 
 async def test_a_loop_that_is_always_late_still_closes_idle_connections():
