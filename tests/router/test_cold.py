@@ -31,7 +31,7 @@ def many_adapters(count):
 
 
 async def never(control, lora_id):
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 
 def loading(lora_id, expected_s=None, **more):

@@ -696,7 +696,7 @@ async def test_while_the_orchestrator_is_away_the_adapters_home_loads_it():
 
 async def test_requests_beyond_the_hold_are_shed():
     async def never(control, lora_id):
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     control = with_sql()
     control.ensure = never

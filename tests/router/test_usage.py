@@ -97,7 +97,7 @@ async def test_a_client_that_leaves_is_no_error_of_the_engines(question):
 
 
 async def never(control, lora_id):
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 
 async def without_room(control, lora_id):

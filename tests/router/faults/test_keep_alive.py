@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.patience import patience
 from tests.router.doubles import BASE, Control
 from tests.router.faults.house import CHAT, COMPLETIONS, DONE, EVENTS, STREAM, WHOLE, answering, house, saying
 
@@ -96,11 +97,11 @@ async def test_a_message_is_told_its_errors_in_its_own_form():
 
 async def test_one_that_waits_for_a_cold_adapter_is_told_so():
     async def never(control, lora_id):
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     control = Control(ensure=never)
     control.add_adapter("cold/v1")
-    async with house(1, control=control, **OFTEN, cold_start_timeout_s=0.5) as router:
+    async with house(1, control=control, **OFTEN, cold_start_timeout_s=patience(0.3)) as router:
         async with begun(router, model="cold/v1") as (_, pieces):
             got = await rest(pieces)
         assert json.loads(got.removesuffix(DONE).removeprefix(b"data: "))["error"]["code"] == "adapter_loading"

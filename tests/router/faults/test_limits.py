@@ -213,7 +213,7 @@ async def test_of_a_batch_that_fails_or_is_left_what_was_never_begun_is_given_ba
 
 
 async def never(control, lora_id):
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 
 async def test_a_tenant_fills_neither_the_hold_nor_the_loads_and_its_place_is_free_when_it_leaves(tmp_path):
@@ -256,16 +256,17 @@ async def test_a_tenant_fills_neither_the_hold_nor_the_loads_and_its_place_is_fr
 async def test_a_deadline_ends_a_request_wherever_it_is_and_its_engine_stops():
     control = Control(ensure=never)
     control.add_adapter("cold/v1")
-    limit = {"x-lorafleet-timeout-s": "0.15"}
+    limit, later = {"x-lorafleet-timeout-s": "0.15"}, {"x-lorafleet-timeout-s": str(patience(0.3))}
     begun = saying(STREAM_HEAD + pieces(EVENTS[0]), "hang")
     async with house(1, control=control) as router:
         cold = router.ask("cold", lora_id="cold/v1", model=None, headers=limit)
         hanging = router.ask("hanging", saying(b"", "hang"), headers=limit)
-        streaming = router.ask("streaming", begun, stream=True, headers=limit)
+        # These two have to begin in time.
+        streaming = router.ask("streaming", begun, stream=True, headers=later)
         router.play.acts["batch"] = [saying(b"", "hang")]
         router.play.acts["batch, streamed"] = [begun]
         batch = router.client.post("/generate", json={"text": ["batch", "well"]}, headers=limit)
-        streamed = router.client.post("/generate", json={"text": "batch, streamed", "stream": True}, headers=limit)
+        streamed = router.client.post("/generate", json={"text": "batch, streamed", "stream": True}, headers=later)
         *ended, broken, _grown = await asyncio.wait_for(
             asyncio.gather(cold, hanging, batch, streaming, streamed), patience(5)
         )
@@ -279,7 +280,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is_and_its_engine_stops():
 async def test_a_deadline_that_passes_behind_a_streams_last_event_adds_no_error_to_it():
     async with house(1) as router:
         said = saying(STREAM_HEAD + pieces(*EVENTS), "hang")
-        answer = await router.ask("x", said, stream=True, headers={"x-lorafleet-timeout-s": "0.15"})
+        answer = await router.ask("x", said, stream=True, headers={"x-lorafleet-timeout-s": str(patience(0.3))})
         assert answer.content == b"".join(EVENTS)
         assert counted(router, "requests", COMPLETIONS, 200, "") == 1
         await until(router.is_idle)
@@ -480,7 +481,7 @@ async def test_what_only_counts_or_spells_tokens_waits_for_no_room_and_takes_non
         asking = await waiting_for(router, COMPLETIONS, {"model": BASE, "prompt": "x" * 8000}, count=5)
         router.play.usual = saying(answering(b'{"count": 1}'))
         for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens"):
-            for more in ({}, {"x-lorafleet-timeout-s": "5"}):
+            for more in ({}, {"x-lorafleet-timeout-s": str(patience(20))}):
                 body = {"model": BASE, "prompt": "y" * 8000, "messages": [], "tokens": [1]}
                 answer = await router.client.post(path, json=body, headers=bearer("a") | more)
                 assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (200, "100"), path
