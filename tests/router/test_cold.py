@@ -16,7 +16,7 @@ from router.core.fleet import Adapter, Fleet
 from router.metrics import Metrics
 from router.relay.fetch import Refused
 from router.relay.upstream import EngineLost
-from tests.patience import until, within
+from tests.patience import patience, until, within
 from tests.router.doubles import CHAT, DIGEST, Control, Engine, error_of, fleet, with_sql
 from tests.router.test_background import Hurried
 from tests.router.test_policy import a_replica
@@ -80,12 +80,9 @@ async def test_hot_requests_flow_while_the_hold_is_full():
         assert "lorafleet_router_held_requests 40.0" in shown
         assert f"lorafleet_router_held_bytes {parts.cold._held.size_bytes:.1f}" in shown
         assert parts.cold._held.size_bytes > 40 * len(json.dumps(CHAT)) / 2
-        began_at = time.monotonic()
         answers = await asyncio.gather(*[ask("hot/v1") for _ in range(20)])
         assert [answer.status_code for answer in answers] == [200] * 20
-        # Not a bound on speed: the hold lasts for 5 s.
-        assert time.monotonic() - began_at < 3
-        assert len(parts.cold._held) == 40
+        assert len(parts.cold._held) == 40  # nobody's hold is over yet
         # One that was let in, and whose replica went while it waited in the line.
         displaced = asyncio.create_task(parts.cold.until_resident("cold-0/v1", is_displaced=True))
         await until(lambda: len(parts.cold._held) == 41)
@@ -149,7 +146,7 @@ async def test_what_is_ready_somewhere_is_not_refused_for_its_rank():
 async def test_where_its_home_is_full_for_as_long_as_it_may_wait_a_client_is_told_so_and_nothing_of_others():
     control = with_sql()
     control.ensure, control.is_full = nobody_leads, True
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.3) as (client, _, _):
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
     assert error_of(answer) == (503, "no_capacity")
     assert "its home 'w0' has no free slot" in answer.json()["error"]["message"]
@@ -504,7 +501,7 @@ async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_t
         return loading(lora_id, expected_s=3.0 if lora_id == "cold-0/v1" else None)
 
     control.ensure = slow
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.2) as (_, _, parts):
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (_, _, parts):
 
         async def told_s(lora_id, error=ColdStartTimeout):
             with pytest.raises(error) as refused:
@@ -572,7 +569,7 @@ async def test_what_is_passed_on_names_no_address_of_ours(answer, error):
 
     control = with_sql()
     control.ensure = refuse
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.2) as (_, _, parts):
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (_, _, parts):
         with pytest.raises((AdapterFailed, NoCapacity)[error]) as refused:
             await parts.cold.until_resident("sql/v1")
     assert "<address>" in str(refused.value)
@@ -646,7 +643,7 @@ async def test_all_who_wait_are_told_as_soon_as_the_orchestrator_refuses():
 
     control = with_sql()
     control.ensure = refuse
-    quiet = {"metadata_poll_s": 60.0, "catalog_poll_s": 60.0, "cold_start_timeout_s": 60.0}
+    quiet = {"metadata_poll_s": 6000.0, "catalog_poll_s": 6000.0, "cold_start_timeout_s": 6000.0}
     async with fleet(Engine("w0"), control=control, **quiet) as (_, _, parts):
         waiting = [asyncio.create_task(parts.cold.until_resident("sql/v1")) for _ in range(3)]
         await until(lambda: control.ensured)
