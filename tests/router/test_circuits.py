@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from orchestrator.wire import Draining
 from router.core.breaker import BreakerRules
-from tests.patience import until
+from tests.patience import patience, until
 from tests.router.doubles import BASE, DIGEST, Control, Engine, chunk, error_of, fleet
 from workers.wire import Load
 
@@ -166,7 +166,7 @@ async def test_a_request_that_is_the_clients_fault_opens_nothing(status):
 async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_when_it_answers():
     hanging, sound = Hanging("w0"), Engine("w1")
     async with fleet(hanging, sound) as (client, _, parts):
-        parts.mind.breaker.rules = BreakerRules(silent_s=0.3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        parts.mind.breaker.rules = BreakerRules(silent_s=patience(0.2), **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         asking = [asyncio.create_task(ask(client, stream=True)) for _ in range(30)]
         await until(lambda: hanging.bodies)
 
@@ -240,7 +240,7 @@ async def test_a_request_that_two_engines_hung_with_is_not_given_to_a_third():
 async def test_an_engine_whose_counters_stand_still_is_passed_over_though_nobody_there_waits_for_a_first_token():
     hanging, sound, control = Hanging("w0"), Engine("w1"), Control(figures=Load(running=1, still_s=0.0))
     async with fleet(hanging, sound, control=control) as (client, _, parts):
-        parts.mind.breaker.rules = BreakerRules(silent_s=0.3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        parts.mind.breaker.rules = BreakerRules(silent_s=patience(0.2), **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         asking = [asyncio.create_task(ask(client)) for _ in range(12)]
         await until(lambda: hanging.bodies)
         control.figures = Load(running=1, still_s=1000.0)

@@ -267,7 +267,7 @@ async def test_engines_that_die_together_with_copies_of_a_request_speak_once():
 async def test_an_answer_that_does_not_come_to_its_end_clears_nothing(end):
     engine, body = Engine("w0"), {**CHAT, "stream": True}
     engine.go_on.clear()
-    async with fleet(engine, idle_timeout_s=60.0 if "client" in end else 0.3) as (client, _, parts):
+    async with fleet(engine, idle_timeout_s=6000.0 if "client" in end else 0.3) as (client, _, parts):
         now, digest = parts.clock(), digest_of(question_of(parts, "/v1/chat/completions", body))
         parts.deadly.died(digest, A, now, sent_at=now)
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:

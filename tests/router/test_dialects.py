@@ -6,6 +6,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from router.relay.refusals import enveloped
+from tests.patience import patience
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, fleet, with_sql
 from workers.wire import Metadata, engine_name
 
@@ -40,7 +41,7 @@ async def test_an_adapter_that_only_an_unknown_kind_holds_is_refused_and_never_s
 
     engine, control = Engine("w0"), speaking(with_sql("w0"), w0="mlx")
     control.ensure = nowhere
-    async with fleet(engine, control=control, cold_start_timeout_s=0.3) as (client, _, _):
+    async with fleet(engine, control=control, cold_start_timeout_s=patience(0.1)) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
     assert answer.status_code == 503, answer.text
     assert engine.bodies == []

@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
 from lorafleet.auth import hash_key
 from router.core.dispatch import Prompt
@@ -227,8 +227,7 @@ async def test_a_request_that_kills_engines_meets_two_of_them_and_no_more():
 
 async def test_a_request_that_outlasts_the_time_for_an_answer_is_not_computed_again_elsewhere():
     async def slow(engine, body):
-        await asyncio.sleep(0.5)
-        return Response(status_code=200)
+        await asyncio.Event().wait()
 
     engines = [Engine(f"w{i}", slow) for i in range(3)]
     async with fleet(*engines, first_data_timeout_s=0.1) as (client, _, _):

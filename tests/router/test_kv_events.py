@@ -88,9 +88,12 @@ async def test_what_the_engine_still_knows_is_replayed_and_what_comes_follows():
     async with following(engine) as (feeds, trust):
         assert depth(feeds, range(10)) == 5
         assert trust.state("w0") == "exact"
-        while depth(feeds, range(12)) < 6:  # a subscription takes a moment, and there is no event for it
+
+        async def is_heard() -> bool:
             await engine.publish(*chain(6, 5))
-            await asyncio.sleep(0.02)
+            return depth(feeds, range(12)) >= 6
+
+        await until(is_heard)  # a subscription takes a moment, and there is no event for it
         feeds.keep()
         assert value(feeds.metrics.kv_events, "w0", "BlockStored") >= 6
         assert value(feeds.metrics.kv_blocks, "w0") == 6
@@ -457,7 +460,7 @@ async def test_snapshots_that_no_readable_frame_follows_are_taken_less_and_less_
         assert depth(feeds, range(6)) == 3
         await feeds.close()
     once_more, then = asked_at[1] - asked_at[0], asked_at[2] - asked_at[1]
-    assert once_more < 1 < then
+    assert once_more < 1.9 < then  # the first pause is 2 s
 
 
 async def test_while_a_snapshot_is_taken_again_what_was_known_before_counts():
@@ -524,17 +527,17 @@ async def test_a_ledger_of_another_base_model_or_hashing_is_not_believed():
         assert depth(feeds, range(4)) == 0
 
 
-async def test_a_snapshot_of_16000_blocks_is_in_the_index_in_well_under_a_second():
+async def test_a_snapshot_of_16000_blocks_takes_less_than_a_second_of_cpu():
     engine = KvEngine()
     async with beside(engine) as (feeds, _trust, agent):
         events = [stored([p << 20 | i for i in range(200)], [p, *range(399)]) for p in range(80)]
         await filled(engine, agent, *events)
         late = Feeds(Metrics(), 60.0, Trust(), pool=feeds.pool)
         try:
-            began = time.perf_counter()
+            began = time.process_time()
             late.follow(source(engine, agent_url=agent.url, ledger=1))
             await until(lambda: late.index("m", 2).workers().get("w0") == 16_000)
-            assert time.perf_counter() - began < 1
+            assert time.process_time() - began < 1
         finally:
             await late.close()
 

@@ -6,8 +6,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from tests.patience import patience, wait_until
+
+pytestmark = pytest.mark.fleet
 
 _LOADED = """
 import runpy, sys
@@ -20,7 +25,7 @@ except SystemExit:  # --help
 
 def test_nothing_is_loaded_that_only_terminals_need() -> None:
     command = [sys.executable, "-c", _LOADED, "--help"]
-    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr.split()
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patience(60)).stderr.split()
     assert "router.app" in loaded
     assert not {"pygments", "rich", "watchfiles"}.intersection(loaded)
 
@@ -31,7 +36,7 @@ from router import app
 from router.discovery import Discovery
 
 async def run(self):
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0)
     {end}
 
 Discovery.run = run
@@ -42,7 +47,7 @@ app.main(["--port", "0", "--drain-s", "0", "--orchestrator-url", "http://127.0.0
 @pytest.mark.parametrize("end", ["raise LookupError('nobody caught this')", "return"])
 def test_a_router_that_has_lost_what_runs_beside_its_requests_says_so_and_ends_with_1(end) -> None:
     command = [sys.executable, "-c", _ENDS.format(end=end)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=patience(60))
     assert done.returncode == 1
     said = [json.loads(line) for line in done.stderr.splitlines()]
     last = next(line for line in said if line["level"] == "critical")
@@ -59,36 +64,41 @@ _COMPLETION = (
 def test_what_comes_while_a_router_stands_still_is_not_late(tmp_path) -> None:
     """As in a container that is frozen: its loop's timers run before it reads."""
     port_file = tmp_path / "port"
-    flags = ("--head-timeout-s", "1", "--body-timeout-s", "1", "--keep-alive-s", "1", "--drain-s", "0")
+    limit_s = patience(0.4)
+    limits = (f"--{what}-s={limit_s}" for what in ("head-timeout", "body-timeout", "keep-alive"))
+    flags = (*limits, "--drain-s", "0")
     command = [sys.executable, "-m", "router", "--port", "0", "--port-file", str(port_file), *flags]
     with subprocess.Popen([*command, "--orchestrator-url", "http://127.0.0.1:1"], stderr=subprocess.DEVNULL) as router:
         try:
-            until = time.monotonic() + 60
-            while not port_file.exists():
-                assert time.monotonic() < until
-                time.sleep(0.05)
+            wait_until(port_file.exists)
             address = ("127.0.0.1", int(port_file.read_text()))
             with (
-                socket.create_connection(address, 20) as idle,
-                socket.create_connection(address, 20) as in_head,
-                socket.create_connection(address, 20) as in_body,
+                socket.create_connection(address, patience(20)) as idle,
+                socket.create_connection(address, patience(20)) as in_head,
+                socket.create_connection(address, patience(20)) as in_body,
             ):
                 idle.sendall(_HEALTH)
                 assert _status(idle) == 200
                 in_head.sendall(_HEALTH[:9])
                 in_body.sendall(_COMPLETION[:-1])
-                time.sleep(0.2)  # until it is read
+                time.sleep(limit_s / 6)  # it may read what has come, and need not have
                 router.send_signal(signal.SIGSTOP)
-                time.sleep(0.1)
+                wait_until(lambda: _stands_still(router.pid))
                 idle.sendall(_HEALTH)
                 in_head.sendall(_HEALTH[9:])
                 in_body.sendall(_COMPLETION[-1:])
-                time.sleep(1.5)
+                time.sleep(1.5 * limit_s)  # the limits pass while it stands still
                 router.send_signal(signal.SIGCONT)
                 assert [_status(each) for each in (idle, in_head, in_body)] == [200, 200, 503]  # no catalog: not 408
                 assert idle.recv(1) == b""  # what is idle is closed as ever
         finally:
             router.kill()
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether every thread of the process is stopped (T), as proc(5) says."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"T"}
 
 
 def _status(client: socket.socket) -> int:

@@ -144,7 +144,8 @@ async def test_a_replica_that_fails_before_its_first_token_is_passed_over(how, s
                 control.workers["bad"] = f"http://127.0.0.1:{free.getsockname()[1]}"
             control.tell()
             await parts.discovery.changes.until(
-                lambda: parts.discovery.fleet.replicas["bad"].engine_url == control.workers["bad"], timeout_s=5
+                lambda: parts.discovery.fleet.replicas["bad"].engine_url == control.workers["bad"],
+                timeout_s=patience(5),
             )
         for _ in range(6):
             answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": streamed})
@@ -349,7 +350,7 @@ async def test_a_client_that_leaves_aborts_the_engine():
         async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
             assert await anext(answer.aiter_bytes())
         await asyncio.wait_for(engine.aborted.wait(), patience(5))
-        await parts.discovery.changes.until(lambda: not list(parts.mind.load.in_flight()), timeout_s=5)
+        await parts.discovery.changes.until(lambda: not list(parts.mind.load.in_flight()), timeout_s=patience(5))
         assert list(parts.mind.load.in_flight()) == []
 
 
@@ -533,7 +534,7 @@ async def test_an_unknown_model_and_an_empty_fleet_have_their_own_codes():
         assert error_of(await client.get("/nope")) == (404, "not_found")
         assert (await client.get("/v1/chat/completions")).status_code == 405
     async with fleet() as (client, _, parts):
-        await parts.discovery.changes.until(lambda: parts.discovery.has_catalog, timeout_s=5)
+        await parts.discovery.changes.until(lambda: parts.discovery.has_catalog, timeout_s=patience(5))
         assert (await client.get("/ready")).status_code == 200
         answer = await client.post("/v1/chat/completions", json={"model": "m/v1", "messages": []})
         assert answer.status_code == 404
@@ -658,7 +659,7 @@ async def test_an_adapter_that_finds_no_room_in_time_is_a_503_that_says_so():
 
     control = with_sql()
     control.ensure = full
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=0.3) as (client, _, _):
+    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
     assert error_of(answer) == (503, "no_capacity")
     assert "no free slot" in answer.json()["error"]["message"]
@@ -673,7 +674,7 @@ async def test_a_load_that_takes_too_long_is_a_503_with_a_time_to_come_back():
 
     engine, control = Engine("w0"), with_sql()
     control.ensure = slow
-    async with fleet(engine, control=control, cold_start_timeout_s=0.3) as (client, _, parts):
+    async with fleet(engine, control=control, cold_start_timeout_s=patience(0.1)) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert error_of(answer) == (503, "adapter_loading")
         assert answer.headers["retry-after"] == "3"
@@ -700,7 +701,7 @@ async def test_requests_beyond_the_hold_are_shed():
 
     control = with_sql()
     control.ensure = never
-    async with fleet(Engine("w0"), control=control, max_held_requests=1, cold_start_timeout_s=0.5) as (
+    async with fleet(Engine("w0"), control=control, max_held_requests=1, cold_start_timeout_s=patience(0.3)) as (
         client,
         _,
         parts,
@@ -817,8 +818,12 @@ async def test_route_explains_and_sends_nothing():
         assert adapter["rejected"] == [{"worker_id": "w0", "reason": "adapter not resident"}]
         control.residents.clear()
         control.tell()
-        while (cold := (await client.post("/v1/route", json={**CHAT, "lora_id": "sql/v1"})).json())["worker_id"]:
-            await asyncio.sleep(0.01)
+
+        async def nowhere():
+            told = (await client.post("/v1/route", json={**CHAT, "lora_id": "sql/v1"})).json()
+            return None if told["worker_id"] else told
+
+        cold = await until(nowhere)
         assert "wait for a load" in cold["note"]
         assert (await client.get("/v1/decisions")).json()["data"] == []
         await client.post("/v1/chat/completions", json=CHAT)

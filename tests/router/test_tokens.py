@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from array import array
 
 import httpx
@@ -21,7 +20,7 @@ from lorafleet.tiny import make_model
 from router.metrics import Metrics
 from router.pieces import ChainCache, PieceCache
 from router.tokens import Tokenizers, Tokens
-from tests.patience import until, within
+from tests.patience import patience, until, within
 from tests.properties import examples
 from tests.router.doubles import Control, Engine, fleet
 from tests.serving import client_of, serving
@@ -588,13 +587,13 @@ async def test_an_engine_that_does_not_answer_costs_one_request_a_moment_and_the
     tokenizers = Tokenizers(client, mode="remote", remote_timeout_s=0.1, clock=lambda: now[0])
     worker.answers.clear()
     async with serving(worker.app) as url:
-        began = time.monotonic()
-        assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "none"
-        assert time.monotonic() - began < 2.0
+        async with within(20):
+            assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "none"
         assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "none"
         assert worker.tokenize_asked == 1
         worker.answers.set()
         now[0] += 6.0
+        tokenizers._remote_timeout_s = patience(5)
         assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "remote"
     tokenizers.close()
 
@@ -656,7 +655,7 @@ async def test_a_batch_of_one_is_tokenized_as_the_one_prompt_that_it_is(client, 
     assert (await tokens.ids({"prompt": [RULES]}, base_model=BASE, engine_url="")).ids == expected
     cut = {"prompt": [RULES], "truncate_prompt_tokens": 5}
     assert (await tokens.ids(cut, base_model=BASE, engine_url="")).ids is None
-    remote = Tokenizers(client, mode="remote", remote_timeout_s=5.0)
+    remote = Tokenizers(client, mode="remote", remote_timeout_s=patience(5))
     async with serving(worker.app) as url:
         assert await remote.ids({"prompt": [RULES]}, base_model=BASE, engine_url=url) == Tokens(expected, "remote")
     remote.close()
@@ -682,7 +681,7 @@ class Gate:
     def encode_pieces(self, pieces, *, add_special_tokens):
         self.threads.add(threading.current_thread().name)
         if sum(map(len, pieces)) > 65_536:
-            self.go_on.wait(10)
+            self.go_on.wait(patience(60))
         return self.chat.encode_pieces(pieces, add_special_tokens=add_special_tokens)
 
 
@@ -720,17 +719,17 @@ async def test_a_text_too_long_for_any_engine_is_not_tokenized(tokens, max_model
 
 async def test_the_event_loop_turns_while_a_32k_token_prompt_is_tokenized(tokens, chat):
     prompt = {"messages": [{"role": "user", "content": RULES * 40}]}
-    lags: list[float] = []
+    turns = 0
 
     async def tick() -> None:
+        nonlocal turns
         while True:
-            began = time.perf_counter()
             await asyncio.sleep(0)
-            lags.append(time.perf_counter() - began)
+            turns += 1
 
     ticking = asyncio.create_task(tick())
     tokenized = await tokens.ids(prompt, base_model=BASE, engine_url="")
     ticking.cancel()
     assert len(tokenized.ids) > 32_000
     # On the loop there would be two or three turns in all, before and after.
-    assert len(lags) > 50
+    assert turns > 50

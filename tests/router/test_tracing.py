@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from router import tracing
 from router.tracing import Tracer, TracingUnavailable, tracer
-from tests.patience import patience, until
+from tests.patience import patience, until, within
 from tests.router.doubles import BASE, Engine, fleet, with_sql
 from tests.router.doubles import CHAT as ASK
 from tests.serving import serving
@@ -277,9 +277,8 @@ async def test_a_collector_that_hangs_costs_requests_nothing_and_the_stop_little
         for _ in range(1000):
             made.begin(CHAT, time.monotonic(), None).end(200)
         assert made.counted == {"queue_full": 900}
-        began_at = time.monotonic()
-        await made.close(within_s=0.5)
-        assert time.monotonic() - began_at < 2
+        async with within(20):  # the collector hangs for ever
+            await made.close(within_s=0.2)
 
 
 async def test_a_collector_that_refuses_is_counted(caplog):

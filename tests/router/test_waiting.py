@@ -6,7 +6,7 @@ import itertools
 import pytest
 from starlette.responses import JSONResponse
 
-from tests.patience import until
+from tests.patience import patience, until
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, error_of, fleet, with_sql
 from workers.wire import Load
 
@@ -91,7 +91,7 @@ async def test_who_cannot_wait_gets_429_with_a_time_to_come_back(limit, says):
     engine = Slow("w0")
     async with fleet(engine, late_binding_s=0.05, **limit) as (client, _, parts):
         asking = [ask(client) for _ in range(4)]
-        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=patience(5))
         for refused in done:
             answer = await refused
             assert error_of(answer) == (429, "saturated")
@@ -107,7 +107,7 @@ async def test_who_may_not_wait_counts_as_turned_away_from_its_adapter():
     engine = Slow("w0")
     async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05, max_waiting_requests=1) as (client, _, parts):
         asking = [ask(client, model="sql/v1") for _ in range(4)]
-        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=patience(5))
         engine.first.set()
         told = [answer.status_code for answer in await asyncio.gather(*asking)]
         (hold,) = parts.usage.report(1, 0.0).holds
@@ -184,7 +184,7 @@ async def test_who_waited_is_told_when_no_engine_comes_back():
         await until(lambda: len(parts.mind.waiting) == 1)
         control.starting = frozenset({"w0"})
         control.tell()
-        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=patience(5))
         assert [error_of(await task) for task in done] == [(503, "no_replica")]
         engine.first.set()
         await asyncio.gather(*asking)

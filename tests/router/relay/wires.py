@@ -237,7 +237,8 @@ def saying(*pieces: bytes, then: str = "stay"):
             if then == "half_close":
                 writer.write_eof()
             if then == "reset":
-                await asyncio.sleep(0.02)  # so that the bytes are there before the reset is
+                for _ in range(10):
+                    await asyncio.sleep(0)  # so that the bytes are read before the reset comes
                 return reset(writer)
 
     return script
