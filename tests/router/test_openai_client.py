@@ -4,12 +4,10 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 
-import openai
 import pytest
-from openai import AsyncOpenAI
 
 from lorafleet.auth import hash_key
-from tests.patience import within
+from tests.patience import until
 from tests.recordings.openai_answers import ASKED, recorded
 from tests.router.doubles import BASE, Control
 from tests.router.faults.house import answering, house, pieces
@@ -47,6 +45,8 @@ async def vllm(engine, reader, writer):
 @asynccontextmanager
 async def asking(tmp_path=None, *, engines=1, **settings):
     """(openai's client, the router)."""
+    from openai import AsyncOpenAI
+
     control = Control()
     control.add_adapter(MODEL, on=[f"w{number}" for number in range(engines)])
     async with house(engines, control=control, **settings) as router:
@@ -125,6 +125,8 @@ async def test_completions_embeddings_and_responses_arrive():
 
 
 async def test_what_goes_wrong_is_the_exception_that_openai_has_for_it(tmp_path):
+    import openai
+
     keys = tmp_path / "keys.yaml"
     limits = {"concurrent_requests": 1}
     entry = {"sha256": hash_key("a"), "tenant": "a", "scopes": ["infer"], "limits": limits}
@@ -145,9 +147,7 @@ async def test_what_goes_wrong_is_the_exception_that_openai_has_for_it(tmp_path)
         assert MODEL in [model.id async for model in client.models.list()]
         assert (await client.models.retrieve(MODEL)).id == MODEL
         hanging = asyncio.create_task(client.chat.completions.create(**request("chat") | {"user": "hang"}))
-        async with within(5):
-            while not router.parts.mind.load.all_in_flight:
-                await asyncio.sleep(0.005)
+        await until(lambda: router.parts.mind.load.all_in_flight)
         with pytest.raises(openai.RateLimitError) as limited:
             await client.chat.completions.create(**request("chat"))
         assert limited.value.code == "rate_limited"
@@ -156,6 +156,8 @@ async def test_what_goes_wrong_is_the_exception_that_openai_has_for_it(tmp_path)
 
 
 async def test_an_engine_that_dies_is_a_503_or_an_error_in_the_stream():
+    import openai
+
     async with asking(failover_wait_s=0.05) as (client, router):
 
         async def dies(engine, reader, writer):
@@ -184,6 +186,4 @@ async def test_a_client_that_stops_reading_a_stream_frees_everything():
     async with asking() as (client, router):
         async with await client.chat.completions.create(**request("tools, streamed")) as stream:
             await anext(aiter(stream))
-        async with within(5):
-            while not router.is_idle():
-                await asyncio.sleep(0.005)
+        await until(router.is_idle)

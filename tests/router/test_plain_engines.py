@@ -78,6 +78,7 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str = "hello") -> h
     return await client.post("/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": 4})
 
 
+@pytest.mark.fleet
 async def test_a_router_needs_nothing_but_engines_to_serve_base_and_listed_adapters(engines) -> None:
     first, second = engines
     async with routing(f"a={first.url}", f"b={second.url}") as (client, _):
@@ -95,6 +96,7 @@ async def test_a_router_needs_nothing_but_engines_to_serve_base_and_listed_adapt
         assert error_of(await ask(client, "nobody")) == (404, "model_not_found")
 
 
+@pytest.mark.fleet
 async def test_without_an_orchestrator_no_catalog_grows_old(engines) -> None:
     async with routing(f"a={engines[0].url}") as (client, _):
         assert "\nlorafleet_router_catalog_age_seconds 0.0\n" in (await client.get("/metrics")).text
@@ -107,6 +109,7 @@ async def test_an_api_server_that_is_nowhere_is_no_fault_of_ours(tmp_path) -> No
             assert parts.metrics.loop_failures.labels("slices").value == 0
 
 
+@pytest.mark.fleet
 async def test_adapters_come_and_go_with_the_engines_own_list(engines, folders) -> None:
     first, _ = engines
     async with routing(f"a={first.url}") as (client, parts):
@@ -119,6 +122,7 @@ async def test_adapters_come_and_go_with_the_engines_own_list(engines, folders) 
         assert error_of(await ask(client, "late")) == (404, "model_not_found")
 
 
+@pytest.mark.fleet
 async def test_an_engines_kv_events_are_found_and_followed_without_being_named(engines) -> None:
     first, _ = engines
     async with routing(f"a={first.url}") as (client, parts):
@@ -132,6 +136,7 @@ async def test_an_engines_kv_events_are_found_and_followed_without_being_named(e
         assert (await ask(client, "both", LONG)).headers["x-lorafleet-cached-tokens"] == "0"
 
 
+@pytest.mark.fleet
 async def test_without_events_what_is_cached_is_an_estimate(engines) -> None:
     _, second = engines
     async with routing(f"b={second.url}") as (client, parts):
@@ -141,6 +146,7 @@ async def test_without_events_what_is_cached_is_an_estimate(engines) -> None:
         assert int(again.headers["x-lorafleet-cached-tokens"]) > 256
 
 
+@pytest.mark.fleet
 async def test_an_adapter_whose_engine_is_away_is_waited_for_and_never_unknown(engines, folders) -> None:
     lone = start_engine("sim", folders[0])
     try:
@@ -167,6 +173,7 @@ async def test_a_router_whose_engines_are_all_away_says_that_it_knows_nothing_ye
             assert "orchestrator" not in told.text
 
 
+@pytest.mark.fleet
 async def test_beside_a_catalog_its_adapters_are_found_by_their_engine_names_and_keep_their_names(
     engines, folders
 ) -> None:
@@ -192,6 +199,7 @@ async def test_beside_a_catalog_its_adapters_are_found_by_their_engine_names_and
         unload(first, ours)
 
 
+@pytest.mark.fleet
 async def test_a_worker_of_the_catalog_without_an_agent_is_asked_itself(engines) -> None:
     class OneEngine(Control):
         @property
