@@ -22,7 +22,7 @@ from router.app import build
 from router.config import RouterSettings
 from router.listed import listed_adapters
 from tests.engines import RunningEngine, start_engine
-from tests.patience import until
+from tests.patience import patience, until
 from tests.router.doubles import Control, Engine, error_of, fleet
 from tests.serving import client_of, serving
 
@@ -70,7 +70,7 @@ async def routing(*named: str, **settings) -> AsyncIterator:
         RouterSettings(**{"engines": named, "metadata_poll_s": 0.1, "cold_start_timeout_s": 1.0, **settings})
     )
     async with serving(app, http=app.state.http) as url, client_of(url) as client:
-        assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=10)
+        assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(10))
         yield client, parts
 
 
