@@ -4,9 +4,11 @@ import os
 import random
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 from hypothesis import settings
 
@@ -24,9 +26,26 @@ settings.register_profile("thorough", deadline=None, database=None, print_blob=T
 settings.load_profile("thorough" if THOROUGH else "quick")
 
 
+_FEW_CERTIFICATES = pytest.StashKey[Any]()
+
+
+def _trust_few() -> Any:
+    """Let httpx find one certificate authority where it looks for some 140; the file, which is gone when it is closed.
+
+    No test calls a public server, and reading all of them takes 25 ms for each client that a test makes.
+    """
+    file = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115  (open for as long as the run)
+    end = "-----END CERTIFICATE-----\n"
+    file.write(certifi.contents().partition(end)[0] + end)
+    file.flush()
+    certifi.where = lambda: file.name
+    return file
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests take longer on a slow machine, and choose the seed of a thorough run, so that it can be printed."""
+    config.stash[_FEW_CERTIFICATES] = _trust_few()
     os.environ.setdefault("PYTEST_TIMEOUT", str(float(config.getini("timeout")) * SLOWNESS))
     if THOROUGH:
         seed = os.environ.setdefault("LORAFLEET_TEST_SEED", str(random.SystemRandom().randrange(1 << 32)))
