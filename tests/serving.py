@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import queue
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import uvicorn
@@ -21,11 +24,21 @@ def client_of(url: str = "", **more) -> httpx.AsyncClient:
 
 @contextlib.asynccontextmanager
 async def serving(
-    app, *, http=None, port: int = 0, host: str = "127.0.0.1", send_buffer_bytes: int | None = None
+    app,
+    *,
+    http=None,
+    port: int = 0,
+    host: str = "127.0.0.1",
+    sock: socket.socket | None = None,
+    send_buffer_bytes: int | None = None,
 ) -> AsyncIterator[str]:
-    """The app's URL while it serves; it stops without waiting for open streams."""
-    sock = bind(host, port)
-    if send_buffer_bytes is not None:  # of each connection; None: as the system likes
+    """The app's URL while it serves; it stops without waiting for open streams.
+
+    sock               one that listens already; None: a new one at `host` and `port`
+    send_buffer_bytes  of each connection; None: the system's own size
+    """
+    sock = sock or bind(host, port)
+    if send_buffer_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     config = uvicorn.Config(app, http=http or "httptools", ws="none", log_config=None, access_log=False)
     server = uvicorn.Server(config)
@@ -39,6 +52,34 @@ async def serving(
         yield f"http://{host}:{sock.getsockname()[1]}"
     finally:
         await _stop(server, sock)
+
+
+@contextlib.contextmanager
+def serving_in_thread(make_app: Callable[[], Any]) -> Iterator[str]:
+    """As `serving`, for a test without an event loop; the app is made in the thread that serves it."""
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    loop, over = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        async with serving(make_app()) as url:
+            told.put(url)
+            await over.wait()
+
+    def run() -> None:
+        with contextlib.closing(loop):
+            loop.run_until_complete(serve())
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(run)
+        ended.add_done_callback(lambda _: told.put(""))  # where it did not start
+        url = told.get()
+        try:
+            if url:
+                yield url
+        finally:
+            if url:
+                loop.call_soon_threadsafe(over.set)
+            ended.result()
 
 
 async def _stop(server: uvicorn.Server, sock: socket.socket) -> None:

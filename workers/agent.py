@@ -16,7 +16,7 @@ import structlog
 from lorafleet.vllm_page import Scrape
 from orchestrator.wire import UsageReport
 from workers.cache import Cache
-from workers.config import WorkerSettings
+from workers.config import TIMERS, Timers, WorkerSettings
 from workers.core.errors import EngineError, RequestError
 from workers.credentials import Credentials
 from workers.engines.base import Engine
@@ -45,11 +45,6 @@ from workers.wire import (
 
 log = structlog.get_logger()
 
-# A prompt is in no count of vLLM's before its first step is over, and a beam search never is: one request a token and
-# beam, each over with its step (0.32, seen running). So an engine is idle after so long without either, and after no
-# less than two steps. vLLM's own count of calls (`/load`) is no help: it falls below zero when clients leave.
-_QUIET_S = 2.0
-
 
 class Agent:
     """One worker's adapters and what is known of its engine. The event loop is the only writer."""
@@ -65,6 +60,7 @@ class Agent:
         metrics: Metrics,
         boot_id: str,
         agent_url: str,
+        timers: Timers = TIMERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -75,6 +71,7 @@ class Agent:
         self.metrics = metrics
         self.boot_id = boot_id
         self.agent_url = agent_url
+        self.timers = timers
         self._state: AgentState = "starting"
         self._state_reason = ""
         self.link = Link(settings, metrics, clock=clock)
@@ -267,7 +264,7 @@ class Agent:
         """Say draining, refuse loads, and wait until the engine has nothing left or the deadline has passed."""
         self._begin_drain()
         deadline = self._clock() + deadline_s
-        quiet_s, quiet_since = max(_QUIET_S, 2 * self.link.step_s()), self._clock()
+        quiet_s, quiet_since = max(self.timers.quiet_s, 2 * self.link.step_s()), self._clock()
         before: Scrape | None = None
         while True:
             left_s = deadline - self._clock()

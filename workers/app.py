@@ -26,7 +26,7 @@ from lorafleet.transport import Transport
 from workers.agent import Agent
 from workers.api import build_router
 from workers.cache import Cache
-from workers.config import WorkerSettings
+from workers.config import TIMERS, Timers, WorkerSettings
 from workers.core.addresses import parse_networks
 from workers.core.errors import WorkerError
 from workers.core.manifest import Rules
@@ -67,12 +67,12 @@ class Worker:
         self.agent.stop()
 
 
-def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = ()) -> Worker:
+def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (), timers: Timers = TIMERS) -> Worker:
     """Everything, joined; the engine starts when the app is served. Raises KeyFileError, OSError."""
     keys = Keys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
-    lock(settings.state)
+    locked = lock(settings.state)
     rng, metrics, boot_id = Random(), Metrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
     manager = manager_of(settings.lora_downloader_plugin) if settings.lora_downloader_plugin else None
@@ -98,6 +98,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
         metrics=metrics,
         boot_id=boot_id,
         agent_url=settings.advertise_url.rstrip("/") or _url(settings.host, port),
+        timers=timers,
     )
     echo = logs.other_output("lines of the engine's output").write_bytes if settings.engine_output else None
     supervisor = Supervisor(settings, agent, own_command=own_command, echo=echo, rng=rng)
@@ -128,6 +129,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
                 agent.counts.save()
                 await agent.link.close_ledgers()
                 await supervisor.stop()
+                os.close(locked)  # all is saved, and nothing runs any more: the folder may be another agent's
 
     app = FastAPI(
         title="lorafleet worker",
@@ -152,8 +154,10 @@ def _require_model(settings: WorkerSettings) -> None:
         raise OSError(f"model {model}: there is no such folder; give that of a Hugging Face model")
 
 
-def lock(state: Path) -> None:
-    """Make the state folder ours until this process ends, however it does; raises OSError when it is another's.
+def lock(state: Path) -> int:
+    """Make the state folder ours; raises OSError when it is another's.
+
+    returns  a descriptor: the folder is free when it is closed, or this process ends, however it does
 
     Two agents with one record, and engines with one pair of sockets, would each undo what the other did.
     """
@@ -165,6 +169,7 @@ def lock(state: Path) -> None:
         os.close(handle)
         message = f"state_dir {state}: another agent uses it; give this one its own instance_id or state_dir"
         raise OSError(message) from exc
+    return handle
 
 
 def disk_of(settings: WorkerSettings) -> Disk:

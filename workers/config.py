@@ -3,6 +3,7 @@
 import hashlib
 import os
 import tempfile
+from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -17,6 +18,23 @@ from workers.engines.base import STATIC
 
 def _home(kind: str) -> Path:
     return Path.home() / (".cache" if kind == "cache" else ".local/state") / "lorafleet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timers:
+    """What nobody has to set; a test that waits for one of them gives a shorter one."""
+
+    # A prompt is in no count of vLLM's before its first step is over, and a beam search never is: one request a token
+    # and beam, each over with its step (0.32, seen running). So an engine is idle after so long without either, and
+    # after no less than two steps. vLLM's own count of calls (`/load`) is no help: it falls below zero when clients
+    # leave.
+    quiet_s: float = 2.0
+    heartbeat_answer_s: float = 5.0
+    watch_s: float = 1.0  # between two questions for an engine's health
+    attached_s: float = 3.0  # without health, and an engine of others is taken for gone
+
+
+TIMERS = Timers()
 
 
 class WorkerSettings(HouseSettings):

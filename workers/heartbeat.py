@@ -29,6 +29,7 @@ class Heartbeats:
         settings = agent.settings
         self._urls = [f"{url}/v1/workers/register" for url in settings.orchestrator_urls]
         self._at = 0
+        self._answer_s = agent.timers.heartbeat_answer_s
         self._headers = {"authorization": f"Bearer {settings.token}"} if settings.token else {}
         self._every_s = settings.heartbeat_s
         self._told = -1  # the newest version that was taken
@@ -43,7 +44,7 @@ class Heartbeats:
         while True:
             told = self._agent.residency.version
             try:
-                await self._beat()
+                await self._beat(timeout_s=self._answer_s)
                 if failures:
                     log.info("orchestrator takes heartbeats again", url=self._url)
                 failures = 0
@@ -65,7 +66,7 @@ class Heartbeats:
             with contextlib.suppress(Exception):  # nothing more can be done about it
                 await self._beat(timeout_s=_LAST_S)
 
-    async def _beat(self, *, timeout_s: float = 5.0) -> None:
+    async def _beat(self, *, timeout_s: float) -> None:
         version = self._agent.residency.version
         metadata = self._agent.metadata()
         body = Heartbeat(metadata=metadata).model_dump_json()

@@ -32,7 +32,6 @@ log = structlog.get_logger()
 
 _POLL_S = 0.03
 _PROBE_S = 0.01
-_ATTACHED_S = 3.0  # without health, and an engine of others is taken for gone
 _SPARE_S = 10.0  # between the engine's own end of draining and SIGKILL
 _UNUSED_S = 3.0  # the same for one that never was in use: vLLM 0.32 heeds no SIGTERM while it starts
 
@@ -179,7 +178,7 @@ class Supervisor:
         """Why the engine has to be started again: it exited, hangs, or (attached) is another one now."""
         healthy_at = self._clock()
         while True:
-            if await self._exited_within(1.0):
+            if await self._exited_within(self._agent.timers.watch_s):
                 return await self._exit_reason("the engine exited")
             is_trusted = await self._agent.is_trusted(engine)
             # One of somebody else's that is suspect cannot be started again from here: it stays so while it listens.
@@ -199,7 +198,7 @@ class Supervisor:
     def _patience_s(self) -> float:
         """How long it may be silent. One of somebody else's is only taken for gone, which costs little."""
         if self._process is None:
-            return _ATTACHED_S
+            return self._agent.timers.attached_s
         return self._agent.link.patience_s if self._agent.link.suspicion else self._settings.hang_after_s
 
     async def _exited_within(self, seconds: float) -> bool:

@@ -64,14 +64,16 @@ def test_ranks_are_given_one_api_server():
     assert adopted(settings(), (*SERVE, "-dp", "2", "--api-server-count", "1"), {}).engine_args == ()
 
 
+@pytest.mark.fleet
 async def test_the_agent_counts_the_slots_that_its_engines_own_command_gives(agent_model, agent_adapters, tmp_path):
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine", "sim")
     own = ("--", sys.executable, "-m", "workers.engines.sim", "--max-loras", "3", "--max-cpu-loras", "5")
-    async with worker.running(*own) as client:
+    async with worker.inside(*own) as client:
         told = Metadata.model_validate((await client.get("/metadata")).json()).lora
         assert (told.max_loras, told.max_cpu_loras, told.capacity.available_slots) == (3, 5, 5)
 
 
+@pytest.mark.fleet
 async def test_a_contradiction_ends_the_start_with_one_line(agent_model, agent_adapters, tmp_path):
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *SIM, "--engine-args=--max-cpu-loras=9")
     agent = await asyncio.create_subprocess_exec(

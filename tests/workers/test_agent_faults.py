@@ -21,13 +21,17 @@ import pytest
 from lorafleet.tiny import make_adapter
 from tests.engines import start_engine
 from tests.patience import patience, until, within
+from tests.properties import sample
 from tests.workers.broken import BROKEN
 from tests.workers.running import RunningWorker, code, group_of, is_running, loaded, post
+from workers.config import Timers
 from workers.engines.launch import Launch
 from workers.engines.process import EngineProcess
 from workers.wire import Metadata
 
-HASTY = ("--health-timeout-s", "0.3", "--hang-after-s", "1")
+# Long enough for an engine that is well on a busy machine: only the one that hangs is to be taken for hung.
+HASTY = ("--health-timeout-s", str(patience(0.2)), "--hang-after-s", str(patience(0.4)))
+HASTY_TIMERS = Timers(watch_s=0.1, attached_s=patience(0.5))
 THREE = ("sql-expert/v1", "legal/v2", "python-expert/v1")
 
 
@@ -45,8 +49,9 @@ async def until_state(client, state: str, *, within_s: float = 20) -> Metadata:
 # --- the engine hangs or dies in the middle of something ------------------------------------------------------------
 
 
+@pytest.mark.fleet
 async def test_a_hung_engine_is_killed_and_comes_back_with_its_adapters_and_the_load_it_swallowed_says_why(worker):
-    async with worker.running(*HASTY) as client:
+    async with worker.inside(*HASTY, timers=HASTY_TIMERS) as client:
         await post(client, "load_lora", lora_id="sql-expert/v1")
         before = await metadata(client)
         hung = worker.engine_pid
@@ -59,8 +64,9 @@ async def test_a_hung_engine_is_killed_and_comes_back_with_its_adapters_and_the_
         assert await loaded(client) == {"sql-expert/v1"}
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_dies_in_the_middle_of_an_eviction_comes_back_with_the_victim(worker):
-    async with worker.running(*HASTY, "--engine-args=--sim-load-s=0.5", "--preload-loras", THREE[0]) as client:
+    async with worker.inside("--engine-args=--sim-load-s=0.5", "--preload-loras", THREE[0]) as client:
         for lora_id in THREE[1:]:
             await post(client, "load_lora", lora_id=lora_id)
         evicting = asyncio.create_task(post(client, "load_lora", lora_id="extra/v1", evict="legal/v2"))
@@ -77,8 +83,10 @@ async def test_an_engine_that_dies_in_the_middle_of_an_eviction_comes_back_with_
         await worker.ready(client)
 
 
+@pytest.mark.fleet
 async def test_the_death_of_the_guard_is_the_engines_end_and_the_worker_comes_back(worker):
     children = "sleep 1000 & exec " + sys.executable + ' -m workers.engines.sim "$@"'
+    # A process: it is uvloop that tells of an exit before all who have the pipes have ended, too.
     async with worker.running("--", "sh", "-c", children, "sim") as client:
         group = group_of(worker.engine_pid)
         assert len(group) == 3  # guard, sim, and a child that holds the engine's output open
@@ -88,18 +96,20 @@ async def test_the_death_of_the_guard_is_the_engines_end_and_the_worker_comes_ba
         await worker.ready(client)
 
 
+@pytest.mark.fleet
 async def test_an_adapter_that_loads_too_slowly_does_not_keep_the_others_from_coming_back(worker):
-    async with worker.running() as client:
+    async with worker.inside() as client:
         await post(client, "load_lora", lora_id="sql-expert/v1")
     slow = ("--engine-args=--sim-load-s=2", "--load-deadline-s", "0.3")
-    async with worker.running(*slow, until_ready=False) as client:
+    async with worker.inside(*slow, until_ready=False) as client:
         await worker.ready(client, within_s=15)
         failed = {item.lora_id for item in (await metadata(client)).lora.loaded_loras if item.state == "failed"}
         assert failed <= {"sql-expert/v1"}
 
 
+@pytest.mark.fleet
 async def test_a_load_that_hangs_makes_the_worker_suspect_until_its_engine_gives_a_token_again(worker):
-    async with worker.running("--engine-args=--sim-load-s=2.5", "--load-deadline-s", "0.3", *HASTY[:2]) as client:
+    async with worker.inside("--engine-args=--sim-load-s=2.5", "--load-deadline-s", "0.3", *HASTY[:2]) as client:
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "engine_timeout"
         told = await metadata(client)
         assert (told.state, told.is_suspect) == ("ready", True)
@@ -112,8 +122,10 @@ async def test_a_load_that_hangs_makes_the_worker_suspect_until_its_engine_gives
         assert (await metadata(client)).engine_boot_id == told.engine_boot_id
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_never_comes_back_from_a_load_is_started_again(worker):
-    async with worker.running("--engine-args=--sim-load-s=60", "--load-deadline-s", "0.3", *HASTY) as client:
+    hanging = ("--engine-args=--sim-load-s=600", "--load-deadline-s", "0.3")
+    async with worker.inside(*hanging, *HASTY, timers=HASTY_TIMERS) as client:
         before = await metadata(client)
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "engine_timeout"
         async with within(20):
@@ -156,9 +168,10 @@ async def until_suspect(client, *, is_suspect=True) -> Metadata:
     return told
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_computes_nothing_is_suspect_until_it_does_again(worker, agent_adapters):
     # Full as it is it gives the agent no token: that it computes has to do.
-    async with worker.running("--engine-args=--sim-load-s=3", "--max-num-seqs", "1", *STALLS) as client:
+    async with worker.inside("--engine-args=--sim-load-s=3", "--max-num-seqs", "1", *STALLS) as client:
         before = await metadata(client)
         async with stalled(client, agent_adapters) as asking:
             told = await until_suspect(client)
@@ -175,8 +188,9 @@ async def test_an_engine_that_computes_nothing_is_suspect_until_it_does_again(wo
         assert told.engine_boot_id == before.engine_boot_id
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_never_computes_again_is_started_again(worker, agent_adapters):
-    flags = ("--engine-args=--sim-load-s=60", *STALLS, "--stuck-after-s", "0.5")
+    flags = ("--engine-args=--sim-load-s=600", *STALLS, "--stuck-after-s", "0.5")
     async with worker.running(*flags) as client:
         before = await metadata(client)
         async with stalled(client, agent_adapters), within(20):
@@ -200,6 +214,7 @@ def attached(agent_model, agent_adapters, tmp_path):
         engine.stop()
 
 
+@pytest.mark.fleet
 async def test_a_base_model_that_an_engine_has_fetched_from_a_hub_is_known_as_one_in_a_folder_is(
     agent_model, agent_adapters, tmp_path, monkeypatch
 ):
@@ -212,7 +227,7 @@ async def test_a_base_model_that_an_engine_has_fetched_from_a_hub_is_known_as_on
     flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-lora-rank", "16", "--lora-roots", str(tmp_path))
     worker = RunningWorker(Path("acme/tiny-qwen"), agent_adapters, tmp_path, *flags)
     try:
-        async with worker.running() as client:
+        async with worker.inside() as client:
             assert code(await client.get("/v1/model/files")) == "model_files_unavailable"
             assert (await post(client, "load_lora", lora_id="deep/v1", source=str(deeper))).status_code == 200
         monkeypatch.setenv("HF_HUB_CACHE", str(repository.parent))
@@ -225,9 +240,10 @@ async def test_a_base_model_that_an_engine_has_fetched_from_a_hub_is_known_as_on
         engine.stop()
 
 
+@pytest.mark.fleet
 async def test_an_attached_engine_is_used_outlives_its_agent_and_is_found_again_with_what_it_holds(attached):
     worker, engine = attached
-    async with worker.running() as client:
+    async with worker.inside() as client:
         transport = (await metadata(client)).transport
         assert transport.engine_url == engine.url
         assert (transport.kv_events, transport.kv_replay) == ((engine.kv_endpoint,), (engine.replay_endpoint,))
@@ -236,18 +252,19 @@ async def test_an_attached_engine_is_used_outlives_its_agent_and_is_found_again_
         assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
         first = await metadata(client)
     assert engine.process.poll() is None
-    async with worker.running() as client:
+    async with worker.inside() as client:
         assert await loaded(client) == {"sql-expert/v1"}
         assert (await metadata(client)).engine_boot_id == first.engine_boot_id
 
 
+@pytest.mark.fleet
 async def test_an_attached_engine_that_restarts_is_given_its_adapters_again(attached, agent_model):
     worker, engine = attached
     port = engine.url.rsplit(":", 1)[1]
-    async with worker.running() as client:
+    async with worker.inside(timers=HASTY_TIMERS) as client:
         await post(client, "load_lora", lora_id="sql-expert/v1")
         before = await metadata(client)
-        engine.stop()
+        await asyncio.to_thread(engine.stop)
         told = await until_state(client, "engine_down")
         assert "no sign of health" in told.state_reason or "restarted" in told.state_reason
         other = await asyncio.create_subprocess_exec(
@@ -264,17 +281,20 @@ async def test_an_attached_engine_that_restarts_is_given_its_adapters_again(atta
             await asyncio.wait_for(other.wait(), patience(30))
 
 
+@pytest.mark.fleet
 async def test_an_attached_engine_that_computes_nothing_stays_suspect_for_nobody_here_can_start_it_again(
     agent_model, agent_adapters, tmp_path
 ):
-    engine = start_engine("sim", agent_model, flags=("--max-cpu-loras", "3", "--sim-load-s", "60"))
+    engine = start_engine("sim", agent_model, flags=("--max-cpu-loras", "3", "--sim-load-s", "600"))
     flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *flags, *STALLS, "--stuck-after-s", "0.5")
+    silent_s = patience(0.2)
+    timers = Timers(watch_s=0.1, attached_s=silent_s)
     try:
-        async with worker.running() as client, stalled(client, agent_adapters) as asking:
+        async with worker.inside(timers=timers) as client, stalled(client, agent_adapters) as asking:
             before = told = await until_suspect(client)
             async with within(20):
-                while told.load.still_s < 6:  # twice as long as one that does not answer may be silent
+                while told.load.still_s < 4 * silent_s:  # longer than one that does not answer may be silent
                     assert (told.is_suspect, told.state) == (True, "ready")
                     await asyncio.sleep(0.05)
                     told = await metadata(client)
@@ -284,6 +304,7 @@ async def test_an_attached_engine_that_computes_nothing_stays_suspect_for_nobody
         engine.stop()
 
 
+@pytest.mark.fleet
 async def test_waiting_for_an_engines_end_over_and_over_leaves_nothing_behind(tmp_path):
     process = await EngineProcess.start(Launch(("sleep", "60"), {}), state_dir=tmp_path)
     try:
@@ -306,6 +327,7 @@ def kept() -> int:
 # --- an engine command of one's own ---------------------------------------------------------------------------------
 
 
+@pytest.mark.fleet
 async def test_an_engine_command_of_ones_own_is_started_with_the_flags_it_lacks(worker):
     own = ("--", sys.executable, "-m", "workers.engines.sim", "--block-size", "64")
     async with worker.running(*own) as client:
@@ -316,6 +338,7 @@ async def test_an_engine_command_of_ones_own_is_started_with_the_flags_it_lacks(
     assert "--enable-lora --max-loras 2" in said
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_heeds_nothing_while_it_starts_is_not_waited_for_when_the_agent_stops(worker):
     deaf = f'trap "" TERM; echo starting; sleep 60; exec {sys.executable} -m workers.engines.sim "$@"'
     long = ("--engine-shutdown-s", "50")
@@ -330,6 +353,7 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+@pytest.mark.fleet
 async def test_an_engine_whose_port_is_taken_is_not_mistaken_for_whoever_has_it(worker, agent_model):
     stranger = start_engine("sim", agent_model)
     try:
@@ -337,17 +361,18 @@ async def test_an_engine_whose_port_is_taken_is_not_mistaken_for_whoever_has_it(
         # The engine starts slowly, as vLLM does: whoever answers on the port meanwhile is somebody else.
         slow = f'sleep 30; exec {sys.executable} -m workers.engines.sim "$@"'
         flags = ("--engine-port", port, "--", "sh", "-c", slow, "sim")
-        async with worker.running(*flags, until_ready=False) as client:
+        async with worker.inside(*flags, until_ready=False) as client:
             told = await until_state(client, "engine_down")
             assert f"port {port}" in told.state_reason
     finally:
         stranger.stop()
 
 
+@pytest.mark.fleet
 async def test_a_port_that_was_picked_is_given_to_nobody_else_before_the_engine_has_it_nor_when_it_starts_again(worker):
     go = worker.folder / "go"
     slow = f'echo "with $@"; until [ -e {go} ]; do sleep 0.02; done; exec {sys.executable} -m workers.engines.sim "$@"'
-    async with worker.running("--", "sh", "-c", slow, "sim", until_ready=False) as client:
+    async with worker.inside("--", "sh", "-c", slow, "sim", until_ready=False) as client:
         await until(lambda: _ports(_text(worker.state_dir / "engine.log")))
         port = _ports(_text(worker.state_dir / "engine.log"))[0]
         with pytest.raises(OSError, match="in use"):
@@ -375,6 +400,7 @@ def _bind(port: int) -> None:
         sock.bind(("127.0.0.1", port))
 
 
+@pytest.mark.fleet
 async def test_a_stderr_that_nobody_reads_stops_neither_agent_nor_engine_and_what_it_missed_is_counted(worker):
     talkative = f'yes "a line of the engine" | head -40000; exec {sys.executable} -m workers.engines.sim "$@"'
     reader, writer = os.pipe()
@@ -399,6 +425,7 @@ def _read_whole(descriptor: int) -> bytes:
         return file.read()
 
 
+@pytest.mark.fleet
 async def test_an_agent_without_a_stderr_starts_its_engine(worker):
     log = worker.folder / "agent.log"
     closed = ("sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "workers", *worker.flags)
@@ -417,6 +444,7 @@ async def test_an_agent_without_a_stderr_starts_its_engine(worker):
 # --- the agent's own folders ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.fleet
 async def test_an_engine_log_that_cannot_be_written_stops_neither_engine_nor_agent(worker):
     worker.state_dir.mkdir()
     (worker.state_dir / "engine.log").symlink_to("/dev/full")
@@ -427,6 +455,7 @@ async def test_an_engine_log_that_cannot_be_written_stops_neither_engine_nor_age
         await worker.ready(client)
 
 
+@pytest.mark.fleet
 async def test_a_full_disk_costs_no_unload_no_lease_no_engine_and_no_request(worker):
     async with worker.running("--cache-grace-s", "1", "--engine-args=--sim-decode-tokens-per-s=20") as client:
         digests = {lora_id: (await post(client, "load_lora", lora_id=lora_id)).json()["digest"] for lora_id in THREE}
@@ -462,6 +491,7 @@ async def test_a_full_disk_costs_no_unload_no_lease_no_engine_and_no_request(wor
         assert await asyncio.wait_for(worker.process.wait(), patience(30)) == 0
 
 
+@pytest.mark.fleet
 async def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(worker):
     async with worker.running("--cache-grace-s", "1") as client:
         for lora_id in THREE:
@@ -474,7 +504,7 @@ async def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(worke
         assert await loaded(client) == {THREE[1], THREE[2]}  # it answers when what is written after the epoch is, too
         worker.process.kill()
         await worker.process.wait()
-    async with worker.running() as client:
+    async with worker.inside() as client:
         assert await loaded(client) == {THREE[1], THREE[2]}
         assert code(await post(client, "unload_lora", lora_id=THREE[1], epoch=6)) == "stale_epoch"
 
@@ -490,8 +520,9 @@ def counted(engine_name: str) -> dict:
     return {"router_id": "r", "boot_id": "b", "seq": 1, "uses": [use], "revision_seen": 0}
 
 
+@pytest.mark.fleet
 async def test_a_second_agent_on_the_same_state_folder_is_refused(worker):
-    async with worker.running():
+    async with worker.inside():
         second = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
         )
@@ -504,6 +535,7 @@ async def test_a_second_agent_on_the_same_state_folder_is_refused(worker):
         assert b"another agent" in said
 
 
+@pytest.mark.fleet
 async def test_a_damaged_epoch_is_refused_in_one_line_that_says_what_to_do(worker):
     worker.state_dir.mkdir()
     (worker.state_dir / "epoch.json").write_text("{")
@@ -524,7 +556,7 @@ async def test_hostile_files_in_the_adapter_folder_harm_no_other_adapter(worker,
     header = b'{"a.lora_A.weight": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 1e999]}}'
     weights.write_bytes(struct.pack("<Q", len(header)) + header)
     other = RunningWorker(agent_model, folder, tmp_path, *worker.flags[14:])
-    async with other.running("--lora-path", str(folder)) as client:
+    async with other.together("--lora-path", str(folder)) as client:
         states = {item["lora_id"]: item["state"] for item in (await client.get("/v1/metadata/loras")).json()["data"]}
         assert states == {"fine/v1": "on_disk", "pipe/v1": "failed", "endless/v1": "failed"}
         assert code(await post(client, "load_lora", lora_id="endless/v1")) == "weights_corrupt"
@@ -535,7 +567,7 @@ async def test_hostile_files_in_the_adapter_folder_harm_no_other_adapter(worker,
 
 
 async def test_a_full_worker_says_yes_to_what_it_already_holds(worker):
-    async with worker.running() as client:
+    async with worker.together() as client:
         for lora_id in THREE:
             await post(client, "load_lora", lora_id=lora_id)
         again = await post(client, "load_lora", lora_id="legal/v2")
@@ -548,7 +580,7 @@ async def test_an_epoch_is_believed_only_of_those_who_may_also_unload_and_only_i
     keys = tmp_path / "keys.yaml"
     rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in ("load", "admin")]
     keys.write_text(json.dumps({"keys": rows}))
-    async with worker.running("--key-files", str(keys)) as client:
+    async with worker.together("--key-files", str(keys)) as client:
 
         async def answer(key: str, epoch: str) -> httpx.Response:
             headers = {"authorization": f"Bearer {key}", "x-lorafleet-epoch": epoch}
@@ -562,11 +594,12 @@ async def test_an_epoch_is_believed_only_of_those_who_may_also_unload_and_only_i
 
 
 async def test_an_event_id_of_thousands_of_digits_is_gone_like_any_other(worker):
-    async with worker.running() as client:
+    async with worker.together() as client:
         gone = await client.get("/v1/events", headers={"last-event-id": "9" * 5000})
         assert (gone.status_code, code(gone)) == (410, "events_gone")
 
 
+@pytest.mark.fleet
 async def test_readiness_gives_strangers_no_line_of_the_engines_output(worker):
     quiet = ("--no-engine-output",)
     async with worker.running("--engine-args=--hf-token=very-secret", *quiet, until_ready=False) as client:
@@ -577,15 +610,17 @@ async def test_readiness_gives_strangers_no_line_of_the_engines_output(worker):
     assert "very-secret" not in (worker.folder / "agent.log").read_text().split("its output ends")[0]
 
 
+@pytest.mark.fleet
 async def test_the_engine_does_not_inherit_the_agents_own_secrets(worker, monkeypatch):
     monkeypatch.setenv("LORAFLEET_WORKERS_TOKEN", "very-secret")
-    async with worker.running():
+    async with worker.inside():
         environ = Path("/proc") / str(worker.engine_pid) / "environ"
         assert b"very-secret" not in await asyncio.to_thread(environ.read_bytes)
 
 
+@pytest.mark.fleet
 async def test_usage_moves_counts_once_and_only_for_this_worker(worker):
-    async with worker.running() as client:
+    async with worker.inside() as client:
         item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
 
         async def report(seq: int, **uses: int) -> bool:
@@ -611,15 +646,16 @@ async def test_usage_moves_counts_once_and_only_for_this_worker(worker):
         assert await report(3) is True
         assert await report(4, **{worker_id: 6}) is True
         assert await count() == (6, True)
-    async with worker.running() as client:  # the router counts on; it is not counted once more
+    async with worker.inside() as client:  # the router counts on; it is not counted once more
         assert await report(4, **{worker_id: 6}) is False
         assert await report(5, **{worker_id: 8}) is True
         assert await count() == (8, True)
 
 
 async def test_draining_waits_for_what_runs_and_says_so_when_time_is_up(worker):
-    slow = "--engine-args=--sim-decode-tokens-per-s=20"
-    async with worker.running(slow) as client, httpx.AsyncClient(timeout=30) as direct:
+    slow = ("--sim-decode-tokens-per-s", "20")
+    timers = Timers(quiet_s=0.1)
+    async with worker.together(engine=slow, timers=timers) as client, httpx.AsyncClient(timeout=patience(10)) as direct:
         url = (await metadata(client)).transport.engine_url
         body = {"model": "tiny-qwen", "prompt": "a", "max_tokens": 40}
         running = asyncio.create_task(direct.post(f"{url}/v1/completions", json=body))
@@ -632,13 +668,15 @@ async def test_draining_waits_for_what_runs_and_says_so_when_time_is_up(worker):
         assert (await running).status_code == 200
 
 
+@pytest.mark.fleet
 async def test_draining_waits_for_what_may_be_in_its_first_step(worker, tmp_path):
     """vLLM shows a request when its first step is over, however long that is: a pod would end with it inside."""
     config = make_adapter(tmp_path / "late", "late/v1") / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"sim": {"delay_s": 2.5}}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sim": {"delay_s": 0.7}}))
     flags = ("--lora-path", str(tmp_path / "late"), "--preload-loras", "late/v1")
-    slow = ("--engine-args=--sim-prefill-tokens-per-s=500", "--max-num-batched-tokens", "750")  # a step takes 1.5 s
-    async with worker.running(*flags, *slow) as client, httpx.AsyncClient(timeout=30) as direct:
+    slow = ("--engine-args=--sim-prefill-tokens-per-s=500", "--max-num-batched-tokens", "500")  # a step takes 1 s
+    timers = Timers(quiet_s=0.2)
+    async with worker.inside(*flags, *slow, timers=timers) as client, httpx.AsyncClient(timeout=30) as direct:
         told = await metadata(client)
         url = f"{told.transport.engine_url}/v1/completions"
         await direct.post(url, json={"model": "tiny-qwen", "prompt": [7] * 100, "max_tokens": 1})
@@ -654,7 +692,8 @@ async def test_draining_waits_for_what_may_be_in_its_first_step(worker, tmp_path
 
 async def test_draining_waits_for_what_is_in_no_count_but_goes_on_ending(worker):
     """So does a beam search of vLLM's: a request a token, each over with the step that it was begun in."""
-    async with worker.running() as client, httpx.AsyncClient(timeout=30) as direct:
+    quiet_s = patience(0.2)
+    async with worker.together(timers=Timers(quiet_s=quiet_s)) as client, httpx.AsyncClient(timeout=30) as direct:
         url = (await metadata(client)).transport.engine_url
 
         async def search() -> None:
@@ -662,13 +701,14 @@ async def test_draining_waits_for_what_is_in_no_count_but_goes_on_ending(worker)
                 await direct.post(f"{url}/v1/completions", json={"model": "tiny-qwen", "prompt": "a", "max_tokens": 1})
 
         searching = asyncio.create_task(search())
-        assert (await post(client, "drain", deadline_s=3)).json()["is_drained"] is False
+        assert (await post(client, "drain", deadline_s=2 * quiet_s)).json()["is_drained"] is False
         searching.cancel()
         assert (await post(client, "drain", deadline_s=20)).json()["is_drained"] is True
 
 
+@pytest.mark.fleet
 async def test_draining_a_hung_engine_lasts_to_its_deadline_and_claims_nothing(worker):
-    async with worker.running("--health-timeout-s", "0.3", "--hang-after-s", "60") as client:
+    async with worker.inside("--health-timeout-s", "0.3", "--hang-after-s", "60") as client:
         os.kill(worker.engine_pid, signal.SIGSTOP)
         try:
             answer = await post(client, "drain", deadline_s=0.5)
@@ -679,7 +719,8 @@ async def test_draining_a_hung_engine_lasts_to_its_deadline_and_claims_nothing(w
                 os.kill(worker.engine_pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.fleet
+@pytest.mark.parametrize("seed", sample([1, 2], 1))
 async def test_after_a_storm_of_calls_and_killed_engines_record_agent_and_engine_say_the_same(worker, seed):
     rng = random.Random(seed)
     names = (*THREE, "extra/v1")
@@ -699,7 +740,7 @@ async def test_after_a_storm_of_calls_and_killed_engines_record_agent_and_engine
             }  # fmt: skip
             await asyncio.sleep(rng.uniform(0, 0.1))
 
-    async with worker.running("--engine-args=--sim-load-s=0.02") as client:
+    async with worker.inside("--engine-args=--sim-load-s=0.02") as client:
         callers = asyncio.gather(*(caller(client) for _ in range(6)))
         await asyncio.sleep(rng.uniform(0.1, 0.4))
         os.kill(worker.engine_pid, signal.SIGKILL)
@@ -717,6 +758,7 @@ async def test_after_a_storm_of_calls_and_killed_engines_record_agent_and_engine
         assert not list(worker.cache_dir.glob(".partial-*"))
 
 
+@pytest.mark.fleet
 async def test_an_agent_killed_in_the_middle_of_an_eviction_comes_back_with_the_victim_or_the_newcomer(worker):
     slow = ("--engine-args=--sim-load-s=0.5",)
     async with worker.running(*slow) as client:
@@ -729,5 +771,5 @@ async def test_an_agent_killed_in_the_middle_of_an_eviction_comes_back_with_the_
         worker.process.kill()
         with contextlib.suppress(httpx.HTTPError):
             await evicting
-    async with worker.running(*slow) as client:
+    async with worker.inside(*slow) as client:
         assert len(await loaded(client)) == 3

@@ -1,4 +1,4 @@
-"""The agent as its callers see it: a real process around the sim engine."""
+"""The agent as its callers see it, around the sim engine."""
 
 import asyncio
 import json
@@ -17,6 +17,7 @@ from orchestrator.wire import Heartbeat
 from tests.patience import patience, until, within
 from tests.serving import serving
 from tests.workers.running import code, group_of, is_running, loaded, post, sse
+from workers.config import Timers
 from workers.wire import AvailableLoras, Metadata, engine_name
 
 JSON = {"content-type": "application/json"}
@@ -33,7 +34,7 @@ async def metadata(client) -> Metadata:
 
 
 async def test_an_adapter_loaded_on_demand_answers_and_an_unloaded_one_does_not(worker):
-    async with worker.running() as client:
+    async with worker.together() as client:
         answer = await post(client, "load_lora", lora_id="sql-expert/v1")
         item = answer.json()
         assert answer.status_code == 200
@@ -49,8 +50,9 @@ async def test_an_adapter_loaded_on_demand_answers_and_an_unloaded_one_does_not(
         assert (await metadata(client)).lora.capacity.ghosts == 1
 
 
+@pytest.mark.fleet
 async def test_metadata_tells_the_engines_own_shape_and_the_folders_adapters(worker):
-    async with worker.running("--block-size", "64", "--num-gpu-blocks-override", "100") as client:
+    async with worker.inside("--block-size", "64", "--num-gpu-blocks-override", "100") as client:
         told = await metadata(client)
         shape = told.model.runtime_config
         assert (shape.block_size, shape.total_kv_blocks, shape.max_model_len) == (64, 100, 2048)
@@ -64,8 +66,9 @@ async def test_metadata_tells_the_engines_own_shape_and_the_folders_adapters(wor
         assert "tokenizer.json" in files["files"]
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_is_killed_comes_back_with_its_adapters(worker):
-    async with worker.running("--preload-loras", "legal/v2") as client:
+    async with worker.inside("--preload-loras", "legal/v2") as client:
         item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
         before = await metadata(client)
         os.kill(worker.engine_pid, signal.SIGKILL)
@@ -78,15 +81,17 @@ async def test_an_engine_that_is_killed_comes_back_with_its_adapters(worker):
         assert (await chat(after.transport.engine_url, item["engine_name"])).status_code == 200
 
 
+@pytest.mark.fleet
 async def test_a_restarted_agent_has_what_it_had_and_nothing_it_unloaded(worker):
-    async with worker.running() as client:
+    async with worker.inside() as client:
         for lora_id in ("sql-expert/v1", "legal/v2"):
             await post(client, "load_lora", lora_id=lora_id)
         await post(client, "unload_lora", lora_id="legal/v2")
-    async with worker.running() as client:
+    async with worker.inside() as client:
         assert await loaded(client) == {"sql-expert/v1"}
 
 
+@pytest.mark.fleet
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 async def test_nothing_of_an_ended_agent_is_left_running(worker, sent):
     async with worker.running() as client:
@@ -102,7 +107,7 @@ async def test_nothing_of_an_ended_agent_is_left_running(worker, sent):
 
 
 async def test_a_full_engine_refuses_without_naming_what_it_holds_and_takes_the_named_victims_slot(worker):
-    async with worker.running() as client:
+    async with worker.together() as client:
         for lora_id in ("sql-expert/v1", "legal/v2", "python-expert/v1"):
             assert (await post(client, "load_lora", lora_id=lora_id)).status_code == 200
         refused = await post(client, "load_lora", lora_id="extra/v1")
@@ -114,17 +119,17 @@ async def test_a_full_engine_refuses_without_naming_what_it_holds_and_takes_the_
 
 
 async def test_a_free_slot_spares_the_named_victim(worker):
-    async with worker.running("--preload-loras", "sql-expert/v1") as client:
+    async with worker.together("--preload-loras", "sql-expert/v1") as client:
         await post(client, "load_lora", lora_id="legal/v2", evict="sql-expert/v1")
         assert await loaded(client) == {"sql-expert/v1", "legal/v2"}
 
 
 async def test_an_older_epoch_is_refused_also_after_a_restart(worker):
-    async with worker.running() as client:
+    async with worker.together() as client:
         assert (await post(client, "load_lora", epoch=7, lora_id="sql-expert/v1")).status_code == 200
         stale = await post(client, "unload_lora", epoch=6, lora_id="sql-expert/v1")
         assert (stale.status_code, code(stale)) == (409, "stale_epoch")
-    async with worker.running() as client:
+    async with worker.together() as client:
         assert (await metadata(client)).epoch == 7
         assert code(await post(client, "unload_lora", epoch=6, lora_id="sql-expert/v1")) == "stale_epoch"
         headers = {"x-lorafleet-epoch": "-1"}
@@ -136,7 +141,7 @@ async def test_without_an_epoch_an_orchestrators_worker_only_fills_free_slots(wo
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        async with worker.running("--orchestrator-url", away) as client:
+        async with worker.together("--orchestrator-url", away) as client:
             assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
             assert code(await post(client, "unload_lora", lora_id="sql-expert/v1")) == "epoch_required"
             evicting = await post(client, "load_lora", lora_id="legal/v2", evict="sql-expert/v1")
@@ -171,7 +176,7 @@ async def test_broken_adapters_are_refused_with_a_code_and_the_engine_goes_on(wo
         "gopher://host/a": "source_unsupported",
         "file://host/a": "source_invalid",
     }
-    async with worker.running("--lora-roots", str(root)) as client:
+    async with worker.together("--lora-roots", str(root)) as client:
         for source, wanted in expected.items():
             answer = await post(client, "load_lora", lora_id="broken/v1", source=source)
             assert (code(answer), source) == (wanted, source)
@@ -208,7 +213,7 @@ async def test_no_path_leads_out_of_the_allowed_folders(worker, agent_adapters, 
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (root / "linked" / name).symlink_to(secret / name)
     escapes = [str(secret), f"{root}/../secret/a", str(root / "folder-link"), str(root / "linked"), f"file://{secret}"]
-    async with worker.running("--lora-roots", str(root)) as client:
+    async with worker.together("--lora-roots", str(root)) as client:
         for source in escapes:
             answer = await post(client, "inspect_lora", lora_id="a/v1", source=source)
             assert (code(answer), source) == ("source_forbidden", source)
@@ -221,7 +226,7 @@ async def test_no_path_leads_out_of_the_allowed_folders(worker, agent_adapters, 
 async def test_what_is_no_text_or_no_path_is_a_400_and_keeps_nobody_from_being_told(worker):
     half = "\ud800"  # of a surrogate pair: JSON can say it, UTF-8 cannot
     strange = [{"digest": half}, {"evict": half}, {"secret": half}, {"source": f"/{half}"}, {"lora_path": f"/{half}"}]
-    async with worker.running() as client:
+    async with worker.together() as client:
         for wrong in strange:
             body = json.dumps({"lora_id": "sql-expert/v1", **wrong})
             refused = await client.post("/v1/admin/load_lora", content=body, headers=JSON)
@@ -234,7 +239,7 @@ async def test_what_is_no_text_or_no_path_is_a_400_and_keeps_nobody_from_being_t
 
 
 async def test_inspecting_installs_and_loads_nothing(worker, agent_adapters):
-    async with worker.running() as client:
+    async with worker.together() as client:
         answer = await post(
             client, "inspect_lora", lora_id="sql-expert/v1", source=str(agent_adapters / "sql-expert/v1")
         )
@@ -249,7 +254,7 @@ async def test_inspecting_installs_and_loads_nothing(worker, agent_adapters):
 
 async def test_an_adapter_too_large_for_this_worker_is_inspected_for_others_and_not_loaded(worker, tmp_path):
     source = str(make_adapter(tmp_path, "big", rank=32))
-    async with worker.running("--lora-roots", str(tmp_path)) as client:
+    async with worker.together("--lora-roots", str(tmp_path)) as client:
         found = (await post(client, "inspect_lora", lora_id="big/v1", source=source)).json()
         assert found["rank"] == 32
         for named in ({"source": source}, {"digest": found["digest"]}):
@@ -259,7 +264,7 @@ async def test_an_adapter_too_large_for_this_worker_is_inspected_for_others_and_
 
 
 async def test_files_in_the_cache_cannot_be_written_and_damaged_ones_are_replaced(worker):
-    async with worker.running() as client:
+    async with worker.together() as client:
         item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
         await post(client, "unload_lora", lora_id="sql-expert/v1")
     weights = worker.cache_dir / item["digest"] / "adapter_model.safetensors"
@@ -267,14 +272,14 @@ async def test_files_in_the_cache_cannot_be_written_and_damaged_ones_are_replace
     whole = weights.read_bytes()
     weights.chmod(0o644)
     weights.write_bytes(b"damaged")
-    async with worker.running() as client:
+    async with worker.together() as client:
         again = await post(client, "load_lora", lora_id="sql-expert/v1", digest=item["digest"])
         assert again.status_code == 200
     assert weights.read_bytes() == whole
 
 
 async def test_events_resume_after_the_last_id_and_another_boots_id_is_gone(worker):
-    async with worker.running("--keep-alive-s", "0.1") as client:
+    async with worker.together("--keep-alive-s", "0.1") as client:
         async with client.stream("GET", "/v1/events") as stream:
             lines = stream.aiter_lines()
             assert await anext(lines) == ": connected"
@@ -294,8 +299,8 @@ async def test_events_resume_after_the_last_id_and_another_boots_id_is_gone(work
 
 
 async def test_a_drained_worker_finishes_refuses_loads_says_so_and_serves_again_when_told(worker):
-    async with worker.running() as client:
-        answer = await post(client, "drain", deadline_s=5)
+    async with worker.together(timers=Timers(quiet_s=0.1)) as client:
+        answer = await post(client, "drain", deadline_s=patience(5))
         assert answer.json()["is_drained"] is True
         assert (await metadata(client)).state == "draining"
         assert (await client.get("/ready")).status_code == 503
@@ -305,6 +310,7 @@ async def test_a_drained_worker_finishes_refuses_loads_says_so_and_serves_again_
         assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
 
 
+@pytest.mark.fleet
 async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_comes_back(worker):
     beats: asyncio.Queue[Heartbeat] = asyncio.Queue()
     app = FastAPI()
@@ -330,7 +336,7 @@ async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_c
                 while (await beats.get()).metadata.state != "draining":
                     pass
             assert is_running(worker.engine_pid)  # said before the engine goes
-    async with worker.running("--orchestrator-url", url, "--heartbeat-s", "0.2") as client:
+    async with worker.inside("--orchestrator-url", url, "--heartbeat-s", "0.2") as client:
         assert (await client.get("/metrics")).is_success
         async with serving(app, port=port):
             await beat_with({"sql-expert/v1"})
@@ -344,51 +350,39 @@ async def test_an_answer_to_a_heartbeat_that_never_ends_is_given_up_and_the_next
     async def trickle():
         while True:
             yield b" "
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.05)
 
     @app.post("/v1/workers/register")
     async def register(heartbeat: Heartbeat):
         beats.append(heartbeat)
         return StreamingResponse(trickle()) if len(beats) == 1 else {"epoch": 3, "revision": 1, "interval_s": 1.0}
 
-    async with serving(app) as orchestrator, worker.running("--orchestrator-url", orchestrator):
+    timers = Timers(heartbeat_answer_s=0.2)
+    async with serving(app) as orchestrator, worker.together("--orchestrator-url", orchestrator, timers=timers):
         await until(lambda: len(beats) > 1)
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_cannot_start_is_reported_with_its_last_words_and_tried_again(worker):
     flags = ("--engine-args=--no-such-flag", "--crash-loop-after", "2")
-    async with worker.running(*flags, until_ready=False) as client:
-        async with within(30):
-            while "crash loop" not in (await metadata(client)).state_reason:
-                await asyncio.sleep(0.05)
-        told = await metadata(client)
+    async with worker.inside(*flags, until_ready=False) as client:
+
+        async def in_a_loop() -> Metadata | None:
+            told = await metadata(client)
+            return told if "crash loop" in told.state_reason else None
+
+        told = await until(in_a_loop)
         assert told.state == "engine_down"
         assert "--no-such-flag" in told.state_reason
         assert (await client.get("/health")).is_success
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "not_ready"
 
 
-async def test_prefill_and_decode_rates_are_learned_from_the_engines_counters(worker):
-    speed = ("--engine-args=--sim-prefill-tokens-per-s=5000", "--engine-args=--sim-decode-tokens-per-s=100")
-    async with worker.running(*speed) as client:
-        told = await metadata(client)
-        assert told.load.prefill_tokens_per_s == 0.0
-        async with httpx.AsyncClient(timeout=30) as direct:
-            for index in range(6):
-                body = {"model": "tiny-qwen", "prompt": f"{index} " + "word " * 400, "max_tokens": 30}
-                await direct.post(f"{told.transport.engine_url}/v1/completions", json=body)
-        async with within(10):
-            while (load := (await metadata(client)).load).decode_tokens_per_s == 0.0:
-                await asyncio.sleep(0.05)
-        assert 2500 < load.prefill_tokens_per_s < 6000
-        assert 50 < load.decode_tokens_per_s < 120
-
-
 async def test_the_scopes_of_a_key_file_hold(worker, tmp_path):
     keys = tmp_path / "keys.yaml"
     rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in SCOPES]
     keys.write_text(json.dumps({"keys": rows}))
-    async with worker.running("--key-files", str(keys), "--metrics-need-key") as client:
+    async with worker.together("--key-files", str(keys), "--metrics-need-key") as client:
         assert code(await client.get("/metadata")) == "invalid_api_key"
         assert code(await client.get("/metrics")) == "invalid_api_key"
         assert {

@@ -1,7 +1,7 @@
 """Every adapter of the corpus meets the verdict that stands beside it; what its header costs does not grow with it."""
 
 import json
-import time
+from pathlib import Path
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_a_pickle_beside_proper_weights_is_left_alone(rules, tmp_path):
     assert read_manifest(folder, rules) == plain
 
 
-def test_the_header_of_a_300_mb_adapter_is_verified_in_milliseconds(tmp_path):
+def test_of_a_300_mb_adapter_the_header_alone_is_read_to_verify_it(tmp_path):
     config = {
         "model_type": "llama",
         "hidden_size": 4096,
@@ -81,12 +81,14 @@ def test_the_header_of_a_300_mb_adapter_is_verified_in_milliseconds(tmp_path):
     with (tmp_path / "adapter_model.safetensors").open("wb") as file:
         file.write(header)
         size = max(tensor["data_offsets"][1] for tensor in json.loads(header[8:]).values())
-        file.truncate(len(header) + size)  # a hole: it costs no disk here, and 0.1 s to whoever would read it
+        file.truncate(len(header) + size)  # a hole: it costs no disk here
     assert size > 300e6
     rules = Rules(64, frozenset({MODEL_NAME}), base=base)
-    took_s = []
-    for _ in range(5):
-        began = time.perf_counter()
-        assert describe(tmp_path, rules).modules == 7 * 32
-        took_s.append(time.perf_counter() - began)
-    assert min(took_s) < 0.03
+    before = bytes_read()
+    assert describe(tmp_path, rules).modules == 7 * 32
+    assert len(header) < bytes_read() - before < 3 * len(header) + 100_000
+
+
+def bytes_read() -> int:
+    """By this process, from files of any kind."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])

@@ -438,7 +438,7 @@ async def test_a_full_cache_gives_up_the_oldest_says_so_and_refuses_with_numbers
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         twin = tmp_path / "more/a-twin/v1" / name
         twin.write_bytes((tmp_path / "more/a/v1" / name).read_bytes())
-    async with worker.running(*small) as client:
+    async with worker.together(*small) as client:
         first = (await post(client, "load_lora", lora_id="a/v1", source=sources["a/v1"])).json()
         twin = (await post(client, "load_lora", lora_id="a-twin/v1", source=sources["a-twin/v1"])).json()
         assert twin["path"] == first["path"]  # one folder under two names
@@ -457,6 +457,7 @@ async def test_a_full_cache_gives_up_the_oldest_says_so_and_refuses_with_numbers
         assert await loaded(client) == {"a/v1", "a-twin/v1"}
 
 
+@pytest.mark.fleet
 async def test_three_agents_share_one_folder_and_none_takes_from_another(agent_model, agent_adapters, tmp_path):
     shared = ("--cache-dir", str(tmp_path / "shared"), "--cache-grace-s", "1")
     size = sum(path.stat().st_size for path in (agent_adapters / "legal/v2").iterdir())
@@ -468,7 +469,9 @@ async def test_three_agents_share_one_folder_and_none_takes_from_another(agent_m
     async with contextlib.AsyncExitStack() as stack:
         for each in workers:
             each.folder.mkdir()
-        one, two, tight = await asyncio.gather(*(stack.enter_async_context(each.running()) for each in workers))
+        one, two, tight = await asyncio.gather(
+            *(stack.enter_async_context(each.running() if each is workers[1] else each.inside()) for each in workers)
+        )
         # All fetch the same at once: one folder, three leases, though all three have the same instance_id.
         answers = await asyncio.gather(*(post(each, "load_lora", lora_id="legal/v2") for each in (one, two, tight)))
         [path] = {answer.json()["path"] for answer in answers}

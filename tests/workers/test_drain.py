@@ -5,9 +5,13 @@ import os
 import sys
 
 import httpx
+import pytest
 
 from lorafleet.auth import hash_key
 from tests.patience import patience
+from workers.config import Timers
+
+pytestmark = pytest.mark.fleet
 
 
 async def drain(client: httpx.AsyncClient, **environment: str) -> tuple[int, str]:
@@ -23,7 +27,7 @@ async def drain(client: httpx.AsyncClient, **environment: str) -> tuple[int, str
 async def test_the_hook_drains_the_agent_with_the_agents_own_key_and_a_pod_stops_all_the_same_without(worker, tmp_path):
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"keys: [{{sha256: {hash_key('own')}, scopes: [drain]}}]")
-    async with worker.running("--key-files", str(keys)) as client:
+    async with worker.together("--key-files", str(keys), timers=Timers(quiet_s=0.1)) as client:
         assert await drain(client) == (0, "not drained: HTTP Error 401: Unauthorized\n")
         assert (await client.get("/ready")).is_success
         assert "own" not in (await drain(client, LORAFLEET_WORKERS_TOKEN="own\nother"))[1]

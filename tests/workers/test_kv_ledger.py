@@ -74,7 +74,7 @@ async def test_a_snapshot_and_what_follows_it_are_all_that_the_engine_has():
                 for change in frame.changes:
                     known -= set(unpack_hashes(change.dropped))
                     known |= set(unpack_hashes(change.added))
-            assert time.time() - frame.at < 5
+            assert time.time() - frame.at < patience(5)
             await engine.publish(CLEARED, stored([9], [50, 51]))
             frame = await anext(told)
             assert frame.cleared == (0,)
@@ -203,7 +203,7 @@ async def test_a_snapshot_of_16000_blocks_is_there_in_well_under_a_second():
         began = time.perf_counter()
         taken = await snapshot(client)
         assert len(device(taken)) == 16_000
-        assert time.perf_counter() - began < 1
+        assert time.perf_counter() - began < patience(1)
 
 
 # --- a real agent around a real (sim) engine -------------------------------------------------------------------------
@@ -226,8 +226,9 @@ async def has(client, expected, *, within_s=10.0):
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.fleet
 async def test_an_agent_tells_the_blocks_of_prompts_and_adapters_and_a_new_epoch_after_a_restart(worker):
-    async with worker.running() as client:
+    async with worker.inside() as client:
         told = await told_by(client)
         assert told.transport.kv_ledger == 1
         block_size = told.model.runtime_config.block_size
@@ -254,12 +255,11 @@ async def test_an_agent_tells_the_blocks_of_prompts_and_adapters_and_a_new_epoch
         assert (gone.status_code, code(gone)) == (410, "events_gone")
 
 
+@pytest.mark.fleet
 async def test_an_open_stream_does_not_hold_a_stopping_agent_up(worker):
-    async with worker.running() as client:
+    async with worker.running("--stop-grace-s", "600") as client:
         taken = await snapshot(client)
         async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
             await anext(told)
-            began = time.monotonic()
             worker.process.send_signal(signal.SIGTERM)
             await asyncio.wait_for(worker.process.wait(), patience(20))
-            assert time.monotonic() - began < 10

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lorafleet.tiny import make_model
 from orchestrator.agents import CONTENT_CODES
+from tests.patience import patience
 from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
 from workers.core.manifest import FileEntry, Rules, digest, inspect, is_same_base
@@ -146,7 +147,7 @@ def test_what_counts_as_quick_is_quick_on_long_names(expression):
         return  # no regular expression at all
     began = time.perf_counter()
     config.rank_of("a" * 60 + "!")
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < patience(1)  # a slow one takes hours
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import signal
 
 import httpx
+import pytest
 
 from tests.patience import within
 from tests.workers.running import post
@@ -38,7 +39,7 @@ def test_what_has_left_the_engine_has_no_size_and_no_requests():
 
 
 async def test_loads_fetches_and_hits_are_counted(worker):
-    async with worker.running() as client:
+    async with worker.together() as client:
         size = (await post(client, "load_lora", lora_id="legal/v2")).json()["size_bytes"]
         digest = (await post(client, "load_lora", lora_id="legal/v2")).json()["digest"]
         await post(client, "unload_lora", lora_id="legal/v2")
@@ -55,7 +56,7 @@ async def test_loads_fetches_and_hits_are_counted(worker):
 
 
 async def test_the_limit_of_the_cache_and_what_of_it_is_in_use_are_told(worker):
-    async with worker.running("--max-disk-bytes", "100000000", "--cache-grace-s", "1") as client:
+    async with worker.together("--max-disk-bytes", "100000000", "--cache-grace-s", "1") as client:
         size = (await post(client, "load_lora", lora_id="legal/v2")).json()["size_bytes"]
         async with within(10):
             page: list[str] = []
@@ -64,9 +65,10 @@ async def test_the_limit_of_the_cache_and_what_of_it_is_in_use_are_told(worker):
         assert "lorafleet_workers_disk_limit_bytes 1e+08" in page
 
 
+@pytest.mark.fleet
 async def test_of_an_engine_that_is_gone_no_figure_is_left(worker):
     slow = ("--crash-loop-after", "1", "--crash-loop-retry-s", "60")
-    async with worker.running(*slow) as client:
+    async with worker.inside(*slow) as client:
         url = (await client.get("/metadata")).json()["transport"]["engine_url"]
         async with httpx.AsyncClient(timeout=30) as engine:
             ask = {"model": "tiny-qwen", "prompt": "hello " * 200, "max_tokens": 20}

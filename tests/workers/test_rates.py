@@ -4,7 +4,6 @@ The engine is the sim's batch on a simulated clock; its counters are kept here a
 (v1/metrics/stats.py): computed tokens at a prompt's first token, gaps at each token, the rest when a request ends.
 """
 
-import asyncio
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +16,8 @@ import pytest
 from lorafleet.plain import EngineLoad
 from lorafleet.rates import Rates, Reading
 from lorafleet.vllm_page import Scrape
-from tests.patience import within
+from tests.patience import patience, until
+from tests.properties import sample
 from tests.workers.running import post
 from workers import wire
 from workers.config import WorkerSettings
@@ -132,7 +132,7 @@ LEVELS = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("prefill", "token_s"), SPEEDS)
+@pytest.mark.parametrize(("prefill", "token_s"), sample(SPEEDS, 1))
 def test_two_minutes_of_any_load_give_both_rates_within_a_tenth(level, prefill, token_s):
     prompts, per_s = LEVELS[level]
     load, rates = Load(prefill=prefill, token_s=token_s, seed=3), Rates()
@@ -221,31 +221,38 @@ async def told(client) -> wire.Load:
     return wire.Metadata.model_validate((await client.get("/metadata")).json()).load
 
 
+async def learned(client) -> bool:
+    load = await told(client)
+    return bool(load.mean_output_tokens and load.decode_tokens_per_s)
+
+
+@pytest.mark.fleet
 async def test_a_worker_says_how_long_its_loads_take_also_after_a_restart_of_its_agent(worker):
     slow = "--engine-args=--sim-load-s=0.3"
-    async with worker.running(slow) as client:
+    async with worker.inside(slow) as client:
         assert (await told(client)).load_seconds == 0.0
         for lora_id in ("sql-expert/v1", "python-expert/v1"):
             assert (await post(client, "load_lora", lora_id=lora_id)).status_code == 200
-        assert 0.3 <= (await told(client)).load_seconds < 2.0
-    async with worker.running(slow) as client:
-        assert 0.3 <= (await told(client)).load_seconds < 2.0
+        assert 0.3 <= (await told(client)).load_seconds < patience(2)
+    async with worker.inside(slow) as client:
+        assert 0.3 <= (await told(client)).load_seconds < patience(2)
 
 
 async def test_what_an_engines_counters_taught_is_in_metadata_and_metrics(worker):
-    speed = ("--engine-args=--sim-prefill-tokens-per-s=5000", "--engine-args=--sim-decode-tokens-per-s=100")
-    async with worker.running(*speed) as client, httpx.AsyncClient(timeout=30) as direct:
+    speed = ("--sim-prefill-tokens-per-s", "5000", "--sim-decode-tokens-per-s", "100")
+    async with worker.together(engine=speed) as client, httpx.AsyncClient(timeout=30) as direct:
         url = wire.Metadata.model_validate((await client.get("/metadata")).json()).transport.engine_url
         body = {"model": "tiny-qwen", "prompt": "word " * 400, "max_tokens": 30, "ignore_eos": True}
+        assert (await told(client)).prefill_tokens_per_s == 0.0
         assert (await direct.post(f"{url}/v1/completions", json=body)).status_code == 200
-        async with within(10):
-            while (load := await told(client)).mean_output_tokens == 0.0:
-                await asyncio.sleep(0.05)
+        await until(lambda: learned(client))
+        load = await told(client)
         assert load.mean_output_tokens == 30
-        assert 0.3 < load.mean_request_s < 2.0
-        assert 2_500 < load.prefill_tokens_per_s < 6_000
-        assert 50 < load.decode_tokens_per_s < 120
-        assert 0.008 < load.inter_token_s < 0.02
+        # The sim is as fast as it is told to be, and slower on a busy machine.
+        assert 0.3 < load.mean_request_s < patience(2)
+        assert 5_000 / patience(1) < load.prefill_tokens_per_s < 6_000
+        assert 100 / patience(1) < load.decode_tokens_per_s < 120
+        assert 0.008 < load.inter_token_s < patience(0.02)
         page = (await client.get("/metrics")).text
         assert f"lorafleet_workers_mean_output_tokens {load.mean_output_tokens}" in page
         assert f"lorafleet_workers_prefill_tokens_per_s {load.prefill_tokens_per_s}" in page

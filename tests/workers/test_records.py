@@ -4,6 +4,8 @@ import asyncio
 import json
 import shutil
 
+import pytest
+
 from orchestrator.wire import UsageReport
 from tests.patience import within
 from tests.workers.running import RunningWorker, post
@@ -77,7 +79,7 @@ async def test_a_heartbeat_stays_small_however_many_adapters_are_on_disk_and_all
     for number in range(500):
         records.put(record(number))
         (worker.cache_dir / record(number).digest).mkdir(parents=True)
-    async with worker.running("--cache-grace-s", "1") as client:
+    async with worker.together("--cache-grace-s", "1") as client:
         page = (await client.get("/metadata")).content
         told = Metadata.model_validate_json(page).lora
         assert (len(told.available_loras), told.available_count) == (100, 504)
@@ -103,12 +105,13 @@ async def test_a_heartbeat_stays_small_however_many_adapters_are_on_disk_and_all
         assert (less.available_count, less.available_digest != told.available_digest) == (503, True)
 
 
+@pytest.mark.fleet
 async def test_new_bytes_under_an_old_name_are_said_while_the_old_ones_are_served(
     agent_model, agent_adapters, tmp_path
 ):
     shutil.copytree(agent_adapters / "legal", tmp_path / "shelf/legal")
     worker = RunningWorker(agent_model, tmp_path / "shelf", tmp_path, "--engine", "sim", "--max-lora-rank", "16")
-    async with worker.running() as client:
+    async with worker.inside() as client:
         before = (await post(client, "load_lora", lora_id="legal/v2")).json()
         assert before["error"] is None
         config = tmp_path / "shelf/legal/v2/adapter_config.json"

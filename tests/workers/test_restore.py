@@ -21,22 +21,23 @@ from workers.library import Library
 from workers.verify import read_manifest
 
 
+@pytest.mark.fleet
 async def test_files_that_are_lost_are_fetched_once_while_the_cache_is_swept(worker, tmp_path):
     folder, cable = make_adapter(tmp_path / "far", "far/v1"), SlowCable()
     size = sum(path.stat().st_size for path in folder.iterdir())
     flags = ("--source-networks", "127.0.0.0/8", "--cache-grace-s", "1")  # swept every half second
     async with remote({"far/v1": folder}, tmp_path, cable) as sources:
-        async with worker.running(*flags) as client:
+        async with worker.inside(*flags) as client:
             item = (await post(client, "load_lora", lora_id="far/v1", source=sources["far/v1"])).json()
         shutil.rmtree(item["path"])
         cable.carried, cable.pause_s = 0, 0.3
-        async with worker.running(*flags) as client:
+        async with worker.inside(*flags) as client:
             assert await loaded(client) == {"far/v1"}
         assert size < cable.carried < 1.5 * size
 
 
 async def test_a_cache_that_is_deleted_whole_is_made_anew_while_the_worker_serves(worker):
-    async with worker.running("--cache-grace-s", "1") as client:
+    async with worker.together("--cache-grace-s", "1") as client:
         held = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
         known = (await post(client, "load_lora", lora_id="legal/v2")).json()
         await post(client, "unload_lora", lora_id="legal/v2")
@@ -51,6 +52,7 @@ async def test_a_cache_that_is_deleted_whole_is_made_anew_while_the_worker_serve
         await until(weights.exists)
 
 
+@pytest.mark.fleet
 async def test_an_agent_answers_and_starts_its_engine_while_it_reads_a_large_folder_and_is_ready_when_it_has(
     agent_model, tmp_path
 ):
@@ -62,7 +64,7 @@ async def test_an_agent_answers_and_starts_its_engine_while_it_reads_a_large_fol
         for file in files:
             os.link(file, folder / file.name)
     worker = RunningWorker(agent_model, adapters, tmp_path, *SIM)
-    async with worker.running(until_ready=False) as client:
+    async with worker.inside(until_ready=False) as client:
         told = (await client.get("/metadata")).json()
         assert told["lora"]["available_count"] < many
         await until((worker.state_dir / "engine.pid").exists)
@@ -91,18 +93,19 @@ async def test_an_adapter_whose_weights_cannot_be_looked_at_is_left_out_and_not_
         read_manifest(folder, rules)
 
 
+@pytest.mark.fleet
 async def test_what_an_attached_engine_holds_and_the_record_forgot_is_wanted_again(
     agent_model, agent_adapters, tmp_path
 ):
     engine = start_engine("sim", agent_model)
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine-url", engine.url, "--max-lora-rank", "16")
     try:
-        async with worker.running() as client:
+        async with worker.inside() as client:
             await post(client, "load_lora", lora_id="sql-expert/v1")
         # As an agent leaves it that is killed between the engine's yes and its own note.
         [path] = (worker.state_dir / "adapters").glob("*.json")
         path.write_text(json.dumps(json.loads(path.read_text()) | {"is_loaded": False}))
-        async with worker.running() as client:
+        async with worker.inside() as client:
             assert await loaded(client) == {"sql-expert/v1"}
             assert json.loads(await asyncio.to_thread(path.read_text))["is_loaded"] is True
     finally:
@@ -149,6 +152,7 @@ class Counted:
             self.under_way -= is_load
 
 
+@pytest.mark.fleet
 async def test_a_started_engine_is_given_two_of_its_adapters_at_once_and_never_three(
     agent_model, agent_adapters, tmp_path
 ):
@@ -157,7 +161,7 @@ async def test_a_started_engine_is_given_two_of_its_adapters_at_once_and_never_t
     engine = start_engine("sim", agent_model, flags=flags)
     try:
         worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine-url", engine.url, *flags)
-        async with worker.running() as client:
+        async with worker.inside() as client:
             for name in names:
                 assert (await post(client, "load_lora", lora_id=name)).status_code == 200
     finally:
@@ -167,7 +171,7 @@ async def test_a_started_engine_is_given_two_of_its_adapters_at_once_and_never_t
         counted = Counted(engine.url)
         async with counted.serving() as url:
             worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine-url", url, *flags)
-            async with worker.running() as client:
+            async with worker.inside() as client:
                 assert await loaded(client) == names
         assert counted.most == 2
     finally:

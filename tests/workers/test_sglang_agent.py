@@ -10,9 +10,12 @@ import httpx
 import pytest
 
 from tests.engines import start_engine
-from tests.patience import until
+from tests.patience import patience, until
 from tests.workers.running import RunningWorker, loaded, post
+from workers.config import Timers
 from workers.wire import Metadata
+
+pytestmark = pytest.mark.fleet
 
 ROOT = Path(__file__).parents[2]
 STUB = (sys.executable, "-m", "tests.sglang_stub")
@@ -35,16 +38,25 @@ async def told_by(client) -> Metadata:
     return Metadata.model_validate((await client.get("/metadata")).json())
 
 
+async def until_another(client, before: Metadata) -> None:
+    """The agent is ready with another engine than it had."""
+
+    async def is_another() -> bool:
+        now = await told_by(client)
+        return now.engine_boot_id != before.engine_boot_id and now.state == "ready"
+
+    await until(is_another)
+
+
 async def test_a_killed_sglang_comes_back_with_its_adapters_under_another_boot_id(worker):
-    async with worker.running(*SHAPE, "--", *STUB, "--page-size", "64") as client:
+    async with worker.inside(*SHAPE, "--", *STUB, "--page-size", "64") as client:
         before = await told_by(client)
         assert (before.transport.dialect, before.transport.kv_ledger) == ("sglang", 1)
         shape = before.model.runtime_config
         assert (shape.block_size, shape.total_kv_blocks, shape.max_model_len) == (64, 128, 2048)
         assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
         os.kill(worker.engine_pid, 9)
-        while (now := await told_by(client)).engine_boot_id == before.engine_boot_id or now.state != "ready":
-            pass
+        await until_another(client, before)
         assert await loaded(client) == {"sql-expert/v1"}
 
 
@@ -53,33 +65,37 @@ async def test_an_sglang_is_not_drained_while_a_prompt_is_computed_or_a_first_to
     worker, monkeypatch, phase
 ):
     """Its gauge of running requests stands still for 40 tokens: a pod would end with requests in it."""
-    monkeypatch.setenv(phase, "3")
-    async with worker.running(*SHAPE, "--", *STUB) as client, httpx.AsyncClient() as user:
+    monkeypatch.setenv(phase, str(patience(0.7)))
+    timers = Timers(quiet_s=0.1)
+    async with worker.inside(*SHAPE, "--", *STUB, timers=timers) as client, httpx.AsyncClient(timeout=60) as user:
         engine = (await told_by(client)).transport.engine_url
         body = {"model": "tiny-qwen", "prompt": [7] * 40, "max_tokens": 2}
-        asked = asyncio.create_task(user.post(f"{engine}/v1/completions", json=body, timeout=30))
-        while 'endpoint="/v1/completions",method="POST"} 1' not in (await user.get(f"{engine}/metrics")).text:
-            pass
+        asked = asyncio.create_task(user.post(f"{engine}/v1/completions", json=body, timeout=patience(30)))
+
+        async def is_counted() -> bool:
+            return 'endpoint="/v1/completions",method="POST"} 1' in (await user.get(f"{engine}/metrics")).text
+
+        await until(is_counted)
         drained = (await client.post("/v1/admin/drain", json={"deadline_s": 0.1})).json()
         assert (drained["is_drained"], drained["running"]) == (False, 1)
         assert (await asked).status_code == 200
-        assert (await client.post("/v1/admin/drain", json={"deadline_s": 5})).json()["is_drained"]
+        assert (await client.post("/v1/admin/drain", json={"deadline_s": patience(5)})).json()["is_drained"]
 
 
 async def test_an_attached_sglang_is_driven_and_its_restart_noticed(worker, agent_model):
     first = start_engine("sglang", agent_model)
     try:
-        async with worker.running("--engine-url", first.url) as client:
+        async with worker.inside("--engine-url", first.url, timers=Timers(watch_s=0.1, attached_s=0.5)) as client:
             before = await told_by(client)
             assert (before.transport.dialect, before.transport.engine_url) == ("sglang", first.url)
             assert (before.transport.kv_events, before.transport.kv_ledger) == ((first.kv_endpoint,), 1)
             assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
             first.process.kill()
-            first.process.wait()
-            second = start_engine("sglang", agent_model, port=urlsplit(first.url).port)
+            await asyncio.to_thread(first.process.wait)
+            port = urlsplit(first.url).port
+            second = await asyncio.to_thread(start_engine, "sglang", agent_model, port=port)
             try:
-                while (now := await told_by(client)).engine_boot_id == before.engine_boot_id or now.state != "ready":
-                    pass
+                await until_another(client, before)
                 assert await loaded(client) == {"sql-expert/v1"}
             finally:
                 second.stop()

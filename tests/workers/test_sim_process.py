@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from lorafleet.tiny import make_adapters, make_model
 from tests.engines import RunningEngine, start_engine
+from tests.patience import patience, wait_until
 from workers.engines.sim.settings import parse
 
 
@@ -35,13 +35,15 @@ def load(engine: RunningEngine, name: str, path: Path) -> None:
 
 
 def complete(engine: RunningEngine, **body: object) -> httpx.Response:
-    return httpx.post(f"{engine.url}/v1/completions", json={"prompt": "hello", **body}, timeout=30)
+    return httpx.post(f"{engine.url}/v1/completions", json={"prompt": "hello", **body}, timeout=patience(30))
 
 
+@pytest.mark.fleet
 def test_it_starts_within_seconds_on_a_busy_machine(engine: RunningEngine) -> None:
-    assert engine.started_in_s < 3  # 0.3-0.5 s when idle
+    assert engine.started_in_s < patience(2)  # 0.3-0.5 s when idle
 
 
+@pytest.mark.fleet
 def test_an_answer_ends_by_itself_unless_eos_is_ignored(engine: RunningEngine) -> None:
     natural = complete(engine, max_tokens=50).json()
     assert (natural["choices"][0]["finish_reason"], natural["usage"]["completion_tokens"]) == ("stop", 12)
@@ -50,6 +52,7 @@ def test_an_answer_ends_by_itself_unless_eos_is_ignored(engine: RunningEngine) -
     assert longer["choices"][0]["text"].startswith(natural["choices"][0]["text"])
 
 
+@pytest.mark.fleet
 def test_a_stop_string_is_left_out_of_the_text(engine: RunningEngine) -> None:
     text = complete(engine, max_tokens=10).json()["choices"][0]["text"]
     word = text.split()[4]
@@ -58,6 +61,7 @@ def test_a_stop_string_is_left_out_of_the_text(engine: RunningEngine) -> None:
     assert choice["text"] == text[: text.index(word)]
 
 
+@pytest.mark.fleet
 def test_the_adapters_content_decides_the_text_and_not_its_name(engine: RunningEngine, tmp_path: Path) -> None:
     first, second, _ = make_adapters(tmp_path)
     load(engine, "one", first)
@@ -72,27 +76,28 @@ def test_the_adapters_content_decides_the_text_and_not_its_name(engine: RunningE
         httpx.post(f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
 
 
+@pytest.mark.fleet
 def test_many_at_once_are_all_answered(engine: RunningEngine) -> None:
     with ThreadPoolExecutor(20) as pool:
         answers = list(pool.map(lambda n: complete(engine, prompt=[n + 5] * 40, max_tokens=20), range(40)))
     assert {answer.status_code for answer in answers} == {200}
 
 
+@pytest.mark.fleet
 def test_a_reader_who_leaves_before_a_whole_answer_ends_the_request(model_dir: Path) -> None:
     engine = start_engine("sim", model_dir, flags=("--sim-decode-tokens-per-s", "1"))
     try:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{engine.url}/v1/completions", json={"prompt": "hello", "max_tokens": 1000}, timeout=0.3)
         running = 'vllm:num_requests_running{engine="0",model_name="tiny-qwen"} 0.0'
-        deadline = time.monotonic() + 5
-        while running not in (page := httpx.get(f"{engine.url}/metrics").text) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert running in page
+        wait_until(lambda: running in httpx.get(f"{engine.url}/metrics").text)
+        page = httpx.get(f"{engine.url}/metrics").text
         assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny-qwen"} 1.0' in page
     finally:
         engine.stop()
 
 
+@pytest.mark.fleet
 def test_an_engine_whose_adapter_files_vanished_dies_with_its_requests_and_exits_with_0(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -112,11 +117,12 @@ def test_an_engine_whose_adapter_files_vanished_dies_with_its_requests_and_exits
         body = {"error": {"message": fault, "type": "InternalServerError", "param": None, "code": 500}}
         assert (error, done) == (f"data: {json.dumps(body)}", "data: [DONE]")
         assert (answer.status_code, answer.json()) == (500, body)
-        assert engine.process.wait(10) == 0
+        assert engine.process.wait(patience(10)) == 0
     finally:
         engine.stop()
 
 
+@pytest.mark.fleet
 def test_without_a_shutdown_timeout_sigterm_waits_for_nobody(model_dir: Path) -> None:
     flags = ("--shutdown-timeout", "0", "--sim-decode-tokens-per-s", "1")
     engine = start_engine("sim", model_dir, flags=flags)
@@ -124,11 +130,10 @@ def test_without_a_shutdown_timeout_sigterm_waits_for_nobody(model_dir: Path) ->
     with httpx.stream("POST", f"{engine.url}/v1/completions", json=body, timeout=30) as answer:
         lines = answer.iter_lines()
         next(lines)
-        began = time.monotonic()
-        assert engine.stop() == 0
-        assert time.monotonic() - began < 10
+        assert engine.stop() == 0  # the request would take a quarter of an hour
 
 
+@pytest.mark.fleet
 def test_runtime_loading_is_off_unless_the_environment_allows_it(model_dir: Path) -> None:
     engine = start_engine("sim", model_dir, environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
     try:
@@ -157,6 +162,7 @@ def test_a_flag_it_cannot_honour_is_refused_by_name(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.fleet
 def test_a_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "workers.engines.sim", "--model", str(tmp_path)],

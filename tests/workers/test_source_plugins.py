@@ -72,6 +72,7 @@ def test_a_packages_entry_point_is_a_source_of_its_name(tmp_path, monkeypatch):
         installed(Limits(max_bytes=7), frozenset({"acme"}))
 
 
+@pytest.mark.fleet
 async def test_an_agent_loads_from_a_hub_and_says_which_commit_it_was(worker, agent_adapters, monkeypatch):
     hub = Hub()
     folder = agent_adapters / "legal/v2"

@@ -42,6 +42,7 @@ def engine(tmp_path_factory) -> Iterator[RunningEngine]:
 
 
 @pytest.mark.vllm
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 async def test_beside_an_adapter_the_base_model_answers_as_it_does_alone(engine):
     async with httpx.AsyncClient(base_url=engine.url, timeout=120) as client:

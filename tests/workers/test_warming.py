@@ -65,7 +65,7 @@ async def test_a_new_worker_takes_loads_before_it_is_ready_and_is_ready_when_it_
     orchestrator = Orchestrator()
     async with (
         orchestrator.serving() as url,
-        worker.running("--orchestrator-url", url, until_ready=False) as client,
+        worker.together("--orchestrator-url", url, until_ready=False) as client,
     ):
         waiting = await orchestrator.until(lambda report: report["is_warming"])
         assert waiting["state"] == "starting"
@@ -81,7 +81,7 @@ async def test_a_new_worker_takes_loads_before_it_is_ready_and_is_ready_when_it_
         assert await loaded(client) == {SQL}
     # What had adapters before is not new: it has its share.
     orchestrator.is_warm = False
-    async with orchestrator.serving() as url, worker.running("--orchestrator-url", url) as client:
+    async with orchestrator.serving() as url, worker.together("--orchestrator-url", url) as client:
         assert await loaded(client) == {SQL}
 
 
@@ -89,7 +89,7 @@ async def test_a_share_that_takes_too_long_keeps_no_worker_out(worker) -> None:
     orchestrator = Orchestrator()
     async with (
         orchestrator.serving() as url,
-        worker.running("--orchestrator-url", url, "--warm-deadline-s", "0.3"),
+        worker.together("--orchestrator-url", url, "--warm-deadline-s", "0.3"),
     ):
         assert (await orchestrator.until(lambda report: report["state"] == "ready"))["lora"]["loaded_loras"] == []
 
@@ -99,5 +99,5 @@ async def test_without_an_orchestrator_that_knows_of_warming_a_worker_is_ready_a
     orchestrator = Orchestrator(is_warm=None)
     async with orchestrator.serving() as url:
         flags = ("--orchestrator-url", url if is_there else "http://127.0.0.1:9", "--warm-deadline-s", "600")
-        async with worker.running(*flags, until_ready=False) as client:
+        async with worker.together(*flags, until_ready=False) as client:
             await worker.ready(client, within_s=10)

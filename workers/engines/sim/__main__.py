@@ -35,9 +35,15 @@ async def serve(settings: Settings) -> None:
     publisher = Publisher(settings.kv_events) if settings.kv_events.is_on else None
     stop = asyncio.Event()
     engine = Engine(settings, publisher, Metrics(settings), on_death=stop.set)
-    app = make_app(_service(settings, engine), engine.run)
+    app = make_app(service_of(settings, engine), engine.run)
     config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, log_level="info", access_log=False, timeout_graceful_shutdown=1
+        app,
+        host=settings.host,
+        port=settings.port,
+        ws="none",
+        log_level="info",
+        access_log=False,
+        timeout_graceful_shutdown=1,
     )
     server = Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -59,7 +65,8 @@ async def _end(server: uvicorn.Server, engine: Engine, stop: asyncio.Event) -> N
     server.should_exit = True
 
 
-def _service(settings: Settings, engine: Engine) -> Service:
+def service_of(settings: Settings, engine: Engine) -> Service:
+    """The handlers, with the model's tokenizer and words. Raises OSError where its folder lacks a file."""
     tokenizer = ChatTokenizer.from_dir(settings.model)
     config = _config(settings.model)
     vocabulary = int(config["vocab_size"])
