@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
 import typer
 import yaml
 from rich.console import Console
@@ -25,7 +25,12 @@ from rich.table import Table
 
 from lorafleet import cli, demo, tables
 from lorafleet.auth import Keys, hash_key
+from orchestrator.app import build
+from orchestrator.config import OrchestratorSettings
 from orchestrator.store import Store
+from tests.e2e.fleets import running
+from tests.patience import patience, wait_until
+from tests.serving import serving_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +59,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture(scope="module")
 def orchestrator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("orchestrator")
-    port_file = folder / "port"
-    command = [sys.executable, "-m", "orchestrator", "--port", "0", "--port-file", str(port_file)]
-    process = subprocess.Popen([*command, "--store", str(folder / "store.db")], stderr=subprocess.DEVNULL)
+    store = tmp_path_factory.mktemp("orchestrator") / "store.db"
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # else it logs between what the CLI prints
     try:
-        deadline = time.monotonic() + 30
-        while not port_file.exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{port_file.read_text()}"
+        with serving_in_thread(lambda: build(OrchestratorSettings(store=store)).app) as url:
+            yield url
     finally:
-        process.terminate()
-        process.wait(20)
+        structlog.reset_defaults()
 
 
 @pytest.fixture
@@ -91,10 +89,7 @@ def test_an_adapter_is_added_listed_shown_and_removed(ask: Run, tmp_path: Path) 
     assert "loading=eager" in shown
     assert "adapters show sql/v1" in ask("adapters", "retry", "sql/v1").out
     ask("adapters", "rm", "sql/v1")
-    deadline = time.monotonic() + 10
-    while "sql/v1" in ask("adapters", "list").out:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: "sql/v1" not in ask("adapters", "list").out)
 
 
 def test_adding_the_same_adapter_again_is_fine_and_another_source_is_refused(
@@ -448,27 +443,17 @@ QUESTION = "Which customers paid late? " * 40
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A router that has decided four requests: base, base again, an adapter, and the base once more."""
-    folder = tmp_path_factory.mktemp("fleet")
-    words = ["up", "--engine", "sim", "--workers", "2", "--router-port", "0", "--orchestrator-port", "0", "--state-dir"]
-    command = [sys.executable, "-m", "lorafleet", *words, str(folder)]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=clean)
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().split()[1].removeprefix("router=")
+    with running(tmp_path_factory.mktemp("fleet") / "state", "--engine", "sim", "--workers", "2") as fleet:
         for number, model in enumerate(("tiny-qwen", "tiny-qwen", "sql-expert/v1", "tiny-qwen")):
             answer = httpx.post(
-                f"{url}/v1/chat/completions",
+                f"{fleet.router}/v1/chat/completions",
                 headers={"x-request-id": f"request-{number}"},
                 json={"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2},
-                timeout=60,
+                timeout=patience(60),
                 trust_env=False,
             )
             assert answer.status_code == 200, answer.text
-        yield url
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+        yield fleet.router
 
 
 @pytest.fixture
@@ -487,6 +472,7 @@ def row_of(said: Said, word: str) -> list[str]:
     return next(line for line in said.out.splitlines() if word in line).split()
 
 
+@pytest.mark.fleet
 def test_the_last_decisions_are_listed_newest_first_with_the_engines_own_count(routed: Run) -> None:
     said = routed("decisions")
     assert [line.split()[-1] for line in said.out.splitlines()[1:]] == [f"request-{n}" for n in (3, 2, 1, 0)]
@@ -513,12 +499,14 @@ def test_decisions_that_a_process_of_the_router_did_not_tell_are_said_to_be_miss
         server.shutdown()
 
 
+@pytest.mark.fleet
 def test_decisions_are_found_by_adapter_and_by_number(routed: Run) -> None:
     assert len(routed("decisions", "--adapter", "sql-expert/v1").out.splitlines()) == 2
     assert len(routed("decisions", "--adapter", "base", "--limit", "2").out.splitlines()) == 3
     assert len(routed("decisions", "--worker", "w9").out.splitlines()) == 1
 
 
+@pytest.mark.fleet
 def test_one_decision_is_shown_in_full_by_its_request(routed: Run, run: Run, router: str) -> None:
     said = routed("decisions", "request-2")
     assert said.out.startswith("sql-expert/v1@")
@@ -530,6 +518,7 @@ def test_one_decision_is_shown_in_full_by_its_request(routed: Run, run: Run, rou
     assert "request-9" in missing.err
 
 
+@pytest.mark.fleet
 def test_explain_shows_every_term_the_trust_and_the_cached_blocks_of_every_worker(routed: Run) -> None:
     said = routed("explain", QUESTION)
     assert "by kv_lora" in said.out.splitlines()[0]
@@ -561,6 +550,7 @@ def test_no_number_of_a_decision_is_broken_on_a_narrow_terminal_and_who_was_left
     ]
 
 
+@pytest.mark.fleet
 def test_explain_says_what_a_request_for_a_cold_adapter_would_do(routed: Run) -> None:
     said = routed("explain", "hello", "--model", "legal/v2")
     assert "no worker" in said.out
@@ -568,6 +558,7 @@ def test_explain_says_what_a_request_for_a_cold_adapter_would_do(routed: Run) ->
     assert "would wait for a load" in said.out
 
 
+@pytest.mark.fleet
 def test_recorded_decisions_come_out_the_same_again(
     routed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -583,6 +574,7 @@ def test_recorded_decisions_come_out_the_same_again(
     assert again | {"note": None} == one | {"engine_cached_tokens": None, "waited_s": 0.0, "first_data_s": None}
 
 
+@pytest.mark.fleet
 def test_a_bare_record_is_made_again_and_a_changed_one_comes_out_differently(
     routed: Run, run: Run, router: str, tmp_path: Path
 ) -> None:
@@ -599,6 +591,7 @@ def test_a_bare_record_is_made_again_and_a_changed_one_comes_out_differently(
     assert "draining" in said.out
 
 
+@pytest.mark.fleet
 def test_another_policy_can_be_asked_what_it_would_have_done(
     routed: Run, run: Run, router: str, tmp_path: Path
 ) -> None:
@@ -610,6 +603,7 @@ def test_another_policy_can_be_asked_what_it_would_have_done(
     assert "kv_lora, least_loaded, prefix_hash, round_robin, session" in said.err
 
 
+@pytest.mark.fleet
 @pytest.mark.parametrize(
     "text",
     ["[1", "[]x", "{}", "[7]", '{"record": 3}', '{"record": {"policy": []}}', '{"record": {"policy": "kv_lora"}}'],
@@ -622,6 +616,7 @@ def test_what_is_no_record_is_one_line(run: Run, router: str, tmp_path: Path, te
     assert len(said.err.splitlines()) == 1
 
 
+@pytest.mark.fleet
 def test_every_part_that_a_record_lacks_is_a_400_that_says_what_is_expected(routed: Run, router: str) -> None:
     one = json.loads(routed("decisions", "request-3", "--json").out)["data"][0]["record"]
     broken = [

@@ -1,6 +1,5 @@
 """What the ledger says is cached is what the engine then finds cached: the sim's word, and vLLM's own."""
 
-import asyncio
 import random
 
 import httpx
@@ -12,7 +11,9 @@ from lorafleet.kv.ledger import Ledger
 from lorafleet.kv.subscribe import Endpoint, Hub
 from lorafleet.tiny import make_adapter, make_model
 from tests.engines import start_engine
-from tests.patience import until
+from tests.patience import patience, until
+
+pytestmark = pytest.mark.fleet
 
 BLOCK = 32
 MOST_BLOCKS = 64  # small, so that there are evictions all the time
@@ -26,7 +27,7 @@ class Held(set):
         self.ledger = Ledger("tiny-qwen", BLOCK, self)
         self.decode = Decoder().decode
         self.is_open = False
-        self.losses = self.batches = 0
+        self.losses = 0
 
     def add(self, tier, hashes):
         assert tier == "device"
@@ -37,7 +38,6 @@ class Held(set):
         self.difference_update(hashes)
 
     def batch(self, payload):
-        self.batches += 1
         self.ledger.apply(self.decode(payload))
 
     def opened(self):
@@ -56,15 +56,19 @@ class Held(set):
         self.losses += 1
 
 
-async def settled(held):
-    """Nothing more comes. What a partial block took the room of is told by no store that one could wait for."""
-    batches = -1
-    while batches != held.batches:
-        batches = held.batches
-        await asyncio.sleep(0.2)
+async def settled(held, client, number):
+    """Nothing more comes of earlier requests: the events of a later one are known, and events come in order.
+
+    What a partial block took the room of is told by no store that one could wait for.
+    """
+    prompt = [9, *([number] * BLOCK)]
+    body = {"model": "tiny-qwen", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    [block] = block_hashes(prompt, block_size=BLOCK, root=root_hash("tiny-qwen", ""))
+    await until(lambda: block in held)
 
 
-@pytest.fixture(scope="module", params=["sim", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(scope="module", params=["sim", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.thorough])])
 def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kv-engine")
     flags = ("--num-gpu-blocks-override", str(MOST_BLOCKS), "--max-model-len", "1024")
@@ -84,7 +88,7 @@ async def test_every_hit_of_the_engine_is_predicted_to_the_block(engine):
     try:
         hub.follow(Endpoint(engine.kv_endpoint, engine.replay_endpoint, "kv"), held)
         await until(lambda: held.is_open)
-        async with httpx.AsyncClient(base_url=engine.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=engine.url, timeout=patience(60)) as client:
             for number in range(60):
                 head = rng.choice(heads)
                 tail = [rng.randrange(10, 3000) for _ in range(rng.randrange(1, 3 * BLOCK))]
@@ -102,7 +106,7 @@ async def test_every_hit_of_the_engine_is_predicted_to_the_block(engine):
                 hits += predicted
                 # The whole prompt is cached now, and so the ledger says in a moment.
                 await until(lambda hashes=hashes: held.issuperset(hashes))
-                await settled(held)
+                await settled(held, client, number + 10)
                 evicted = held.ledger.accepted["BlockRemoved"]
         assert hits > 0
         assert evicted > MOST_BLOCKS

@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lorafleet.loops import Changes, Later, backoff_s, forever
-from tests.patience import patience, within
+from tests.patience import patience, until, within
 
 
 def test_waits_after_failures_double_up_to_the_most_and_nobody_waits_as_long_as_the_next():
@@ -127,14 +127,14 @@ async def test_a_cancellation_that_comes_together_with_what_was_waited_for_is_no
         asyncio.create_task(changes.until(lambda: False, timeout_s=60)),
         asyncio.create_task(forever(step, name="x", every_s=60, poke=poke)),
     ]
-    await asyncio.sleep(0.01)
+    await until(lambda: told)  # and both wait
     changes.notify()
     poke.set()
     for _ in range(turns):
         await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
-    await asyncio.wait(tasks, timeout=1)
+    await asyncio.wait(tasks, timeout=patience(5))
     assert all(task.cancelled() for task in tasks)
 
 

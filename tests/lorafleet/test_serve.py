@@ -1,6 +1,5 @@
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import httpx
 import pytest
 
 from lorafleet import serve
+from tests.lorafleet.forks import Forks
 from tests.patience import within
 
 
@@ -113,14 +113,13 @@ async def test_a_head_of_many_headers_that_fits_is_served():
         assert (await client.get(f"http://{host}:{port}/", headers=headers)).status_code == 200
 
 
-CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
+@pytest.fixture(scope="module")
+def forks():
+    with Forks() as forks:
+        yield forks
 
 
-def ended(tmp_path, *words):
-    command = [sys.executable, "-m", *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=CLEAN, cwd=tmp_path)
-
-
+@pytest.mark.fleet
 @pytest.mark.parametrize(
     "words",
     [
@@ -131,15 +130,15 @@ def ended(tmp_path, *words):
     ],
     ids=lambda words: "-".join(words[:2]),
 )
-def test_a_port_in_use_ends_every_house_alike_and_the_last_line_says_what_to_do(tmp_path, monkeypatch, words):
-    monkeypatch.setitem(CLEAN, "PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+def test_a_port_in_use_ends_every_house_alike_and_the_last_line_says_what_to_do(tmp_path, forks, words):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        it = ended(tmp_path, *words, "--port", str(port))
+        it = forks.run(*words, "--port", str(port), folder=tmp_path)
     in_use = f"port {port} of 127.0.0.1 is in use by another process: choose another with --port (0 picks a free one)"
     assert (it.returncode, it.stderr.splitlines()) == (2, [f"python -m {words[0]}: {in_use}"])
 
 
+@pytest.mark.fleet
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -159,18 +158,17 @@ def test_a_port_in_use_ends_every_house_alike_and_the_last_line_says_what_to_do(
         ),
     ],
 )
-def test_a_folder_or_file_that_is_not_there_ends_a_house_in_one_line_that_names_it(tmp_path, monkeypatch, words, says):
-    monkeypatch.setitem(CLEAN, "PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    it = ended(tmp_path, *words, "--port", "0")
+def test_a_folder_or_file_that_is_not_there_ends_a_house_in_one_line_that_names_it(tmp_path, forks, words, says):
+    it = forks.run(*words, "--port", "0", folder=tmp_path)
     assert it.returncode == 2
     assert says in it.stderr
     assert len(it.stderr.splitlines()) == 1
 
 
+@pytest.mark.fleet
 @pytest.mark.parametrize("house", ["router", "orchestrator"])
-def test_a_port_file_that_cannot_be_written_ends_a_house_that_says_so_without_a_traceback(tmp_path, monkeypatch, house):
-    monkeypatch.setitem(CLEAN, "PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    it = ended(tmp_path, house, "--port", "0", "--port-file", "none/port")
+def test_a_port_file_that_cannot_be_written_ends_a_house_that_says_so_without_a_traceback(tmp_path, forks, house):
+    it = forks.run(house, "--port", "0", "--port-file", "none/port", folder=tmp_path)
     says = f"python -m {house}: port file none/port: No such file or directory; name one that can be written"
     assert (it.returncode, "Traceback" in it.stderr) == (2, False)
     assert says in it.stderr.splitlines()
