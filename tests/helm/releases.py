@@ -1,0 +1,44 @@
+"""The chart in a cluster, by real helm and kubectl."""
+
+import asyncio
+import base64
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from tests.helm.rendering import RELEASE
+from tests.kube.binaries import helm, run
+from tests.kube.conftest import Cluster
+
+
+class Release:
+    """The chart in a cluster's namespace, by the helm that users run."""
+
+    def __init__(self, kube: Cluster, home: Path) -> None:
+        self.program = helm
+        self._kube = kube
+        self._environment = {"KUBECONFIG": str(kube.kubeconfig)} | {
+            f"HELM_{kind}_HOME": str(home / kind) for kind in ("CACHE", "CONFIG", "DATA")
+        }
+
+    async def tried(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """What helm says, whether it works or not."""
+        return await asyncio.to_thread(
+            run, self.program(), *words, "--namespace", self._kube.namespace, environment=self._environment
+        )
+
+    async def helm(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        done = await self.tried(*words)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    async def kubectl(self, *words: str, stdin: str | None = None) -> str:
+        return await asyncio.to_thread(self._kube.kubectl, *words, stdin=stdin)
+
+    async def secret(self, name: str) -> dict[str, str]:
+        said = yaml.safe_load(await self.kubectl("get", "secret", f"{RELEASE}-lorafleet-{name}", "-o", "yaml"))
+        return {key: base64.b64decode(value).decode() for key, value in said["data"].items()}
+
+    async def hashes(self, house: str) -> set[str]:
+        return {entry["sha256"] for entry in yaml.safe_load((await self.secret(f"keys-{house}"))["keys.yaml"])["keys"]}

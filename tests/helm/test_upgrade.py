@@ -1,0 +1,185 @@
+"""Whatever the chart owns can be upgraded, applied on the server (Helm 4) or on the client (Helm 3, and Helm 4 where a
+release began so), with and without hands in between.
+"""
+
+import pytest
+import yaml
+
+from tests.helm.releases import Release
+from tests.helm.rendering import CHART, RELEASE
+from tests.kube.api import connected
+from tests.kube.binaries import BinaryMissing, helm, helm_3
+
+SERVER, CLIENT, HELM_3 = "Helm 4 on the server", "Helm 4 on the client", "Helm 3"
+WAYS = pytest.mark.parametrize("way", [SERVER, CLIENT, HELM_3])
+WORDS = {SERVER: ["--server-side=true"], CLIENT: ["--server-side=false"], HELM_3: []}
+NAMES = {
+    "statefulset": "fleet-lorafleet-p",
+    "deployment": "fleet-lorafleet-router",
+    "orchestrator": "fleet-lorafleet-orchestrator",
+}
+KINDS = {"statefulset": "statefulset", "deployment": "deployment", "orchestrator": "deployment"}
+SCALES = "/apis/apps/v1/namespaces/{namespace}"
+
+
+class Upgrades:
+    """One release of a pool of six workers and four routers."""
+
+    def __init__(self, release: Release, kube, folder, way: str) -> None:
+        self.release, self.kube, self._way = release, kube, way
+        self._file = folder / "given.yaml"
+        self._count = 0
+
+    async def tried(self, verb: str, *words: str, pool=None, **values):
+        """What helm says when it installs or upgrades to these values."""
+        pool = {"name": "p", "engine": "sim", "demoModel": True, "replicas": 6, **(pool or {})}
+        # Something changes each time, as in an upgrade that is worth one.
+        self._count += 1
+        orchestrator = {"podAnnotations": {"example.com/upgrade": str(self._count)}}
+        given = {"router": {"replicas": 4}, "pools": [pool], "orchestrator": orchestrator}
+        self._file.write_text(yaml.safe_dump(given | values))
+        self.release.program = helm_3 if self._way == HELM_3 else helm
+        return await self.release.tried(
+            verb, RELEASE, str(CHART), "--values", str(self._file), *WORDS[self._way], *words
+        )
+
+    async def __call__(self, verb: str, *words: str, **values) -> str:
+        done = await self.tried(verb, *words, **values)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    async def replicas(self, kind: str) -> int:
+        said = await self.release.kubectl("get", KINDS[kind], NAMES[kind], "-o", "jsonpath={.spec.replicas}")
+        return int(said)
+
+    async def by_autoscaler(self, kind: str, replicas: int) -> None:
+        """As the HorizontalPodAutoscaler's controller writes it, KEDA's too."""
+        async with connected(self.kube.kubeconfig) as api:
+            code, said = await api.ask(
+                "PATCH",
+                f"{SCALES}/{KINDS[kind]}s/{NAMES[kind]}/scale",
+                {"spec": {"replicas": replicas}},
+                kind="application/merge-patch+json",
+                fieldManager="kube-controller-manager",
+            )
+        assert code == 200, said
+
+    async def by_hand(self, kind: str, replicas: int) -> None:
+        await self.release.kubectl("scale", KINDS[kind], NAMES[kind], "--replicas", str(replicas))
+
+
+@pytest.fixture
+def upgrades(release, kube, tmp_path, way) -> Upgrades:
+    if way == HELM_3:
+        try:
+            helm_3()
+        except BinaryMissing as exc:  # Helm 4's own code for clients asks the same
+            pytest.skip(str(exc))
+    return Upgrades(release, kube, tmp_path, way)
+
+
+SCALED = {"enabled": True, "type": "hpa", "maxReplicas": 12}
+
+
+@WAYS
+async def test_turning_on_autoscaling_takes_no_worker_and_no_router_away(upgrades):
+    scaled = {"pool": {"autoscaling": SCALED}, "router": {"replicas": 4, "autoscaling": SCALED}}
+    await upgrades("install")
+    await upgrades("upgrade", **scaled)
+    assert [await upgrades.replicas(kind) for kind in ("statefulset", "deployment")] == [6, 4]
+    await upgrades.by_autoscaler("statefulset", 9)
+    await upgrades.by_autoscaler("deployment", 2)
+    await upgrades("upgrade", **scaled)
+    assert [await upgrades.replicas(kind) for kind in ("statefulset", "deployment")] == [9, 2]
+
+    notes = await upgrades("upgrade")
+    assert [await upgrades.replicas(kind) for kind in ("statefulset", "deployment")] == [9, 2]
+    said = "StatefulSet fleet-lorafleet-p keeps its 9 replicas, which kube-controller-manager has set"
+    assert f"{said}, though values say 6." in notes
+
+
+@WAYS
+async def test_a_pool_that_begins_with_autoscaling_keeps_what_that_has_set(upgrades):
+    await upgrades("install", pool={"autoscaling": SCALED})
+    await upgrades.by_autoscaler("statefulset", 5)
+    await upgrades("upgrade", pool={"autoscaling": SCALED})
+    assert await upgrades.replicas("statefulset") == 5
+
+
+@WAYS
+async def test_a_number_set_by_hand_stays_and_the_notes_say_how_to_change_it(upgrades):
+    asked = {"statefulset": 6, "deployment": 4, "orchestrator": 2}
+    await upgrades("install")
+    for kind in asked:
+        await upgrades.by_hand(kind, 3)
+    for _ in range(2):
+        notes = await upgrades("upgrade")
+        for kind in asked:
+            assert await upgrades.replicas(kind) == 3
+            assert f"{NAMES[kind]} keeps its 3 replicas, which kubectl has set" in notes
+    commands = [line.split() for line in notes.splitlines() if " scale " in line]
+    for command in commands:
+        assert command[0] == "kubectl"
+        await upgrades.release.kubectl(*command[1:])
+    assert {kind: await upgrades.replicas(kind) for kind in asked} == asked
+    assert "keeps its" not in await upgrades("upgrade")
+
+
+async def _change_after_hands(upgrades):
+    await upgrades("install")
+    await upgrades.by_hand("statefulset", 3)
+    await upgrades("upgrade")
+    return await upgrades.tried("upgrade", pool={"replicas": 8})
+
+
+@pytest.mark.parametrize("way", [SERVER])
+async def test_another_number_in_values_than_by_hand_is_refused_before_anything_changes(upgrades):
+    done = await _change_after_hands(upgrades)
+    assert done.returncode != 0
+    what = "StatefulSet fleet-lorafleet-p: values say 8 replicas now, and kubectl has set 3; nothing is changed."
+    assert what in done.stderr
+    assert await upgrades.replicas("statefulset") == 3
+    await upgrades("upgrade", "--force-conflicts", pool={"replicas": 8}, keepScaled=False)
+    assert await upgrades.replicas("statefulset") == 8
+    await upgrades("upgrade", pool={"replicas": 7})
+    assert await upgrades.replicas("statefulset") == 7
+
+
+@pytest.mark.parametrize("way", [CLIENT, HELM_3])
+async def test_another_number_in_values_than_by_hand_counts_where_clients_apply(upgrades):
+    done = await _change_after_hands(upgrades)
+    assert done.returncode == 0, done.stderr
+    assert await upgrades.replicas("statefulset") == 8
+
+
+@pytest.mark.parametrize("way", [SERVER])
+async def test_a_rollback_takes_back_what_hands_have_set_only_by_force(upgrades):
+    await upgrades("install")
+    await upgrades.by_hand("statefulset", 3)
+    await upgrades("upgrade")
+    done = await upgrades.release.tried("rollback", RELEASE, "1")
+    assert 'conflict with "kubectl" with subresource "scale"' in done.stderr
+    await upgrades.release.helm("rollback", RELEASE, "1", "--force-conflicts")
+    assert await upgrades.replicas("statefulset") == 6
+
+
+@WAYS
+async def test_hands_that_the_guide_recommends_are_in_no_upgrades_way(upgrades):
+    await upgrades("install")
+    for kind in ("statefulset", "deployment"):
+        await upgrades.release.kubectl("rollout", "restart", kind, NAMES[kind])
+        await upgrades.release.kubectl("annotate", kind, NAMES[kind], "example.com/by=hand")
+        await upgrades.release.kubectl("label", kind, NAMES[kind], "by=hand")
+    await upgrades("upgrade", pool={"replicas": 8})
+    assert await upgrades.replicas("statefulset") == 8
+
+
+@pytest.mark.parametrize("way", [CLIENT, HELM_3])
+async def test_a_release_goes_over_from_the_client_to_the_server(upgrades, release, kube, tmp_path):
+    server = Upgrades(release, kube, tmp_path, SERVER)
+    await upgrades("install")
+    await upgrades.by_hand("statefulset", 3)
+    await server("upgrade")
+    assert await server.replicas("statefulset") == 3
+    await server("upgrade", pool={"autoscaling": SCALED})
+    assert await server.replicas("statefulset") == 3
