@@ -19,6 +19,9 @@ log = structlog.get_logger()
 
 Json = dict[str, Any]
 MERGE_PATCH = "application/merge-patch+json"
+FIELD_MANAGER = "lorafleet"
+"""As what we own the fields that we write: what conflicts of server-side apply name."""
+_WRITES = frozenset({"POST", "PUT", "PATCH"})
 
 
 async def connect(
@@ -146,12 +149,13 @@ class Kube:
     ) -> httpx.Response:
         """An answer whose body is not read. A refused token is read anew, and if it is another one tried at once."""
         content = None if body is None else msgspec.json.encode(body)
+        named = {"fieldManager": FIELD_MANAGER} if method in _WRITES else {}
         for is_last in (False, True):
             client, token = self._client, self._token()
             request = client.build_request(
                 method,
                 self.url + path,
-                params=dict(params or {}),
+                params={**named, **(params or {})},
                 content=content,
                 headers=_headers(token, content_type if content is not None else None),
                 # Without a read deadline of its own the caller's deadline for the whole call stands.

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from lorafleet.kube.client import Json
 from orchestrator.configmaps.journal import Journal
 from orchestrator.configmaps.mirror import Mirror
@@ -17,9 +19,13 @@ from orchestrator.configmaps.objects import (
     annotation,
     asked_of,
     asked_targets,
+    copy_of,
+    differences,
+    kind_of,
     mark_of,
     new_object,
     policy_text,
+    release_of,
     text_of,
     uid_of,
     with_notes,
@@ -203,13 +209,24 @@ class Drafts:
                 raise Conflict(message, code="conflict")
             assert before is not None, "what is not asked for is in a record"
             mark = before.of
-        elif is_asked:
+        elif is_asked and not self._is_owned(name, found):
             new = text()
             mark = mark_of(new)
-        body = with_ours(
-            found, kind, text=new, record=record(mark), status=self.said.get(name, status), rollout=rollout
-        )
+        status = self.said.get(name) or status + self._aside(name, found, text, is_new=new is not None)
+        body = with_ours(found, kind, text=new, record=record(mark), status=status, rollout=rollout)
         return Wish(name, body)
+
+    def _is_owned(self, name: str, found: Json) -> bool:
+        """Whether somebody owns the text who would meet a conflict if it were written here: an upgrade would fail."""
+        return bool(release_of(found)) or name in self.mirror.applied
+
+    def _aside(self, name: str, found: Json, text: Callable[[], str], *, is_new: bool) -> str:
+        """What is in force and not in the text, in words; "" where it is all there."""
+        if is_new or not self._is_owned(name, found):
+            return ""
+        others = differences(found, kind_of(found), text())
+        owner = f"Helm release {release_of(found)}" if release_of(found) else "whoever applies it"
+        return f"; set over REST, beside the text of {owner}: {', '.join(others)}" if others else ""
 
     def _status(self, name: str) -> Wish | None:
         found, status = self.mirror.objects.get(name), self.said.get(name)
@@ -235,8 +252,14 @@ class Drafts:
         return [*copies, {**state, "data": workers_made(Tables(self.fleet, workers=workers))}]
 
     def _copy(self, table: str, key: str, text: str, record: Record) -> Json:
-        found = new_object(self.fleet, KINDS[table], self.tables.home(table, key))
-        return with_ours(found, KINDS[table], text=text, record=record, status="accepted")
+        """An object that somebody else owns is copied as they made it: put back, it takes no field from them."""
+        name, kind = self.tables.home(table, key), KINDS[table]
+        found, was = self.mirror.objects.get(name), self.mirror.record(name)
+        if found is None or was is None or not self._is_owned(name, found):
+            found = new_object(self.fleet, kind, name)
+            return with_ours(found, kind, text=text, record=record, status="accepted")
+        record = msgspec.structs.replace(record, of=was.of)
+        return with_ours(copy_of(found), kind, text=None, record=record, status=annotation(found, STATUS))
 
 
 def _status_of(adapter: Adapter) -> str:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import structlog
-from pydantic import BaseModel
 
 from lorafleet.kube.client import Json
 from lorafleet.kube.errors import KubeError
@@ -25,6 +24,7 @@ from orchestrator.configmaps.notices import Notices
 from orchestrator.configmaps.objects import (
     FLEET,
     KIND,
+    MODELS,
     STATUS,
     NamedAlias,
     age_of,
@@ -41,7 +41,7 @@ from orchestrator.core.errors import Conflict, OrchestratorError, RequestError
 from orchestrator.core.state import Adapter
 from orchestrator.registry import Registry
 from orchestrator.store import Store
-from orchestrator.wire import AdapterSpec, Policy
+from orchestrator.wire import AdapterSpec
 
 log = structlog.get_logger()
 
@@ -218,9 +218,8 @@ class Intake:
         """What it says, or the error that it is; parsed once, however often it is refused."""
         known = self._read.get(name)
         if known is None or known[0] is not found:
-            models: dict[str, type[BaseModel]] = {"adapter": AdapterSpec, "alias": NamedAlias, "policy": Policy}
             try:
-                known = found, declared(found, kind, models[kind])
+                known = found, declared(found, kind, MODELS[kind])
             except RequestError as exc:
                 known = found, exc
             self._read[name] = known

@@ -5,7 +5,17 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from lorafleet.kube.client import Json
-from orchestrator.configmaps.objects import KINDS, Record, kind_of, lean, name_of, record_of, uid_of, version_of
+from orchestrator.configmaps.objects import (
+    KINDS,
+    Record,
+    is_applied,
+    kind_of,
+    lean,
+    name_of,
+    record_of,
+    uid_of,
+    version_of,
+)
 
 
 class Gone(NamedTuple):
@@ -28,6 +38,7 @@ class Mirror:
         self.changed: set[str] = set()
         self.doubtful: dict[str, bool] = {}  # name -> whether its deletion was seen
         self.is_synced = False
+        self.applied: set[str] = set()  # objects whose text somebody applies on the server
         self.watched: dict[str, int] = {}  # name -> version that the watch has brought
         self.edition = 0
         self._ours: dict[str, Json] = {}  # name -> as it is being written by us
@@ -66,6 +77,11 @@ class Mirror:
         self.doubtful.setdefault(name, False)
         self.on_news()
 
+    def note_owners(self, found: Json) -> None:
+        """Before `lean`, which takes them off; an object without them says nothing new."""
+        if "managedFields" in found["metadata"]:
+            (self.applied.add if is_applied(found) else self.applied.discard)(name_of(found))
+
     @contextmanager
     def writing(self, name: str, body: Json) -> Iterator[None]:
         """This is being written: the watch may tell of it first."""
@@ -80,6 +96,7 @@ class Mirror:
         """The API server's answer to our own write, or to a question by name."""
         if version_of(found) < self.watched.get(name_of(found), 0):
             return  # the watch was faster, and has brought what came after it: a deletion, perhaps
+        self.note_owners(found)
         self.objects[name_of(found)] = lean(found)
         self.doubtful.pop(name_of(found), None)
         self.edition += 1
@@ -93,6 +110,7 @@ class Mirror:
             self.changed.add(name)
         self.doubtful.pop(name, None)
         self._records.pop(name, None)
+        self.applied.discard(name)
 
     def record(self, name: str) -> Record | None:
         """What is accepted of an object, parsed once a version of it."""
@@ -117,6 +135,7 @@ class Mirror:
         is_same = known is not None and uid_of(known) == uid_of(found)
         if known is not None and is_same and version_of(found) <= version_of(known):
             return  # our own write, come back
+        self.note_owners(found)
         self.objects[name] = lean(found)
         self.edition += 1
         if name not in self._ours or _said(self._ours[name]) != _said(found):

@@ -20,11 +20,13 @@ from lorafleet.kube.client import Json
 from orchestrator.core.errors import RequestError, StoreError
 from orchestrator.core.rollout import Rollout, Targets, as_json, from_json
 from orchestrator.core.state import Adapter, Rules
-from orchestrator.wire import AdapterPolicy, AliasSpec, LoraId, SecretRef
+from orchestrator.wire import AdapterPolicy, AdapterSpec, AliasSpec, LoraId, Policy, SecretRef
 
 KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"
 RECORD, STATUS, ROLLOUT = "lorafleet.io/record", "lorafleet.io/status", "lorafleet.io/rollout"
 KINDS = ("adapter", "alias", "policy")
+_RELEASE = "meta.helm.sh/release-name"
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MAX_TEXT_BYTES = 128 * 2**10  # more than all fields fill; 1 MiB of brackets would take seconds to read
@@ -37,6 +39,10 @@ class NamedAlias(AliasSpec):
     """What an alias's ConfigMap says: the body of `PUT /v1/aliases/{name}`, and the name."""
 
     name: LoraId
+
+
+MODELS: Mapping[str, type[BaseModel]] = {"adapter": AdapterSpec, "alias": NamedAlias, "policy": Policy}
+"""What each kind's text says, as REST is sent it."""
 
 
 class AdapterRecord(msgspec.Struct, frozen=True):
@@ -79,6 +85,14 @@ def new_object(fleet: str, kind: str, name: str) -> Json:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}, "data": {}}
 
 
+def copy_of(found: Json) -> Json:
+    """The object as whoever made it would apply it: no uid, no version, nothing that a tool keeps for itself."""
+    meta = found["metadata"]
+    notes = {key: value for key, value in (meta.get("annotations") or {}).items() if key != _LAST_APPLIED}
+    kept = {"name": meta["name"], "labels": meta.get("labels") or {}, "annotations": notes}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": kept, "data": found.get("data") or {}}
+
+
 def name_of(found: Json) -> str:
     return str(found["metadata"]["name"])
 
@@ -102,6 +116,24 @@ def lean(found: Json) -> Json:
     """Without the API server's own bookkeeping, which is as long as all else; a PUT that leaves it out keeps it."""
     found["metadata"].pop("managedFields", None)
     return found
+
+
+def is_applied(found: Json) -> bool:
+    """Whether somebody applies the text on the server: `kubectl apply --server-side`, Helm 4, Flux. Their next apply is
+    a conflict once anybody else has written that field.
+
+    source  Kubernetes' `metadata.managedFields`, before `lean`
+    """
+    texts = {f"f:{kind}.yaml" for kind in KINDS}
+    return any(
+        entry.get("operation") == "Apply" and texts & (entry.get("fieldsV1") or {}).get("f:data", {}).keys()
+        for entry in found["metadata"].get("managedFields") or ()
+    )
+
+
+def release_of(found: Json) -> str:
+    """The Helm release that made the object; "" where none did."""
+    return annotation(found, _RELEASE)
 
 
 def kind_of(found: Json) -> str:
@@ -162,6 +194,19 @@ def declared(found: Json, kind: str, model: type[M]) -> M:
         return model.model_validate(body)
     except ValidationError as exc:
         raise RequestError(said_wrong(exc.errors()), param=key) from exc
+
+
+def differences(found: Json, kind: str, text: str) -> list[str]:
+    """Fields that people may change and that this text says otherwise than the object's own, which was accepted."""
+    try:
+        there = declared(found, kind, MODELS[kind])
+    except RequestError:  # it was accepted by another version
+        return []
+    wanted = declared({"data": {f"{kind}.yaml": text}}, kind, MODELS[kind])
+    names = {"adapter": ("policy", "tenants", "secret_ref"), "alias": ("targets",)}.get(kind) or MODELS[
+        kind
+    ].model_fields
+    return [name for name in names if getattr(there, name) != getattr(wanted, name)]
 
 
 def _is_shallow(text: str) -> bool:

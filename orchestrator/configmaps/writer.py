@@ -264,6 +264,7 @@ class Writer:
             else:
                 self._mirror.is_gone(name)
             return None
+        self._mirror.note_owners(found)
         if lean(found) != self._mirror.objects.get(name_of(found)):
             self._mirror.changed.add(name)
         self._mirror.wrote(found)

@@ -1,0 +1,125 @@
+"""Adapters that come with a release, and are changed over REST between its upgrades."""
+
+import json
+
+import pytest
+import yaml
+
+from orchestrator.configmaps.objects import STATUS
+from orchestrator.wire import AdapterPatch, AliasSpec
+from tests.helm.rendering import CHART, RELEASE
+from tests.kube.api import connected
+from tests.kube.stores import FLEET
+from tests.patience import until
+
+# As the stores of the tests call their fleet.
+NAMED = ("--set", f"fullnameOverride={FLEET}")
+ADAPTERS = [{"lora_id": "sql/v1", "source": "hf://acme/sql", "policy": {"min_replicas": 2}, "tenants": ["acme"]}]
+WAYS = pytest.mark.parametrize("way", ["--server-side=true", "--server-side=false"])
+MAPS = "/api/v1/namespaces/{namespace}/configmaps"
+
+
+@pytest.fixture
+def upgrade(release, tmp_path, way):
+    """Install or upgrade with these adapters."""
+    file = tmp_path / "adapters.yaml"
+
+    async def upgrade(verb: str, adapters: list[dict] = ADAPTERS) -> None:
+        file.write_text(yaml.safe_dump({"adapters": adapters}))
+        await release.helm(verb, RELEASE, str(CHART), *NAMED, "--values", str(file), way)
+
+    return upgrade
+
+
+async def the_object(kube):
+    async with connected(kube.kubeconfig) as api:
+        _, listed = await api.ask("GET", MAPS, labelSelector="lorafleet.io/kind=adapter")
+    assert len(listed["items"]) == 1
+    return listed["items"][0]
+
+
+def adapter(seat):
+    return seat.store.adapters["sql/v1"]
+
+
+@WAYS
+async def test_a_change_over_rest_is_in_no_upgrades_way_and_outlives_those_that_change_others(
+    upgrade, seat, seats, kube
+):
+    await upgrade("install")
+    await until(lambda: "sql/v1" in seat.store.adapters)
+    await seat.store.saved()
+    text = (await the_object(kube))["data"]["adapter.yaml"]
+
+    seat.registry.patch("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
+    await seat.store.saved()
+    found = await the_object(kube)
+    assert found["data"]["adapter.yaml"] == text
+    said = found["metadata"]["annotations"][STATUS]
+    assert said == "accepted; set over REST, beside the text of Helm release fleet: policy"
+    managers = {entry["manager"] for entry in found["metadata"]["managedFields"]}
+    assert managers == {"helm", "lorafleet"}
+
+    await upgrade("upgrade", [*ADAPTERS])
+    assert adapter(seat).min_replicas == 5
+    await seats.close(seat)
+    again = await seats.lead()
+    assert (adapter(again).min_replicas, adapter(again).tenants) == (5, ("acme",))
+
+    await upgrade("upgrade", [ADAPTERS[0] | {"policy": {"min_replicas": 3}}])
+    await until(lambda: adapter(again).min_replicas == 3)
+    await again.store.saved()
+    assert (await the_object(kube))["metadata"]["annotations"][STATUS] == "accepted"
+
+
+@WAYS
+async def test_what_is_deleted_over_rest_and_stays_in_the_values_comes_back_with_the_next_upgrade(upgrade, seat):
+    await upgrade("install")
+    await until(lambda: "sql/v1" in seat.store.adapters)
+    await seat.store.saved()
+    seat.registry.delete("sql/v1", "me")
+    seat.store.drop_adapter("sql/v1")
+    await seat.store.saved()
+    await upgrade("upgrade")
+    await until(lambda: "sql/v1" in seat.store.adapters)
+
+
+@WAYS
+async def test_a_backup_that_is_put_back_takes_no_field_from_the_release(upgrade, release, seat, kube, tmp_path):
+    await upgrade("install")
+    await until(lambda: "sql/v1" in seat.store.adapters)
+    seat.registry.patch("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
+    await seat.store.saved()
+    before = await the_object(kube)
+    seat.store.backup(tmp_path / "backup.json")
+    copies = json.loads((tmp_path / "backup.json").read_text())["items"]
+    kept = next(it for it in copies if it["metadata"]["name"] == before["metadata"]["name"])
+    assert kept["data"] == before["data"]
+    assert kept["metadata"]["labels"] == before["metadata"]["labels"]
+
+    await release.kubectl("apply", "-f", str(tmp_path / "backup.json"))
+    assert (await the_object(kube))["data"] == before["data"]
+    await upgrade("upgrade", [ADAPTERS[0] | {"policy": {"min_replicas": 3}}])
+    await until(lambda: adapter(seat).min_replicas == 3)
+
+
+async def test_a_text_that_is_applied_on_the_server_stays_its_owners(release, seat, people):
+    async def apply(*targets: str) -> None:
+        said = {"name": "sql", "targets": [{"lora_id": name} for name in targets]}
+        labels = {"lorafleet.io/kind": "alias", "lorafleet.io/fleet": FLEET}
+        head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "sql", "labels": labels}}
+        text = yaml.safe_dump(head | {"data": {"alias.yaml": yaml.safe_dump(said)}})
+        await release.kubectl("apply", "--server-side", "-f", "-", stdin=text)
+
+    for number in (1, 2, 3):
+        await people.apply(f"sql-{number}", {"lora_id": f"sql/v{number}", "source": f"hf://acme/sql-{number}"})
+    await apply("sql/v1")
+    await until(lambda: "sql" in seat.store.aliases)
+    seat.registry.put_alias("sql", AliasSpec.model_validate({"targets": [{"lora_id": "sql/v2"}]}), "me")
+    await seat.store.saved()
+    await people.said("sql", "set over REST, beside the text of whoever applies it: targets")
+    assert "sql/v1" in (await people.get("sql"))["data"]["alias.yaml"]
+    await apply("sql/v1")
+    assert seat.store.aliases["sql"] == (("sql/v2", 1.0),)
+    await apply("sql/v3")
+    await until(lambda: seat.store.aliases["sql"] == (("sql/v3", 1.0),))
