@@ -24,7 +24,8 @@ HOUSES: dict[str, type[HouseSettings]] = {
 SCHEMA = Path(__file__).parents[1] / "helm" / "lorafleet" / "values.schema.json"
 
 # Those that the chart itself gives, from values of its own, or that make no sense in a pod.
-_EVERYWHERE = {"host", "port", "key_files", "token", "config", "port_file", "allow_open", "metrics_need_key"}
+_EVERYWHERE = {"host", "port", "key_files", "token", "token_file", "config", "port_file", "allow_open"}
+_EVERYWHERE |= {"metrics_need_key"}
 GIVEN = {
     "router": _EVERYWHERE
     | {"orchestrator_url", "router_id", "state_dir", "zone", "engines", "processes", "drain_s", "grace_s"}

@@ -56,6 +56,9 @@ class HouseSettings(BaseSettings):
         default=False, description="answer `/metrics` to keys with the scope `metrics` alone; else to everybody"
     )
     token: Key = Field(default="", description="bearer key for our own calls to other houses", repr=False)
+    token_file: Path | None = Field(
+        default=None, description="file with that key, which comes before `token`; re-read when it changes"
+    )
     log_format: str = Field(default="json", pattern="^(json|console)$", description="json or console")
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$", description="least level logged")
     port_file: Path | None = Field(default=None, description="write the listening port here once serving")

@@ -10,6 +10,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
+from lorafleet.ownkey import OwnKey
 from orchestrator.core.errors import LeaseLost, Permanent, Transient
 from workers.wire import (
     AvailableLora,
@@ -78,11 +79,11 @@ may have room for.
 class Agents:
     """Calls agents; every action carries our epoch and an idempotency key that says which action it is."""
 
-    def __init__(self, client: httpx.AsyncClient, *, token: str, epoch: Callable[[], int]) -> None:
+    def __init__(self, client: httpx.AsyncClient, *, own: OwnKey, epoch: Callable[[], int]) -> None:
         """`epoch`: ours, asked for right before each action; raises LeaseLost when we may not act."""
         self._client = client
         self._epoch = epoch
-        self._auth = {"authorization": f"Bearer {token}"} if token else {}
+        self.own = own
 
     async def metadata(self, agent_url: str, *, timeout_s: float) -> Metadata:
         """Raises Transient when the agent does not answer with its metadata."""
@@ -131,7 +132,7 @@ class Agents:
         timeout_s: float,
         also: frozenset[int] = frozenset(),
     ) -> httpx.Response:
-        headers = {"x-lorafleet-epoch": str(self._epoch()), "x-lorafleet-idempotency-key": key} | self._auth
+        headers = {"x-lorafleet-epoch": str(self._epoch()), "x-lorafleet-idempotency-key": key} | self.own.headers
         body = ask.model_dump(mode="json", exclude_none=True)
         path = f"/v1/admin/{verb}"
         return await self._call("POST", agent_url, path, timeout_s=timeout_s, body=body, headers=headers, also=also)
@@ -148,7 +149,7 @@ class Agents:
         also: frozenset[int] = frozenset(),
     ) -> httpx.Response:
         url = base_url.rstrip("/") + path
-        headers = self._auth if headers is None else headers
+        headers = self.own.headers if headers is None else headers
         try:
             answer = await self._client.request(method, url, json=body, headers=headers, timeout=timeout_s)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:

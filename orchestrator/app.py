@@ -19,6 +19,7 @@ from lorafleet.http import CheckHost, JsonBodies, add_routes, install_error_hand
 from lorafleet.kube.client import Kube, connect
 from lorafleet.kube.discovery import Slices
 from lorafleet.loops import forever
+from lorafleet.ownkey import OwnKey
 from lorafleet.plain import engines_by_id
 from lorafleet.serve import bind, serve
 from lorafleet.transport import Transport
@@ -107,7 +108,7 @@ def build(
         leadership.require()
         return store.epoch
 
-    agents = Agents(client, token=settings.token, epoch=epoch)
+    agents = Agents(client, own=OwnKey(settings.token, settings.token_file), epoch=epoch)
     reconciler = Reconciler(
         settings=settings,
         store=store,
@@ -126,7 +127,6 @@ def build(
         reconciler=reconciler,
         agents=agents,
         client=client,
-        token=settings.token,
         timeout_s=settings.probe_timeout_s,
     )
 

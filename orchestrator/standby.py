@@ -27,14 +27,12 @@ class Standby:
         reconciler: Reconciler,
         agents: Agents,
         client: httpx.AsyncClient,
-        token: str,
         timeout_s: float,
     ) -> None:
         self._leadership = leadership
         self._reconciler = reconciler
         self._agents = agents
         self._client = client
-        self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
         self._etag = ""
 
@@ -43,7 +41,7 @@ class Standby:
         leader = self._leadership.other
         if leader is None or not leader.url:
             return
-        url, headers = f"{leader.url.rstrip('/')}/v1/catalog", self._headers | {"if-none-match": self._etag}
+        url, headers = f"{leader.url.rstrip('/')}/v1/catalog", self._agents.own.headers | {"if-none-match": self._etag}
         answer = await self._client.get(url, headers=headers, timeout=self._timeout_s)
         if answer.status_code == httpx.codes.NOT_MODIFIED:
             return

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import httpx
 import structlog
@@ -28,6 +29,7 @@ from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
 from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.loops import forever
+from lorafleet.ownkey import OwnKey
 from lorafleet.plain import engines_by_id, tells_start
 from lorafleet.settings import load_or_exit
 from lorafleet.transport import Transport
@@ -152,9 +154,10 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     trust = Trust()
     breaker = Breaker(_breaker_rules(config), lambda replica, state, why: _count_circuit(metrics, replica, state, why))
     router_id = me.router_id(config.router_id) if me else config.router_id or f"{socket.gethostname()}-{os.getpid()}"
+    own = OwnKey(config.token, config.token_file)
     control = httpx.AsyncClient(
         timeout=config.control_timeout_s,
-        headers={"authorization": f"Bearer {config.token}"} if config.token else {},
+        auth=own,
         transport=Transport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
         trust_env=False,
     )
@@ -166,7 +169,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         metrics=metrics,
     )
     agents = Pool(connect_s=config.control_timeout_s)
-    feeds = Feeds(metrics, config.kv_tail_poll_s, trust, config.token, agents)
+    feeds = Feeds(metrics, config.kv_tail_poll_s, trust, own, agents)
     usage = Usage(router_id, load)
     outbox = Outbox()
     if config.state_dir is not None:
@@ -180,7 +183,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         tokenizers=tokenizers,
         metrics=metrics,
     )
-    discovery = _discovery(config, control, agents, joined, metrics)
+    discovery = _discovery(config, control, agents, own, joined, metrics)
     mind = _mind(config, discovery, feeds, load, breaker, metrics)
     looks = _looks(config, mind, agents, metrics)
     breaker.look = looks.look
@@ -196,7 +199,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         holds=usage.holds,
     )
     cold = ColdStarts(
-        partial(fetch, agents, token=config.token),
+        partial(_fetch, agents, own),
         discovery,
         metrics,
         config.orchestrator_url.rstrip("/"),
@@ -379,8 +382,18 @@ def _looks(config: RouterSettings, mind: Mind, agents: Pool, metrics: Metrics) -
     return Looks(ask, told)
 
 
+async def _fetch(agents: Pool, own: OwnKey, url: str, path: str, **more: Any) -> bytes:
+    """Ask an agent with our own key, as it is now."""
+    return await fetch(agents, url, path, token=own.key, **more)
+
+
 def _discovery(
-    config: RouterSettings, control: httpx.AsyncClient, agents: Pool, listener: _Joined, metrics: Metrics
+    config: RouterSettings,
+    control: httpx.AsyncClient,
+    agents: Pool,
+    own: OwnKey,
+    listener: _Joined,
+    metrics: Metrics,
 ) -> Discovery:
     slices = None
     if config.kube_selector:
@@ -392,9 +405,9 @@ def _discovery(
         )
     return Discovery(
         control,
-        partial(fetch, agents, token=config.token, timeout_s=config.control_timeout_s),
+        partial(_fetch, agents, own, timeout_s=config.control_timeout_s),
         ask_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
-        listen=partial(stream, agents, token=config.token, idle_s=_LISTEN_IDLE_S),
+        listen=lambda url, path: stream(agents, url, path, token=own.key, idle_s=_LISTEN_IDLE_S),
         engine_key=config.engine_key,
         orchestrator_url=config.orchestrator_url.rstrip("/"),
         engines=engines_by_id(config.engines),

@@ -14,6 +14,7 @@ from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.ledger import TRAITS
 from lorafleet.kv.subscribe import Hub
 from lorafleet.loops import forever
+from lorafleet.ownkey import OwnKey
 from lorafleet.plain import start_of
 from router.core.dispatch import Match
 from router.core.estimate import Estimate, Guess
@@ -43,14 +44,14 @@ class Feeds:
     """A feed for each worker that has one, and an index for each (base model, block size).
 
     pool      of connections to agents, for their ledgers; without one every engine is followed itself
-    token     the router's own key, for agents
+    own       the router's own key, for agents
     fall_back_after_s  what is known is kept this long while an agent does not answer; then its engine is asked
     """
 
     metrics: Metrics
     tail_poll_s: float
     trust: Trust = field(default_factory=Trust)
-    token: str = ""
+    own: OwnKey = field(default_factory=OwnKey)
     pool: Pool | None = None
     fall_back_after_s: float = 3.0
     indexes: dict[tuple[str, int], KvIndex] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, Ledger, Tier
 from lorafleet.kv.subscribe import Endpoint, Follower, Hub
 from lorafleet.loops import backoff_s, forever
+from lorafleet.ownkey import OwnKey
 from router.core.index import Draft, KvIndex, WorkerId
 from router.core.trust import Trust
 from router.metrics import Metrics
@@ -67,7 +68,7 @@ class Shared(Protocol):
 
     metrics: Metrics
     trust: Trust
-    token: str
+    own: OwnKey
     pool: Pool | None
     fall_back_after_s: float
 
@@ -318,7 +319,7 @@ class Feed:
             await self._take_snapshot()
         pool, url = self._pool, self.source.agent_url
         path = f"/v1/kv/stream?{urlencode({'epoch': self._epoch, 'since': self._seq})}"
-        async with stream(pool, url, path, token=self._feeds.token, idle_s=_SILENCE_S) as told:
+        async with stream(pool, url, path, token=self._feeds.own.key, idle_s=_SILENCE_S) as told:
             if told.status == 410:
                 self._retake()
                 return
@@ -372,14 +373,14 @@ class Feed:
         return bool(self._epoch)
 
     async def _take_snapshot(self) -> None:
-        source, token = self.source, self._feeds.token
+        source = self.source
         self._asked_at = self._clock()
         taken = _SNAPSHOT.decode(
             await fetch(
                 self._pool,
                 source.agent_url,
                 "/v1/kv/snapshot",
-                token=token,
+                token=self._feeds.own.key,
                 timeout_s=_SNAPSHOT_S,
                 most_bytes=_MOST_SNAPSHOT_BYTES,
             )

@@ -512,10 +512,8 @@ class Tokenizers:
         No model is named: it is the base model's, whatever its engine calls it.
         """
         wanted = {name: body[name] for name in _TOKENIZE_FIELDS if name in body}
-        request = self._client.build_request("POST", f"{engine_url}/tokenize", json=wanted)
         # Our own key is for agents; an engine may be somebody else's.
-        request.headers.pop("authorization", None)
-        answer = await self._client.send(request)
+        answer = await self._client.post(f"{engine_url}/tokenize", json=wanted, auth=httpx.Auth())
         if answer.status_code in (502, 503, 504):
             answer.raise_for_status()  # not now: that says nothing about this body
         if answer.status_code != 200:

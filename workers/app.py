@@ -21,6 +21,7 @@ from lorafleet.auth import Keys, host_check, may_send, refuse_open_server
 from lorafleet.files import make_folder, write_whole
 from lorafleet.http import CheckHost, JsonBodies, add_routes, install_error_handlers
 from lorafleet.loops import forever
+from lorafleet.ownkey import OwnKey
 from lorafleet.serve import bind, serve
 from lorafleet.transport import Transport
 from workers.agent import Agent
@@ -69,7 +70,7 @@ class Worker:
 
 def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (), timers: Timers = TIMERS) -> Worker:
     """Everything, joined; the engine starts when the app is served. Raises KeyFileError, OSError."""
-    keys = Keys(settings.key_files)
+    keys, own = Keys(settings.key_files), OwnKey(settings.token, settings.token_file)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
     locked = lock(settings.state)
@@ -114,7 +115,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
                 asyncio.create_task(_loop("tidy", agent.tidy, settings.tidy_s, metrics)),
                 asyncio.create_task(_loop("look", agent.look, settings.scan_s, metrics)),
             ]
-            heartbeats = Heartbeats(agent, client, rng=rng) if settings.orchestrator_url else None
+            heartbeats = Heartbeats(agent, client, own=own, rng=rng) if settings.orchestrator_url else None
             if heartbeats is not None:
                 tasks.append(asyncio.create_task(heartbeats.run()))
             try:

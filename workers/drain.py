@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 from lorafleet.urls import plain_key
@@ -37,7 +38,8 @@ def main(argv: list[str]) -> int:
 
 def _drain(deadline_s: float) -> Any:
     port = os.environ.get("LORAFLEET_WORKERS_PORT", "8090")
-    token = plain_key(os.environ.get("LORAFLEET_WORKERS_TOKEN", ""))
+    own = os.environ.get("LORAFLEET_WORKERS_TOKEN_FILE", "")
+    token = plain_key(Path(own).read_text() if own else os.environ.get("LORAFLEET_WORKERS_TOKEN", ""))
     host = os.environ.get("LORAFLEET_WORKERS_HOST", "")
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104  (not bound, asked)
     request = urllib.request.Request(

@@ -8,6 +8,7 @@ import httpx
 import structlog
 
 from lorafleet.loops import backoff_s
+from lorafleet.ownkey import OwnKey
 from orchestrator.wire import Heartbeat, HeartbeatAnswer
 from workers.agent import Agent
 
@@ -22,7 +23,7 @@ _GATHER_S = 0.02  # a load changes several things within milliseconds: they go o
 class Heartbeats:
     """Posts heartbeats until cancelled; an orchestrator that is away costs nothing but log lines."""
 
-    def __init__(self, agent: Agent, client: httpx.AsyncClient, *, rng: Random) -> None:
+    def __init__(self, agent: Agent, client: httpx.AsyncClient, *, own: OwnKey, rng: Random) -> None:
         self._agent = agent
         self._client = client
         self._rng = rng
@@ -30,7 +31,7 @@ class Heartbeats:
         self._urls = [f"{url}/v1/workers/register" for url in settings.orchestrator_urls]
         self._at = 0
         self._answer_s = agent.timers.heartbeat_answer_s
-        self._headers = {"authorization": f"Bearer {settings.token}"} if settings.token else {}
+        self._own = own
         self._every_s = settings.heartbeat_s
         self._told = -1  # the newest version that was taken
 
@@ -70,7 +71,7 @@ class Heartbeats:
         version = self._agent.residency.version
         metadata = self._agent.metadata()
         body = Heartbeat(metadata=metadata).model_dump_json()
-        headers = {"content-type": "application/json", **self._headers}
+        headers = {"content-type": "application/json", **self._own.headers}
         async with asyncio.timeout(timeout_s):  # the client's own is for each piece of an answer
             answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
         if answer.is_error:  # with the reason, which the operator of this worker has to read

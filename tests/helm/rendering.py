@@ -14,6 +14,8 @@ from tests.kube.binaries import helm, run
 CHART = Path(__file__).parents[2] / "helm" / "lorafleet"
 CASES = Path(__file__).parent / "cases"
 RELEASE, NAMESPACE = "fleet", "ml"
+# Before all other values; without it a render that sees no cluster is refused.
+DRAWN = ("--values", str(Path(__file__).parent / "drawn.yaml"))
 
 Manifest = dict[str, Any]
 
@@ -28,7 +30,7 @@ VALUES: dict[str, tuple[Path, ...]] = {
 
 def helm_template(*words: str) -> tuple[bool, str]:
     """Whether it worked, and what helm said."""
-    done = run(helm(), "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *words)
+    done = run(helm(), "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *DRAWN, *words)
     return done.returncode == 0, done.stdout if done.returncode == 0 else done.stderr
 
 

@@ -5,6 +5,7 @@ import yaml
 
 from lorafleet.auth import SCOPES, Keys, hash_key
 from tests.helm.rendering import NAMESPACE, VALUES, containers, manifests, of_kind, one, pod_templates, secret
+from tests.helm.test_settings import mounted
 
 cases = pytest.mark.parametrize("case", VALUES)
 
@@ -183,9 +184,9 @@ def test_while_tokens_rotate_both_generations_are_taken_and_the_new_one_is_used(
     assert scopes("everything", "worker", tmp_path).keys() == {
         f"{role}.{generation}" for role in ("metrics", "orchestrator", "router", "worker") for generation in (1, 2)
     }
-    router = one("everything", "Deployment", "fleet-lorafleet-router")["spec"]["template"]["spec"]["containers"][0]
-    token = next(entry for entry in router["env"] if entry["name"] == "LORAFLEET_ROUTER_TOKEN")
-    assert token["valueFrom"]["secretKeyRef"]["key"] == "router.2"
+    router = one("everything", "Deployment", "fleet-lorafleet-router")["spec"]["template"]["spec"]
+    found = mounted(router, router["containers"][0])
+    assert found["/etc/lorafleet/token/token"] == ("fleet-lorafleet-tokens", "router.2")
 
 
 def test_tenants_keys_reach_the_router_and_only_operators_the_orchestrator():

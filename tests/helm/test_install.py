@@ -6,8 +6,11 @@ import pytest
 
 from lorafleet.auth import hash_key
 from tests.helm.kinds import KINDS
-from tests.helm.rendering import CHART, RELEASE, VALUES, manifests
+from tests.helm.releases import Release
+from tests.helm.rendering import CHART, DRAWN, RELEASE, VALUES, manifests
 from tests.kube.binaries import helm, run
+from tests.kube.conftest import Cluster
+from tests.kube.server import KubeServer
 
 CPU = ("--values", str(CHART / "values-cpu.yaml"))
 
@@ -45,7 +48,7 @@ async def test_the_notes_give_the_operators_key_and_uninstall_leaves_nothing(rel
 @pytest.mark.parametrize("case", VALUES)
 def test_the_notes_say_what_comes_next(case):
     values = [word for path in VALUES[case] for word in ("--values", str(path))]
-    done = run(helm(), "install", RELEASE, str(CHART), "--namespace", "ml", "--dry-run=client", *values)
+    done = run(helm(), "install", RELEASE, str(CHART), "--namespace", "ml", "--dry-run=client", *DRAWN, *values)
     assert done.returncode == 0, done.stderr
     notes = done.stdout.split("NOTES:\n")[1]
     assert ("There are no workers yet" in notes) == (case == "defaults")
@@ -63,3 +66,33 @@ async def test_kubectl_takes_every_render(release):
     said = await release.kubectl("apply", "--dry-run=client", "-f", "-", stdin=texts)
     assert len(said.splitlines()) == len(items)
     assert all(line.endswith("created (dry run)") for line in said.splitlines())
+
+
+@pytest.mark.parametrize("words", [["template", RELEASE], ["install", RELEASE, "--dry-run=client"]], ids=" ".join)
+def test_tokens_are_drawn_where_no_cluster_is_seen_only_if_that_is_asked_for(words):
+    done = run(helm(), *words, str(CHART), *CPU)
+    assert done.returncode != 0
+    assert "auth.existingSecret is empty, and no cluster is seen" in done.stderr
+    assert "--set auth.drawWithoutCluster=true" in done.stderr
+    for given in ("auth.drawWithoutCluster=true", "auth.existingSecret=fleet-auth"):
+        done = run(helm(), *words, str(CHART), *CPU, "--set", given)
+        assert done.returncode == 0, done.stderr
+
+
+async def test_a_namespace_that_helm_is_about_to_make_is_seen_to_be_in_a_cluster(release, kube):
+    words = ("--namespace", f"{kube.namespace}-new", "--create-namespace")
+    await release.helm("install", RELEASE, str(CHART), *CPU, *words, "--dry-run=server")
+
+
+async def test_whoever_may_do_all_in_one_namespace_and_nothing_else_can_install(tmp_path):
+    user = "system:serviceaccount:ci:deployer"
+    async with KubeServer(tls=True) as server:  # over plain http no client shows its token
+        server.tokens["t"] = user
+        for name, kind, meta in (("ml", "Namespace", {}), ("default", "ServiceAccount", {"namespace": "ml"})):
+            server.objects.put({"apiVersion": "v1", "kind": kind, "metadata": {"name": name, **meta}})
+        server.grant(user, "ml", [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}])
+        kubeconfig = server.kubeconfig(tmp_path / "kubeconfig", token="t", namespace="ml")
+        await Release(Cluster(kubeconfig, "ml", "127.0.0.1", server), tmp_path).helm(
+            "install", RELEASE, str(CHART), *CPU
+        )
+        assert server.forbidden == []

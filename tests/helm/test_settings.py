@@ -44,6 +44,16 @@ def environment(container: dict) -> dict[str, str]:
     return seen
 
 
+def mounted(spec: dict, container: dict) -> dict[str, tuple[str, str]]:
+    """path -> (Secret, key) of the files that the container has of Secrets, where the keys are listed."""
+    sources = {volume["name"]: volume.get("secret", {}) for volume in spec["volumes"]}
+    return {
+        f"{mount['mountPath']}/{item['path']}": (sources[mount["name"]]["secretName"], item["key"])
+        for mount in container["volumeMounts"]
+        for item in sources.get(mount["name"], {}).get("items", ())
+    }
+
+
 def house_of(container: dict) -> str | None:
     command = container["command"]
     return command[2] if command[:2] == ["python3", "-m"] and command[2] in HOUSES else None
@@ -67,7 +77,7 @@ def test_every_variable_is_a_setting_of_its_house_and_all_of_them_together_are_v
                 settings = load(HOUSES[house], container["command"][3:], prog=house)
             assert settings.host in {"0.0.0.0", "::"}
             assert settings.key_files
-            assert settings.token == "lf-token"
+            assert str(settings.token_file) in mounted(template["spec"], container)
             assert settings.port in {port["containerPort"] for port in container["ports"]}
 
 
@@ -101,7 +111,7 @@ def test_what_values_may_not_name_as_a_setting_the_chart_gives_itself_or_nobody_
             for container in containers(template["spec"]):
                 given |= {entry["name"].removeprefix(prefix).lower() for entry in container.get("env", ())
                           if entry["name"].startswith(prefix)}  # fmt: skip
-    nobodys = {"config", "port_file", "allow_open", "kubeconfig", "store", "kube_namespace", "engine_url"}
+    nobodys = {"config", "port_file", "allow_open", "kubeconfig", "store", "kube_namespace", "engine_url", "token"}
     known = HOUSES[house].model_fields.keys()
     assert sorted((GIVEN[house] & known) - given - nobodys) == []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helm.rendering import CHART, NAMESPACE, RELEASE, VALUES, helm_template, of_kind, one
+from tests.helm.rendering import CHART, DRAWN, NAMESPACE, RELEASE, VALUES, helm_template, of_kind, one
 from tests.kube.binaries import helm, run
 
 REFUSED = {entry["what"]: entry for entry in yaml.safe_load((Path(__file__).parent / "refused.yaml").read_text())}
@@ -78,13 +78,13 @@ def test_images_are_named_by_registry_tag_or_digest():
 
 @pytest.mark.parametrize("name", ["team.fleet", "2026"])
 def test_a_release_whose_name_no_service_can_have_is_refused(name):
-    done = run(helm(), "template", name, str(CHART))
+    done = run(helm(), "template", name, str(CHART), *DRAWN)
     assert f'the release\'s name makes "{name}-lorafleet"' in done.stderr
     assert "give fullnameOverride" in done.stderr
 
 
 def test_a_release_may_have_a_number_for_a_name():
-    done = run(helm(), "template", "2026", str(CHART), "--set", "fullnameOverride=fleet")
+    done = run(helm(), "template", "2026", str(CHART), *DRAWN, "--set", "fullnameOverride=fleet")
     assert done.returncode == 0, done.stderr
     for item in filter(None, yaml.safe_load_all(done.stdout)):
         assert item["metadata"]["labels"]["app.kubernetes.io/instance"] == "2026"
@@ -103,7 +103,12 @@ def test_a_new_chart_restarts_no_engine_by_itself(tmp_path):
     shutil.copytree(CHART, newer)
     text = (newer / "Chart.yaml").read_text()
     (newer / "Chart.yaml").write_text(re.sub(r"^version: .*$", "version: 9.9.9", text, flags=re.MULTILINE))
-    words = ("--namespace", NAMESPACE, *(word for path in VALUES["everything"] for word in ("--values", str(path))))
+    words = (
+        "--namespace",
+        NAMESPACE,
+        *DRAWN,
+        *(word for path in VALUES["everything"] for word in ("--values", str(path))),
+    )
     done = run(helm(), "template", RELEASE, str(newer), *words)
     assert done.returncode == 0, done.stderr
     assert "lorafleet-9.9.9" in done.stdout

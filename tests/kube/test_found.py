@@ -12,6 +12,7 @@ from lorafleet.kube.access import KubeConfig
 from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
 from lorafleet.kube.watch import Times
+from lorafleet.ownkey import OwnKey
 from lorafleet.tiny import make_model
 from orchestrator.agents import Agents
 from orchestrator.app import build
@@ -41,7 +42,7 @@ class Found(House):
         self.finder = Finder(
             self.slices,
             fleet=self.reconciler.fleet,
-            agents=Agents(self.client, token="", epoch=lambda: 1),
+            agents=Agents(self.client, own=OwnKey(), epoch=lambda: 1),
             hear=self.reconciler.hear,
             poke=self.pokes.set,
             timeout_s=0.5,

@@ -31,6 +31,11 @@ async def test_the_hook_drains_the_agent_with_the_agents_own_key_and_a_pod_stops
         assert await drain(client) == (0, "not drained: HTTP Error 401: Unauthorized\n")
         assert (await client.get("/ready")).is_success
         assert "own" not in (await drain(client, LORAFLEET_WORKERS_TOKEN="own\nother"))[1]
+        assert "missing" in (await drain(client, LORAFLEET_WORKERS_TOKEN_FILE=str(tmp_path / "missing")))[1]
+        (tmp_path / "token").write_text("own\n")
+        mounted = {"LORAFLEET_WORKERS_TOKEN_FILE": str(tmp_path / "token")}
+        assert await drain(client, LORAFLEET_WORKERS_TOKEN="before", **mounted) == (0, "drained\n")
+        assert not (await client.get("/ready")).is_success
         assert await drain(client, LORAFLEET_WORKERS_TOKEN="own\n") == (0, "drained\n")
         assert not (await client.get("/ready")).is_success
     assert (await drain(client))[0] == 0

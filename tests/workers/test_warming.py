@@ -26,11 +26,13 @@ class Orchestrator:
 
     is_warm: bool | None = False  # None: an orchestrator that knows nothing of warming
     heard: list[dict] = field(default_factory=list)
+    key: str | None = None  # that the last one brought
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         async def register(request: Request) -> JSONResponse:
+            self.key = request.headers.get("authorization")
             self.heard.append((await request.json())["metadata"])
             self.news.set()
             told = {} if self.is_warm is None else {"is_warm": self.is_warm}
@@ -101,3 +103,16 @@ async def test_without_an_orchestrator_that_knows_of_warming_a_worker_is_ready_a
         flags = ("--orchestrator-url", url if is_there else "http://127.0.0.1:9", "--warm-deadline-s", "600")
         async with worker.together(*flags, until_ready=False) as client:
             await worker.ready(client, within_s=10)
+
+
+async def test_a_key_that_changes_in_its_file_is_brought_by_the_next_heartbeats(worker, tmp_path) -> None:
+    orchestrator, file = Orchestrator(is_warm=True), tmp_path / "token"
+    file.write_text("one")
+    async with (
+        orchestrator.serving() as url,
+        worker.running("--orchestrator-url", url, "--heartbeat-s", "0.1", "--token-file", str(file)),
+    ):
+        await orchestrator.until(lambda _: orchestrator.key == "Bearer one")
+        file.write_text("another")
+        orchestrator.heard.clear()
+        await orchestrator.until(lambda _: orchestrator.key == "Bearer another")

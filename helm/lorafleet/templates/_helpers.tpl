@@ -74,6 +74,15 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{- if .root.Values.auth.existingSecret -}}{{ .role }}{{- else -}}{{ printf "%s.%d" .role (int .root.Values.auth.use) }}{{- end -}}
 {{- end }}
 
+{{/* "true" where `lookup` finds anything; empty under `helm template` and where tools only render. The first two are read
+with rights that an install needs anyway; a namespace that `--create-namespace` is about to make has neither. */}}
+{{- define "lorafleet.seesCluster" -}}
+{{- $ns := .Release.Namespace -}}
+{{- if or (lookup "v1" "Secret" $ns (include "lorafleet.tokensSecret" .)) (lookup "v1" "ServiceAccount" $ns "default") (lookup "v1" "Namespace" "" "default") -}}
+true
+{{- end -}}
+{{- end }}
+
 {{/* A pool with the defaults under it. (dict "root" $ "pool" $given) as YAML; read it with fromYaml. */}}
 {{- define "lorafleet.pool" -}}
 {{- toYaml (mustMergeOverwrite (deepCopy .root.Values.poolDefaults) (deepCopy .pool)) -}}

@@ -97,15 +97,6 @@ valueFrom:
     fieldPath: metadata.labels['topology.kubernetes.io/zone']
 {{- end }}
 
-{{/* (dict "root" $ "role" "router" "name" "LORAFLEET_ROUTER_TOKEN") */}}
-{{- define "lorafleet.token" -}}
-- name: {{ .name }}
-  valueFrom:
-    secretKeyRef:
-      name: {{ include "lorafleet.tokensSecret" .root | quote }}
-      key: {{ include "lorafleet.tokenKey" . }}
-{{- end }}
-
 {{/* What a monitor shows to `/metrics`, where that needs a key. */}}
 {{- define "lorafleet.scrapeKey" -}}
 {{- if .Values.monitoring.needKey -}}
@@ -116,8 +107,16 @@ authorization:
 {{- end -}}
 {{- end }}
 
-{{/* Files of hashes, mounted whole so that a change arrives without a restart. (dict "root" $ "house" "router") */}}
+{{/* The house's own token and its files of hashes, mounted whole so that a change arrives without a restart.
+(dict "root" $ "house" "router") */}}
 {{- define "lorafleet.keyVolumes" -}}
+- name: token
+  secret:
+    secretName: {{ include "lorafleet.tokensSecret" .root | quote }}
+    items:
+      - key: {{ include "lorafleet.tokenKey" (dict "root" .root "role" .house) }}
+        path: token
+    defaultMode: 0440
 - name: keys
   secret:
     {{- if .root.Values.auth.existingSecret }}
@@ -140,6 +139,9 @@ authorization:
 {{- end }}
 
 {{- define "lorafleet.keyMounts" -}}
+- name: token
+  mountPath: /etc/lorafleet/token
+  readOnly: true
 - name: keys
   mountPath: /etc/lorafleet/keys
   readOnly: true

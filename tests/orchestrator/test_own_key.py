@@ -1,0 +1,30 @@
+"""An orchestrator's own key may change in its file while it runs: agents are asked with the new one."""
+
+import httpx
+import pytest
+
+from lorafleet.ownkey import OwnKey
+from orchestrator.agents import Agents
+from orchestrator.core.errors import Transient
+
+
+async def test_agents_are_asked_with_the_key_that_is_in_the_file_now(tmp_path):
+    now, seen, file = [0.0], [], tmp_path / "token"
+    file.write_text("one")
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((request.method, request.headers.get("authorization")))
+        return httpx.Response(503, json={})
+
+    async def ask() -> None:
+        for asked in (agents.metadata("http://a", timeout_s=1), agents.claim("http://a", key="k", timeout_s=1)):
+            with pytest.raises(Transient):
+                await asked
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        agents = Agents(client, own=OwnKey("", file, clock=lambda: now[0]), epoch=lambda: 1)
+        await ask()
+        file.write_text("another")
+        now[0] += 1
+        await ask()
+    assert seen == [(method, f"Bearer {key}") for key in ("one", "another") for method in ("GET", "POST")]
