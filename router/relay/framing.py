@@ -4,7 +4,10 @@ httptools 0.9 (llhttp, strict) itself refuses, seen running: Content-Length besi
 either, a Content-Length with anything but digits before its end, folded lines, bare CR or LF, control characters,
 spaces before the colon, odd characters in names, bad or overflowing chunk sizes. What it lets through and is refused
 here: any coding besides `chunked`, chunked in HTTP/1.0, blanks after either value, HTTP/0.9 and 2.0, no Host or two,
-CONNECT, and Upgrade with a body (which it would not read as a body).
+and CONNECT.
+
+An Upgrade is ignored, as a server may (RFC 9110, 7.8): Java's own client asks for HTTP/2 so with every request that it
+sends in clear text. httptools takes what follows such a head for the other protocol's, so that head is read twice.
 """
 
 import functools
@@ -16,6 +19,8 @@ Headers = list[tuple[bytes, bytes]]
 
 _ONCE = (b"host", b"content-length", b"transfer-encoding", b"expect")
 _HOST = re.compile(rb"[A-Za-z0-9.\-_~%!$&'()*+;=:\[\]]*")
+# What asks for another protocol; the tokens of Connection may stay (RFC 9110, 7.6.1 and 7.8).
+_UPGRADES = frozenset({b"upgrade", b"http2-settings"})
 _MOST_REMEMBERED_BYTES = 256
 # Of a number that fits in 64 bits. httptools bounds the number but not its zeros, and Python reads no more than 4,300.
 _MOST_DIGITS = 20
@@ -60,12 +65,26 @@ def checked_head(
         content_length = int(length)
     elif b"transfer-encoding" in fields and (fields[b"transfer-encoding"].lower() != b"chunked" or not is_1_1):
         raise _invalid("a Transfer-Encoding other than `chunked`, or in HTTP/1.0")
-    # An Upgrade may be ignored, but httptools takes what follows such a head for the other protocol's, not for a body.
-    if parser.should_upgrade() and (
-        content_length or b"transfer-encoding" in fields or parser.get_method() == b"CONNECT"
-    ):
-        raise _invalid("CONNECT is not served, nor is Upgrade on a request with a body; send it without")
     return is_1_1, content_length, is_1_1 and b"expect" in fields and _expects(fields[b"expect"])
+
+
+def parser_of(protocol: object) -> httptools.HttpRequestParser:
+    """A parser as uvicorn 0.54 makes its own: what follows a message that said `close` is told, too."""
+    parser = httptools.HttpRequestParser(protocol)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
+
+
+def head_without_upgrade(parser: httptools.HttpRequestParser, target: bytes, headers: Headers) -> bytes:
+    """The bytes of the head that was read, without what asks for another protocol. Raises Refused for CONNECT.
+
+    target, headers  as the parser gave them: it has found nothing in them that could end a line
+    """
+    method = parser.get_method()
+    if method == b"CONNECT":
+        raise _invalid("CONNECT is not served: this is no proxy")
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers if header[0] not in _UPGRADES])
+    return b"%b %b HTTP/%b\r\n%b\r\n" % (method, target, parser.get_http_version().encode(), lines)
 
 
 def checked_target(target: bytes) -> tuple[str, bytes]:

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from lorafleet.auth import OPEN, Caller
 from lorafleet.http import envelope, error_headers
-from router.relay.framing import Refused, checked_head, checked_target
+from router.relay.framing import Refused, checked_head, checked_target, head_without_upgrade, parser_of
 from router.relay.outbox import Outbox
 from router.relay.refusals import shaped
 from router.relay.turn import Steps, Turn
@@ -353,6 +353,7 @@ class _Connection(HttpToolsProtocol):
         "_last_words",
         "_limits",
         "_phase",
+        "_plain_head",
         "_queue",
         "_read_by",
         "_read_bytes",
@@ -391,6 +392,7 @@ class _Connection(HttpToolsProtocol):
         self._last_words = b""  # an error that waits behind answers still to come
         # The message being read
         self.url = b""
+        self._plain_head = b""  # of a message that asked for an Upgrade, to be read in its place
         self._phase = _IDLE
         self._timed = _IDLE
         self._read_by = _NEVER
@@ -433,30 +435,27 @@ class _Connection(HttpToolsProtocol):
                 self.hang_up()
             return
         self._read_bytes = self._unread_bytes = len(data)
-        rest = b""
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as exc:
-            rest = data[exc.args[0] :]  # read outside of this handler, which would be the context of what it raises
-        except httptools.HttpParserError as exc:
-            self._stop_reading(exc)
+        if not self._is_read(data):
             return
-        if rest:
-            self._read_on(rest)
         if self._phase:
             self._count_unfinished()
 
-    def _read_on(self, data: bytes) -> None:
-        """After a message whose Upgrade is not taken up: what follows it is the next message."""
-        while data:
+    def _is_read(self, data: bytes) -> bool:
+        """Parse it; False when nothing more is read of this client."""
+        while True:
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as exc:
-                data = data[exc.args[0] :]  # how far the parser came
-                continue
+                # The parser stops behind the head, as if another protocol began there: a new one reads that head
+                # without its Upgrade, and then the body or whatever follows it.
+                self.parser = parser_of(self)
+                data = self._plain_head + data[exc.args[0] :]
+                self._plain_head = b""
             except httptools.HttpParserError as exc:
                 self._stop_reading(exc)
-            return
+                return False
+            else:
+                return True
 
     def pause_writing(self) -> None:
         self.is_write_paused = True
@@ -493,6 +492,9 @@ class _Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         parser = self.parser
+        if parser.should_upgrade():
+            self._plain_head = head_without_upgrade(parser, self.url, self.headers)
+            return
         headers, limits, shared = self.headers, self._limits, self._front
         fields = dict(headers)
         is_1_1, content_length, expects = checked_head(parser, headers, fields)
@@ -543,6 +545,8 @@ class _Connection(HttpToolsProtocol):
             self._body += body
 
     def on_message_complete(self) -> None:
+        if self._plain_head:
+            return  # it is to be read again
         self._phase = self._timed = _IDLE
         self._unread_bytes = self._bare_bytes = self._body_bytes = 0
         exchange = self._incoming

@@ -15,6 +15,8 @@ SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
 TE = b"Transfer-Encoding: chunked\r\n"
 HOST = b"Host: a\r\n"
 EMPTY = b"0\r\n\r\n"
+# As Java's client begins, unasked.
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
 
 
 def chunked(raw: bytes, *, te: bytes = TE) -> bytes:
@@ -118,8 +120,10 @@ REFUSED = {
     "Host with a path": b"Host: a/b\r\n\r\n",
     "Host with a user": b"Host: a@b\r\n\r\n",
     "Expect of something else": HOST + b"Expect: 200-ok\r\nContent-Length: 3\r\n\r\nabc",
-    "Upgrade with a body": HOST + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n\r\nabc" + SMUGGLED,
-    "Upgrade with chunks": HOST + b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + TE + b"\r\n" + EMPTY,
+    "Upgrade and two lengths": HOST + H2C + b"Content-Length: 5\r\n" + TE + b"\r\n" + EMPTY,
+    "Upgrade and a length with a space behind": HOST + H2C + b"Content-Length: 3 \r\n\r\nabc",
+    "Upgrade without Host": H2C + b"Content-Length: 3\r\n\r\nabc",
+    "Upgrade with bad chunks": HOST + H2C + TE + b"\r\n3\nabc\r\n" + EMPTY,
 }
 
 # Whole messages that no path is served for.
@@ -170,10 +174,13 @@ SERVED = {
     "Transfer_Encoding": (HOST + b"Transfer_Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
     "X-Transfer-Encoding": (HOST + b"X-Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
     "a request for a body": (HOST + b"Content-Length: %d\r\n\r\n" % len(SMUGGLED) + SMUGGLED, SMUGGLED),
-    # As Java's client begins, unasked.
-    "Upgrade to HTTP/2": (
-        HOST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: A\r\n\r\n",
-        b"",
+    "Upgrade to HTTP/2": (HOST + H2C + b"\r\n", b""),
+    "Upgrade with a body": (HOST + H2C + b"Content-Length: 3\r\n\r\nabc", b"abc"),
+    "Upgrade behind a body's length": (HOST + b"Content-Length: 3\r\n" + H2C + b"\r\nabc", b"abc"),
+    "Upgrade with chunks": (HOST + H2C + TE + b"\r\n3\r\nabc\r\n2\r\nde\r\n0\r\nA: b\r\n\r\n", b"abcde"),
+    "Upgrade with a request for a body": (
+        HOST + H2C + b"Content-Length: %d\r\n\r\n" % len(SMUGGLED) + SMUGGLED,
+        SMUGGLED,
     ),
     "Upgrade to websocket": (HOST + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n", b""),
     "an IPv6 Host": (b"Host: [::1]:8000\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
