@@ -13,12 +13,10 @@ from types import FrameType
 
 import structlog
 import uvicorn
-from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp
 
 from lorafleet import signals
-from lorafleet.http import envelope
+from lorafleet.front.connection import FrontLimits, front_of_app
 from lorafleet.sockets import bound
 
 log = structlog.get_logger()
@@ -26,8 +24,6 @@ log = structlog.get_logger()
 # Called with uvicorn's config, server_state, app_state and _loop, by name.
 ProtocolFactory = Callable[..., asyncio.Protocol]
 
-# Request line and headers together; nginx and Apache take about as much.
-_MOST_HEAD_BYTES = 64 * 2**10
 _LOOK_EVERY_S = 0.1
 # A router's report with a hundred thousand (worker, adapter) is 10 MB, and 70 MB of JSON kept a process busy for 15 s:
 # longer than a lease lasts.
@@ -105,10 +101,10 @@ def tell_port(port_file: Path, port: int) -> None:
 
 
 def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = None) -> uvicorn.Config:
-    """How every house serves; `http` makes its protocols, where it has some of its own."""
+    """How every service serves; `http` makes its protocols, where it has hot routes or limits of its own."""
     return uvicorn.Config(
-        app if http else _BoundedBody(app),
-        http=http or _BoundedHead,  # type: ignore[arg-type]  # anything that makes protocols will do
+        app,
+        http=http or front_of_app(FrontLimits(body_bytes=_MOST_BODY_BYTES)),  # type: ignore[arg-type]  # anything that makes protocols will do
         ws="none",
         lifespan="on",
         log_config=None,
@@ -118,82 +114,6 @@ def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = N
         timeout_graceful_shutdown=max(1, int(grace_s)),
         timeout_keep_alive=75,
     )
-
-
-class _BoundedHead(HttpToolsProtocol):
-    """uvicorn's own protocol, with a bound on what it keeps of a request before anybody is asked for a key.
-
-    Source: httptools 0.9 has no limit of its own; 100 MB of headers were taken (seen running).
-    """
-
-    _is_head = False
-    _head_bytes = 0
-    _messages = 0
-
-    def data_received(self, data: bytes) -> None:
-        before = self._messages
-        super().data_received(data)
-        # What a head shares with the end of another message is one read at most, and is not counted.
-        if self._is_head and self._messages == before:
-            self._count(len(data))
-
-    def on_message_begin(self) -> None:
-        self._is_head, self._head_bytes = True, 0
-        self._messages += 1
-        super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        if not self._is_head:  # a trailer
-            self._count(len(name) + len(value))
-
-    def on_headers_complete(self) -> None:
-        self._is_head = False
-        super().on_headers_complete()
-
-    def _count(self, size_bytes: int) -> None:
-        self._head_bytes += size_bytes
-        if self._head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The request's head is larger than {_MOST_HEAD_BYTES} bytes.")
-
-
-class _BoundedBody:
-    """The app, with a bound on what it is given of a body: FastAPI takes all of it before anybody is asked for a key.
-
-    Beyond it the caller has its answer, and the app a caller that has left.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = dict(scope["headers"]).get(b"content-length", b"")
-        taken = int(declared) if declared.isdigit() and int(declared) > _MOST_BODY_BYTES else 0
-        is_answered = is_refused = False
-
-        async def bounded_receive() -> Message:
-            nonlocal taken, is_refused
-            if taken <= _MOST_BODY_BYTES:
-                message = await receive()
-                taken += len(message.get("body", b""))
-                if taken <= _MOST_BODY_BYTES:
-                    return message
-            if not is_answered:
-                is_refused = True
-                why = f"the request's body is larger than {_MOST_BODY_BYTES} bytes; send what it holds in several"
-                await JSONResponse(envelope(413, "body_too_large", why), 413)(scope, receive, send)
-            return {"type": "http.disconnect"}
-
-        async def bounded_send(message: Message) -> None:
-            nonlocal is_answered
-            if not is_refused:
-                is_answered = True
-                await send(message)
-
-        await self._app(scope, bounded_receive, bounded_send)
 
 
 class _Server(uvicorn.Server):

@@ -12,13 +12,13 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 
 from lorafleet.auth import Caller, KeyFirst, of_metrics, requires
+from lorafleet.front.connection import Front
 from lorafleet.http import HttpError
 from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet, ReplicaState
 from router.core.resolve import visible_adapters
 from router.explain import again, explained, undecided
 from router.parts import Parts, Record
-from router.relay.front import Front
 from router.siblings import Answer, Siblings
 from router.stages import asked, read, request_id, resolve_target, tokenize
 from router.surface.openapi import openapi_paths

@@ -23,6 +23,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from lorafleet import logs, serve
 from lorafleet.auth import KeyFileError, Keys, host_check, refuse_open_server
 from lorafleet.files import make_folder
+from lorafleet.front.connection import Front, FrontLimits, front
+from lorafleet.front.outbox import Outbox
 from lorafleet.http import CheckHost, add_routes, install_error_handlers
 from lorafleet.kube.access import ACCOUNT, source
 from lorafleet.kube.client import opened
@@ -60,8 +62,7 @@ from router.multi import Member
 from router.parts import Parts
 from router.relay.attempt import Attempt
 from router.relay.fetch import fetch, stream
-from router.relay.front import Front, FrontLimits, front
-from router.relay.outbox import Outbox
+from router.relay.refusals import error_body
 from router.relay.upstream import Pool
 from router.siblings import Siblings
 from router.stages import match
@@ -239,7 +240,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     )
     inference = Inference(parts)
     limits, origins = _front_limits(config, keys), told(config.allowed_origins)
-    clients = front(inference.route, limits, inference.sender, origins, outbox)
+    clients = front(inference.route, limits, inference.sender, origins, outbox, error_body)
     own_metrics = partial(exposed, parts, clients)
     siblings = None
     if me is not None:

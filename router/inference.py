@@ -10,6 +10,8 @@ import msgspec
 import structlog
 
 from lorafleet.auth import Caller, check_scope, host_check
+from lorafleet.front.connection import Exchange, Handler
+from lorafleet.front.turn import Steps
 from lorafleet.http import HttpError, envelope, error_headers
 from router.core.errors import (
     BadBody,
@@ -28,9 +30,7 @@ from router.journey import Journey, door_of, header_lines
 from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.events import Echo, Growing, Renamed, Undated, error_event, refusal_event
-from router.relay.front import Exchange, Handler
 from router.relay.refusals import shaped
-from router.relay.turn import Steps
 from router.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cached_tokens
 from router.surface import generate
 from router.surface.bodies import check_items

@@ -1,1 +1,1 @@
-"""The hot path's two edges: what a client says to us, and what we say to an engine."""
+"""The hot path to an engine, and its answer back to the client."""

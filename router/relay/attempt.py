@@ -8,11 +8,11 @@ from functools import partial
 
 import msgspec
 
+from lorafleet.front.connection import Exchange
 from lorafleet.vllm_errors import DEAD, SHUTTING_DOWN
 from router.core.breaker import is_fault
 from router.core.errors import ReplicaUnreachable, StreamBroken
 from router.relay.events import MAX_EVENT_BYTES, Renamed, event_error, has_first_event
-from router.relay.front import Exchange
 from router.relay.refusals import enveloped
 from router.relay.upstream import Connection, EngineLost, Headers, Origin, Pool
 from router.surface.routes import Route, is_begun_only

@@ -1,10 +1,11 @@
-"""What an engine answers when it refuses, in the form that every error of ours has."""
+"""Errors, ours and an engine's, in the form that clients of a route know."""
 
 from typing import Any
 
 import msgspec
 
 from lorafleet.http import envelope
+from router.surface.routes import find
 
 # By which Anthropic's clients tell errors apart (vLLM 0.33 entrypoints/anthropic/protocol.py translate_error_type).
 _ANTHROPICS = {
@@ -25,6 +26,13 @@ def shaped(body: dict[str, Any], status: int, errors: str) -> dict[str, Any]:
         return body
     word = _ANTHROPICS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": body["error"] | {"type": word}}
+
+
+def error_body(status: int, code: str, message: str, path: str) -> bytes:
+    """The body of an error, in the form that clients of this path know."""
+    route = find("POST", path)
+    errors = "openai" if route is None else route.errors
+    return msgspec.json.encode(shaped(envelope(status, code, message), status, errors))
 
 
 def status_of(word: object) -> int | None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import httptools
 
-from router.relay.outbox import Outbox
+from lorafleet.front.outbox import Outbox
 
 _MOST_HEAD_BYTES = 64 * 2**10
 # How often deadlines are looked at: no timer is made per request or chunk.

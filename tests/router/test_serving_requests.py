@@ -10,12 +10,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from structlog.testing import capture_logs
 
 from lorafleet.auth import hash_key
+from lorafleet.front.connection import front
 from lorafleet.kv.blocks import block_hashes, root_hash
 from orchestrator.wire import Draining
 from router.core.dispatch import Dispatcher
 from router.core.errors import RequestError, RouterError, Unavailable
 from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
-from router.relay.front import front
 from router.surface.routes import ROUTES
 from router.surface.stored import tagged_response_id
 from tests.patience import patience, until

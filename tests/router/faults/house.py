@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 
 import router
+from lorafleet.front.connection import Front
 from router.app import build
 from router.config import RouterSettings
 from router.parts import Parts
-from router.relay.front import Front
 from router.relay.upstream import Origin
 from tests.patience import patience, until
 from tests.router.doubles import BASE, Control, chunk

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from router.relay import outbox
-from router.relay.outbox import Outbox
+from lorafleet.front import outbox
+from lorafleet.front.outbox import Outbox
 from tests.patience import patience
 from tests.router.relay.wires import HOT, fronted, post
 

@@ -4,9 +4,9 @@ another's.
 
 import contextlib
 
-from router.relay import turn as turns
-from router.relay.outbox import Outbox
-from router.relay.turn import Turn
+from lorafleet.front import turn as turns
+from lorafleet.front.outbox import Outbox
+from lorafleet.front.turn import Turn
 from tests.router.relay.test_outbox import Loop as Bare
 from tests.router.relay.test_outbox import Transport
 

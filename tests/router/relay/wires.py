@@ -8,7 +8,8 @@ import struct
 from dataclasses import dataclass, field
 
 from lorafleet.auth import OPEN
-from router.relay.front import Exchange, Front, FrontLimits, front
+from lorafleet.front.connection import Exchange, Front, FrontLimits, front
+from router.relay.refusals import error_body
 from router.relay.upstream import EngineLost
 from tests.patience import until, within
 from tests.serving import serving
@@ -163,6 +164,7 @@ async def fronted(handler=length, *, sender=lambda _: OPEN, told=None, **limits)
         FrontLimits(**limits),
         sender,
         told,
+        error_body=error_body,
     )
     app = App(seen)
     unexpected: list[dict] = []

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from router.relay.front import FrontLimits
+from lorafleet.front.connection import FrontLimits
 from tests.router.relay.wires import length
 
 # More than the sockets between a client that does not read and the front hold.

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lorafleet import serve
-from router.relay.front import FrontLimits, front
+from lorafleet.front.connection import FrontLimits, front
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import LARGE, Calls, Work, failing, large_of, say_last
 from tests.router.relay.wires import COLD, HOT, MESSAGES, App, Client, error_of, fronted, length, post

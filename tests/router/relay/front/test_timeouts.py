@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from router.relay.front import FrontLimits
+from lorafleet.front.connection import FrontLimits
 from tests.patience import until
 from tests.router.relay.front.handlers import Work
 from tests.router.relay.wires import COLD, HOT, error_of, fronted, post

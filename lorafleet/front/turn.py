@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final, Protocol
 
-from router.relay.outbox import Outbox
+from lorafleet.front.outbox import Outbox
 
 # Begun together, before the sockets are looked at again: a millisecond or two of work. More of them cost less each (at
 # 32 a twentieth, seen), but every stream waits meanwhile.

@@ -1,4 +1,4 @@
-"""The client's side: HTTP/1.1 where the hot routes are answered without an ASGI scope, and FastAPI has every other.
+"""The client's side: HTTP/1.1 where hot routes are answered without an ASGI scope, and an ASGI app has every other.
 
 A subclass of uvicorn's own protocol, so that one server has all connections: its keep-alive, its count of them and its
 graceful end. httptools parses; what it lets through that two parsers might read differently is refused here, for every
@@ -21,12 +21,10 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from lorafleet.auth import OPEN, Caller
+from lorafleet.front.framing import Refused, checked_head, checked_target, head_without_upgrade, parser_of
+from lorafleet.front.outbox import Outbox
+from lorafleet.front.turn import Steps, Turn
 from lorafleet.http import envelope, error_headers
-from router.relay.framing import Refused, checked_head, checked_target, head_without_upgrade, parser_of
-from router.relay.outbox import Outbox
-from router.relay.refusals import shaped
-from router.relay.turn import Steps, Turn
-from router.surface.routes import find
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -38,12 +36,13 @@ _NEVER = float("inf")
 # What is still read (and thrown away) of a client after its last answer, so that a reset does not take that answer from
 # it, and for how long: most clients send all of a body that is too large before they read why it was refused.
 _LINGER_BYTES = 64 * 2**20
+_LINGER_HEAD_BYTES = 2**20  # behind a head that is too large: no client means one of megabytes
 _LINGER_S = 2.0
 _CLOSE = b"connection: close\r\n"
 _JSON = b"content-type: application/json\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-_HOLDS = "the router holds as many bytes"
+_HOLDS = "this server holds as many bytes"
 
 # What is being read of a client: nothing yet of the next message, its head, its body.
 _IDLE, _HEAD, _BODY = range(3)
@@ -57,6 +56,13 @@ Handler = Callable[["Exchange"], Coroutine[Any, Any, None] | Steps | None]
 Route = Callable[[str, str], Handler | None]
 Sender = Callable[[Mapping[bytes, bytes]], Caller | None]
 Told = Callable[[bytes], bytes]
+# (status, code, message, path) -> the body of an error, as JSON.
+ErrorBody = Callable[[int, str, str, str], bytes]
+
+
+def plain_error(status: int, code: str, message: str, _path: str) -> bytes:
+    """An error's body in the envelope, whatever the path."""
+    return msgspec.json.encode(envelope(status, code, message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +97,7 @@ def front(
     sender: Sender = lambda _: OPEN,
     told: Told | None = None,
     outbox: Outbox | None = None,
+    error_body: ErrorBody = plain_error,
 ) -> "Front":
     """What makes the protocols, for `uvicorn.Config(http=...)`.
 
@@ -99,8 +106,14 @@ def front(
     told    a page's origin -> header lines for the answer to it; None: to answer none. What a browser asks before
             (OPTIONS) is for the ASGI app
     outbox  whatever else is written by what answers requests goes through it, too
+    error_body  what a client of that path is told of a refusal
     """
-    return Front(route, limits, sender, told, outbox or Outbox())
+    return Front(route, limits, sender, told, outbox or Outbox(), error_body)
+
+
+def front_of_app(limits: FrontLimits) -> "Front":
+    """The same where no route is hot: the ASGI app answers all that keeps to the limits."""
+    return front(lambda _method, _path: None, limits)
 
 
 class Front:
@@ -114,11 +127,20 @@ class Front:
     turn         the requests that have come in it
     """
 
-    def __init__(self, route: Route, limits: FrontLimits, sender: Sender, told: Told | None, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        route: Route,
+        limits: FrontLimits,
+        sender: Sender,
+        told: Told | None,
+        outbox: Outbox,
+        error_body: ErrorBody,
+    ) -> None:
         self.route = route
         self.limits = limits
         self.sender = sender
         self.told = told
+        self.error_body = error_body
         self.connections: set[_Connection] = set()
         self.held_bytes = 0
         self._held_of: Counter[str] = Counter()
@@ -352,6 +374,7 @@ class _Connection(HttpToolsProtocol):
         "_incoming",
         "_last_words",
         "_limits",
+        "_linger_bytes",
         "_phase",
         "_plain_head",
         "_queue",
@@ -389,6 +412,7 @@ class _Connection(HttpToolsProtocol):
         self._stopping = False
         self._deaf = False  # what comes now is thrown away: the last answer is decided
         self._drained_bytes = 0
+        self._linger_bytes = _LINGER_BYTES
         self._last_words = b""  # an error that waits behind answers still to come
         # The message being read
         self.url = b""
@@ -431,7 +455,7 @@ class _Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             self._drained_bytes += len(data)
-            if self._drained_bytes > _LINGER_BYTES:
+            if self._drained_bytes > self._linger_bytes:
                 self.hang_up()
             return
         self._read_bytes = self._unread_bytes = len(data)
@@ -585,7 +609,7 @@ class _Connection(HttpToolsProtocol):
     def answer(self, exchange: Exchange) -> Steps | None:
         """Its turn has come."""
         if self._front.has_stopped:
-            _fail(exchange, 503, "stopping", "the router stopped before this request was begun; send it again")
+            _fail(exchange, 503, "stopping", "this server stopped before this request was begun; send it again")
             return None
         try:
             work = exchange._handler(exchange)
@@ -613,7 +637,7 @@ class _Connection(HttpToolsProtocol):
                 _fail(exchange, 500, "internal_error", "internal error: the request was not answered")
         except asyncio.CancelledError:
             if exchange._connection is not None:  # not by the client: the time to finish is over
-                _fail(exchange, 503, "stopping", "the router stopped before this request was done; send it again")
+                _fail(exchange, 503, "stopping", "this server stopped before this request was done; send it again")
             raise
         except Exception as exc:  # noqa: BLE001  (whatever it is: its client is told, and the log)
             _fail_unexpectedly(exchange, exc)
@@ -762,7 +786,9 @@ class _Connection(HttpToolsProtocol):
         """Answer the message being read with an error, after all that came before it, and close."""
         self._front.refused[refusal.code] += 1
         in_cold = self._phase == _BODY and self._incoming is None
-        words = _error_answer(refusal, self._told(), self.url.partition(b"?")[0].decode("latin-1"))
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        body = self._front.error_body(refusal.status, refusal.code, str(refusal), path)
+        words = _error_answer(refusal, self._told(), body)
         self.hear_no_more()
         if in_cold:
             self._refuse_cold(words)
@@ -821,6 +847,7 @@ class _Connection(HttpToolsProtocol):
 
     def _head_too_large(self) -> Refused:
         most = self._limits.head_bytes
+        self._linger_bytes = _LINGER_HEAD_BYTES
         return Refused(431, "head_too_large", f"the request's head is larger than {most} bytes")
 
     def _body_too_large(self) -> Refused:
@@ -896,11 +923,14 @@ def _asks_before(method: str, fields: Mapping[bytes, bytes]) -> bool:
 
 def _fail(exchange: Exchange, status: int, code: str, message: str) -> None:
     """An error for an answer, or a broken connection if one has begun."""
+    connection = exchange._connection
+    if connection is None:
+        return
     if exchange.status is not None:
         exchange.abort()
         return
     headers = _JSON + b"retry-after: 1\r\n" if status == 503 else _JSON
-    exchange.respond(status, headers, _error_body(status, code, message, exchange.path))
+    exchange.respond(status, headers, connection._front.error_body(status, code, message, exchange.path))
 
 
 def _fail_unexpectedly(exchange: Exchange, exc: Exception) -> None:
@@ -909,15 +939,7 @@ def _fail_unexpectedly(exchange: Exchange, exc: Exception) -> None:
     _fail(exchange, 500, "internal_error", message)
 
 
-def _error_body(status: int, code: str, message: str, path: str) -> bytes:
-    """An error, in the form that clients of this path know."""
-    route = find("POST", path)
-    errors = "openai" if route is None else route.errors
-    return msgspec.json.encode(shaped(envelope(status, code, message), status, errors))
-
-
-def _error_answer(refusal: Refused, told: bytes, path: str) -> bytes:
-    body = _error_body(refusal.status, refusal.code, str(refusal), path)
+def _error_answer(refusal: Refused, told: bytes, body: bytes) -> bytes:
     extra = error_headers(refusal.status, refusal.retry_after_s)
     lines = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in extra.items())
     head = STATUS_LINE[refusal.status] + _JSON + lines + told + b"content-length: %d\r\n" % len(body) + _CLOSE
