@@ -14,8 +14,9 @@ import httpx
 import structlog
 from fastapi import FastAPI
 
-from lorafleet.auth import Keys, host_check, may_send, refuse_open_server
-from lorafleet.http import CheckHost, JsonBodies, add_routes, install_error_handlers
+from lorafleet.auth import Keys, may_send, refuse_open_server
+from lorafleet.front.guard import guard
+from lorafleet.http import JsonBodies, add_routes, install_error_handlers
 from lorafleet.kube.client import Kube, connect
 from lorafleet.kube.discovery import Slices
 from lorafleet.loops import forever
@@ -196,7 +197,7 @@ def build(
     )
     # The outermost: what is handed on to the leader is looked at, too.
     app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "register"))
-    app.add_middleware(CheckHost, check=host_check(keys, allow_open=settings.allow_open))
+    guard(app, keys, allow_open=settings.allow_open)
     return whole
 
 

@@ -27,6 +27,8 @@ LEADERS = frozenset({"/v1/catalog", "/v1/events"})
 """Reads whose revisions are one orchestrator's own: two of them would confuse whoever follows."""
 FORWARDED = "x-lorafleet-forwarded-by"
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host"})
+# A browser's words for where a page is from: held against our own address already, and the leader has another.
+_OF_PAGES = frozenset({"origin", "sec-fetch-site"})
 _LOOK_EVERY_S = 0.2
 # What is nearly done may still be done; what waits for an adapter would be cut off later, with less to say.
 _LOOKS_WHEN_STOPPING = 10
@@ -105,7 +107,7 @@ class Forwarder:
 
     async def _asked(self, leader: Hold, request: Request) -> Response:
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        headers = [(k, v) for k, v in request.headers.items() if k not in _HOP_BY_HOP]
+        headers = [(k, v) for k, v in request.headers.items() if k not in _HOP_BY_HOP | _OF_PAGES]
         upstream = self._client.build_request(
             request.method,
             leader.url.rstrip("/") + target,

@@ -21,11 +21,13 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from lorafleet import logs, serve
-from lorafleet.auth import KeyFileError, Keys, host_check, refuse_open_server
+from lorafleet.auth import KeyFileError, Keys, refuse_open_server
 from lorafleet.files import make_folder
 from lorafleet.front.connection import Front, FrontLimits, front
+from lorafleet.front.cross_site import site_check
+from lorafleet.front.guard import guard
 from lorafleet.front.outbox import Outbox
-from lorafleet.http import CheckHost, add_routes, install_error_handlers
+from lorafleet.http import add_routes, install_error_handlers
 from lorafleet.kube.access import ACCOUNT, source
 from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
@@ -251,7 +253,8 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     add_routes(app, control_routes(parts, siblings), health_routes(parts, own_metrics, siblings))
     install_error_handlers(app, RouterError)
     describe_inference(app)
-    app.add_middleware(CheckHost, check=host_check(keys, allow_open=config.allow_open))
+    may_ask = site_check(config.allowed_origins, trusts_asked=True)
+    guard(app, keys, allow_open=config.allow_open, may_ask=may_ask)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, **of_middleware(config.allowed_origins))
     app.state.http = clients

@@ -11,6 +11,7 @@ import structlog
 
 from lorafleet.auth import Caller, check_scope, host_check
 from lorafleet.front.connection import Exchange, Handler
+from lorafleet.front.cross_site import site_check
 from lorafleet.front.turn import Steps
 from lorafleet.http import HttpError, envelope, error_headers
 from router.core.errors import (
@@ -71,6 +72,7 @@ class Inference:
         self._keep_alive_s = config.stream_keep_alive_s
         self._session_header = config.session_header.lower().encode()
         self._check_host = host_check(parts.keys, allow_open=config.allow_open)
+        self._check_site = site_check(config.allowed_origins, trusts_asked=True)
         self._handlers: dict[tuple[str, str], Handler] = {
             key: partial(self._handle, route) for key, route in ROUTES.items()
         }
@@ -119,6 +121,8 @@ class Inference:
         try:
             if trace is not None:
                 trace.stage("authenticate")
+            if b"origin" in headers or b"sec-fetch-site" in headers:
+                self._check_site(exchange.method, headers)
             caller = exchange.caller or self._refused(headers)
             # Before its body is read: a large one takes a fifth of a second, and a key's limits are to bound that. A
             # batch is told when there is enough for all its items, which are in its body: one that is quickly read is.

@@ -17,9 +17,10 @@ import structlog
 from fastapi import FastAPI
 
 from lorafleet import logs
-from lorafleet.auth import Keys, host_check, may_send, refuse_open_server
+from lorafleet.auth import Keys, may_send, refuse_open_server
 from lorafleet.files import make_folder, write_whole
-from lorafleet.http import CheckHost, JsonBodies, add_routes, install_error_handlers
+from lorafleet.front.guard import guard
+from lorafleet.http import JsonBodies, add_routes, install_error_handlers
 from lorafleet.loops import forever
 from lorafleet.ownkey import OwnKey
 from lorafleet.serve import bind, serve
@@ -141,7 +142,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     add_routes(app, build_router(agent, keys, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
     app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "drain"))
-    app.add_middleware(CheckHost, check=host_check(keys, allow_open=settings.allow_open))
+    guard(app, keys, allow_open=settings.allow_open)
     return Worker(app, agent)
 
 
