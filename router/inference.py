@@ -12,6 +12,7 @@ import structlog
 from lorafleet.auth import Caller, check_scope, host_check
 from lorafleet.front.connection import Exchange, Handler
 from lorafleet.front.cross_site import site_check
+from lorafleet.front.lenient import trimmed
 from lorafleet.front.turn import Steps
 from lorafleet.http import HttpError, envelope, error_headers
 from router.core.errors import (
@@ -96,7 +97,10 @@ class Inference:
         route = find(method, path)
         if route is not None:
             return self._handlers[route.method, route.path]
-        if (method, path) in _OWN:
+        if path.endswith("/") and path != "/":
+            handler = self.route(method, trimmed(path))
+            return None if handler is None else partial(_answer_at, trimmed(path), handler)
+        if ("GET" if method == "HEAD" else method, path) in _OWN:
             return None
         return self._wrong_method if self._offered(path) else None
 
@@ -290,6 +294,12 @@ class Inference:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         answer.whole(200, "content-type: application/json\r\n", generate.join(batch, bodies))
+
+
+def _answer_at(path: str, handler: Handler, exchange: Exchange) -> Coroutine[Any, Any, None] | Steps | None:
+    """As if it had been sent to that path."""
+    exchange.path = path
+    return handler(exchange)
 
 
 async def _item(journey: Journey, turns: asyncio.Semaphore) -> bytes:

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from lorafleet.front.lenient import trimmed
 from lorafleet.http import envelope
 from router.surface.routes import find
 
@@ -30,7 +31,7 @@ def shaped(body: dict[str, Any], status: int, errors: str) -> dict[str, Any]:
 
 def error_body(status: int, code: str, message: str, path: str) -> bytes:
     """The body of an error, in the form that clients of this path know."""
-    route = find("POST", path)
+    route = find("POST", trimmed(path))
     errors = "openai" if route is None else route.errors
     return msgspec.json.encode(shaped(envelope(status, code, message), status, errors))
 

@@ -1,6 +1,7 @@
 """What a page of another origin may have a browser send to a service without keys: nothing that changes anything."""
 
 import contextlib
+import math
 
 import httpx
 import pytest
@@ -102,6 +103,7 @@ def test_what_a_browser_asks_about_before_is_trusted_where_that_is_wanted(more, 
 @contextlib.asynccontextmanager
 async def orchestrator(tmp_path):
     whole = build(OrchestratorSettings(store=tmp_path / "store.db"))
+    whole.leadership.lead_until(math.inf)
     try:
         yield whole.app
     finally:
