@@ -176,6 +176,12 @@ def engines_by_id(named: Iterable[str]) -> dict[str, str]:
         id_, equals, url = name.rpartition("=")
         is_url = is_http(url)
         id_ = id_ or (urlsplit(url).netloc if is_url and not equals else "")
+        if is_url and not equals and not _ID.fullmatch(id_):
+            example = "v6" if "[" in id_ else "w0"
+            raise ValueError(
+                f"engines: {url!r} needs an id, because {id_!r} cannot be one (letters, digits and .:_-, at most 100):"
+                f" give it as {example}={url}"
+            )
         if not is_url or not _ID.fullmatch(id_):
             raise ValueError(
                 f"engines: {shown(name)!r} must be http://host:port or id=http://host:port,"
