@@ -1,7 +1,8 @@
 """One error envelope for every house: `{"error": {"message", "type", "param", "code"}}`, as OpenAI has it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -13,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorafleet.json_count import VALUES, has_more
 from lorafleet.settings import what_is_wrong
 
 log = structlog.get_logger()
@@ -101,13 +103,24 @@ class JsonBodies:
     poisons the sums and lists that it gets into.
     """
 
-    def __init__(self, app: ASGIApp, *, may_send: Callable[[str | None], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        may_send: Callable[[str | None], None] = lambda _: None,
+        most_values: int,
+        larger: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """
-        may_send  raises HttpError for an `Authorization` of which no body is read: 16 MiB of JSON take a process
-                  seconds, in which it does nothing else
+        may_send     raises HttpError for an `Authorization` of which no body is read: 16 MiB of JSON take a process
+                     seconds, in which it does nothing else
+        most_values  texts, objects, lists and commas that a body may have
+        larger       path -> the same, of bodies that are larger than others
         """
         self._app = app
         self._may_send = may_send
+        self._most_values = most_values
+        self._larger = larger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Request(scope).headers if scope["type"] == "http" else {}
@@ -130,7 +143,7 @@ class JsonBodies:
         body = b"".join(parts)
         try:
             if body:
-                _check_json(body)
+                _check_json(body, self._larger.get(scope["path"], self._most_values))
         except HttpError as exc:
             await error_response(exc)(scope, receive, send)
             return
@@ -142,7 +155,12 @@ class JsonBodies:
         await self._app(scope, again, send)
 
 
-def _check_json(body: bytes) -> None:
+def _check_json(body: bytes, most_values: int) -> None:
+    if has_more(body, most_values, VALUES):
+        message = (
+            f"the body has more than {most_values} texts, objects, lists and commas; send what it holds in several"
+        )
+        raise HttpError(413, "body_too_large", message)
     try:
         from_json(body, allow_inf_nan=False, cache_strings="none")
     except ValueError as exc:

@@ -50,6 +50,10 @@ from orchestrator.store import Store
 
 log = structlog.get_logger()
 
+# Of a body. Reading as many takes a tenth of a second, in which nothing else is done.
+_MOST_VALUES = 200_000
+# A router's report of a hundred thousand (worker, adapter), 25 values each.
+_LARGER_BODIES = {"/v1/usage": 3_000_000}
 _FIRST_LIST_S = 2.0  # who starts alone leads from its first answer on; an API server that is away keeps nobody
 
 
@@ -196,7 +200,9 @@ def build(
         clock=clock,
     )
     # The outermost: what is handed on to the leader is looked at, too.
-    app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "register"))
+    app.add_middleware(
+        JsonBodies, may_send=may_send(keys, "load", "register"), most_values=_MOST_VALUES, larger=_LARGER_BODIES
+    )
     guard(app, keys, allow_open=settings.allow_open)
     return whole
 

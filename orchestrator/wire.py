@@ -9,7 +9,16 @@ from itertools import pairwise
 from math import isfinite
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from workers.wire import Metadata
 
@@ -317,7 +326,7 @@ class EnsureRequest(_Wire):
 
     replicas: int | None = Field(default=None, ge=1)
     wait_s: float = Field(default=0.0, ge=0, le=600)
-    tenants: tuple[str, ...] = Field(
+    tenants: Annotated[tuple[str, ...], FailFast()] = Field(
         default=(), description="whose requests wait; none said: the adapter's only tenant, else by itself"
     )
     wire: int = WIRE
@@ -598,6 +607,10 @@ Seconds = Annotated[float, Field(ge=0, le=1e12)]
 """Of counts and sums, what no fleet will ever come to: a router that says more has miscounted, and is told so."""
 
 
+_MOST_WORKERS = 10_000
+"""That a router speaks of: more than any fleet has."""
+
+
 class AdapterUse(_Wire):
     """Of one engine name on one worker, since the router's boot: counts and sums only grow.
 
@@ -645,10 +658,18 @@ class UsageReport(_Wire):
     boot_id: str
     seq: int
     revision_seen: int
-    uses: tuple[AdapterUse, ...] = ()
-    holds: tuple[AdapterHold, ...] = ()
+    # Of a million faults each would be listed, which takes seconds: the first is enough of what programs send.
+    uses: Annotated[tuple[AdapterUse, ...], FailFast()] = ()
+    holds: Annotated[tuple[AdapterHold, ...], FailFast()] = ()
     waits_s: dict[str, Seconds] = {}
     wire: int = WIRE
+
+    @field_validator("waits_s", mode="before")
+    @classmethod
+    def _few(cls, waits_s: object) -> object:
+        if isinstance(waits_s, dict) and len(waits_s) > _MOST_WORKERS:
+            raise ValueError(f"names {len(waits_s)} workers, and at most {_MOST_WORKERS} are taken")
+        return waits_s
 
 
 class UsageAnswer(_Wire):

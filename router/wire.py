@@ -1,9 +1,9 @@
 """What the router serves beyond OpenAI's own shapes."""
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, FailFast
 
 WIRE = 1
 
@@ -87,7 +87,7 @@ class ReplayBody(_Wire):
     request_id: str = ""
     at: datetime | None = None
     tokens_from: Literal["given", "local", "remote", "none"] = "none"
-    scores: tuple[RecordedTrust, ...] = ()
+    scores: Annotated[tuple[RecordedTrust, ...], FailFast()] = ()
     policy: str | None = None
 
 

@@ -53,6 +53,8 @@ from workers.verify import known_base_model
 
 log = structlog.get_logger()
 
+# Of a body: what an agent is told fits into a hundred; reading so many takes a twentieth of a second.
+_MOST_VALUES = 100_000
 _OUTLIVES_S = 7 * 86400.0
 _ASK_S = 2.0
 
@@ -141,7 +143,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     )
     add_routes(app, build_router(agent, keys, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
-    app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "drain"))
+    app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "drain"), most_values=_MOST_VALUES)
     guard(app, keys, allow_open=settings.allow_open)
     return Worker(app, agent)
 

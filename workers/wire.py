@@ -3,10 +3,10 @@
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 WIRE = 1
 KV_HASHING = 1
@@ -63,8 +63,8 @@ class Transport(_Wire):
 
     engine_url: str
     dialect: str = "vllm"
-    kv_events: tuple[str, ...] = ()
-    kv_replay: tuple[str, ...] = ()
+    kv_events: Annotated[tuple[str, ...], FailFast()] = ()
+    kv_replay: Annotated[tuple[str, ...], FailFast()] = ()
     kv_topic: str = ""
     kv_ledger: int = 0
 
@@ -125,10 +125,10 @@ class LoraInfo(_Wire):
     max_loras: int = 0
     max_cpu_loras: int = 0
     max_lora_rank: int = 0
-    available_loras: tuple[AvailableLora, ...] = ()
+    available_loras: Annotated[tuple[AvailableLora, ...], FailFast()] = ()
     available_count: int = 0
     available_digest: str = ""
-    loaded_loras: tuple[LoadedLora, ...] = ()
+    loaded_loras: Annotated[tuple[LoadedLora, ...], FailFast()] = ()
     capacity: LoraCapacity = LoraCapacity()
 
 

@@ -1,10 +1,10 @@
 """What is said of a body that is no JSON, or too much of it."""
 
 import re
-from itertools import islice
 
 import msgspec
 
+from lorafleet.json_count import has_more
 from router.core.errors import BadBody
 
 # Some clients begin what they send with it; vLLM takes it.
@@ -17,20 +17,11 @@ _HALF = re.compile(
     rb"(?<!\\)\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u)[dD][c-fC-F][0-9a-fA-F]{2})"
 )
-# A text, whatever is in it, or the beginning of an object or a list.
-_ITEM = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{\[]', re.DOTALL)
 
 
 def check_items(body: bytes, most: int) -> None:
-    """Raises BadBody where it has more texts (names of fields, too), objects and lists than `most`.
-
-    A byte of them may take a hundred of memory, and a microsecond in which nobody else is served: a body in which they
-    are many costs a thousand times what one long text does.
-    """
-    # Each takes two bytes, and most bodies are shorter than that. What stands in a text is counted, too, at first.
-    if len(body) <= 2 * most or body.count(b'"') // 2 + body.count(b"{") + body.count(b"[") <= most:
-        return
-    if next(islice(_ITEM.finditer(body), most, None), None) is not None:
+    """Raises BadBody where it has more texts (names of fields, too), objects and lists than `most`."""
+    if has_more(body, most):
         raise BadBody(
             f"the body has more than {most} texts, objects and lists (messages, their parts, tools): send fewer, or"
             " in several requests"
