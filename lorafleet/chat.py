@@ -199,6 +199,11 @@ class ChatTokenizer:
         return self.pieces(text, add_special_tokens=special), special
 
     @functools.cached_property
+    def max_chars_per_token(self) -> int:
+        """The longest entry of the vocabulary: no text has fewer tokens than its characters divided by this."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
+    @functools.cached_property
     def wants_system_first(self) -> bool:
         """Whether vLLM, asked for Anthropic's messages, moves system messages to the front for this template.
 

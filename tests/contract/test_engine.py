@@ -249,6 +249,11 @@ TOO_LONG = (
     "this limit even without any output tokens. Please reduce the length of the input prompt. "
     "(parameter=input_tokens, value=%d)"
 )
+TOO_MANY_CHARACTERS = (
+    "This model's maximum context length is 2048 tokens. However, your prompt contains %d characters (more than 36864 "
+    "characters, which is the upper bound for 2048 input tokens). Please reduce the length of the input prompt. "
+    "(parameter=input_text, value=%d)"
+)
 UNKNOWN = "The model `zz` does not exist. Valid aliases: tiny-qwen."
 REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "unknown model": (CHAT, {"model": "zz", "messages": HELLO}, envelope(UNKNOWN, "NotFoundError", 404, "model")),
@@ -398,6 +403,11 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
         CHAT,
         {"messages": [{"role": "user", "content": "hello world " * 2000}]},
         envelope(TOO_LONG % ("at least 2049", 2049), "BadRequestError", 400, "input_tokens"),
+    ),
+    "a text of more characters than its tokens could have": (
+        COMPLETIONS,
+        {"prompt": "hello world " * 5000},
+        envelope(TOO_MANY_CHARACTERS % (60_000, 60_000), "BadRequestError", 400, "input_text"),
     ),
     "a prompt that leaves no room": (
         COMPLETIONS,

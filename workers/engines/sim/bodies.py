@@ -232,6 +232,22 @@ def check_length(prompt_tokens: int, max_model_len: int, *, from_text: bool) -> 
     )
 
 
+def check_characters(text: str, max_model_len: int, max_chars_per_token: int) -> None:
+    """Refuse a text that is too long whatever its tokens are, before it is tokenized.
+
+    source  vLLM 0.32 renderers/params.py _text_len_check
+    """
+    most = max_model_len * max_chars_per_token
+    if len(text) > most:
+        raise invalid(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains {len(text)} "
+            f"characters (more than {most} characters, which is the upper bound for {max_model_len} input tokens). "
+            "Please reduce the length of the input prompt.",
+            "input_text",
+            len(text),
+        )
+
+
 def prompts_of(body: Completion) -> Sequence[str | list[int]]:
     """The prompts of a completion, one or many. Raises `Refused` when there is none."""
     prompt = body.prompt

@@ -1,0 +1,87 @@
+"""A long text keeps the sim engine from nothing else, as it keeps vLLM from nothing."""
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+
+from lorafleet.tiny import make_model
+from tests.patience import within
+from workers.engines.sim.__main__ import _service
+from workers.engines.sim.app import make_app
+from workers.engines.sim.engine import Engine
+from workers.engines.sim.metrics import Metrics
+from workers.engines.sim.settings import parse
+
+CHATS, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+
+
+class Held:
+    """A tokenizer that waits to be told to go on, wherever it is called."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text, *, add_special_tokens):
+        self.begun.set()
+        assert self.go_on.wait(60), "nobody let it go on"
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def sim(model):
+    """(service, client) of an engine in this process."""
+    settings = parse(["--model", str(model), "--served-model-name", "tiny-qwen", "--max-model-len", "20000"])
+    engine = Engine(settings, None, Metrics(settings), on_death=lambda: None)
+    service = _service(settings, engine)
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(make_app(service, engine.run)), base_url="http://sim"
+    ) as c:
+        running = asyncio.create_task(engine.run())
+        yield service, c
+        running.cancel()
+
+
+def asking(path: str, text: str) -> dict:
+    body = {"model": "tiny-qwen", "max_tokens": 1}
+    if path == CHATS:
+        return body | {"messages": [{"role": "user", "content": text}]}
+    return body | {"prompt": text}
+
+
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS, TOKENIZE])
+async def test_others_are_answered_while_a_long_text_is_tokenized(sim, path):
+    service, client = sim
+    service.tokenizer = held = Held(service.tokenizer)
+    long = asyncio.create_task(client.post(path, json=asking(path, "one two " * 5000)))
+    try:
+        async with within(30):
+            assert await asyncio.to_thread(held.begun.wait, 30)
+            assert (await client.get("/health")).status_code == 200
+    finally:
+        held.go_on.set()
+    assert (await long).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
+async def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(sim, path):
+    service, client = sim
+    service.tokenizer = held = Held(service.tokenizer)
+    held.go_on.set()
+    answer = await client.post(path, json=asking(path, "a" * 2_000_000))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "input_text")
+    assert f"more than {20_000 * service.tokenizer.max_chars_per_token} characters" in error["message"]
+    assert not held.begun.is_set()
+    assert (await client.post(path, json=asking(path, "one " * 3000))).status_code == 200
