@@ -8,7 +8,7 @@ import pytest
 
 from lorafleet.tiny import make_model
 from tests.patience import within
-from workers.engines.sim.__main__ import _service
+from workers.engines.sim.__main__ import service_of
 from workers.engines.sim.app import make_app
 from workers.engines.sim.engine import Engine
 from workers.engines.sim.metrics import Metrics
@@ -44,7 +44,7 @@ async def sim(model):
     """(service, client) of an engine in this process."""
     settings = parse(["--model", str(model), "--served-model-name", "tiny-qwen", "--max-model-len", "20000"])
     engine = Engine(settings, None, Metrics(settings), on_death=lambda: None)
-    service = _service(settings, engine)
+    service = service_of(settings, engine)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(make_app(service, engine.run)), base_url="http://sim"
     ) as c:
