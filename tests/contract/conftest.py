@@ -100,7 +100,7 @@ class Wire:
         seq = int.from_bytes(seq_bytes, "big")
         expected = seq if self.next_seq is None else self.next_seq
         assert (topic, len(seq_bytes), seq) == (b"kv", 8, expected)
-        self.next_seq += 1
+        self.next_seq = seq + 1
         ts, events, rank = msgspec.msgpack.decode(payload)
         assert isinstance(ts, float)
         assert rank == 0
