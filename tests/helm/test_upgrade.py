@@ -183,3 +183,41 @@ async def test_a_release_goes_over_from_the_client_to_the_server(upgrades, relea
     assert await server.replicas("statefulset") == 3
     await server("upgrade", pool={"autoscaling": SCALED})
     assert await server.replicas("statefulset") == 3
+
+
+VOLUMES = {"enabled": True, "storageClassName": "fast"}
+
+
+@pytest.mark.parametrize("way", [SERVER, CLIENT])
+async def test_volumes_that_are_there_are_not_changed_and_the_refusal_says_what_to_do(upgrades):
+    cache = {"size": "10Gi", "persistent": VOLUMES}
+    await upgrades("install", pool={"cache": cache})
+    await upgrades("upgrade", pool={"cache": cache})
+    for other, said in [
+        (cache | {"size": "20Gi"}, "cache.size is 20Gi now, and its workers' volumes were made with 10Gi"),
+        ({"persistent": {"enabled": False}}, "cache.persistent.enabled is false now, and its workers have volumes of"),
+        (cache | {"persistent": VOLUMES | {"storageClassName": "slow"}}, 'storageClassName is "slow" now'),
+    ]:
+        done = await upgrades.tried("upgrade", pool={"cache": other})
+        assert done.returncode != 0
+        assert f"pool p: {said}" in done.stderr.replace("cache.persistent.storageClassName", "storageClassName")
+    command = done.stderr.split("let kubectl ")[1].split(",")[0]
+    await upgrades.release.kubectl(*command.split())
+    await upgrades("upgrade", pool={"cache": cache | {"size": "20Gi"}})
+
+
+@pytest.mark.parametrize("way", [SERVER])
+async def test_a_pool_that_is_to_have_volumes_and_has_none_is_told_so(upgrades):
+    await upgrades("install")
+    done = await upgrades.tried("upgrade", pool={"cache": {"persistent": VOLUMES}})
+    assert "cache.persistent.enabled is true now, and its workers have no volumes of their own" in done.stderr
+    await upgrades("upgrade", pool={"cache": {"size": "1Gi"}})  # an emptyDir's may change
+
+
+@pytest.mark.parametrize("way", [SERVER])
+async def test_a_pool_of_another_kind_does_not_end_all_workers_of_the_one_that_is_there(upgrades):
+    await upgrades("install")
+    done = await upgrades.tried("upgrade", pool={"kind": "Deployment"})
+    said = "pool p: kind is Deployment now, and its workers are a StatefulSet's: all of them would end at once."
+    assert said in done.stderr
+    assert await upgrades.replicas("statefulset") == 6

@@ -16,7 +16,7 @@ from tests.kube import managers, status
 from tests.kube.kinds import BY_PLURAL, RESOURCES, Resource
 from tests.kube.managers import Writer
 from tests.kube.store import Object, Store
-from tests.kube.validation import check, tidied, typed
+from tests.kube.validation import check, check_change, tidied, typed
 
 _SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # as k8s.io/apimachinery's names: no vowels, no words
 _POD_GRACE_S = 30
@@ -207,6 +207,7 @@ class Registry:
         if resource.has_generation and _said(obj) != _said(old):
             obj["metadata"]["generation"] = old["metadata"].get("generation", 1) + 1
         check(resource, obj, allow_loopback=self.allow_loopback)
+        check_change(resource, old, obj)
         if dry_run or obj == old:
             return obj  # a write that changes nothing is no write: no version, no event
         if obj["metadata"].get("deletionTimestamp") and not obj["metadata"].get("finalizers") and not resource.graceful:

@@ -38,6 +38,10 @@ _LEASE_FIELDS = {
     "preferredHolder",
 }  # fmt: skip
 _LONGEST_NOTE = 1024
+_STATEFUL_SET_CHANGES = (
+    "replicas", "ordinals", "template", "updateStrategy", "revisionHistoryLimit",
+    "persistentVolumeClaimRetentionPolicy", "minReadySeconds",
+)  # fmt: skip
 Causes = list[tuple[str, str]]
 
 
@@ -82,6 +86,20 @@ def tidied(resource: Resource, obj: dict[str, Any]) -> dict[str, Any]:
     if resource.kind == "Namespace":
         return obj | {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}}
     return obj
+
+
+def check_change(resource: Resource, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raises the 422 of what may not be changed once it is there. Quantities are compared as they are written."""
+    if resource.kind != "StatefulSet":
+        return
+    before, after = old.get("spec") or {}, new.get("spec") or {}
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    if changed - set(_STATEFUL_SET_CHANGES):
+        *names, last = (f"'{name}'" for name in _STATEFUL_SET_CHANGES)
+        said = (
+            f"Forbidden: updates to statefulset spec for fields other than {', '.join(names)} and {last} are forbidden"
+        )
+        raise invalid(resource, new["metadata"]["name"], [("spec", said)])
 
 
 def nothing(resource: Resource) -> dict[str, Any]:

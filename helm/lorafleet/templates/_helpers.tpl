@@ -203,6 +203,11 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- if hasKey $ids .lora_id }}{{- fail (printf "adapters: two have the lora_id %q; each needs one of its own" .lora_id) }}{{- end }}
 {{- $_ := set $ids .lora_id true }}
 {{- end }}
+{{- include "lorafleet.once" (dict "what" "imagePullSecrets" "names" .Values.imagePullSecrets "taken" list) -}}
+{{- include "lorafleet.once" (dict "what" "networkPolicy.engines" "names" (include "lorafleet.each" (dict "items" .Values.networkPolicy.engines "field" "name") | fromJsonArray) "taken" list) -}}
+{{- range list "router" "orchestrator" }}
+{{- include "lorafleet.checkPod" (dict "what" . "given" (get $.Values .)) -}}
+{{- end }}
 {{- $seen := dict -}}
 {{- range .Values.pools }}
 {{- if hasKey $seen .name }}{{- fail (printf "pools: two are named %q; each needs a name of its own" .name) }}{{- end }}
@@ -219,6 +224,7 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- if and (eq $pool.kind "Deployment") $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: a Deployment's pods share their volumes: use cache.existingClaim (ReadWriteMany), or kind StatefulSet for cache.persistent" .name) }}{{- end }}
 {{- if and $pool.cache.existingClaim $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: cache.existingClaim and cache.persistent.enabled: one volume; leave one out" .name) }}{{- end }}
 {{- if and $pool.demoModel $pool.modelVolume }}{{- fail (printf "pool %s: demoModel makes the model in a volume of its own; leave modelVolume out" .name) }}{{- end }}
+{{- include "lorafleet.checkWorker" (dict "root" $ "pool" $pool "name" $name) -}}
 {{- if and (not $pool.demoModel) (not $pool.model) }}{{- fail (printf "pool %s: model is missing: a hub name (Qwen/Qwen2.5-7B-Instruct), or a folder below /models on modelVolume; or demoModel: true for a tiny one that is made" .name) }}{{- end }}
 {{- end }}
 {{- end }}

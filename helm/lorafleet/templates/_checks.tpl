@@ -1,0 +1,82 @@
+{{/* Refuses a name that is there twice: the API server would, too (server-side apply, which is how Helm 4 installs), in the
+middle of an upgrade, and clients that apply let one of the two win.
+(dict "what" "router.env" "names" $names "taken" (list "POD_NAME")); `taken`: what the chart itself sets there */}}
+{{- define "lorafleet.once" -}}
+{{- $what := .what -}}
+{{- $taken := .taken -}}
+{{- $seen := dict -}}
+{{- range .names -}}
+{{- if has . $taken -}}{{- fail (printf "%s: %s is set by the chart itself; leave it out" $what .) -}}{{- end -}}
+{{- if hasKey $seen . -}}{{- fail (printf "%s: %s is there twice; leave one out" $what .) -}}{{- end -}}
+{{- $_ := set $seen . true -}}
+{{- end -}}
+{{- end }}
+
+{{/* One field of each item, as a JSON list. (dict "items" .env "field" "name") */}}
+{{- define "lorafleet.each" -}}
+{{- $field := .field -}}
+{{- $found := list -}}
+{{- range .items -}}{{- $found = append $found (get . $field) -}}{{- end -}}
+{{- toJson $found -}}
+{{- end }}
+
+{{/* (dict "what" "router" "given" .Values.router): what router, orchestrator and pools have in common. */}}
+{{- define "lorafleet.checkPod" -}}
+{{- $env := include "lorafleet.each" (dict "items" .given.env "field" "name") | fromJsonArray -}}
+{{- include "lorafleet.once" (dict "what" (printf "%s.env" .what) "names" $env "taken" (list "POD_NAME" "POD_IP")) -}}
+{{- $spread := list -}}
+{{- range .given.topologySpreadConstraints -}}{{- $spread = append $spread (printf "%s with %s" .topologyKey .whenUnsatisfiable) -}}{{- end -}}
+{{- include "lorafleet.once" (dict "what" (printf "%s.topologySpreadConstraints" .what) "names" $spread "taken" list) -}}
+{{- end }}
+
+{{/* (dict "root" $ "pool" $pool "name" "fleet-lorafleet-l40s"): names in a worker's pod, and volumes that are there. */}}
+{{- define "lorafleet.checkWorker" -}}
+{{- $pool := .pool -}}
+{{- $what := printf "pools.%s" $pool.name -}}
+{{- $env := include "lorafleet.each" (dict "items" $pool.env "field" "name") | fromJsonArray -}}
+{{- if and $pool.hfToken.secretName (has "HF_TOKEN" $env) -}}
+{{- fail (printf "pool %s: hfToken and HF_TOKEN in env set one variable; leave one out" $pool.name) -}}
+{{- end -}}
+{{- include "lorafleet.checkPod" (dict "what" $what "given" $pool) -}}
+{{- $volumes := list "data" "tmp" "shm" "keys" "token" -}}
+{{- $paths := list "/var/lib/lorafleet" "/tmp" "/dev/shm" "/etc/lorafleet/keys" "/etc/lorafleet/token" -}}
+{{- if or $pool.demoModel $pool.modelVolume -}}{{- $volumes = append $volumes "models" -}}{{- $paths = append $paths "/models" -}}{{- end -}}
+{{- if $pool.adapterVolume -}}{{- $volumes = append $volumes "adapters" -}}{{- $paths = append $paths "/adapters" -}}{{- end -}}
+{{- range $pool.sourceSecrets -}}
+{{- $volumes = append $volumes (printf "source-%s" .) -}}
+{{- $paths = append $paths (printf "/etc/lorafleet/secrets/%s" .) -}}
+{{- end -}}
+{{- $named := include "lorafleet.each" (dict "items" $pool.volumes "field" "name") | fromJsonArray -}}
+{{- include "lorafleet.once" (dict "what" (printf "%s.volumes" $what) "names" $named "taken" $volumes) -}}
+{{- $mounted := include "lorafleet.each" (dict "items" $pool.volumeMounts "field" "mountPath") | fromJsonArray -}}
+{{- include "lorafleet.once" (dict "what" (printf "%s.volumeMounts" $what) "names" $mounted "taken" $paths) -}}
+{{- $other := ternary "Deployment" "StatefulSet" (eq $pool.kind "StatefulSet") -}}
+{{- if lookup "apps/v1" $other .root.Release.Namespace .name -}}
+{{- fail (printf "pool %s: kind is %s now, and its workers are a %s's: all of them would end at once. Give a pool of another name beside it, wait until that is ready, and take this one out" $pool.name $pool.kind $other) -}}
+{{- end -}}
+{{- if eq $pool.kind "StatefulSet" -}}{{- include "lorafleet.checkClaims" . -}}{{- end -}}
+{{- end }}
+
+{{/* A StatefulSet's volume claims are never changed: the API server refuses that in words that name no value. */}}
+{{- define "lorafleet.checkClaims" -}}
+{{- $live := lookup "apps/v1" "StatefulSet" .root.Release.Namespace .name -}}
+{{- if $live -}}
+{{- $cache := .pool.cache -}}
+{{- $was := dict -}}
+{{- range dig "spec" "volumeClaimTemplates" list $live -}}{{- if eq .metadata.name "data" -}}{{- $was = .spec -}}{{- end -}}{{- end -}}
+{{- $size := dig "resources" "requests" "storage" "0" $was -}}
+{{- $class := $was.storageClassName | default "" -}}
+{{- $changed := "" -}}
+{{- if ne (empty $was) (not $cache.persistent.enabled) -}}
+{{- $changed = printf "cache.persistent.enabled is %t now, and its workers %s" $cache.persistent.enabled (ternary "have no volumes of their own" "have volumes of their own" (empty $was)) -}}
+{{- else if not $was -}}
+{{- else if ne (include "lorafleet.bytes" $cache.size) (include "lorafleet.bytes" $size) -}}
+{{- $changed = printf "cache.size is %v now, and its workers' volumes were made with %s" $cache.size $size -}}
+{{- else if ne $cache.persistent.storageClassName $class -}}
+{{- $changed = printf "cache.persistent.storageClassName is %q now, and its workers' volumes were made with %q" $cache.persistent.storageClassName $class -}}
+{{- end -}}
+{{- if $changed -}}
+{{- fail (printf "pool %s: %s. Kubernetes changes no volumes of a StatefulSet that is there: put the value back; or make the volumes larger by hand, let kubectl -n %s delete statefulset %s --cascade=orphan, which keeps its pods, and upgrade again (docs/kubernetes.md, Other volumes)" .pool.name $changed .root.Release.Namespace .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
