@@ -2,13 +2,16 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,7 +21,8 @@ from typing import Any
 
 import httpx
 
-from tests.patience import wait_until
+from lorafleet import tiny
+from tests.patience import patience, wait_until
 
 READY = re.compile(r"^ready router=(http://127\.0\.0\.1:\d+) orchestrator=(http://127\.0\.0\.1:\d+)$")
 
@@ -81,15 +85,24 @@ class Fleet:
         """Signal it and wait; its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(how)
-        return self.process.wait(within_s)
+        return self.process.wait(patience(within_s))
 
     def said(self) -> str:
         """What it has written to standard error: its progress."""
         return self.errors.read_text()
 
 
-def start(state_dir: Path, *flags: str, token: str = "", environment: dict[str, str] | None = None) -> Fleet:
-    """Start it; use `wait_ready` next."""
+def start(
+    state_dir: Path,
+    *flags: str,
+    token: str = "",
+    environment: dict[str, str] | None = None,
+    is_empty: bool = False,
+) -> Fleet:
+    """Start it; use `wait_ready` next. `is_empty`: it makes its model and adapters itself, rather than find copies."""
+    if not (is_empty or state_dir.exists()):
+        shutil.copytree(_made().name, state_dir)
+        state_dir.chmod(0o700)
     tag = f"LORA_E2E_TAG={uuid.uuid4().hex}"
     name, _, value = tag.partition("=")
     errors = state_dir.with_name(f"{state_dir.name}.{value[:8]}.err")
@@ -108,6 +121,15 @@ def start(state_dir: Path, *flags: str, token: str = "", environment: dict[str, 
         )
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return Fleet(process, tag, state_dir, errors, headers=headers)
+
+
+@functools.cache
+def _made() -> "tempfile.TemporaryDirectory[str]":
+    """A state folder with the tiny model and its adapters in it, as `up` makes them."""
+    folder = tempfile.TemporaryDirectory(prefix="e2e-")
+    tiny.make_model(Path(folder.name) / tiny.MODEL_NAME)
+    tiny.make_adapters(Path(folder.name) / "adapters")
+    return folder
 
 
 def _stop_with_tests() -> None:
@@ -131,7 +153,7 @@ def read_line(fleet: Fleet, *, within_s: float) -> str:
     assert fleet.process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(fleet.process.stdout, selectors.EVENT_READ)
-        assert selector.select(within_s), f"nothing within {within_s} s; it said:\n{fleet.said()}"
+        assert selector.select(patience(within_s)), f"nothing within {within_s} s; it said:\n{fleet.said()}"
     return fleet.process.stdout.readline().rstrip("\n")
 
 
@@ -157,7 +179,7 @@ def kill(fleet: Fleet) -> dict[int, str]:
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    fleet.process.wait(10)
+    fleet.process.wait(patience(10))
     if fleet.process.stdout is not None:
         fleet.process.stdout.close()
     return left

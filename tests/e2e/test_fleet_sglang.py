@@ -15,6 +15,8 @@ from lorafleet import tiny
 from tests.e2e.fleets import Fleet, running, until
 from tests.e2e.scenarios import COLD, PYTHON, SQL, FleetSuite, cached, fresh_prompt, predicted, text
 
+pytestmark = pytest.mark.fleet
+
 ROOT = Path(__file__).parents[2]
 IS_REAL = importlib.util.find_spec("sglang") is not None
 STUB = {
@@ -24,7 +26,7 @@ STUB = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("sglang")
     tiny.make_adapters(folder / "adapters")

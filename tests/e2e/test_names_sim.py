@@ -4,15 +4,18 @@ import contextlib
 from pathlib import Path
 
 import httpx
+import pytest
 
 from lorafleet.tiny import make_adapter, make_model
 from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
-from tests.patience import until
+from tests.patience import patience, until
 from tests.serving import serving
 from tests.workers.running import SIM, RunningWorker
+
+pytestmark = pytest.mark.fleet
 
 BASE, SERVED = "tiny", {"w0": "tiny-small", "w1": "acme/tiny-large"}
 
@@ -27,22 +30,26 @@ async def test_workers_that_serve_one_base_model_under_other_names_answer_for_it
             (tmp_path / name).mkdir()
             names = ("--instance-id", name, "--served-model-name", served, "--base-model", BASE)
             worker = RunningWorker(model, shelf, tmp_path / name, *SIM, *names, "--orchestrator-url", url)
-            await stack.enter_async_context(worker.running())
+            await stack.enter_async_context(worker.inside())
         settings = RouterSettings(
             orchestrator_url=url, metadata_poll_s=0.2, catalog_poll_s=0.2, policy="round_robin", max_tries=1
         )
         app, parts = build_router(settings)
         router = await stack.enter_async_context(serving(app, http=app.state.http))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=router, timeout=60))
-        assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=10)
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=router, timeout=patience(30)))
+        assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(10))
         # Nobody says for which base model it is, as in `lorafleet adapters add`.
         spec = {"lora_id": "sql/v1", "source": f"file://{shelf}/sql/v1"}
         (await client.post(f"{url}/v1/adapters", json=spec)).raise_for_status()
-        (await client.post(f"{url}/v1/adapters/sql/v1/ensure", json={"replicas": 2, "wait_s": 20})).raise_for_status()
+        (
+            await client.post(
+                f"{url}/v1/adapters/sql/v1/ensure", json={"replicas": 2, "wait_s": min(600, patience(20))}
+            )
+        ).raise_for_status()
         assert (await client.get(f"{url}/v1/adapters/sql/v1")).json()["base_model"] == BASE
         assert await parts.discovery.changes.until(
             lambda: len(parts.discovery.fleet.holding(parts.discovery.fleet.adapters["sql/v1"].engine_name)) == 2,
-            timeout_s=10,
+            timeout_s=patience(10),
         )
 
         await until(lambda: parts.tokenizers.knows(BASE))  # which needs an engine that agrees with it

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,8 @@ from lorafleet import tiny
 from tests.e2e.fleets import Fleet, running, until
 from tests.e2e.scenarios import fresh_prompt
 from tests.e2e.shifting import FIVE, ShiftSuite
+
+pytestmark = pytest.mark.fleet
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,8 @@ class TestTwoSimWorkers(ShiftSuite):
             os.kill(pid, signal.SIGSTOP)
         try:
             agent_url = workers[left]["agent_url"]
-            began = time.monotonic()
-            until(lambda: lost <= _ready(fleet.get(f"{agent_url}/metadata")), within_s=20, what=f"{lost} on {left}")
-            assert time.monotonic() - began < 6.0
+            # A worker is missed after some three seconds, its adapters are loaded in milliseconds.
+            until(lambda: lost <= _ready(fleet.get(f"{agent_url}/metadata")), within_s=6, what=f"{lost} on {left}")
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)

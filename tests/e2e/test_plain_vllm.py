@@ -16,7 +16,7 @@ from tests.engines import RunningEngine, start_engine
 from tests.patience import patience, within
 from tests.serving import serving
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 BASE = "tiny-qwen"
 LONG = "The quick brown fox jumps over the lazy dog, again and again and again. " * 20

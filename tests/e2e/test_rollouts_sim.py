@@ -14,9 +14,12 @@ import pytest
 from lorafleet import tiny
 from tests.e2e.fleets import Fleet, chat, running, until
 from tests.e2e.scenarios import fresh_prompt
+from tests.patience import patience
+
+pytestmark = pytest.mark.fleet
 
 V1, SOUND, SLOW, FAILING = "svc/v1", "svc/sound", "svc/slow", "svc/failing"
-FAULTS = {SLOW: {"delay_s": 0.4}, FAILING: {"failing": 0.5}}
+FAULTS = {SLOW: {"delay_s": patience(0.2)}, FAILING: {"failing": 0.5}}
 STEPS = [{"weight": 0.4, "for_s": 0.5}, {"weight": 0.8, "for_s": 0.5}]
 
 
@@ -42,7 +45,7 @@ class Traffic:
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def ask_on(self, users: list[str]) -> None:
-        with httpx.Client(trust_env=False, verify=False, timeout=30) as client:
+        with httpx.Client(trust_env=False, verify=False, timeout=patience(30)) as client:
             while not self.stopping.is_set():
                 for user in users:
                     self.ask(client, user)

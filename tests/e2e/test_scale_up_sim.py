@@ -6,15 +6,18 @@ import re
 from pathlib import Path
 
 import httpx
+import pytest
 
 from lorafleet.tiny import make_adapter, make_model
 from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
-from tests.patience import within
+from tests.patience import patience, within
 from tests.serving import serving
 from tests.workers.running import RunningWorker, loaded
+
+pytestmark = pytest.mark.fleet
 
 NAMES = [f"team/a{number}" for number in range(12)]
 FLAGS = (
@@ -73,7 +76,7 @@ async def test_a_worker_that_is_added_under_load_is_warm_before_it_is_ready(tmp_
             flags = ("--instance-id", name, "--orchestrator-url", url, "--cache-dir", str(tmp_path / f"cache-{name}"))
             return RunningWorker(model, shelf, tmp_path / name, *FLAGS, *flags)
 
-        await stack.enter_async_context(worker("w0").running())
+        await stack.enter_async_context(worker("w0").inside())
         operator = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30))
         for name in NAMES:
             spec = {"lora_id": name, "source": f"file://{shelf}/{name}", "base_model": "tiny-qwen"}
@@ -81,14 +84,14 @@ async def test_a_worker_that_is_added_under_load_is_warm_before_it_is_ready(tmp_
         app, parts = build_router(RouterSettings(orchestrator_url=url, metadata_poll_s=0.2, catalog_poll_s=0.2))
         router = await stack.enter_async_context(serving(app, http=app.state.http))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=router, timeout=60))
-        assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=10)
+        assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(10))
 
         traffic = Traffic(client)
         running = asyncio.create_task(traffic.run())
         try:
             await traffic.until(lambda answers: {adapter_of(answer) for answer in answers} == set(NAMES))
             cold = await cold_starts(client)
-            agent = await stack.enter_async_context(worker("w1").running())  # ready when this returns
+            agent = await stack.enter_async_context(worker("w1").inside())  # ready when this returns
             share = await loaded(agent)
             assert 2 <= len(share) < len(NAMES)
             await traffic.until(lambda answers: sum(a.headers.get("x-lorafleet-worker") == "w1" for a in answers) > 5)
