@@ -278,6 +278,10 @@ async def fleet(*engines: Engine, control: Control | None = None, **settings) ->
                 "catalog_poll_s": 0.2,
                 "tokenizer": "remote",
                 "cold_start_timeout_s": patience(10),
+                "tokenize_timeout_s": patience(5),
+                "control_timeout_s": patience(5),
+                "connect_timeout_s": patience(2),
+                "failover_wait_s": patience(10),
                 **settings,
             }
         )

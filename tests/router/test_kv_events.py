@@ -20,7 +20,7 @@ from router.kv_feed import Source, member
 from router.metrics import Metrics
 from router.relay.upstream import Pool
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
-from tests.patience import until
+from tests.patience import patience, until
 from tests.serving import serving
 from workers.wire import (
     KV_HASHING,
@@ -69,7 +69,7 @@ async def following(*engines, agents=True, tail_poll_s=60.0, follow=True):
         trust = Trust()
         feeds = Feeds(Metrics(), tail_poll_s, trust)
         if agents:
-            feeds.pool = Pool(connect_s=2.0)
+            feeds.pool = Pool(connect_s=patience(2))
             stack.push_async_callback(feeds.pool.close)
         stack.push_async_callback(feeds.close)
         if follow:

@@ -208,6 +208,8 @@ async def house(
             "catalog_poll_s": 0.2,
             "tokenizer": "off",
             "failover_wait_s": 0.2,
+            "control_timeout_s": patience(5),
+            "connect_timeout_s": patience(2),
             "breaker_failures": 10**6,
             "breaker_eject_share": 0.0,
             "retry_floor_per_s": 10**6,

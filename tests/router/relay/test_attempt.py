@@ -7,6 +7,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from router.core.errors import ReplicaUnreachable
+from router.relay import attempt as attempts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.events import MAX_EVENT_BYTES, Echo
 from router.relay.upstream import Origin, Pool
@@ -17,7 +18,7 @@ from tests.router.relay.wires import Engine, finished
 from tests.serving import serving
 
 CHAT = ROUTES["POST", "/v1/chat/completions"]
-LIMITS = Limits(first_data_s=5, idle_s=5, answer_bytes=2**20)
+LIMITS = Limits(first_data_s=patience(5), idle_s=patience(5), answer_bytes=2**20)
 TOKEN = b'data: {"id":"1","choices":[{"delta":{"content":"a \\"usage\\": {} data: x"}}],"usage":null}\n\n'
 DONE = b"data: [DONE]\n\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -78,7 +79,7 @@ async def usage_of(answer, *, streamed):
 
     exchange = Client()
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
-        pool = Pool(connect_s=2)
+        pool = Pool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=streamed), LIMITS)
         if streamed:
             await attempt.relayed(exchange, Echo("m", "m"))
@@ -140,7 +141,7 @@ async def test_a_used_connection_that_breaks_off_at_once_is_tried_anew_unless_th
                 engine._server.close()
         await finished(writer)
 
-    pool = Pool(connect_s=2)
+    pool = Pool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
@@ -157,7 +158,12 @@ async def test_a_used_connection_that_breaks_off_at_once_is_tried_anew_unless_th
 
 
 @pytest.mark.parametrize(("works_s", "said"), [(0, OK[:4]), (0, OK[:-2]), (0, OK[:-1]), (0.1, b"")])
-async def test_a_used_connection_that_breaks_off_at_work_or_within_its_answer_is_not_tried_anew(works_s, said):
+async def test_a_used_connection_that_breaks_off_at_work_or_inside_its_answer_is_not_tried_anew(
+    works_s, said, monkeypatch
+):
+    if works_s:
+        monkeypatch.setattr(attempts, "_AT_ONCE_S", works_s / 2)
+
     async def script(engine, reader, writer):
         await engine.request(reader)
         writer.write(OK)
@@ -166,7 +172,7 @@ async def test_a_used_connection_that_breaks_off_at_work_or_within_its_answer_is
         writer.write(said)
         await finished(writer)
 
-    pool = Pool(connect_s=2)
+    pool = Pool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
@@ -183,7 +189,7 @@ async def test_a_new_connection_that_breaks_off_is_not_tried_again():
         await engine.request(reader)
         await finished(writer)
 
-    pool = Pool(connect_s=2)
+    pool = Pool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
@@ -204,7 +210,7 @@ async def test_an_engine_has_the_time_to_a_first_event_and_then_that_between_two
         await go_on.wait()
         writer.write(b"0\r\n\r\n")
 
-    loop, pool = asyncio.get_running_loop(), Pool(connect_s=2)
+    loop, pool = asyncio.get_running_loop(), Pool(connect_s=patience(2))
     async with Engine(script) as engine:
         limits = Limits(first_data_s=60, idle_s=600, answer_bytes=2**20)
         attempt = await open_attempt(pool, call_to(engine.url, streamed=True), limits)
@@ -230,7 +236,7 @@ async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowl
 
     exchange = Client(is_paused=True)
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
-        pool = Pool(connect_s=2)
+        pool = Pool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=True), LIMITS)
         attempt.relay(exchange, Echo("m", "m"), over.set)
         (connection,) = pool._all
@@ -256,7 +262,7 @@ async def test_an_engine_that_breaks_off_in_the_read_that_brought_its_first_even
     engine = Engine(script)
     server = await asyncio.start_server(engine._serve, "127.0.0.1", 0, ssl=theirs)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
-    pool = Pool(connect_s=2, tls=ssl.create_default_context(cafile=cert))
+    pool = Pool(connect_s=patience(2), tls=ssl.create_default_context(cafile=cert))
     async with server:
         with pytest.raises(ReplicaUnreachable) as passed_over:
             await open_attempt(pool, call_to(url, streamed=True), LIMITS)
@@ -277,7 +283,7 @@ async def test_a_first_event_without_end_is_given_up_and_its_engine_notices():
             await writer.drain()
         await reader.read()
 
-    pool = Pool(connect_s=2)
+    pool = Pool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             with pytest.raises(ReplicaUnreachable) as given_up:
@@ -298,7 +304,7 @@ async def test_a_stream_that_begins_with_an_error_is_left_at_once_though_its_eng
         writer.write(b"%x\r\n%b\r\n" % (len(refused), refused))
         await reader.read()
 
-    pool = Pool(connect_s=2)
+    pool = Pool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             with pytest.raises(ReplicaUnreachable) as passed_over:
@@ -323,7 +329,7 @@ async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_dec
         writer.write(b"0\r\n\r\n" if ends == "well" else b"")
         await finished(writer)
 
-    exchange, pool = Client(), Pool(connect_s=2)
+    exchange, pool = Client(), Pool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             call = call_to(engine.url, streamed=True)
@@ -365,7 +371,7 @@ async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes()
             await go_on.acquire()
         writer.write(b"0\r\n\r\n")
 
-    exchange, pool = Client(), Pool(connect_s=2)
+    exchange, pool = Client(), Pool(connect_s=patience(2))
     async with Engine(script) as engine:
         attempt = await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
         attempt.relay(exchange, echo, over.set)

@@ -1,0 +1,12 @@
+"""What holds for every test of the router."""
+
+import pytest
+
+from router.relay import attempt
+from tests.patience import patience
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """An idle connection that an engine closed counts as closed at once also where the machine is slow."""
+    monkeypatch.setattr(attempt, "_AT_ONCE_S", patience(1))
