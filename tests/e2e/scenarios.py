@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from openai import OpenAI
 
 from router.dress import dialect_of
 from tests.e2e.fleets import Fleet, chat, until
@@ -132,6 +131,8 @@ class FleetSuite:
         assert broken.json()["error"]["message"]
 
     def test_the_openai_client_works_unchanged(self, fleet: Fleet) -> None:
+        from openai import OpenAI  # 0.7 s, which no other test need wait for
+
         with OpenAI(base_url=f"{fleet.router}/v1", api_key="any", http_client=httpx.Client(trust_env=False)) as client:
             prompt = [{"role": "user", "content": fresh_prompt()}]
 
