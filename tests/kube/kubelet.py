@@ -16,7 +16,7 @@ from tests.kube.podspec import Place
 from tests.kube.store import Object
 from tests.patience import patience
 
-_SETTLED_WITHIN_S = 1.0
+_SETTLED_WITHIN_S = patience(1.0)
 _RESTART_AFTER_S = 0.5  # a real one backs off from 10 s on; tests wait for it
 
 
