@@ -118,7 +118,7 @@ class KvAgent:
         )
 
     @contextlib.asynccontextmanager
-    async def running(self, *, port=0):
+    async def running(self, *, port=0, send_buffer_bytes=None):
         """Its URL. Stopped and run again it is an agent that restarted: another ledger, of the same engine boot."""
         self.ledgers = KvLedgers(
             transport=self.transport,
@@ -132,7 +132,7 @@ class KvAgent:
         app.include_router(kv_routes(self, Keys([])))
         install_error_handlers(app, WorkerError)
         try:
-            async with serving(app, port=port) as url:
+            async with serving(app, port=port, send_buffer_bytes=send_buffer_bytes) as url:
                 try:
                     yield url
                 finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from lorafleet.serve import bind
+from lorafleet.serve import bind, configured
 from lorafleet.settings import load
 from tests.patience import patience, until
 from tests.serving import serving
@@ -62,7 +62,7 @@ class RunningWorker:
             sock.close()
             raise
         async with (
-            serving(worker.app, sock=sock) as url,
+            serving(worker.app, http=configured(worker.app, grace_s=1.0).http, sock=sock) as url,
             httpx.AsyncClient(base_url=url, timeout=patience(30)) as client,
         ):
             try:
