@@ -134,7 +134,8 @@ async def test_an_engine_that_never_comes_back_from_a_load_is_started_again(work
         assert (await metadata(client)).is_suspect is False
 
 
-STALLS = ("--health-timeout-s", "0.3", "--suspect-after-s", "0.3", "--heartbeat-s", "0.1")
+STALLS = ("--suspect-after-s", "0.3", "--heartbeat-s", "0.1")
+SHORT = ("--health-timeout-s", "0.3")
 
 
 @contextlib.asynccontextmanager
@@ -171,7 +172,8 @@ async def until_suspect(client, *, is_suspect=True) -> Metadata:
 @pytest.mark.fleet
 async def test_an_engine_that_computes_nothing_is_suspect_until_it_does_again(worker, agent_adapters):
     # Full as it is it gives the agent no token: that it computes has to do.
-    async with worker.inside("--engine-args=--sim-load-s=3", "--max-num-seqs", "1", *STALLS) as client:
+    flags = ("--engine-args=--sim-load-s=3", "--max-num-seqs", "1", *STALLS, *SHORT)
+    async with worker.inside(*flags, timers=Timers(watch_s=0.1)) as client:
         before = await metadata(client)
         async with stalled(client, agent_adapters) as asking:
             told = await until_suspect(client)
@@ -190,7 +192,7 @@ async def test_an_engine_that_computes_nothing_is_suspect_until_it_does_again(wo
 
 @pytest.mark.fleet
 async def test_an_engine_that_never_computes_again_is_started_again(worker, agent_adapters):
-    flags = ("--engine-args=--sim-load-s=600", *STALLS, "--stuck-after-s", "0.5")
+    flags = ("--engine-args=--sim-load-s=600", *STALLS, *SHORT, "--stuck-after-s", "0.5")
     async with worker.running(*flags) as client:
         before = await metadata(client)
         async with stalled(client, agent_adapters), within(20):
@@ -287,14 +289,15 @@ async def test_an_attached_engine_that_computes_nothing_stays_suspect_for_nobody
 ):
     engine = start_engine("sim", agent_model, flags=("--max-cpu-loras", "3", "--sim-load-s", "600"))
     flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
-    worker = RunningWorker(agent_model, agent_adapters, tmp_path, *flags, *STALLS, "--stuck-after-s", "0.5")
-    silent_s = patience(0.2)
+    silent_s = patience(0.5)
+    stalls = (*STALLS, "--health-timeout-s", str(patience(0.3)), "--stuck-after-s", "0.5")
+    worker = RunningWorker(agent_model, agent_adapters, tmp_path, *flags, *stalls)
     timers = Timers(watch_s=0.1, attached_s=silent_s)
     try:
         async with worker.inside(timers=timers) as client, stalled(client, agent_adapters) as asking:
             before = told = await until_suspect(client)
             async with within(20):
-                while told.load.still_s < 4 * silent_s:  # longer than one that does not answer may be silent
+                while told.load.still_s < 2 * silent_s:  # longer than one that does not answer may be silent
                     assert (told.is_suspect, told.state) == (True, "ready")
                     await asyncio.sleep(0.05)
                     told = await metadata(client)
