@@ -145,6 +145,5 @@ def test_no_call_however_wrong_is_answered_with_a_500(document, tmp_path):
         runner.run(whole.client.aclose())
     whole.store.close()
     # Otherwise it only knocked at the door.
-    assert seen[200] > 50
-    assert seen[400] > 50
-    assert seen[404] > 50
+    least = examples(600) // 12
+    assert min(seen[status] for status in (200, 400, 404)) > least
