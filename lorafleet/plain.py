@@ -247,5 +247,6 @@ def _loras(base_model: str, paths: Mapping[str, str], scrape: Scrape) -> LoraInf
         enabled=False,  # nobody loads there
         max_loras=scrape.max_loras,
         loaded_loras=loaded,
+        list_age_s=0.0,
         capacity=LoraCapacity(loaded_count=len(loaded), device_slots=scrape.max_loras),
     )

@@ -314,6 +314,7 @@ class Discovery:
         self._list_anew()
 
     async def _hear(self, follow: Follow) -> None:
+        asked_at = self._clock()
         try:
             metadata = await self._report(follow)
         except Exception:  # of any kind: one odd answer must not keep all of us waiting for its first good one
@@ -325,7 +326,8 @@ class Discovery:
             self._rename(follow, metadata.instance_id)
             return
         before, follow.metadata = follow.metadata, placed(metadata, follow.named)
-        follow.heard_at, follow.is_answering, follow.engine_answers = self._clock(), True, True
+        follow.asked_at, follow.heard_at = asked_at, self._clock()
+        follow.is_answering, follow.engine_answers = True, True
         if follow.plain is not None and (before is None or before.lora != metadata.lora):
             self._list_anew()
         replica = self._replica(follow, follow.metadata)

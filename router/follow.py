@@ -17,6 +17,7 @@ class Follow:
     """One worker, at one of its addresses. `plain`: its engine, where it has no agent.
 
     is_named        somebody names it now
+    asked_at        when the report in `metadata` was asked for
     is_answering    it answered when it was last asked; `heard_at` is when it last did, or was first asked
     engine_answers  its engine does, though its agent may not
     """
@@ -28,6 +29,7 @@ class Follow:
     is_named: bool = True
     is_answering: bool = False
     metadata: Metadata | None = None
+    asked_at: float = 0.0
     heard_at: float = 0.0
     engine_answers: bool = False
     replica: Replica | None = None
@@ -49,7 +51,7 @@ def replica_from(
     """A replica as its agent describes it; `draining` are engine names that the catalog says to avoid there."""
     held = [lora for lora in metadata.lora.loaded_loras if lora.state in ("ready", "draining")]
     shape, load = metadata.model.runtime_config, metadata.load
-    read_at = follow.heard_at - load.read_age_s
+    read_at, list_age_s = follow.heard_at - load.read_age_s, metadata.lora.list_age_s
     residents = MappingProxyType(
         {lora.engine_name: Resident(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
     )
@@ -84,6 +86,9 @@ def replica_from(
             load_s=load.load_seconds,
             at=read_at,
             moved_at=inf if load.still_s is None else read_at - load.still_s,
+            # By the time of asking: a list that was read before a request failed must not look newer than that. An
+            # older agent does not say, and reads its engine's figures about as often.
+            listed_at=read_at if list_age_s is None else follow.asked_at - list_age_s,
         ),
     )
 

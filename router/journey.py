@@ -4,16 +4,18 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from secrets import token_hex
+from types import MappingProxyType
 
 import msgspec
 import structlog
 
 from lorafleet.auth import Caller
+from lorafleet.plain import tells_start
 from router.core.breaker import is_fault
 from router.core.deadly import Deadly
-from router.core.decision import NOTHING
 from router.core.dispatch import Prompt
 from router.core.errors import AnswerTooLarge, NoReplica, ReplicaUnreachable
+from router.core.failures import Failure, excluded
 from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.quota import Granted
 from router.core.resolve import Target
@@ -55,8 +57,8 @@ _KILLED = frozenset({"no_answer", "engine_dead", "hung"})
 _FAULTS = _DEATHS | {"no_answer_in_time"}
 # What an engine says that is up: waiting for it to start again, or loading an adapter elsewhere, would not help.
 _REFUSALS = frozenset({"engine_unavailable", "first_event_error"})
-# What says of an engine that it is gone, which one that answers afterwards is not.
-_BROKE_OFF = frozenset({"connection", "no_answer", "begun_only"})
+_COMPUTED_NOTHING = "adapter_missing"
+_NO_FAILURES: Mapping[Incarnation, Failure] = MappingProxyType({})
 
 
 class Journey(msgspec.Struct, eq=False):
@@ -64,8 +66,8 @@ class Journey(msgspec.Struct, eq=False):
 
     target, tokens, prompt  what it asks for, once that is known
     only                    the engine that keeps the earlier response, where it follows up on one
-    excluded, deaths        replicas that failed it, and how many of them it may have killed
-    broke_off               those of them that seemed to be gone, and since when
+    failures, excluded      how each replica failed it last, and those of them that must not get it again yet
+    deaths                  how many replicas it may have killed
     flight, call, attempt   of the try under way, or of the one that was answered
     background_id           of a response that its engine goes on with when we have answered, or its client has left
     """
@@ -82,7 +84,7 @@ class Journey(msgspec.Struct, eq=False):
     prompt: Prompt | None = None
     only: Incarnation | None = None
     excluded: Excluded = frozenset()
-    broke_off: Mapping[Incarnation, float] = NOTHING
+    failures: Mapping[Incarnation, Failure] = _NO_FAILURES
     tries: int = 0
     deaths: int = 0
     flight: Flight | None = None
@@ -298,9 +300,9 @@ class Journey(msgspec.Struct, eq=False):
         if exc.reason in _KILLED:
             self._died(flight)
         self.flight = self.call = self.attempt = self.prompt = None
-        self.excluded |= {flight.replica.incarnation}
-        if exc.reason in _BROKE_OFF:
-            self.broke_off = {**self.broke_off, flight.replica.incarnation: self.parts.clock()}
+        there = flight.replica.incarnation
+        failure = Failure(exc.reason, self.parts.clock(), tells_start(flight.replica.engine_boot_id))
+        self.excluded, self.failures = self.excluded | {there}, {**self.failures, there: failure}
         self._last_failure = str(exc)
         # An engine that is up and says no will not be another one soon; one that died may be.
         self._is_refused = exc.reason in _REFUSALS
@@ -455,10 +457,10 @@ class Journey(msgspec.Struct, eq=False):
             self.target, self.excluded, self.prompt = warmed, barred, None
 
     def _barred(self) -> Excluded:
-        """Who failed it. One that broke it off and lives on hung, or closed an idle connection late: asked again it may
-        do better, and there may be nobody else.
-        """
-        return self.excluded - self.parts.discovery.fleet.living(self.broke_off) if self.broke_off else self.excluded
+        """The replicas that failed it, for a reason that is not over: there may be nobody else to ask."""
+        if not self.failures:
+            return self.excluded
+        return excluded(self.failures, self.parts.discovery.fleet.replicas, self.parts.mind.breaker.served_at)
 
     def _asked(self, only: Incarnation | None = None) -> Prompt:
         assert self.target is not None
@@ -564,7 +566,9 @@ class Journey(msgspec.Struct, eq=False):
             or (exc.reason == "no_answer_in_time" and not self._is_trial)
             or self.tries >= parts.config.max_tries
         )
-        if is_hopeless or not parts.mind.may_retry(replica, now, sent_at=sent_at):
+        # An engine that lacks the adapter has computed nothing: asking again doubles no load.
+        may_retry = exc.reason == _COMPUTED_NOTHING or parts.mind.may_retry(replica, now, sent_at=sent_at)
+        if is_hopeless or not may_retry:
             raise NoReplica(f"{self.tries} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
 
 

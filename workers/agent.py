@@ -76,7 +76,13 @@ class Agent:
         self._state_reason = ""
         self.link = Link(settings, metrics, clock=clock)
         self.residency = Residency(
-            settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
+            settings=settings,
+            cache=cache,
+            library=library,
+            records=records,
+            events=events,
+            metrics=metrics,
+            clock=clock,
         )
         self.counts = Usage(settings.state / "usage.json", records, worker_id=settings.instance_id, now=timestamp)
         self._intake = Intake(

@@ -110,8 +110,10 @@ class Loader:
         async with self._link.lock:
             engine = self._link.require()
             self._residency.begin(keeps_ghosts=engine.traits.keeps_ghosts)
+            asked_at = self._clock()
             for name in await engine.adapters():
                 self._residency.found(name)
+            self._residency.agreed(asked_at)
 
     async def restore(self) -> None:
         """Load what the record says the engine should hold. Raises EngineError when it is the engine that fails."""
@@ -165,12 +167,14 @@ class Loader:
 
     async def _check_listed(self, records: Collection[Record]) -> None:
         async with self._link.lock:
+            asked_at = self._clock()
             listed = await self._link.require().adapters()
             for record in records:
                 if record.engine_name not in listed:
                     self._residency.unloaded_now(record)
                     self._residency.forget_load(record)
                     self._residency.failed(record.lora_id, record.digest, _not_listed(record))
+            self._residency.agreed(asked_at)
 
     async def bring_back(self, digests: Collection[str]) -> None:
         """Fetch files again that somebody took from under an engine: its next look at them would kill it."""
@@ -213,11 +217,15 @@ class Loader:
             # Asked behind the lock: what a starting engine does not list yet is still wanted.
             if engine is None or not is_settled():
                 return
+            asked_at = self._clock()
             listed = set(await engine.adapters())
             known = self._residency.slots.registered
-            if listed == known or (known - listed and not await self._link.is_same_start()):
+            if known - listed and not await self._link.is_same_start():
                 return  # another engine's list is empty, and its adapters are still wanted: the supervisor will see
-            if self._link.engine is engine:
+            if self._link.engine is not engine:
+                return
+            self._residency.agreed(asked_at)
+            if listed != known:
                 for name in listed - known:
                     self._link.forget_adapter(name)  # loaded by somebody else, or brought back by a request
                 self._residency.correct(listed)
@@ -263,8 +271,11 @@ class Loader:
 
     async def _load_and_check(self, engine: Engine, record: Record) -> None:
         await self._load_one(engine, record)
-        if record.engine_name not in await engine.adapters():
+        asked_at = self._clock()
+        if record.engine_name not in (listed := await engine.adapters()):
             raise _not_listed(record)
+        if self._residency.slots.registered <= listed.keys():
+            self._residency.agreed(asked_at)
 
     async def _load_one(self, engine: Engine, record: Record) -> None:
         try:

@@ -1,8 +1,9 @@
 """What this worker holds and tells: records, the engine's slots, loads under way, the latest failures."""
 
 import hashlib
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -55,6 +56,7 @@ class Residency:
         records: Records,
         events: Events,
         metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.records = records
         self.events = events
@@ -65,6 +67,8 @@ class Residency:
         self._cache = cache
         self._library = library
         self._metrics = metrics
+        self._clock = clock
+        self._listed_at: float | None = None
         self._progress: dict[str, LoadedLora] = {}
         self._failures: OrderedDict[str, LoadedLora] = OrderedDict()
         self._summed: tuple[tuple[int, int], tuple[int, str]] = ((-1, -1), (0, ""))
@@ -78,6 +82,11 @@ class Residency:
     def begin(self, *, keeps_ghosts: bool = True) -> None:
         """An engine that holds nothing. `keeps_ghosts`: as its traits have it."""
         self.slots = Slots(self._settings.max_loras, self._settings.max_cpu_loras, keeps_ghosts=keeps_ghosts)
+        self._listed_at = None
+
+    def agreed(self, at_s: float) -> None:
+        """The engine's own list, asked for at this time by our clock, had what we say that it holds."""
+        self._listed_at = at_s
 
     def found(self, name: str) -> None:
         """The engine lists this name already: one that an agent loaded and died before it could note it, perhaps."""
@@ -276,6 +285,7 @@ class Residency:
             available_count=count,
             available_digest=digest,
             loaded_loras=self.loaded(),
+            list_age_s=None if self._listed_at is None else self._clock() - self._listed_at,
             capacity=LoraCapacity(
                 loaded_count=len(slots.registered),
                 available_slots=slots.free,

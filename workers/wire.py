@@ -119,7 +119,10 @@ class LoraCapacity(_Wire):
 
 class LoraInfo(_Wire):
     """What a worker holds. `available_loras` are the first of `available_count` on its disk; the rest is at
-    `GET /v1/metadata/loras`, and has changed when `available_digest` has."""
+    `GET /v1/metadata/loras`, and has changed when `available_digest` has.
+
+    list_age_s  since the engine's own list was read, which `loaded_loras` agrees with; None: not known
+    """
 
     enabled: bool = False
     max_loras: int = 0
@@ -129,6 +132,7 @@ class LoraInfo(_Wire):
     available_count: int = 0
     available_digest: str = ""
     loaded_loras: Annotated[tuple[LoadedLora, ...], FailFast()] = ()
+    list_age_s: float | None = None
     capacity: LoraCapacity = LoraCapacity()
 
 

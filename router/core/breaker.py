@@ -98,7 +98,7 @@ class BreakerRules:
 @dataclass(slots=True)
 class _Circuit:
     """`good` and `bad` are counted from `counted_from` on; `in_a_row` failures, `openings` in a row. It was last looked
-    at because of `doubt`.
+    at because of `doubt`, and last served a request at `served_at`.
     """
 
     good: int = 0
@@ -116,6 +116,7 @@ class _Circuit:
     tried_at: float = -inf
     looked_at: float = -inf
     doubt: str = ""
+    served_at: float = -inf
 
     def counted(self, now: float, window_s: float) -> int:
         """Requests in the window; older ones are forgotten by halves, so that none is needed a request."""
@@ -183,6 +184,7 @@ class Breaker:
             return
         circuit.good += 1
         circuit.in_a_row = 0
+        circuit.served_at = now
         if circuit.is_shut and (circuit.was_silent or sent_at >= circuit.changed_at):
             self._close(replica, circuit, now, "answered")
 
@@ -244,6 +246,11 @@ class Breaker:
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         if circuit is not None and circuit.was_hung:
             self._close(replica, circuit, now, "trusted")
+
+    def served_at(self, replica: Replica) -> float:
+        """When it last answered a request since it first failed one; -inf: not since then."""
+        circuit = self._circuits.get(replica.incarnation)
+        return -inf if circuit is None else circuit.served_at
 
     def changed_at(self, replica: Replica) -> float:
         """When its circuit last opened or closed; what was sent before that says nothing of how it is now."""

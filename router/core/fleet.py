@@ -37,6 +37,7 @@ class Report:
     request_s             from a request's start there to its last token
     load_s                an adapter that must be read again, from disk to ready
     moved_at              when its counters had last moved; inf: not known
+    listed_at             when its list of adapters was last read, which `residents` agrees with since
     """
 
     running: int = 0
@@ -49,6 +50,7 @@ class Report:
     load_s: float = 0.0
     at: float = 0.0
     moved_at: float = inf
+    listed_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,17 +230,6 @@ class Fleet:
     def roster(self, base_model: str) -> Roster:
         """The replicas of a base model, whatever their state."""
         return self._rosters.get(base_model, _NOBODY)
-
-    def living(self, since: Mapping[Incarnation, float]) -> Excluded:
-        """Of these, the ready ones whose engine has answered its agent, or us, after the time given for each."""
-        found = [self.replicas.get(worker) for worker, _ in since]
-        return frozenset(
-            replica.incarnation
-            for replica in found
-            if replica is not None
-            and replica.state == "ready"
-            and replica.report.at > since.get(replica.incarnation, inf)
-        )
 
     def holding(self, engine_name: str, excluded: Container[Incarnation] = ()) -> list[Replica]:
         """The ready replicas that report this exact adapter and digest, are not draining it and not excluded."""

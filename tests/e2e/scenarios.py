@@ -6,6 +6,7 @@ A subclass in a test file has a `fleet` fixture. Prompts are fresh, so that no t
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
@@ -50,6 +51,7 @@ class FleetSuite:
     """Each test is one promise of the fleet."""
 
     come_back_within_s = 30.0
+    unload_path = "/v1/unload_lora_adapter"
 
     def test_base_and_adapters_answer_and_say_where(self, fleet: Fleet) -> None:
         workers = fleet.workers()
@@ -105,6 +107,16 @@ class FleetSuite:
         answer = fleet.ask(prompt=fresh_prompt(), lora_id=COLD)
         assert text(answer)
         assert answer.headers["x-lorafleet-worker"] in fleet.held_by(COLD)
+
+    def test_requests_for_an_adapter_that_its_engines_have_lost_are_served(self, fleet: Fleet) -> None:
+        text(fleet.ask(prompt=fresh_prompt(), lora_id=PYTHON))
+        for worker in fleet.held_by(PYTHON):
+            metadata = fleet.workers()[worker]
+            url = metadata["transport"]["engine_url"] + self.unload_path
+            fleet.http("POST", url, json={"lora_name": engine_name(metadata, PYTHON)}).raise_for_status()
+        with ThreadPoolExecutor(5) as threads:
+            answers = list(threads.map(lambda _: fleet.ask(prompt=fresh_prompt(), lora_id=PYTHON), range(5)))
+        assert [answer.status_code for answer in answers] == [200] * 5, [answer.text for answer in answers]
 
     def test_a_streamed_answer_comes_in_pieces(self, fleet: Fleet) -> None:
         def first_piece() -> int:

@@ -38,6 +38,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 class TestTwoSglangWorkers(FleetSuite):
+    unload_path = "/unload_lora_adapter"
     come_back_within_s = 180 if IS_REAL else FleetSuite.come_back_within_s
 
     def test_an_adapter_that_was_unloaded_and_loaded_again_is_expected_to_have_no_blocks(self, fleet: Fleet) -> None:

@@ -119,6 +119,7 @@ class Control:
     loads: list[dict] = field(default_factory=list)
     is_full: bool = False  # every agent
     figures: Load = field(default_factory=Load)  # of every engine
+    list_age_s: float | None = None  # of every engine's list
     max_loras: int = 2
     max_lora_ranks: dict[str, int] = field(default_factory=dict)
     block_sizes: dict[str, int] = field(default_factory=dict)
@@ -170,6 +171,7 @@ class Control:
                 max_cpu_loras=4,
                 max_lora_rank=self.max_lora_ranks.get(worker, 0),
                 loaded_loras=held,
+                list_age_s=self.list_age_s,
             ),
             load=self.figures,
             agent_boot_id="a",

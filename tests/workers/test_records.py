@@ -3,11 +3,13 @@
 import asyncio
 import json
 import shutil
+import time
 
+import httpx
 import pytest
 
 from orchestrator.wire import UsageReport
-from tests.patience import within
+from tests.patience import until, within
 from tests.workers.running import RunningWorker, post
 from workers.records import Record, Records
 from workers.usage import Usage
@@ -103,6 +105,25 @@ async def test_a_heartbeat_stays_small_however_many_adapters_are_on_disk_and_all
                 await asyncio.sleep(0.1)
         less = Metadata.model_validate_json((await client.get("/metadata")).content).lora
         assert (less.available_count, less.available_digest != told.available_digest) == (503, True)
+
+
+@pytest.mark.fleet
+async def test_a_report_whose_list_is_younger_than_an_unload_has_not_the_adapter(worker):
+    async with worker.running() as client, httpx.AsyncClient() as direct:
+        loaded = (await post(client, "load_lora", lora_id="legal/v2")).json()["engine_name"]
+        told = Metadata.model_validate_json((await client.get("/metadata")).content)
+        unload = f"{told.transport.engine_url}/v1/unload_lora_adapter"
+        (await direct.post(unload, json={"lora_name": loaded})).raise_for_status()
+        unloaded_at = time.monotonic()
+
+        async def is_younger() -> bool:
+            nonlocal told
+            asked_at = time.monotonic()
+            told = Metadata.model_validate_json((await client.get("/metadata")).content)
+            return asked_at - told.lora.list_age_s > unloaded_at
+
+        await until(is_younger)
+        assert loaded not in {lora.engine_name for lora in told.lora.loaded_loras if lora.state == "ready"}
 
 
 @pytest.mark.fleet

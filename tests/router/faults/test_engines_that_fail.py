@@ -8,7 +8,7 @@ import pytest
 from lorafleet.vllm_errors import DEAD, SHUTTING_DOWN
 from tests.lorafleet.test_auth import no_more_files
 from tests.patience import patience, until, within
-from tests.router.doubles import UNHEARD, Control
+from tests.router.doubles import UNHEARD, Control, with_sql
 from tests.router.faults.house import (
     BASE,
     COMPLETIONS,
@@ -25,6 +25,7 @@ from tests.router.faults.house import (
     saying,
     sound,
 )
+from tests.router.test_serving_requests import ready_on_w0
 
 CLEAN = b"".join(EVENTS)
 FIRST_EVENT_AT = len(STREAM_HEAD) + len(pieces(EVENTS[0])) - len(b"\r\n")
@@ -335,6 +336,26 @@ async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_brok
             answer = await router.ask("always", *[saying(b"", "reset")] * 4, **named)
             assert error_of(answer) == (503, "no_replica")
             assert router.play.asked["always"] == 3
+
+
+async def test_requests_whose_only_engine_lacked_their_adapter_are_served_once_it_lists_it_again():
+    control = with_sql("w0")
+    control.list_age_s, control.ensure = 3600.0, ready_on_w0
+    said = json.dumps({"error": {"message": "The model `sql/v1@abababababab` does not exist."}}).encode()
+    lacking = saying(answering(said, status=b"404 Not Found"))
+    # An engine that computed nothing is asked again without regard to the budget for retries.
+    async with house(1, control=control, retry_share=0.0, retry_floor_per_s=0.0) as router:
+        asks = [asyncio.create_task(router.ask(f"p{n}", lacking, lora_id="sql/v1")) for n in range(10)]
+        await until(lambda: len(router.parts.cold._held) == 10)
+        # The agent's word is older than the engine's: it is not taken for the adapter's return.
+        seen_at = router.parts.clock()
+        await until(lambda: router.parts.discovery.fleet.replicas["w0"].report.at > seen_at)
+        assert set(router.play.asked.values()) == {1}
+        control.list_age_s = 0.0
+        control.tell()
+        answers = await asyncio.gather(*asks)
+        assert [answer.status_code for answer in answers] == [200] * 10
+        assert set(router.play.asked.values()) == {2}
 
 
 @pytest.mark.parametrize("lora_id", [None, "sql/v1"])
