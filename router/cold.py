@@ -28,7 +28,7 @@ from router.core.errors import (
     without_addresses,
 )
 from router.core.fleet import Adapter, Excluded, Replica
-from router.core.homes import rendezvous_home
+from router.core.homes import rendezvous_order
 from router.discovery import Discovery
 from router.metrics import Metrics
 from router.relay.fetch import Refused
@@ -79,7 +79,8 @@ class ColdStarts:
     tenant_share              of either, for one tenant
     tenant_adapters           that may be brought for one tenant at once
     holds                     told of each request that waited or was turned away
-    silent_after_s            an orchestrator that has not confirmed its catalog for so long hangs
+    silent_after_s            an orchestrator that has not confirmed its catalog for so long hangs, and so does an agent
+                              without a report
     """
 
     post: Post
@@ -262,12 +263,12 @@ class ColdStarts:
             await asyncio.sleep(_ASK_AGAIN_S if placed is None else _ASK_AGAIN_S / 4)
 
     async def _place(self, lora_id: str) -> str | None:
-        """Where it is ready by the orchestrator's word, or its home's where that is away; None: not yet."""
+        """Where it is ready by the orchestrator's word, or by a home's where that is away; None: not yet."""
         try:
             return await self._ensure(lora_id)
         except (EngineLost, Refused, ValueError) as exc:
-            self._warn("orchestrator away, asking the adapter's home itself", lora_id, exc)
-            return await self._load_at_home(lora_id)
+            self._warn("orchestrator away, asking the adapter's homes itself", lora_id, exc)
+            return await self._load_at_a_home(lora_id)
 
     async def _ensure(self, lora_id: str) -> str | None:
         """Where the orchestrator says that it is ready, or None: not yet."""
@@ -306,13 +307,16 @@ class ColdStarts:
             # What waited for room says nothing of how long loads take.
             flight.is_measured = flight.is_measured or stuck is not None
 
-    async def _load_at_home(self, lora_id: str) -> str | None:
-        """Have the adapter's rendezvous home load it; every router picks the same home."""
+    async def _load_at_a_home(self, lora_id: str) -> str | None:
+        """Have the adapter loaded by its rendezvous home, or the next in that order which can; None: by none of them.
+
+        Every router asks in the same order, so that all of them fill the same home.
+        """
         adapter = self.discovery.fleet.adapters.get(lora_id)
         if adapter is None:
             raise ModelNotFound(f"adapter {lora_id!r} is no longer registered", param="lora_id")
-        home = rendezvous_home(lora_id, self._homes(adapter))
-        if home is None:
+        homes = self._homes(adapter)
+        if not homes:
             raise NoReplica(f"no replica of {adapter.base_model!r} is there that could load adapter {lora_id!r}")
         wanted = LoadRequest(
             lora_id=lora_id,
@@ -321,20 +325,42 @@ class ColdStarts:
             digest=adapter.digest,
             secret=adapter.secret,
         )
-        try:
-            await self.post(
-                home.agent_url,
-                "/v1/admin/load_lora",
-                body=wanted.model_dump_json(exclude_none=True).encode(),
-                timeout_s=self.timeout_s,
-            )
-        except (EngineLost, Refused) as exc:
-            if isinstance(exc, Refused) and exc.status == 409 and _error(exc).get("code") == "no_free_slot":
-                # Who decides what makes room may be back in a moment: those who wait go on waiting.
-                self._note(lora_id, None, f"its home {home.id!r} has no free slot, and nobody decides what makes room")
-            self._warn("home does not load it", lora_id, exc, worker=home.id)
-            return None
-        return home.id
+        body = wanted.model_dump_json(exclude_none=True).encode()
+        full = 0
+        for home in homes:
+            try:
+                await self._load_at(home, body)
+            except (EngineLost, Refused) as exc:
+                self._warn("home does not load it", lora_id, exc, worker=home.id)
+                if isinstance(exc, EngineLost):
+                    continue
+                code = _error(exc).get("code")
+                full += (exc.status, code) == (409, "no_free_slot")
+                if exc.status in _ADAPTERS_OWN or code == "digest_mismatch":
+                    break  # the next one would fetch the same bytes, and its engine stall over them
+            else:
+                return home.id
+        if full:
+            # Who decides what makes room may be back in a moment: those who wait go on waiting.
+            what = f"its home {homes[0].id!r} has no free slot"
+            if len(homes) > 1:
+                what = f"none of the {len(homes)} workers that take it has a free slot"
+            self._note(lora_id, None, f"{what}, and nobody decides what makes room")
+        return None
+
+    async def _load_at(self, home: Replica, body: bytes) -> None:
+        """Have this worker load it. Raises Refused, and EngineLost: at once where its agent says nothing to anybody."""
+
+        def look() -> None:
+            if self._is_silent(home):
+                raise EngineLost("no_answer_in_time", f"the agent of worker {home.id!r} has said nothing for a while")
+
+        asking = self.post(home.agent_url, "/v1/admin/load_lora", body=body, timeout_s=self.timeout_s)
+        await watched(asking, look, every_s=_ASK_AGAIN_S)
+
+    def _is_silent(self, replica: Replica) -> bool:
+        age_s = self.discovery.report_age_s(replica.id)
+        return age_s is None or age_s > self.silent_after_s
 
     def _warn(self, what: str, lora_id: str, cause: Exception, **about: str) -> None:
         flight = self._flights.get(lora_id)
@@ -345,16 +371,21 @@ class ColdStarts:
             flight.troubles.add(trouble)
 
     def _homes(self, adapter: Adapter) -> list[Replica]:
-        """Where it may be loaded, as the orchestrator would have it."""
-        roster = self.discovery.fleet.roster(adapter.base_model or "")
-        return [
+        """Where it may be loaded, in the order in which to ask: rendezvous, as the orchestrator would have it, and last
+        who takes no loads now.
+        """
+        able = [
             replica
-            for replica in roster.replicas
+            for replica in self.discovery.fleet.roster(adapter.base_model or "").replicas
             if replica.state == "ready" and replica.agent_url and adapter.rank <= (replica.max_lora_rank or inf)
         ]
+        order = rendezvous_order(adapter.lora_id, able)
+        return sorted(order, key=lambda replica: replica.is_suspect or self._is_silent(replica))
 
 
 _REFUSALS: dict[int, Callable[[str], RouterError]] = {404: ModelNotFound, 409: AdapterFailed}
+# An agent's word on the adapter, which another agent would repeat. What else one answers is about that worker alone.
+_ADAPTERS_OWN = frozenset({400, 413, 422})
 
 
 def _error(refused: Refused) -> dict[str, object]:

@@ -191,6 +191,11 @@ class Discovery:
         """Seconds since the orchestrator last confirmed the catalog in force; None before the first time."""
         return None if self.confirmed_at is None else self._clock() - self.confirmed_at
 
+    def report_age_s(self, worker: WorkerId) -> float | None:
+        """Seconds since a worker's agent last reported; None: it has not, or nobody follows it."""
+        follow = self._follows.get(worker)
+        return None if follow is None or follow.metadata is None else self._clock() - follow.heard_at
+
     async def _look(self) -> None:
         headers = {"if-none-match": self._etag} if self._etag else {}
         answer = await self._client.get(f"{self._url}/v1/catalog", headers=headers)

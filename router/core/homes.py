@@ -7,12 +7,12 @@ from xxhash import xxh3_64_intdigest
 from router.core.fleet import Replica
 
 
-def rendezvous_home(lora_id: str, replicas: Sequence[Replica]) -> Replica | None:
-    """The replica where an adapter belongs: highest claim wins; None without replicas.
+def rendezvous_order(lora_id: str, replicas: Sequence[Replica]) -> list[Replica]:
+    """The replicas by their claim on an adapter, highest first: its home, then where it belongs when that cannot.
 
     The orchestrator's placement uses the same claim, so that both mean the same home; a test holds them together.
     """
-    return max(replicas, key=claim_on(lora_id), default=None)
+    return sorted(replicas, key=claim_on(lora_id), reverse=True)
 
 
 def claim_on(key: str) -> Callable[[Replica], tuple[int, str]]:

@@ -118,6 +118,8 @@ class Control:
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
     is_full: bool = False  # every agent
+    full: set[str] = field(default_factory=set)  # these agents
+    loads_at: list[str] = field(default_factory=list)  # which agent each load was asked of
     figures: Load = field(default_factory=Load)  # of every engine
     list_age_s: float | None = None  # of every engine's list
     max_loras: int = 2
@@ -225,7 +227,8 @@ class Control:
         async def load(request: Request):
             wanted = await request.json()
             self.loads.append(wanted)
-            if self.is_full:
+            self.loads_at.append(request.path_params["w"])
+            if self.is_full or request.path_params["w"] in self.full:
                 said = {"message": "all slots are taken (theirs/secret)", "code": "no_free_slot"}
                 return JSONResponse({"error": said}, 409)
             self.residents.setdefault(request.path_params["w"], []).append(wanted["lora_id"])

@@ -13,6 +13,7 @@ from router.cold import ColdStarts
 from router.core.admission import Bounds, Room
 from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, ModelNotFound, NoCapacity, Saturated
 from router.core.fleet import Adapter, Fleet
+from router.core.homes import rendezvous_order
 from router.metrics import Metrics
 from router.relay.fetch import Refused
 from router.relay.upstream import EngineLost
@@ -183,6 +184,27 @@ async def test_while_the_orchestrator_is_away_the_home_is_one_of_those_that_take
     assert [load["lora_id"] for load in control.loads] == ["big/v1"]
 
 
+async def test_while_the_orchestrator_is_away_a_full_home_yields_to_the_next_in_order():
+    workers = ["w0", "w1", "w2"]
+    *full, free = [replica.id for replica in rendezvous_order("sql/v1", [a_replica(w) for w in workers])]
+    control = with_sql()
+    control.ensure, control.full = nobody_leads, set(full)
+    async with fleet(*map(Engine, workers), control=control, cold_start_timeout_s=60) as (client, _, parts):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+        assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, free)
+        assert outcomes(parts) == {"placed": 1}
+    assert control.loads_at == [*full, free]
+
+
+async def test_where_no_worker_has_a_free_slot_while_nobody_leads_a_client_is_told_so():
+    control = with_sql()
+    control.ensure, control.is_full = nobody_leads, True
+    async with fleet(Engine("w0"), Engine("w1"), control=control, cold_start_timeout_s=0.3) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+    assert error_of(answer) == (503, "no_capacity")
+    assert "none of the 2 workers that take it has a free slot" in answer.json()["error"]["message"]
+
+
 ORCHESTRATOR = "http://orchestrator"
 
 
@@ -193,12 +215,16 @@ class Known:
         adapter = Adapter("sql/v1", "m", DIGEST, "s3://adapters/sql", secret="store/key", rank=32)
         self.fleet = Fleet(1, {replica.id: replica for replica in replicas}, {"sql/v1": adapter})
         self.changes = Changes()
+        self.report_ages_s = {}
 
     def look_now(self, worker):
         raise AssertionError("nothing was placed")
 
     def catalog_age_s(self):
         return 0.0
+
+    def report_age_s(self, worker):
+        return self.report_ages_s.get(worker, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +266,64 @@ async def test_only_a_home_that_says_so_has_no_room_and_what_else_it_answers_is_
     }
 
 
+def refused(status, code):
+    return Refused(str(status), status, json.dumps({"error": {"code": code}}).encode())
+
+
+@pytest.mark.parametrize(
+    ("trouble", "goes_on"),
+    [
+        (EngineLost("connection", "refused"), True),
+        (refused(409, "no_free_slot"), True),
+        (refused(503, "draining"), True),
+        (refused(503, "not_ready"), True),
+        (refused(504, "engine_timeout"), True),
+        (refused(507, "disk_full"), True),
+        (refused(403, "source_forbidden"), True),
+        (Refused("502", 502, b"<html>"), True),
+        (refused(409, "digest_mismatch"), False),
+        (refused(422, "adapter_refused"), False),
+        (refused(413, "source_too_big"), False),
+    ],
+)
+async def test_the_next_home_is_asked_unless_the_adapter_itself_was_refused(trouble, goes_on):
+    asked = []
+
+    async def post(url, path, *, body, timeout_s):
+        asked.append(url)
+        raise EngineLost("connection", "refused") if url == ORCHESTRATOR else trouble
+
+    replicas = [a_replica(f"w{n}") for n in range(3)]
+    cold = ColdStarts(post, Known(*replicas), Metrics(), ORCHESTRATOR, 0.1, max_held=10)
+    with pytest.raises((ColdStartTimeout, NoCapacity)):
+        await cold.until_resident("sql/v1")
+    order = [f"http://{replica.id}" for replica in rendezvous_order("sql/v1", replicas)]
+    assert asked == [ORCHESTRATOR, *order[: 3 if goes_on else 1]]
+
+
+async def test_an_agent_that_hangs_keeps_no_adapter_from_the_next_home(monkeypatch):
+    monkeypatch.setattr("router.cold._ASK_AGAIN_S", 0.001)
+    replicas = [a_replica(f"w{n}") for n in range(2)]
+    first, second = rendezvous_order("sql/v1", replicas)
+    known, asked = Known(*replicas), []
+
+    async def post(url, path, *, body, timeout_s):
+        asked.append(url)
+        if url == ORCHESTRATOR:
+            raise EngineLost("connection", "refused")
+        if url == first.agent_url:
+            # It falls silent only when it has been asked: later it is the last to be asked.
+            known.report_ages_s[first.id] = 3600.0
+            await asyncio.sleep(3600)
+        raise EngineLost("connection", "refused")
+
+    cold = ColdStarts(post, known, Metrics(), ORCHESTRATOR, 3600.0, max_held=10, silent_after_s=6.0)
+    waiting = asyncio.create_task(cold.until_resident("sql/v1"))
+    await until(lambda: asked.count(second.agent_url) >= 2)
+    assert asked[:5] == [ORCHESTRATOR, first.agent_url, second.agent_url, ORCHESTRATOR, second.agent_url]
+    await stop([waiting])
+
+
 async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_it_is_asked_for(monkeypatch):
     monkeypatch.setattr("router.cold._ASK_AGAIN_S", 0.001)
     asked, trouble = [], [EngineLost("connection", "refused")]
@@ -253,7 +337,7 @@ async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_
         waiting = asyncio.create_task(cold.until_resident("sql/v1"))
         await until(lambda: asked.count("http://w0") >= 5)
         assert [entry["event"] for entry in said] == [
-            "orchestrator away, asking the adapter's home itself",
+            "orchestrator away, asking the adapter's homes itself",
             "home does not load it",
         ]
         assert (said[1]["lora_id"], said[1]["worker"]) == ("sql/v1", "w0")

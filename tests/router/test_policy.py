@@ -17,7 +17,7 @@ from router.core.decision import Ask, Scene, decide
 from router.core.dispatch import Match, Prompt
 from router.core.errors import NoReplica
 from router.core.fleet import Replica, Report, Resident, Roster
-from router.core.homes import rendezvous_home
+from router.core.homes import rendezvous_order
 from router.core.load import Loads, Own
 from router.core.mind import Mind
 from router.core.policies import POLICIES
@@ -491,8 +491,8 @@ def test_a_snapshot_that_nobody_has_any_more_waits_for_no_collector():
 def test_removing_a_replica_moves_only_the_homes_that_it_was():
     fleet = [a_replica(f"w{i}") for i in range(5)]
     names = [f"adapter-{i}/v1" for i in range(200)]
-    before = {n: rendezvous_home(n, fleet).id for n in names}
-    after = {n: rendezvous_home(n, fleet[1:]).id for n in names}
+    before = {n: rendezvous_order(n, fleet)[0].id for n in names}
+    after = {n: rendezvous_order(n, fleet[1:])[0].id for n in names}
     assert all(after[n] == home for n, home in before.items() if home != "w0")
     assert set(before.values()) == {r.id for r in fleet}
 
@@ -500,7 +500,8 @@ def test_removing_a_replica_moves_only_the_homes_that_it_was():
 def test_router_and_orchestrator_mean_the_same_home():
     fleet = [a_replica(f"w{i}") for i in range(5)]
     for name in (f"adapter-{i}/v1" for i in range(50)):
-        assert rendezvous_home(name, fleet).id == max((r.id for r in fleet), key=lambda w: rendezvous(name, w))
+        theirs = sorted((r.id for r in fleet), key=lambda w: rendezvous(name, w), reverse=True)
+        assert [r.id for r in rendezvous_order(name, fleet)] == theirs
 
 
 @pytest.mark.parametrize(
