@@ -73,7 +73,7 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
     @api.get("/v1/models")
     async def models(caller: infers) -> Response:
         """Base models, adapters and aliases that the caller may use."""
-        cards = list(_cards(_fleet(parts), caller).values())
+        cards = list(_cards(await _fleet(parts), caller).values())
         # Of ten thousand, Python's own encoder takes twice as long as making them.
         whole = msgspec.json.encode({"object": "list", "data": cards})
         return Response(whole, media_type="application/json")
@@ -81,7 +81,7 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
     @api.get("/v1/models/{model:path}")
     async def model(model: str, caller: infers) -> JSONResponse:
         """One of them."""
-        return JSONResponse(_card(parts, caller, model))
+        return JSONResponse(await _card(parts, caller, model))
 
     @api.post("/v1/route", dependencies=admin, response_model=RouteAnswer)
     async def explain(request: Request) -> Any:
@@ -90,6 +90,7 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
         session = headers.get(parts.config.session_header)
         body = await request.body()
         question = read(parts, request_id(headers.get("x-request-id")), route_of(body), body, session=session)
+        await _fleet(parts)
         target = resolve_target(parts, parts.keys.caller(headers.get("authorization")), question)
         tokens = await tokenize(parts, target, question)
         prompt = asked(parts, target, question, tokens)
@@ -223,7 +224,8 @@ def describe_inference(app: FastAPI) -> None:
     app.openapi = with_inference  # type: ignore[method-assign]
 
 
-def _fleet(parts: Parts) -> Fleet:
+async def _fleet(parts: Parts) -> Fleet:
+    await parts.discovery.until_met()
     if not parts.discovery.has_catalog:
         raise parts.discovery.no_catalog()
     return parts.discovery.fleet
@@ -244,8 +246,10 @@ def _is_about(record: Record, adapter: str | None, worker: str | None, request: 
     )
 
 
-def _card(parts: Parts, caller: Caller, model: str) -> dict[str, Any]:
-    card = _cards(_fleet(parts), caller).get(model)
+async def _card(parts: Parts, caller: Caller, model: str) -> dict[str, Any]:
+    card = _cards(await _fleet(parts), caller).get(model)
+    if card is None and await parts.discovery.look_again():
+        card = _cards(parts.discovery.fleet, caller).get(model)
     if card is None:
         parts.discovery.check_heard()
         raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what is", param="model")

@@ -422,6 +422,7 @@ def _discovery(
         catalog_poll_s=config.catalog_poll_s,
         metadata_poll_s=config.metadata_poll_s,
         unreachable_after_s=config.unreachable_after_s,
+        first_sync_wait_s=config.first_sync_wait_s,
         clock=time.monotonic,
         on_failure=lambda loop: metrics.loop_failures.labels(loop).inc(),
     )

@@ -81,6 +81,11 @@ class RouterSettings(HouseSettings):
     cold_start_timeout_s: float = Field(
         default=60.0, gt=0, description="how long a request waits for an adapter that is loaded nowhere"
     )
+    first_sync_wait_s: float = Field(
+        default=10.0,
+        ge=0,
+        description="from its start on, how long a router that has met no worker holds requests before it says no",
+    )
     failover_wait_s: float = Field(
         default=10.0, gt=0, description="how long a base model's request waits when every replica has failed it"
     )

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -35,6 +36,9 @@ log = structlog.get_logger()
 _FIGURES_WAIT_S = 0.25
 # A router that starts while the API server is away knows its workers by the catalog, and waits no longer than this.
 _SLICES_WITHIN_S = 10.0
+# What is unknown here may be known at the orchestrator: it is asked this often at most, and waited for no longer.
+_LOOKS_APART_S = 0.1
+_LOOK_WITHIN_S = 1.0
 
 
 class Listener(Protocol):
@@ -68,6 +72,7 @@ class Discovery:
         catalog_poll_s: float,
         metadata_poll_s: float,
         unreachable_after_s: float,
+        first_sync_wait_s: float = 0.0,
         clock: Callable[[], float],
         on_failure: Callable[[str], object],
     ) -> None:
@@ -82,6 +87,7 @@ class Discovery:
         engines           worker id -> URL of engines that have no agent
         slices            the workers that Kubernetes names; followed for as long as this runs
         zone              where this router is; empty: not known
+        first_sync_wait_s  see `until_met`
         """
         self.fleet = Fleet()
         self.changes = Changes()
@@ -90,6 +96,11 @@ class Discovery:
         self.has_catalog = False
         self.confirmed_at: float | None = None
         self._was_synced = False
+        self._is_early = True
+        self._first_sync_wait_s = first_sync_wait_s
+        self._looked_at = self._look_began_at = -inf
+        self._is_orchestrator_away = False
+        self._look_later: asyncio.TimerHandle | None = None
         self._client = client
         self._ask = ask
         self._ask_engine = ask_engine
@@ -139,6 +150,8 @@ class Discovery:
                 tasks.create_task(asyncio.Event().wait())  # with neither, too, until cancelled
         finally:
             self._call_rebuild_off()
+            if self._look_later is not None:
+                self._look_later.cancel()
             for follow in self._follows.values():
                 for task in follow.tasks:
                     task.cancel()
@@ -161,6 +174,49 @@ class Discovery:
         if not self._has_asked_all():
             return "the first answer of each worker"
         return None if self.has_catalog else "the first answer of any worker"
+
+    @property
+    def is_early(self) -> bool:
+        """Whether this router has just started and met no worker yet: a request may have to wait, see `until_met`."""
+        if self._is_early:
+            is_over = self._clock() - self._began_at >= self._first_sync_wait_s
+            self._is_early = not (is_over or (self.is_synced() and self.fleet.replicas))
+        return self._is_early
+
+    async def until_met(self) -> None:
+        """Wait while nothing is known of the fleet, until `first_sync_wait_s` after the start of this router."""
+        if self.is_early:
+            left_s = self._first_sync_wait_s - (self._clock() - self._began_at)
+            await self.changes.until(lambda: not self.is_early, timeout_s=left_s)
+
+    @property
+    def may_look_again(self) -> bool:
+        """Whether the orchestrator may know what the catalog in force here does not."""
+        return bool(self._url) and not self._is_orchestrator_away
+
+    async def look_again(self) -> bool:
+        """Whether a catalog is in force by now that was asked for after this call: what was registered before a request
+        was sent is known to it. False where the orchestrator is away, or does not answer soon.
+        """
+        if not self.may_look_again:
+            return False
+        asked_at = self._clock()
+        self._look_soon(asked_at)
+        await self.changes.until(
+            lambda: self._looked_at >= asked_at or not self.may_look_again, timeout_s=_LOOK_WITHIN_S
+        )
+        return self._looked_at >= asked_at
+
+    def _look_soon(self, now: float) -> None:
+        wait_s = self._look_began_at + _LOOKS_APART_S - now
+        if wait_s <= 0:
+            self._catalog_poke.set()
+        elif self._look_later is None:
+            self._look_later = asyncio.get_running_loop().call_later(wait_s, self._look_now)
+
+    def _look_now(self) -> None:
+        self._look_later = None
+        self._catalog_poke.set()
 
     def slices_age_s(self) -> float | None:
         """Seconds since the API server last confirmed the slices; None before the first time, or without any."""
@@ -197,6 +253,18 @@ class Discovery:
         return None if follow is None or follow.metadata is None else self._clock() - follow.heard_at
 
     async def _look(self) -> None:
+        self._look_began_at = began_at = self._clock()
+        try:
+            await self._read()
+        except BaseException:
+            self._is_orchestrator_away = True
+            raise
+        else:
+            self._is_orchestrator_away, self._looked_at = False, began_at
+        finally:
+            self.changes.notify()
+
+    async def _read(self) -> None:
         headers = {"if-none-match": self._etag} if self._etag else {}
         answer = await self._client.get(f"{self._url}/v1/catalog", headers=headers)
         if answer.status_code != 304:

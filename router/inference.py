@@ -204,6 +204,7 @@ class Inference:
         parts, exchange, route = self._parts, answer.exchange, answer.route
         response_id = response_id_of(exchange.path)
         worker = worker_of(response_id, tenant=caller.tenant, param="id")
+        await parts.discovery.until_met()
         replica = parts.discovery.fleet.replicas.get(WorkerId(worker))
         if replica is None:
             raise gone(response_id, worker, param="id")

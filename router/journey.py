@@ -14,7 +14,7 @@ from lorafleet.plain import tells_start
 from router.core.breaker import is_fault
 from router.core.deadly import Deadly
 from router.core.dispatch import Prompt
-from router.core.errors import AnswerTooLarge, NoReplica, ReplicaUnreachable
+from router.core.errors import AdapterFailed, AnswerTooLarge, ModelNotFound, NoReplica, ReplicaUnreachable
 from router.core.failures import Failure, excluded
 from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.quota import Granted
@@ -105,7 +105,15 @@ class Journey(msgspec.Struct, eq=False):
         that is decided, and `is_taken` is next. False: something must be waited for, and `begun` goes on from there.
         Raises RouterError.
         """
-        self._prepare()
+        discovery = self.parts.discovery
+        if discovery.is_early:
+            return False
+        try:
+            self._prepare()
+        except (ModelNotFound, AdapterFailed):
+            if discovery.may_look_again:
+                return False
+            raise
         tokens, target, trace = self.tokens, self.target, self.trace
         if tokens is None or self.only is not None or self.deaths:
             return False
@@ -146,7 +154,7 @@ class Journey(msgspec.Struct, eq=False):
         raises  RouterError
         """
         if self.target is None:
-            self._prepare()
+            await self._prepare_by_news()
         assert self.target is not None
         if self.tokens is None:
             assert self._slowly is not None
@@ -339,6 +347,20 @@ class Journey(msgspec.Struct, eq=False):
         yield self.parts.deadly, digest_of(self.question)
         if flight.prompt.ask.engine_name:
             yield self.parts.deadly_adapters, flight.prompt.ask.engine_name
+
+    async def _prepare_by_news(self) -> None:
+        """As `_prepare`, of a fleet that this router has met; what its catalog refuses the orchestrator is asked about.
+
+        raises  as `_prepare`
+        """
+        discovery = self.parts.discovery
+        await discovery.until_met()
+        try:
+            self._prepare()
+        except (ModelNotFound, AdapterFailed):
+            if not await discovery.look_again():
+                raise
+            self._prepare()
 
     def _prepare(self) -> None:
         """resolve -> authorise -> tokenize, within the limits of the caller's key.

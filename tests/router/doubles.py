@@ -110,11 +110,13 @@ class Control:
     silent: bool = False  # the agents
     agents: str = "agents"  # below which path they answer
     unanswered: int = 0
+    catalogs: int = 0  # that were asked for
     boot_id: str = "first"
     files: dict[str, str] = field(default_factory=dict)  # of the model
     starting: frozenset = frozenset()
     suspects: frozenset = frozenset()
     draining: tuple = ()
+    aliases: tuple = ()
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
     is_full: bool = False  # every agent
@@ -189,13 +191,18 @@ class Control:
             return handle
 
         async def catalog(_request):
+            self.catalogs += 1
             workers = tuple(
                 CatalogWorker(id=w, agent_url=f"{self.url}/{self.agents}/{w}", state="ready")
                 for w in self.workers
                 if self.named is None or w in self.named
             )
             catalog = Catalog(
-                revision=self.revision, adapters=tuple(self.adapters), workers=workers, draining=self.draining
+                revision=self.revision,
+                adapters=tuple(self.adapters),
+                aliases=self.aliases,
+                workers=workers,
+                draining=self.draining,
             )
             return Response(catalog.model_dump_json(), media_type="application/json")
 
@@ -287,6 +294,7 @@ async def fleet(*engines: Engine, control: Control | None = None, **settings) ->
                 "control_timeout_s": patience(5),
                 "connect_timeout_s": patience(2),
                 "failover_wait_s": patience(10),
+                "first_sync_wait_s": 0.2,
                 **settings,
             }
         )

@@ -121,9 +121,12 @@ async def bare(folder: Path, *flags: str, **more):
 
 
 @contextlib.asynccontextmanager
-async def routers(folder: Path, *flags: str, drain_s: float = 0, **environment: str):
-    """Two real router processes in front of one engine of our own, once both can route."""
-    engine, control = Engine("w0"), Control()
+async def routers(folder: Path, *flags: str, drain_s: float = 0, silent: bool = False, **environment: str):
+    """Two real router processes in front of one engine of our own, once both can route.
+
+    silent  its agent says nothing yet: once both listen
+    """
+    engine, control = Engine("w0"), Control(silent=silent)
     async with contextlib.AsyncExitStack() as stack:
         control.workers["w0"] = await stack.enter_async_context(serving(engine.app))
         control.url = await stack.enter_async_context(serving(control.app))
@@ -135,7 +138,7 @@ async def routers(folder: Path, *flags: str, drain_s: float = 0, **environment: 
         await fleet.serves()
         async with contextlib.AsyncExitStack() as asking:
             for client in (await fleet.clients(asking, await fleet.pids())).values():
-                await until(lambda client=client: is_ready(client))
+                await until(lambda client=client: silent or is_ready(client))
         yield fleet
 
 
@@ -185,6 +188,18 @@ async def let_end(fleet: Several, streams) -> None:
 
 async def rest(pieces) -> bytes:
     return b"".join([piece async for piece in pieces])
+
+
+async def test_every_process_holds_what_comes_before_it_has_met_a_worker(tmp_path):
+    patient = ("--first-sync-wait-s", "600")
+    async with routers(tmp_path, *patient, silent=True) as fleet, contextlib.AsyncExitStack() as stack:
+        clients = await fleet.clients(stack, await fleet.pids())
+        asks = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for client in clients.values()]
+        before = fleet.control.unanswered
+        await until(lambda: fleet.control.unanswered >= before + 4)
+        assert not [task for task in asks if task.done()]
+        fleet.control.silent = False
+        assert [answer.status_code for answer in await asyncio.gather(*asks)] == [200, 200]
 
 
 async def test_every_process_serves_the_one_port_under_its_own_name(tmp_path):

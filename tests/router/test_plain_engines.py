@@ -162,7 +162,7 @@ async def test_an_adapter_whose_engine_is_away_is_waited_for_and_never_unknown(e
 
 
 async def test_a_router_whose_engines_are_all_away_says_that_it_knows_nothing_yet() -> None:
-    app, _ = build(RouterSettings(engines=("http://127.0.0.1:9",)))
+    app, _ = build(RouterSettings(engines=("http://127.0.0.1:9",), first_sync_wait_s=0.1))
     async with serving(app, http=app.state.http) as url, client_of(url) as client:
         answer = await ask(client, BASE)
         assert error_of(answer) == (503, "catalog_unavailable")
