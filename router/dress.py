@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import msgspec
 
@@ -76,6 +75,8 @@ FORWARDED_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _FULL = msgspec.Raw(b'"full"')
 _TRUE = msgspec.Raw(b"true")
 _UNSET = (b"null", b"false")
+# What a field may hold that its client does not use.
+_NOTHING = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
 _UNASKED = (None, False)
 
 # Fields with which an answer would show that the engine was given ids for a text: it repeats the prompt, or cuts it.
@@ -89,21 +90,29 @@ _NEEDS_TEXT: Mapping[PromptKind, frozenset[str]] = {
 }
 
 
-def refuse_steering(body: Mapping[str, Any], extra_args: object) -> None:
-    """Raises BadBody when a client's body steers engine or index.
+def refuse_steering(body: Body, extra_args: object) -> None:
+    """Raises BadBody when a client's body steers engine or index. A field that says nothing, such as null, is taken out
+    of the body: clients send all that their types have, and no engine need hear of it.
 
     extra_args  the decoded `vllm_xargs` field, if any
     """
-    _refuse(body, REFUSED_FIELDS, "")
-    if isinstance(extra_args, dict):
-        _refuse(extra_args, REFUSED_EXTRA_ARGS, "vllm_xargs.")
+    if not REFUSED_FIELDS.keys().isdisjoint(body):
+        for name in [name for name in body if name in REFUSED_FIELDS]:
+            _refuse(name, REFUSED_FIELDS, says_nothing=b"".join(bytes(body[name]).split()) in _NOTHING)
+            del body[name]
+    if isinstance(extra_args, dict) and not REFUSED_EXTRA_ARGS.keys().isdisjoint(extra_args):
+        unset = frozenset([name for name in extra_args if name in REFUSED_EXTRA_ARGS])
+        for name in unset:
+            value = extra_args[name]
+            # As JSON: to Python 0 is False, and as a rank it says something.
+            _refuse(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", says_nothing=msgspec.json.encode(value) in _NOTHING)
+        if "vllm_xargs" in body:
+            body["vllm_xargs"] = _without(body["vllm_xargs"], unset)
 
 
-def _refuse(fields: Mapping[str, Any], table: Mapping[str, str], prefix: str) -> None:
-    if table.keys().isdisjoint(fields):
-        return
-    name = next(name for name in fields if name in table)
-    raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
+def _refuse(name: str, table: Mapping[str, str], prefix: str = "", *, says_nothing: bool) -> None:
+    if not says_nothing:
+        raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
 
 
 class Wishes(msgspec.Struct, frozen=True):

@@ -39,7 +39,7 @@ def dressed(text: str, **more) -> dict:
 def spellings(name: str) -> list[str]:
     """The name as a client may write it in JSON, and said twice."""
     escaped = "".join(f"\\u{ord(letter):04x}" for letter in name)
-    return [f'{{"{name}":"full"}}', f'{{"{escaped}":null}}', f'{{"{name}":1,"a":2,"{name}":null}}']
+    return [f'{{"{name}":"full"}}', f'{{"{escaped}":0}}', f'{{"{name}":null,"a":2,"{name}":1}}']
 
 
 # Said again here, so that no name leaves the tables unseen.
@@ -74,6 +74,26 @@ def test_a_client_cannot_ask_for_what_the_router_asks_for_however_it_spells_it(n
     for text in spellings(name):
         with pytest.raises(BadBody, match=f"vllm_xargs.{name} is not accepted"):
             refuse_steering({}, msgspec.json.decode(text))
+
+
+@pytest.mark.parametrize("nothing", ["null", "false", "[]", "[ ]", "{}", '""'])
+@pytest.mark.parametrize("name", REFUSED_FIELDS)
+def test_a_steering_field_that_says_nothing_is_taken_and_not_sent_on(name, nothing):
+    taken = body(f'{{"{name}":{nothing},"a":2}}')
+    refuse_steering(taken, None)
+    assert json.loads(dress_vllm(taken, "m")) == {"a": 2, "model": "m"}
+    # Of one that is said twice engines hear what was decided on.
+    taken = body(f'{{"{name}":"x","{name}":{nothing}}}')
+    refuse_steering(taken, None)
+    assert json.loads(dress_vllm(taken, "m")) == {"model": "m"}
+
+
+@pytest.mark.parametrize("nothing", ["null", "false", "[]", "{}", '""'])
+@pytest.mark.parametrize("name", REFUSED_EXTRA_ARGS)
+def test_a_steering_extra_argument_that_says_nothing_is_not_sent_on(name, nothing):
+    taken = body(f'{{"vllm_xargs":{{"{name}":{nothing},"theirs":1}}}}')
+    refuse_steering(taken, msgspec.json.decode(taken["vllm_xargs"]))
+    assert json.loads(dress_vllm(taken, "m")) == {"model": "m", "vllm_xargs": {"theirs": 1}}
 
 
 @pytest.mark.parametrize("name", sorted(STRIPPED_FIELDS))
