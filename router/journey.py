@@ -56,7 +56,7 @@ _KILLED = frozenset({"no_answer", "engine_dead", "hung"})
 # What may be the doing of what ran; that nobody was there, or had no room or no such adapter, is the fleet's.
 _FAULTS = _DEATHS | {"no_answer_in_time"}
 # What an engine says that is up: waiting for it to start again, or loading an adapter elsewhere, would not help.
-_REFUSALS = frozenset({"engine_unavailable", "first_event_error"})
+_REFUSALS = frozenset({"engine_unavailable", "engine_unauthorized", "first_event_error"})
 _COMPUTED_NOTHING = "adapter_missing"
 _NO_FAILURES: Mapping[Incarnation, Failure] = MappingProxyType({})
 

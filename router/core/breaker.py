@@ -33,6 +33,7 @@ COUNTED = frozenset(
         "no_answer",
         "no_answer_in_time",
         "engine_unavailable",
+        "engine_unauthorized",
         "engine_draining",
         "engine_dead",
         "engine_error",

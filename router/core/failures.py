@@ -18,6 +18,7 @@ ENDS: Mapping[str, Sign] = {
     "adapter_missing": "listed",
     "no_answer_in_time": "served",
     "engine_unavailable": "served",
+    "engine_unauthorized": "served",
     "first_event_error": "restarted",
     "engine_draining": "restarted",
     "engine_dead": "restarted",

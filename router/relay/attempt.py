@@ -21,6 +21,8 @@ from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_ev
 _SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, DEAD))
 # SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
 _NOT_LOADED = (b"Got LoRA adapter that has never been loaded", b"Failed to implicitly load LoRA adapter")
+# No client's key goes to an engine, so these are about the router's: vLLM's --api-key, or a mesh or proxy in front.
+_NOT_OUR_KEY = frozenset({401, 403, 407})
 _EVENT_STREAM = b"text/event-stream"
 # The event with an answer's usage is the last but `[DONE]`, and each may come in a chunk of its own; a third for what
 # an engine sends without a closing blank line.
@@ -114,8 +116,9 @@ class Attempt(msgspec.Struct, eq=False):
     def check(self) -> None:
         """Once it is decided: whether the answer is the client's, error or not.
 
-        raises  ReplicaUnreachable when another replica may do better: no connection, 502, 503, an adapter that the
-                replica had reported but no longer knows, an engine shutting down, an error in place of the first event
+        raises  ReplicaUnreachable when another replica may do better: no connection, 502, 503, a key that it does not
+                take, an adapter that the replica had reported but no longer knows, an engine shutting down, an error in
+                place of the first event
         """
         failure, call = self.failure, self._call
         if failure is not None:
@@ -126,7 +129,10 @@ class Attempt(msgspec.Struct, eq=False):
             reason = _retry_reason(self, call)
             if reason is not None:
                 self.close()
-                raise ReplicaUnreachable(f"replica {call.replica}: {self.status} {self.first[:200]!r}", reason=reason)
+                what = f"replica {call.replica}: {self.status} {self.first[:200]!r}"
+                if reason == "engine_unauthorized":
+                    what += "; it does not take this router's key (see engine_key, of engines without an agent)"
+                raise ReplicaUnreachable(what, reason=reason)
             self.first = enveloped(self.status, self.first)
 
     def relay(
@@ -395,6 +401,8 @@ def _retry_reason(attempt: Attempt, call: Call) -> str | None:
     status, first = attempt.status, attempt.first
     if status in (502, 503):
         return "engine_unavailable"
+    if status in _NOT_OUR_KEY and not attempt.in_band_error:
+        return "engine_unauthorized"
     # An engine names the model that it does not know; any other 404 (a route that it does not serve) is the client's.
     if status == 404 and call.engine_name and call.engine_model.encode() in first:
         return "adapter_missing"

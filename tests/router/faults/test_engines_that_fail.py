@@ -272,6 +272,27 @@ async def test_any_other_error_of_an_engines_is_the_clients_and_so_is_when_to_co
         assert router.play.asked == {"refused": 1}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "status", [b"401 Unauthorized", b"403 Forbidden", b"407 Proxy Authentication Required"], ids=["401", "403", "407"]
+)
+async def test_that_an_engine_does_not_take_the_routers_key_is_not_said_of_the_clients(status, stream):
+    refused = saying(answering(b'{"error": "Unauthorized"}', b"www-authenticate: Bearer", status=status))
+    async with house(2, breaker_failures=3) as router:
+        answer = await router.ask("one", refused, stream=stream)
+        assert (answer.status_code, router.play.asked["one"]) == (200, 2)
+        answer = await router.ask("all", refused, refused, stream=stream)
+        assert error_of(answer) == (503, "no_replica")
+        assert "does not take this router's key (see engine_key" in answer.json()["error"]["message"]
+        assert "www-authenticate" not in answer.headers
+        assert list(router.parts.metrics.retries._children) == [("engine_unauthorized",)]
+        router.play.usual = refused
+        for n in range(3):
+            await router.ask(f"{n}", stream=stream)
+        replicas = router.parts.discovery.fleet.replicas.values()
+        assert {router.parts.mind.breaker.state(replica, router.parts.clock()) for replica in replicas} == {"open"}
+
+
 async def test_the_end_of_a_choice_that_waits_for_its_signature_goes_out_when_its_stream_breaks_off():
     end = b'data: {"id":"1","choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\n'
     async with house(1) as router:
