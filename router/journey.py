@@ -93,6 +93,7 @@ class Journey(msgspec.Struct, eq=False):
     usage: EngineUsage | None = None
     background_id: str = ""
     _slowly: Slowly | None = None
+    _is_resolving: bool = False
     _is_refused: bool = False
     _is_computed: bool = False
     _is_stale: bool = False
@@ -370,7 +371,9 @@ class Journey(msgspec.Struct, eq=False):
         trace, parts, limits = self.trace, self.parts, self.caller.limits
         if limits is not None and self.granted is None:
             self.granted = parts.quotas.take(self.caller.key_id, limits, parts.clock())
-        if trace is not None:
+        if trace is not None and not self._is_resolving:
+            # One stage, also where the orchestrator is asked in between.
+            self._is_resolving = True
             trace.stage("resolve")
         self.target = target = resolve_target(parts, self.caller, self.question)
         if parts.deadly.suspects and parts.deadly.check(digest_of(self.question), parts.clock()):

@@ -12,7 +12,15 @@ from lorafleet.front.connection import Exchange
 from lorafleet.vllm_errors import DEAD, SHUTTING_DOWN
 from router.core.breaker import is_fault
 from router.core.errors import ReplicaUnreachable, StreamBroken
-from router.relay.events import MAX_EVENT_BYTES, Renamed, event_error, has_first_event
+from router.relay.events import (
+    MAX_EVENT_BYTES,
+    Renamed,
+    event_error,
+    has_first_event,
+    is_finished,
+    last_type,
+    says_done,
+)
 from router.relay.refusals import enveloped
 from router.relay.upstream import Connection, EngineLost, Headers, Origin, Pool
 from router.surface.routes import Route, is_begun_only
@@ -27,6 +35,8 @@ _EVENT_STREAM = b"text/event-stream"
 # The event with an answer's usage is the last but `[DONE]`, and each may come in a chunk of its own; a third for what
 # an engine sends without a closing blank line.
 _TAIL_CHUNKS = 3
+# From an answer's last event to the end of its body, which comes with it: later, and the connection is closed.
+_LINGER_S = 1.0
 # Sooner than an engine can have looked at a request that would kill it.
 _AT_ONCE_S = 0.05
 _LOST = {
@@ -88,6 +98,7 @@ class Attempt(msgspec.Struct, eq=False):
     _got: list[bytes] = []
     _size: int = 0
     _tail: deque[bytes] | None = None
+    _has_ended: bool = False
     status: int = 0
     content_type: bytes = b"application/json"
     retry_after: bytes | None = None
@@ -179,8 +190,7 @@ class Attempt(msgspec.Struct, eq=False):
     @property
     def has_said_done(self) -> bool:
         """Whether the last event of its stream was sent on: its client lacks nothing, whatever comes behind it."""
-        tail = self._tail or [b""]
-        return tail[-1].rstrip().endswith(b"data: [DONE]")
+        return self._has_ended
 
     def usage(self) -> EngineUsage | None:
         """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""
@@ -242,6 +252,9 @@ class Attempt(msgspec.Struct, eq=False):
 
     def lost(self, exc: EngineLost) -> None:
         connection, self._connection = self._connection, None
+        if self._has_ended:
+            self._over()
+            return
         if self._is_decided:
             self._break(StreamBroken(f"replica {self._call.replica} broke off in the middle of its answer"), exc)
             return
@@ -292,6 +305,21 @@ class Attempt(msgspec.Struct, eq=False):
             self._break(exc)
         else:
             self._send(ready)
+            if self._has_ended:
+                self._dismiss(ready)
+
+    def _dismiss(self, ready: bytes) -> None:
+        """The last event was sent on: an engine that does not end its body keeps neither client nor quota."""
+        connection = self._connection
+        if connection is None:
+            return
+        if says_done(ready):
+            # Nothing comes after this one in any dialect.
+            self._connection = None
+            connection.dismiss(within_s=_LINGER_S)
+            self._over()
+        else:
+            connection.deadline = connection.loop.time() + _LINGER_S
 
     def _send(self, ready: bytes) -> None:
         exchange = self._exchange
@@ -300,6 +328,8 @@ class Attempt(msgspec.Struct, eq=False):
         assert self._tail is not None
         self._tail.append(ready)
         self.events += ready.count(b"\n\n")
+        ends = self._call.route.ends
+        self._has_ended = says_done(ready) or (bool(ends) and (self._has_ended or last_type(ready) in ends))
         if self._hidden is not None:
             ready = self._hidden.events(ready)
         exchange.send(ready)
@@ -325,10 +355,17 @@ class Attempt(msgspec.Struct, eq=False):
                 self._send(self._echo.end())
             except StreamBroken as exc:
                 self.failure = exc
+        if self.failure is None and not self._is_complete():
+            self.failure = StreamBroken(f"replica {self._call.replica} ended its stream in the middle of its answer")
         if self._hidden is not None:
             exchange.send(self._hidden.end())
         self._let_go()
         self.tell()
+
+    def _is_complete(self) -> bool:
+        """Whether a stream that its engine has ended is all of the answer: its last events say so."""
+        route = self._call.route
+        return self._has_ended or not route.streams or is_finished(b"".join(self._tail or ()))
 
     def _let_go(self) -> None:
         assert self._exchange is not None

@@ -10,7 +10,7 @@ import msgspec
 from lorafleet.http import envelope
 from router.core.errors import StreamBroken
 from router.relay.refusals import status_of
-from router.surface.routes import ErrorShape
+from router.surface.routes import ErrorShape, type_of
 
 # What ends an event: a blank line, with either line end.
 _END, _CRLF_END = b"\n\n", b"\r\n\r\n"
@@ -154,6 +154,34 @@ def event_error(event: bytes) -> tuple[int, bytes] | None:
         said = _SAID_CODE.search(line)
         code = int(said[1]) if said else status_of(told.get("type")) or 500
     return (code if 400 <= code < 600 else 500), line
+
+
+_DONE = b"data: [DONE]"
+# The longest tail that is looked at for it: with spaces and line ends of any kind.
+_DONE_WITHIN = 32
+# Of a choice: null until its last event. Inside a JSON string the quotes would be escaped.
+_FINISH = re.compile(rb'"finish_reason": ?(n?)')
+
+
+def says_done(events: bytes) -> bool:
+    """Whether the last of these events is `[DONE]`."""
+    return events[-_DONE_WITHIN:].rstrip().endswith(_DONE)
+
+
+def last_type(events: bytes) -> bytes:
+    """The type of the last of these events, empty where it has none."""
+    text = events.rstrip().replace(b"\r\n", b"\n")
+    return type_of(text[text.rfind(_END) + 1 :])
+
+
+def is_finished(events: bytes) -> bool:
+    """Whether the last events of a stream of choices say why the answer is over, or what went wrong."""
+    text = events.rstrip().replace(b"\r\n", b"\n")
+    last = text[text.rfind(_END) + 1 :].lstrip(b"\n")
+    if type_of(last) == b"error" or event_error(last) is not None:
+        return True
+    found = _FINISH.findall(text)
+    return bool(found) and not found[-1]
 
 
 def end_of_events(held: bytes) -> int:

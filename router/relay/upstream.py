@@ -189,6 +189,15 @@ class Connection(asyncio.Protocol):
             if not self._closed:
                 self._transport.resume_reading()
 
+    def dismiss(self, *, within_s: float) -> None:
+        """The sink has all that it wants: the rest of the answer is read and dropped, so that this connection can serve
+        again. One whose answer does not end in this time is closed.
+        """
+        if self._sink is not None:
+            self._sink = _DEAF
+            self.resume()
+            self.deadline = self.loop.time() + within_s
+
     def close(self) -> None:
         """Close at once, so that the engine stops working; the sink hears nothing more."""
         self._sink = None
@@ -261,7 +270,7 @@ class Connection(asyncio.Protocol):
                 return
         if self._new_head or self._pieces:
             self._deliver(sink)
-        if self._complete and self._sink is sink:
+        if self._complete and self._sink is not None:
             self._finish()
 
     def _deliver(self, sink: Sink) -> None:
@@ -354,6 +363,21 @@ class Connection(asyncio.Protocol):
             self._interim = False
         else:
             self._complete = True
+
+
+class _Deaf:
+    """A sink that drops what it hears."""
+
+    def head(self, status: int, headers: Headers) -> None: ...
+
+    def data(self, data: bytes) -> None: ...
+
+    def end(self) -> None: ...
+
+    def lost(self, exc: EngineLost) -> None: ...
+
+
+_DEAF = _Deaf()
 
 
 def _refuse_large(headers: list[tuple[bytes, bytes]]) -> None:

@@ -89,6 +89,7 @@ class Route:
     computes      has the engine compute something, and so takes room there; False: it counts or spells tokens
     begun         event types of a stream that come before the engine has done anything: they decide nothing, so they
                   wait for what follows
+    ends          event types that only the last event of a stream has, where that is not `[DONE]` alone
     lists         fields of the body that may hold several texts, of each of which the engine makes a sequence
     fields        of the body to decode; the rest is sent on without being looked at
     """
@@ -106,6 +107,7 @@ class Route:
     state: StateUse = "none"
     errors: ErrorShape = "openai"
     begun: frozenset[bytes] = frozenset()
+    ends: frozenset[bytes] = frozenset()
     lists: tuple[str, ...] = ()
     has_body: bool = field(init=False)
     computes: bool = field(init=False)
@@ -126,6 +128,7 @@ class Route:
 
 
 _BEGUN = frozenset({b"response.queued", b"response.created", b"response.in_progress"})
+_RESPONSE_ENDS = frozenset({b"response.completed", b"response.incomplete", b"response.failed", b"response.cancelled"})
 
 _ROWS = (
     Route(
@@ -160,8 +163,16 @@ _ROWS = (
         usage="responses",
         state="makes",
         begun=_BEGUN,
+        ends=_RESPONSE_ENDS,
     ),
-    Route(method="GET", path="/v1/responses/{id}", summary="A stored response", usage="none", state="needs"),
+    Route(
+        method="GET",
+        path="/v1/responses/{id}",
+        summary="A stored response",
+        usage="none",
+        state="needs",
+        ends=_RESPONSE_ENDS,
+    ),
     Route(path="/v1/responses/{id}/cancel", summary="Cancel a response in the background", usage="none", state="needs"),
     Route(
         path="/v1/messages",
@@ -171,6 +182,7 @@ _ROWS = (
         streams=True,
         usage="messages",
         errors="anthropic",
+        ends=frozenset({b"message_stop"}),
     ),
     Route(
         path="/v1/messages/count_tokens",
@@ -283,9 +295,10 @@ def is_begun_only(route: Route, events: bytes) -> bool:
     if not route.begun:
         return False
     whole = events[: events.rfind(b"\n\n") + 1].split(b"\n\n")
-    return bool(whole[0]) and all(_type_of(event) in route.begun for event in whole if event)
+    return bool(whole[0]) and all(type_of(event) in route.begun for event in whole if event)
 
 
-def _type_of(event: bytes) -> bytes:
+def type_of(event: bytes) -> bytes:
+    """The type of one event of a stream, empty where it has none."""
     first_line = event.strip(b"\n").partition(b"\n")[0]
     return first_line[len(b"event:") :].strip() if first_line.startswith(b"event:") else b""

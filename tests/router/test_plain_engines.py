@@ -278,7 +278,7 @@ async def test_an_engine_that_wants_a_key_is_shown_its_own() -> None:
         async with routing(f"x={url}", token="secret", engine_key="k") as (client, _):
             assert (await ask(client, BASE)).status_code == 200
             assert guarded.shown["/v1/completions"] == {"Bearer k"}
-        app, parts = build(RouterSettings(engines=(url,), metadata_poll_s=0.1))
+        app, parts = build(RouterSettings(engines=(url,), metadata_poll_s=0.1, first_sync_wait_s=0.1))
         async with serving(app, http=app.state.http) as router, client_of(router) as client:
             await until(lambda: None in guarded.shown["/v1/models"])
             assert error_of(await ask(client, BASE)) == (503, "catalog_unavailable")

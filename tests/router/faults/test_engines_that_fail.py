@@ -11,6 +11,7 @@ from tests.patience import patience, until, within
 from tests.router.doubles import UNHEARD, Control, with_sql
 from tests.router.faults.house import (
     BASE,
+    CHAT,
     COMPLETIONS,
     DONE,
     EVENTS,
@@ -25,6 +26,7 @@ from tests.router.faults.house import (
     saying,
     sound,
 )
+from tests.router.faults.test_limits import key_file
 from tests.router.test_serving_requests import ready_on_w0
 
 CLEAN = b"".join(EVENTS)
@@ -105,6 +107,105 @@ async def test_a_stream_that_breaks_off_behind_its_last_event_has_no_error_after
         answer = await router.ask("x", saying(said, "close"), stream=True)
         assert answer.content.replace(b"\r\n", b"\n") == b"".join(EVENTS)
         assert router.parts.metrics.requests.labels(COMPLETIONS, 200, "").value == 1
+
+
+UNCHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+FINISHED = b'data: {"id":"1","choices":[{"index":0,"text":"!","finish_reason":"length"}]}\n\n'
+USAGE_EVENT = b'data: {"id":"1","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'
+
+
+def typed(kind: str) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), json.dumps({"type": kind}).encode())
+
+
+STREAMS = {
+    COMPLETIONS: ({"prompt": "x"}, EVENTS[:2]),
+    CHAT: ({"messages": [{"role": "user", "content": "x"}]}, EVENTS[:2]),
+    "/v1/responses": (
+        {"input": "x"},
+        (typed("response.created"), typed("response.output_text.delta"), typed("response.output_text.done")),
+    ),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
+        (typed("message_start"), typed("content_block_delta"), typed("message_delta")),
+    ),
+    "/generate": (
+        {"text": "x"},
+        (b'data: {"id":"1","choices":[{"index":0,"text":"a"}],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n',),
+    ),
+}
+LAST = {"/v1/responses": typed("response.completed"), "/v1/messages": typed("message_stop")}
+
+
+async def streamed(router, path, raw, then="stay"):
+    """What a client of this route gets of a stream whose engine says these bytes."""
+    router.play.usual = saying(raw, then)
+    body = {"model": BASE, "stream": True, **STREAMS[path][0]}
+    if path == "/generate":
+        del body["model"]
+    return (await router.client.post(path, json=body)).content
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_stream_that_its_engine_ends_in_the_middle_ends_with_an_error(path, is_chunked):
+    events = STREAMS[path][1]
+    raw = STREAM_HEAD + pieces(*events) + b"0\r\n\r\n" if is_chunked else UNCHUNKED + b"".join(events)
+    async with house(1) as router:
+        got = await streamed(router, path, raw, "stay" if is_chunked else "close")
+        error = got.removesuffix(DONE).split(b"\n\n")[-2]
+        assert b"error" in error
+        assert b"in the middle of its answer" in error
+        labels = [labels for labels in router.parts.metrics.requests._children if "stream_broken" in labels]
+        assert labels == [(path, 200, "stream_broken")]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [(FINISHED,), (FINISHED, USAGE_EVENT), (b'data: {"error":{"message":"no","code":500}}\n\n',), (DONE,)],
+    ids=["finished", "with usage", "an error of the engine's", "done"],
+)
+async def test_a_stream_that_says_why_it_is_over_is_passed_on_as_it_is(end):
+    async with house(1) as router:
+        said = (*EVENTS[:2], *end)
+        for line_end in (b"\n", b"\r\n"):
+            events = [event.replace(b"\n", line_end) for event in said]
+            shown = [event for event, plain in zip(events, said, strict=True) if plain != USAGE_EVENT]
+            got = await streamed(router, COMPLETIONS, STREAM_HEAD + pieces(*events) + b"0\r\n\r\n")
+            assert got == b"".join(shown)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_an_engine_that_does_not_end_its_body_keeps_neither_client_nor_quota(path, tmp_path):
+    events = (*STREAMS[path][1], LAST.get(path, DONE))
+    async with house(1, **key_file(tmp_path, concurrent_requests=1), idle_timeout_s=3600.0) as router:
+        router.client.headers["authorization"] = "Bearer a"
+        for _ in range(2):
+            async with within(10):
+                got = await streamed(router, path, STREAM_HEAD + pieces(*events), "hang")
+            assert b"error" not in got
+            assert got.endswith(LAST.get(path, DONE))
+        # Nor is its connection used again, nor kept.
+        await until(lambda: not router.parts.pool.connections)
+
+
+async def test_a_connection_whose_body_ends_right_behind_the_last_event_is_used_again():
+    async def in_two_writes(writer, body):
+        writer.write(STREAM_HEAD + pieces(*EVENTS))
+        await writer.drain()
+        await go_on.wait()
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        return True
+
+    go_on = asyncio.Event()
+    async with house(1) as router:
+        router.play.usual = in_two_writes
+        assert (await router.ask("x", stream=True)).content == CLEAN
+        go_on.set()
+        await until(lambda: any(router.parts.pool._idle.values()))
+        assert (await router.ask("y", stream=True)).content == CLEAN
+        assert router.engines[0].connections == 1
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
