@@ -373,6 +373,7 @@ class _Connection(HttpToolsProtocol):
         "_front",
         "_incoming",
         "_last_words",
+        "_later",
         "_limits",
         "_linger_bytes",
         "_phase",
@@ -414,6 +415,7 @@ class _Connection(HttpToolsProtocol):
         self._drained_bytes = 0
         self._linger_bytes = _LINGER_BYTES
         self._last_words = b""  # an error that waits behind answers still to come
+        self._later = b""  # what came behind an answer of the app's that is not over
         # The message being read
         self.url = b""
         self._plain_head = b""  # of a message that asked for an Upgrade, to be read in its place
@@ -458,11 +460,20 @@ class _Connection(HttpToolsProtocol):
             if self._drained_bytes > self._linger_bytes:
                 self.hang_up()
             return
+        if not self._phase and self._is_cold_busy():
+            self._keep_for_later(data)
+            return
         self._read_bytes = self._unread_bytes = len(data)
         if not self._is_read(data):
             return
         if self._phase:
             self._count_unfinished()
+
+    def _keep_for_later(self, data: bytes) -> None:
+        """A client may have all of an answer before its app says that it is all (`content-length`), and go on."""
+        self._later += data
+        if len(self._later) > self._limits.head_bytes:
+            self.flow.pause_reading()
 
     def _is_read(self, data: bytes) -> bool:
         """Parse it; False when nothing more is read of this client."""
@@ -677,6 +688,7 @@ class _Connection(HttpToolsProtocol):
     def hear_no_more(self) -> None:
         """Whatever comes now is thrown away: the last answer is decided, and the message being read is none."""
         self._deaf = True
+        self._later = b""
         self._forget_message()
 
     def _end(self) -> None:
@@ -763,6 +775,9 @@ class _Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         if not self._phase:
             self._read_by = self.loop.time() + self._limits.idle_s
+        if self._later:
+            later, self._later = self._later, b""
+            self.data_received(later)
 
     # Refusals and limits
 
