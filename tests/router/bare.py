@@ -17,8 +17,7 @@ for _unneeded in ("pygments", "rich", "watchfiles"):
 from lorafleet import serve  # noqa: E402
 from router import multi  # noqa: E402
 from router.siblings import Siblings  # noqa: E402
-
-REFUSES_TO_START = "REFUSES_TO_START"
+from tests.router.variables import REFUSES_TO_START  # noqa: E402
 
 
 def main() -> None:

@@ -11,9 +11,7 @@ from lorafleet import logs, serve  # noqa: E402
 from lorafleet.settings import load_or_exit  # noqa: E402
 from router import multi  # noqa: E402
 from router.config import RouterSettings  # noqa: E402
-
-# Seconds for which a process that takes another's place may wait until it can route.
-JOIN_WITHIN_S = "JOIN_WITHIN_S"
+from tests.router.variables import JOIN_WITHIN_S  # noqa: E402
 
 
 def main() -> None:

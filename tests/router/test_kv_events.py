@@ -485,9 +485,10 @@ async def test_while_a_snapshot_is_taken_again_what_was_known_before_counts():
         await until(lambda: value(feeds.metrics.kv_snapshots, "w0") == 1)
         go_on.set()
         depths = set()
-        while value(feeds.metrics.kv_snapshots, "w0") < 2:
-            depths.add(depth(feeds, range(6)))
-            await asyncio.sleep(0)
+        async with within(20):
+            while value(feeds.metrics.kv_snapshots, "w0") < 2:
+                depths.add(depth(feeds, range(6)))
+                await asyncio.sleep(0)
         assert depths == {3}
         assert depth(feeds, range(6)) == 2
         await feeds.close()

@@ -16,9 +16,8 @@ import pytest_asyncio
 
 from lorafleet.auth import hash_key
 from tests.patience import patience, until, within
-from tests.router.bare import REFUSES_TO_START
 from tests.router.doubles import CHAT, Control, Engine, chunk, sample_value
-from tests.router.many import JOIN_WITHIN_S
+from tests.router.variables import JOIN_WITHIN_S, REFUSES_TO_START
 from tests.serving import client_of, serving
 
 pytestmark = pytest.mark.fleet
