@@ -14,13 +14,13 @@ from lorafleet.kube.client import Kube
 from lorafleet.kube.errors import KubeError
 from lorafleet.kube.watch import follow
 from orchestrator.backend import Change, Entry, Stored, Subject
-from orchestrator.configmaps.drafts import KINDS, Drafts
+from orchestrator.configmaps.drafts import KINDS, Drafts, Taken
 from orchestrator.configmaps.journal import Journal
 from orchestrator.configmaps.mirror import Mirror
 from orchestrator.configmaps.objects import FLEET, kind_of, mark_of, rollout_of, text_of, uid_of, version_of
 from orchestrator.configmaps.tables import SHARDS, Known, Tables, counters_in, known_in, read, row_of, shard_of
 from orchestrator.configmaps.writer import Key, Writer
-from orchestrator.core.errors import StoreError, Unavailable
+from orchestrator.core.errors import Conflict, OrchestratorError, StoreError, Unavailable
 
 _HISTORY_AFTER_S = 2.0  # so that a burst of loads is one write of a part; a crash may lose this much of the history
 
@@ -50,6 +50,7 @@ class ConfigMaps:
         self._is_writing = False
         self._edition = self._journal_edition = -1
         self._is_undone = self._is_caught_up = False
+        self._undone: set[tuple[str, str]] = set()  # rows of which the store still knows what was not to be
         self._barrier = 0
         self.writer = Writer(
             kube,
@@ -78,8 +79,16 @@ class ConfigMaps:
         if not self._is_writing:
             raise Unavailable("this orchestrator does not lead, so it writes nothing", code="not_leading")
         for change in changes:
+            row = change.table, change.key
+            if change.value is not None and row in self._undone:
+                message = f"{change.table} {change.key!r}: the change before this one was refused; look, and ask again"
+                raise Unavailable(message, code="store_unreachable")
+        for change in changes:
+            row = change.table, change.key
             if change.table in ("adapters", "aliases") and change.value is None:
                 self.drafts.leave(change.table, change.key)
+            elif change.table in KINDS and row not in self.tables.homes:
+                self.drafts.unwritten.add(row)
         self.tables.apply(changes)
         self.writer.mark({key for change in changes for key in _keys(change)})
         if entries:
@@ -99,6 +108,8 @@ class ConfigMaps:
             found = await self.writer.look(self.tables.state_name("counters"))
         except KubeError as exc:
             raise Unavailable(f"the store's ConfigMaps: {exc}", code="store_unreachable") from exc
+        if found is None:
+            self.mirror.forget(self.tables.state_name("counters"))
         counters_in(found)
         self.let_go()
         self.drafts.writer = secrets.token_hex(8)
@@ -188,11 +199,12 @@ class ConfigMaps:
         """What is written under this key next comes from that object's text, which stays as it is."""
         found = self.mirror.objects[name]
         self.tables.homes[table, key] = name
-        self.drafts.accepting[table, key] = mark_of(text_of(found, kind_of(found)))
+        self.drafts.accepting[table, key] = Taken(mark_of(text_of(found, kind_of(found))))
         self.drafts.said.pop(name, None)
 
     def accepted(self, table: str, key: str, name: str) -> None:
         """It is taken in; also where nothing of it was new, so that the object says so."""
+        self.drafts.taken((table, key))
         self.drafts.lost.discard(name)
         self.say(name, "")
         self.writer.mark([Key(1, table, key)])
@@ -230,6 +242,10 @@ class ConfigMaps:
                 kept = {lora_id: it for lora_id, it in self.tables.known.items() if shard_of(lora_id) != shard}
                 self.tables.known = kept | there
 
+    def make_again(self, table: str, key: str) -> None:
+        """The object of this row is gone, and nobody deleted it."""
+        self.drafts.unwritten.add((table, key))
+
     def lose(self, name: str) -> None:
         """The object is gone for good, and what it said is on its way out: do not make it again."""
         self.drafts.lost.add(name)
@@ -242,10 +258,9 @@ class ConfigMaps:
     def is_pending(self, table: str, key: str) -> bool:
         return self.writer.is_pending(Key(1, table, key))
 
-    def is_leaving(self, table: str, key: str, name: str) -> bool:
+    def is_leaving(self, name: str) -> bool:
         """Whether this very object is to be deleted, because what it says is."""
-        wish = self.drafts.left(table, key)
-        return wish is not None and wish.name == name
+        return self.drafts.is_leaving(name)
 
     def remember(self, lora_id: str) -> None:
         """So that its deletion is noticed, even if no orchestrator is there to see it."""
@@ -267,8 +282,8 @@ class ConfigMaps:
     def _stands(self, key: Key) -> None:
         """It is written."""
         row = key.table, key.name
-        self.drafts.accepting.pop(row, None)
-        self.drafts.leaving.pop(row, None)
+        if key.table in KINDS:
+            self.drafts.stands(row)
         if key.table == "adapters" and key.name in self.tables.adapters:
             if self.tables.home(*row) in self.mirror.objects:
                 self.remember(key.name)
@@ -280,19 +295,24 @@ class ConfigMaps:
             if found["data"]["uid"] != uid_of(found):  # just made: only now is its uid known
                 self.writer.mark([Key(2, "known", key.name)], is_promised=False)
 
-    def _undo(self, key: Key) -> None:
-        """It is not to be written: what is known of it is what stands there."""
+    def _undo(self, key: Key, error: OrchestratorError) -> None:
+        """It is not to be written: what is known of it is what stands there.
+
+        Where that is what a person has written meanwhile, it is looked at at once. What the API server refuses now it
+        refuses in a moment, too.
+        """
+        again_s = 0.0 if isinstance(error, Conflict) else _AGAIN_S
         row = key.table, key.name
         self.drafts.accepting.pop(row, None)
         self.drafts.leaving.pop(row, None)
         if key.table in KINDS:
-            self._undo_row(key.table, key.name)
+            self._undo_row(key.table, key.name, again_s)
         elif key.table == "tombstones":
             # No object goes whose deletion is not written down.
             for table, lora_id in [row for row in self.drafts.leaving if shard_of(row[1]) == key.name]:
                 if table == "adapters":
                     self.drafts.leaving.pop((table, lora_id))
-                    self._undo_row(table, lora_id)
+                    self._undo_row(table, lora_id, again_s)
         elif key.table in ("workers", "counters"):
             setattr(self.tables, key.table, getattr(read(self.mirror, self.fleet), key.table))
         else:  # nobody was promised that
@@ -300,13 +320,13 @@ class ConfigMaps:
             return
         if not self._is_undone:
             self._is_undone = True
-            asyncio.get_running_loop().call_soon(self._tell_undone)
+            asyncio.get_running_loop().call_soon(self.tell_undone)
 
     def _try_again(self, key: Key) -> None:
         if self._is_writing:
             self.writer.mark([key], is_promised=False)
 
-    def _undo_row(self, table: Any, key: str) -> None:
+    def _undo_row(self, table: Any, key: str, again_s: float) -> None:
         name = self.tables.home(table, key)
         stands = row_of(self.mirror.record(name))
         is_there = stands is not None and stands[:2] == (table, key)
@@ -314,21 +334,25 @@ class ConfigMaps:
         if table == "aliases":
             changes.append(Change("rollouts", key, rollout_of(self.mirror.objects[name]) if is_there else None))
         self.tables.apply(changes)
+        self._undone.add((table, key))
+        self.drafts.unwritten.discard((table, key))
         if is_there:
             self.tables.homes[table, key] = name
         else:
             self.tables.homes.pop((table, key), None)
-        # Not at once: what the API server refuses now it refuses in a moment, too.
-        asyncio.get_running_loop().call_later(_AGAIN_S, self._doubt_again, name)
+        asyncio.get_running_loop().call_later(again_s, self._doubt_again, name)
 
     def _doubt_again(self, name: str) -> None:
         if self._is_writing:
             self.mirror.changed.add(name)
             self._news.set()
 
-    def _tell_undone(self) -> None:
-        self._is_undone = False
-        self.on_undone()
+    def tell_undone(self) -> None:
+        """The store knows nothing any more of what was not to be."""
+        if self._is_undone:
+            self._is_undone = False
+            self._undone.clear()
+            self.on_undone()
 
     def _write_the_journal(self) -> None:
         if self._journal_due is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +24,7 @@ from orchestrator.configmaps.objects import (
     differences,
     kind_of,
     mark_of,
+    name_of,
     new_object,
     policy_text,
     release_of,
@@ -31,7 +33,7 @@ from orchestrator.configmaps.objects import (
     with_notes,
     with_ours,
 )
-from orchestrator.configmaps.tables import Tables, counters_in, counters_made, shard_made, workers_made
+from orchestrator.configmaps.tables import Tables, counters_in, counters_made, row_of, shard_made, workers_made
 from orchestrator.configmaps.writer import Key, Wish
 from orchestrator.core.errors import Conflict
 from orchestrator.core.rollout import Rollout
@@ -42,12 +44,20 @@ Row = tuple[str, str]
 """(table, key)"""
 
 
+class Taken(NamedTuple):
+    """A text that a row is taken from: its mark, and what it asks for (None: not worked out yet)."""
+
+    mark: str
+    asked: Any = None
+
+
 @dataclass(slots=True)
 class Drafts:
     """Objects as they are to be written.
 
-    accepting   row -> mark of the text that it is taken from, and that stays as it is
+    accepting   row -> text that it is taken from, and that stays as it is unless REST asks for something else
     leaving     row -> (object, uid) that is to be deleted
+    unwritten   rows that stand in no object yet: only their objects are made, all others are updated
     lost        objects that are gone for good, though what they said is still in the tables: not to be made again
     said        object -> its status, where it is not the usual one
     writer      this term's own mark in the counters: an epoch that somebody else took is not ours too
@@ -60,8 +70,9 @@ class Drafts:
     tables: Tables
     on_state: Callable[[], None] = lambda: None
     writer: str = ""
-    accepting: dict[Row, str] = field(default_factory=dict)
+    accepting: dict[Row, Taken] = field(default_factory=dict)
     leaving: dict[Row, tuple[str, str]] = field(default_factory=dict)
+    unwritten: set[Row] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     said: dict[str, str] = field(default_factory=dict)
 
@@ -69,18 +80,69 @@ class Drafts:
         """Nothing is under way."""
         self.accepting.clear()
         self.leaving.clear()
+        self.unwritten.clear()
         self.lost.clear()
         self.said.clear()
 
     def leave(self, table: str, key: str) -> None:
         """It is deleted: the object that it stands in goes, and is remembered no more."""
-        name = self.tables.home(table, key)
-        if (found := self.mirror.objects.get(name)) is not None and name not in self.lost:
-            self.leaving[table, key] = name, uid_of(found)
+        name, row = self.tables.home(table, key), (table, key)
+        found = self.mirror.objects.get(name)
+        if found is not None and name not in self.lost and self._stands_in(found, row):
+            self.leaving[row] = name, uid_of(found)
+        self.unwritten.discard(row)
         self.lost.discard(name)
         self.tables.homes.pop((table, key), None)
         if table == "adapters":
             self.tables.known.pop(key, None)
+
+    def _stands_in(self, found: Json, row: Row) -> bool:
+        """Whether this is the object that the row was taken from or written to, and none made in its place since."""
+        said = row_of(self.mirror.record(name_of(found)))
+        if said is not None and said[:2] == row:
+            return True
+        taken = self.accepting.get(row)
+        return taken is not None and taken.mark == mark_of(text_of(found, KINDS[row[0]]))
+
+    def taken(self, row: Row) -> None:
+        """The text that is being accepted says what the row is now: what differs from here on REST has asked for."""
+        taken = self.accepting.get(row)
+        if taken is not None and taken.asked is None:
+            self.accepting[row] = taken._replace(asked=self._asked(row))
+
+    def _asked(self, row: Row) -> object:
+        table, key = row
+        match table:
+            case "adapters":
+                adapter = self.tables.adapters.get(key)
+                return adapter and asked_of(adapter)
+            case "aliases":
+                targets = self.tables.aliases.get(key)
+                return targets and asked_targets(targets, self.tables.rollouts.get(key))
+            case _:
+                return self.tables.policy.get("", Rules())
+
+    def stands(self, row: Row) -> None:
+        """What was to be written of this row by now is."""
+        name = self.tables.home(*row)
+        record = self.mirror.record(name)
+        said = row_of(record)
+        if record is not None and said is not None and said[:2] == row:
+            self.unwritten.discard(row)
+            # Where they differ, a text was taken in since, and is still to be written.
+            if record.of == mark_of(text_of(self.mirror.objects[name], KINDS[row[0]])):
+                self.accepting.pop(row, None)
+        if row[1] in getattr(self.tables, row[0]) or self.left(*row) is None:
+            self.leaving.pop(row, None)
+
+    def is_leaving(self, name: str) -> bool:
+        """Whether the object that stands there is to be deleted."""
+        found = self.mirror.objects.get(name)
+        if found is None or not self.leaving:
+            return False
+        said = row_of(self.mirror.record(name))
+        rows = self.leaving if said is None else (said[:2],)
+        return any(self.leaving.get(row) == (name, uid_of(found)) for row in rows)
 
     def left(self, table: str, key: str) -> Wish | None:
         """The very object that it stood in is to go; not one that somebody made in its place."""
@@ -134,8 +196,11 @@ class Drafts:
             return None
         record = self.mirror.record(name)
         was = record.adapter if isinstance(record, AdapterRecord) and record.adapter.lora_id == lora_id else None
+        row = "adapters", lora_id
+        if was is None and adapter.is_deleting and row not in self.unwritten | self.accepting.keys():
+            return None  # somebody has made another object in its place, which waits until this one is deleted
         return self._wish(
-            ("adapters", lora_id),
+            row,
             name,
             is_asked=was is None or asked_of(was) != asked_of(adapter),
             text=lambda: adapter_text(adapter),
@@ -193,14 +258,18 @@ class Drafts:
         """
         kind = KINDS[row[0]]
         known = self.mirror.objects.get(name)
+        if known is None and row not in self.unwritten:
+            return None
         found = known if known is not None else new_object(self.fleet, kind, name)
         there, before = text_of(found, kind), self.mirror.record(name)
         mark, new = mark_of(there), None
         if known is None:
             new = text()
             mark = mark_of(new)
-        elif self.accepting.get(row) == mark:
-            pass
+        elif (taken := self.accepting.get(row)) is not None and taken.mark == mark:
+            if taken.asked != self._asked(row):
+                new = text()
+                mark = mark_of(new)
         elif before is None or before.of != mark:
             if is_asked:
                 message = (

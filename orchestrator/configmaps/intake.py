@@ -20,6 +20,7 @@ from lorafleet.kube.client import Json
 from lorafleet.kube.errors import KubeError
 from orchestrator.backend import Change
 from orchestrator.configmaps.backend import ConfigMaps
+from orchestrator.configmaps.mirror import Doubt
 from orchestrator.configmaps.notices import Notices
 from orchestrator.configmaps.objects import (
     FLEET,
@@ -47,7 +48,6 @@ log = structlog.get_logger()
 
 ACTOR = "configmap"
 _GATHER_S = 0.05  # an apply of many objects is looked at in few rounds
-_WATCH_S = 0.5  # what is missing may be told by the watch yet: as deleted, or as there after all
 _AGAIN_S = 1.0  # until what could not be asked for is asked for again
 _AT_ONCE = 16
 _REFUSED = "refused: "
@@ -76,7 +76,6 @@ class Intake:
         self._on_taken = on_taken
         self._refused: set[str] = set()
         self._deleted: set[str] = set()  # lora_ids whose objects are gone, and which something still holds here
-        self._doubted: dict[str, float] = {}  # object -> since when
         self._epoch = self._writes = 0
         self._read: dict[str, tuple[Json, Any]] = {}  # object -> what it said when it was last refused
 
@@ -100,12 +99,13 @@ class Intake:
             return
         if self._epoch != self._store.epoch:
             self._begin()
-        gone = await self._confirmed()
+        missing = await self._missing()
         if not self._is_leading():
             return
+        self._backend.tell_undone()
         self._backend.take_back()
         before = self._store.writes
-        self._end(gone)
+        self._end(missing)
         names, self._mirror.changed = self._mirror.changed, set()
         if self._writes != before or self._deleted:
             names |= self._refused  # also what says the same as one that was deleted, as when an object is renamed
@@ -129,7 +129,7 @@ class Intake:
         for lora_id, known in self._backend.tables.known.items():
             found = self._mirror.objects.get(known.object_name)
             if found is None or (uid_of(found) != known.uid and lora_id not in self._store.adapters):
-                self._mirror.doubtful.setdefault(known.object_name, False)
+                self._mirror.doubtful.setdefault(known.object_name, Doubt.MISSING)
 
     def _order(self, name: str) -> tuple[int, tuple[str, str]]:
         """Adapters before the aliases that point at them; then the oldest first."""
@@ -148,13 +148,13 @@ class Intake:
                 self._notices.warn(found, "UnknownKind", message)
             return
         if (found["metadata"].get("labels") or {}).get(FLEET) != self._backend.fleet:
-            return  # lost its label: what it said stays, and `_confirmed` has told so
+            return  # lost its label: what it said stays, and `_missing` has told so
+        if self._backend.is_leaving(name):
+            return  # the object goes in a moment, and an edit of it with it
         record = self._mirror.record(name)
         row = row_of(record)
         if row is not None and record is not None:
             is_as_accepted = record.of == mark_of(text_of(found, kind))
-            if is_as_accepted and self._backend.is_leaving(*row[:2], name):
-                return  # a write of ours that the watch told of before its answer came; the object goes in a moment
             self._absorb(name, *row)
             if is_as_accepted and self._stands_in(name, *row[:2]):
                 self._refused.discard(name)
@@ -234,19 +234,11 @@ class Intake:
 
     # -- what is not there any more -------------------------------------------------------------------------------
 
-    async def _confirmed(self) -> list[tuple[str, Json | None]]:
-        """Ask for every doubtful object by name; returns those that are gone, as they last were."""
-        now = asyncio.get_running_loop().time()
-        self._doubted = {name: self._doubted.get(name, now) for name in self._mirror.doubtful}
-        doubtful = {
-            name: was_seen
-            for name, was_seen in self._mirror.doubtful.items()
-            if was_seen or now - self._doubted[name] >= _WATCH_S
-        }
-        gate, gone = asyncio.Semaphore(_AT_ONCE), []
+    async def _missing(self) -> list[str]:
+        """Ask for every doubtful object by name; returns those of which there is none."""
+        gate, missing = asyncio.Semaphore(_AT_ONCE), []
 
-        async def ask(name: str, was_seen: bool) -> None:
-            was = self._mirror.objects.get(name)
+        async def ask(name: str) -> None:
             async with gate:
                 try:
                     found = await self._backend.writer.look(name)
@@ -254,33 +246,47 @@ class Intake:
                     log.info("object not asked for", object=name, error=str(exc))
                     return
             if found is None:
-                gone.append((name, was if was_seen else None))
+                missing.append(name)
             elif (found["metadata"].get("labels") or {}).get(FLEET) != self._backend.fleet:
                 message = f"the label {FLEET} is gone; nothing is deleted by that: delete the ConfigMap if it should be"
                 self._notices.warn(found, "LabelRemoved", message)
 
-        await asyncio.gather(*(ask(name, was_seen) for name, was_seen in doubtful.items()))
-        return gone
+        await asyncio.gather(*map(ask, list(self._mirror.doubtful)))
+        return missing
 
-    def _end(self, gone: list[tuple[str, Json | None]]) -> None:
-        """There are no such objects. The second of each: what it said, where it was seen to be deleted."""
-        if not gone:
+    def _end(self, missing: list[str]) -> None:
+        """These were not there when they were asked for by name.
+
+        An object leaves the mirror and what it said is on its way out in one step: a write in between would make the
+        object again.
+        """
+        if not missing:
             return
         tables = self._backend.tables
         homes = {home: row for row, home in tables.homes.items()}
         remembered = {known.object_name: lora_id for lora_id, known in tables.known.items()}
-        for name, was in gone:
+        for name in missing:
+            doubt = self._mirror.doubtful.get(name)
+            if doubt is None or (doubt is Doubt.ASKED and self._is_followed(name)):
+                continue  # it is there after all, or the watch will tell how it went
+            self._mirror.forget(name)
             self._refused.discard(name)
             self._read.pop(name, None)
             lora_id = remembered.get(name)
             if lora_id is not None and lora_id not in self._store.adapters:
                 self._bury(lora_id)
             elif name in homes:
-                self._end_row(*homes[name], name, is_explicit=was is not None or lora_id == homes[name][1])
+                self._end_row(*homes[name], name, is_explicit=doubt is Doubt.DELETED or lora_id == homes[name][1])
+
+    def _is_followed(self, name: str) -> bool:
+        """Whether the watch, or the next list, tells of the object's end; not where its label is gone."""
+        found = self._mirror.objects.get(name)
+        return found is not None and (found["metadata"].get("labels") or {}).get(FLEET) == self._backend.fleet
 
     def _end_row(self, table: str, key: str, name: str, *, is_explicit: bool) -> None:
         if table == "policy" or not is_explicit:
             log.warning("object gone, and made again: nobody was seen to delete it", object=name)
+            self._backend.make_again(table, key)
             self._backend.accepted(table, key, name)
         elif table == "adapters":
             self._backend.lose(name)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from enum import Enum
 
 from lorafleet.kube.client import Json
 from orchestrator.configmaps.objects import (
@@ -18,11 +18,17 @@ from orchestrator.configmaps.objects import (
 )
 
 
-class Gone(NamedTuple):
-    """An object that is no more. `was_seen`: it was deleted before our eyes, and is not just missing from a list."""
+class Doubt(Enum):
+    """Why an object may be gone.
 
-    last: Json
-    was_seen: bool
+    ASKED    the API server, asked by name, had none; the watch has not told of it yet
+    MISSING  a list did not have it, or had it at an older version
+    DELETED  the watch showed its end
+    """
+
+    ASKED = "asked"
+    MISSING = "missing"
+    DELETED = "deleted"
 
 
 class Mirror:
@@ -36,7 +42,7 @@ class Mirror:
     def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
         self.objects: dict[str, Json] = {}
         self.changed: set[str] = set()
-        self.doubtful: dict[str, bool] = {}  # name -> whether its deletion was seen
+        self.doubtful: dict[str, Doubt] = {}
         self.is_synced = False
         self.applied: set[str] = set()  # objects whose text somebody applies on the server
         self.watched: dict[str, int] = {}  # name -> version that the watch has brought
@@ -54,9 +60,9 @@ class Mirror:
             names.add(name_of(found))
             self._seen(found)
             if version_of(found) < version_of(self.objects[name_of(found)]):
-                self.doubtful.setdefault(name_of(found), False)  # written since, or the cluster was put back
+                self._miss(name_of(found))  # written since, or the cluster was put back
         for name in self.objects.keys() - names:
-            self.doubtful.setdefault(name, False)
+            self._miss(name)
         self.is_synced = True
         self.on_news()
 
@@ -67,20 +73,24 @@ class Mirror:
             self._seen(found)
         elif name in self.objects and uid_of(found) == uid_of(self.objects[name]):
             self.watched[name] = version_of(found)
-            self.doubtful[name] = True
+            self.doubtful[name] = Doubt.DELETED
         elif self._deleted.get(name) == uid_of(found):
             del self._deleted[name]
         self.on_news()
 
     def doubt(self, name: str) -> None:
-        """It may be gone."""
-        self.doubtful.setdefault(name, False)
+        """The API server, asked by name, had no such object."""
+        self.doubtful.setdefault(name, Doubt.ASKED)
         self.on_news()
 
     def note_owners(self, found: Json) -> None:
         """Before `lean`, which takes them off; an object without them says nothing new."""
         if "managedFields" in found["metadata"]:
             (self.applied.add if is_applied(found) else self.applied.discard)(name_of(found))
+
+    def _miss(self, name: str) -> None:
+        if self.doubtful.get(name) is not Doubt.DELETED:
+            self.doubtful[name] = Doubt.MISSING
 
     @contextmanager
     def writing(self, name: str, body: Json) -> Iterator[None]:
@@ -101,10 +111,14 @@ class Mirror:
         self.doubtful.pop(name_of(found), None)
         self.edition += 1
 
-    def is_gone(self, name: str) -> None:
-        """There is no object of this name."""
-        if (was := self.objects.pop(name, None)) is not None:
-            if not self.doubtful.get(name):
+    def forget(self, name: str, uid: str | None = None) -> None:
+        """There is no object of this name; with `uid`: that one is gone, and another may stand in its place."""
+        was = self.objects.get(name)
+        if uid is not None and (was is None or uid_of(was) != uid):
+            return
+        if was is not None:
+            del self.objects[name]
+            if self.doubtful.get(name) is not Doubt.DELETED:
                 self._deleted[name] = uid_of(was)
             self.edition += 1
             self.changed.add(name)

@@ -2,7 +2,7 @@
 
 Level-driven: a key that changed is marked, and written as it is by then, so many changes of one object are one PUT.
 Every write replaces exactly the version that is known here. Where somebody else wrote in between, theirs is read, and
-ours is made anew from it, or given up.
+ours is made anew from it, or given up. An update of an object that people have deleted writes nothing.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class Writer:
 
     make        says what an object is to be
     on_written  hears of what stands as it was wished
-    on_refused  hears of what is given up
+    on_refused  hears of what is given up, and why
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Writer:
         mirror: Mirror,
         make: Make,
         on_written: Callable[[Key], None],
-        on_refused: Callable[[Key], None],
+        on_refused: Callable[[Key, OrchestratorError], None],
         give_up_s: float = 30.0,
         call_s: float = 5.0,
         rng: random.Random | None = None,
@@ -192,7 +192,7 @@ class Writer:
             error = StoreError(f"{key.table} {key.name!r} not written: {exc!r}")
         if error is not None:
             log.warning("not written", table=key.table, name=key.name, error=str(error))
-            self._on_refused(key)
+            self._on_refused(key, error)
         else:
             self._on_written(key)
         for ticket in tickets:
@@ -210,8 +210,11 @@ class Writer:
             wish: Wish | None = None
             try:
                 if doubtful is not None:
-                    if await self.look(doubtful, is_kept=key.is_of_people) is None and doubtful in self._mirror.objects:
-                        return  # deleted by somebody: whoever hears of it decides what that means
+                    if await self.look(doubtful) is None:
+                        if key.is_of_people and doubtful in self._mirror.objects:
+                            self._mirror.doubt(doubtful)
+                            return  # deleted by somebody: whoever hears of it decides what that means
+                        self._mirror.forget(doubtful)
                     doubtful = None
                 wish = self._make(key)
                 if wish is not None:
@@ -242,7 +245,7 @@ class Writer:
             options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": wish.uid}}
             with contextlib.suppress(NotFound):
                 await self._kube.delete(path, options, timeout_s=self._call_s)
-            self._mirror.is_gone(wish.name)
+            self._mirror.forget(wish.name, wish.uid)
         elif wish.body != known:
             with self._mirror.writing(wish.name, wish.body):
                 if known is None:
@@ -251,18 +254,14 @@ class Writer:
                     found = await self._kube.put(path, wish.body, timeout_s=self._call_s)
             self._mirror.wrote(found)
 
-    async def look(self, name: str, *, is_kept: bool = False) -> Json | None:
+    async def look(self, name: str) -> Json | None:
         """The object as it is now, however it came to be so; None when there is none. Raises KubeError.
 
-        is_kept   one that is not there stays in the mirror, as doubtful
+        One that is there is in the mirror on return; what it means that one is not, the caller decides.
         """
         try:
             found = await self._kube.get(f"{self._folder}/{name}", timeout_s=self._call_s)
         except NotFound:
-            if is_kept and name in self._mirror.objects:
-                self._mirror.doubt(name)
-            else:
-                self._mirror.is_gone(name)
             return None
         self._mirror.note_owners(found)
         if lean(found) != self._mirror.objects.get(name_of(found)):

@@ -1,6 +1,7 @@
 """What can be wrong with an API server, on demand."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ class Faults:
     _refusal: tuple[int, int, int | None] | None = None  # status, Retry-After, how many more times
     _thawed: asyncio.Event = field(default_factory=asyncio.Event)
     _answering: asyncio.Event = field(default_factory=asyncio.Event)
+    _delays: tuple[float, float, float] = (0.0, 0.0, 0.0)  # seconds at most: to a request, its answer, a watch's event
+    _rng: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
         self._thawed.set()
@@ -67,6 +70,28 @@ class Faults:
     async def answering(self) -> None:
         """Returns when no answers are held back."""
         await self._answering.wait()
+
+    def slow_down(
+        self, rng: random.Random, *, requests_s: float = 0.0, answers_s: float = 0.0, events_s: float = 0.0
+    ) -> None:
+        """Take up to so many seconds, by chance, to do what is asked, to answer it, and to tell a watch of it."""
+        self._rng, self._delays = rng, (requests_s, answers_s, events_s)
+
+    async def request_delay(self) -> None:
+        """Returns when a request has come through."""
+        await self._delay(self._delays[0])
+
+    async def answer_delay(self) -> None:
+        """Returns when an answer may go out."""
+        await self._delay(self._delays[1])
+
+    async def event_delay(self) -> None:
+        """Returns when a watch may tell its next event."""
+        await self._delay(self._delays[2])
+
+    async def _delay(self, longest_s: float) -> None:
+        if longest_s:
+            await asyncio.sleep(self._rng.uniform(0.0, longest_s))
 
     def compact(self) -> None:
         """Forget the history: a watch that resumes from before this is told 410, and so is a broken list."""

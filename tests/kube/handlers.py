@@ -44,6 +44,7 @@ class Handlers:
         target = wire.target_of(request.path)
         asked = self._note(request, target)
         await self.faults.thawed()
+        await self.faults.request_delay()
         if refusal := self.faults.refusal():
             return refusal
         try:
@@ -64,6 +65,7 @@ class Handlers:
             return wire.answered(exc.code, exc.body(), headers)
         await self.faults.thawed()
         await self.faults.answering()
+        await self.faults.answer_delay()
         return wire.answered(code, body, packed="gzip" in request.headers.get("Accept-Encoding", ""))
 
     # --- before the verb -----------------------------------------------------------------------------------------
@@ -170,6 +172,7 @@ class Handlers:
     async def _tell(self, response: web.StreamResponse, watch: watching.Watch) -> None:
         async for line in watching.lines(watch, self.registry.store):
             await self.faults.thawed()
+            await self.faults.event_delay()
             await response.write(line)
         await self.faults.thawed()
 

@@ -52,9 +52,9 @@ class Rollouts:
 class Seat:
     """One orchestrator's store, with the intake beside it. `is_looking` False: it looks when it is told to."""
 
-    def __init__(self, kube, *, wall, give_up_s, is_looking):
+    def __init__(self, kube, *, wall, give_up_s, call_s, is_looking):
         self.kube = kube
-        self.backend = ConfigMaps(kube, namespace=kube.namespace, fleet=FLEET, give_up_s=give_up_s, call_s=1.0)
+        self.backend = ConfigMaps(kube, namespace=kube.namespace, fleet=FLEET, give_up_s=give_up_s, call_s=call_s)
         self.store = Store(self.backend, wall=wall)
         self.registry = Registry(
             self.store, Fleet(), Rollouts(self.store), forget_failures=lambda _lora_id: None, wall=wall
@@ -110,9 +110,9 @@ class Seats:
         self.cluster = cluster
         self._open = []
 
-    async def open(self, *, wall=lambda: 1_800_000_000.0, give_up_s=5.0, is_looking=True):
+    async def open(self, *, wall=lambda: 1_800_000_000.0, give_up_s=5.0, call_s=1.0, is_looking=True):
         kube = await connect(self.cluster.kubeconfig, environ={})
-        seat = Seat(kube, wall=wall, give_up_s=give_up_s, is_looking=is_looking)
+        seat = Seat(kube, wall=wall, give_up_s=give_up_s, call_s=call_s, is_looking=is_looking)
         self._open.append(seat)
         return seat
 

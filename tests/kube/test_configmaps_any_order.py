@@ -1,0 +1,225 @@
+"""Apply, edit and delete of ConfigMaps beside REST and the passes, in any order, on an API server that takes its time.
+
+In the end an object that people deleted is gone, one that people applied last stands and counts, and the store says
+what the objects say.
+"""
+
+import asyncio
+import contextlib
+import random
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import yaml
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from lorafleet.kube.client import connect
+from lorafleet.kube.errors import KubeError
+from orchestrator.configmaps.objects import KIND, adapter_object_name
+from orchestrator.core.errors import OrchestratorError, Unavailable
+from orchestrator.wire import AdapterPatch, AdapterSpec
+from tests.kube.conftest import Cluster
+from tests.kube.server import KubeServer
+from tests.kube.stores import People, Seats
+from tests.patience import patience, until
+from tests.properties import examples
+
+OBJECTS = 3
+# A step: what is done, to which object, and with which tenant in the text.
+STEPS = st.tuples(
+    st.sampled_from(
+        ("apply", "delete", "replace", "register", "patch", "drop", "patch_applied", "drop_applied", "inspect", "end")
+    ),
+    st.integers(0, OBJECTS - 1),
+    st.sampled_from("abc"),
+)
+# Steps of one group are begun at once.
+SCRIPTS = st.lists(st.lists(STEPS, min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+class Script:
+    """What people and REST callers do to one fleet.
+
+    expected   object -> the tenants that may stand in it in the end; None among them: it may be gone
+    """
+
+    def __init__(self, seat, people):
+        self.seat = seat
+        self.people = people
+        self.expected = {}
+
+    async def run(self, groups):
+        for group in groups:
+            # One object has one author at a time; what is done to different ones overlaps.
+            by_object = {}
+            for what, number, tenant in group:
+                by_object.setdefault(number, []).append((what, tenant))
+            await asyncio.gather(*(self._steps(number, steps) for number, steps in by_object.items()))
+
+    async def _steps(self, number, steps):
+        for what, tenant in steps:
+            await getattr(self, f"_{what}")(number, tenant)
+
+    async def _apply(self, number, tenant):
+        name = f"applied-{number}"
+        body = _said(f"applied/v{number}", tenant)
+        before = self.expected.get(name, {None})
+        try:
+            await self.people.apply(name, body)
+        except KubeError:  # the orchestrator deleted it between kubectl's look and its write
+            return
+        # An edit of an object that REST is deleting goes with the object.
+        self.expected[name] = {tenant, None} if None in before and len(before) > 1 else {tenant}
+
+    async def _delete(self, number, _tenant):
+        name = f"applied-{number}"
+        try:
+            await self.people.delete(name)
+        except KubeError:
+            return
+        self.expected[name] = {None}
+
+    async def _replace(self, number, tenant):
+        """As `kubectl replace --force` does it."""
+        await self._delete(number, tenant)
+        await self._apply(number, tenant)
+
+    async def _register(self, number, tenant):
+        await self._over_rest(f"rest-{number}", {tenant}, lambda it: it.register(_spec(number, tenant)))
+
+    async def _patch(self, number, tenant):
+        await self._patched(f"rest-{number}", f"rest/v{number}", tenant, is_sole=True)
+
+    async def _drop(self, number, _tenant):
+        await self._over_rest(f"rest-{number}", {None}, lambda it: it.delete(f"rest/v{number}"))
+
+    async def _patch_applied(self, number, tenant):
+        await self._patched(f"applied-{number}", f"applied/v{number}", tenant, is_sole=False)
+
+    async def _patched(self, name, lora_id, tenant, *, is_sole):
+        """`is_sole`: nobody else edits it. What is being deleted goes with the change."""
+        before = self.expected.get(name, {None})
+        after = before if before == {None} else {tenant} if is_sole else before | {tenant}
+        await self._over_rest(name, after, lambda it: it.patch(lora_id, AdapterPatch(tenants=(tenant,))))
+
+    async def _drop_applied(self, number, _tenant):
+        name = f"applied-{number}"
+        after = self.expected.get(name, {None}) | {None}
+        await self._over_rest(name, after, lambda it: it.delete(f"applied/v{number}"))
+
+    async def _over_rest(self, name, after, change):
+        """What is answered with an error may stand or not."""
+        before = self.expected.get(name, {None})
+        self.expected[name] = before | after
+        try:
+            change(self.seat.registry)
+        except OrchestratorError:
+            self.expected[name] = before
+            return
+        try:
+            await self.seat.store.saved()
+        except OrchestratorError:
+            return
+        self.expected[name] = after
+
+    async def _inspect(self, _number, _tenant):
+        """An agent has read the bytes."""
+        store = self.seat.store
+        for adapter in list(store.adapters.values()):
+            if adapter.is_inspected or adapter.is_deleting:
+                continue
+            with contextlib.suppress(Unavailable):  # a change before it was refused just now
+                store.put_adapter(replace(adapter, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7))
+
+    async def _end(self, _number, _tenant):
+        self.end_deletions()
+
+    def end_deletions(self):
+        """A pass: no worker holds them any more."""
+        for adapter in list(self.seat.store.adapters.values()):
+            if adapter.is_deleting:
+                self.seat.store.drop_adapter(adapter.lora_id)
+
+    async def differences(self):
+        """What is not as it has to be."""
+        self.end_deletions()
+        objects = {it["metadata"]["name"]: it for it in await self.people.all()}
+        adapters = dict(self.seat.store.adapters)
+        told = []
+        for number in range(OBJECTS):
+            for name, lora_id, home in (
+                (f"applied-{number}", f"applied/v{number}", f"applied-{number}"),
+                (f"rest-{number}", f"rest/v{number}", adapter_object_name(f"rest/v{number}")),
+            ):
+                found = tenant_of(objects.pop(home, None))
+                known = adapters.pop(lora_id, None)
+                tenant = None if known is None else known.tenants[0]
+                if found not in self.expected.get(name, {None}) or tenant != found:
+                    told.append(f"{name}: object {found}, store {tenant}, expected {self.expected.get(name)}")
+        told += [
+            f"{name}: made by nobody" for name, it in objects.items() if it["metadata"]["labels"][KIND] == "adapter"
+        ]
+        told += [f"{lora_id}: registered by nobody" for lora_id in adapters]
+        return told
+
+
+def tenant_of(found):
+    return None if found is None else yaml.safe_load(found["data"]["adapter.yaml"])["tenants"][0]
+
+
+def _said(lora_id, tenant):
+    return {"lora_id": lora_id, "source": "hf://acme/it", "tenants": [tenant]}
+
+
+def _spec(number, tenant):
+    return AdapterSpec.model_validate(_said(f"rest/v{number}", tenant))
+
+
+async def play(groups, seed):
+    """Run a script on a slow API server; what is wrong when everything has come to rest."""
+    with TemporaryDirectory() as folder:
+        async with KubeServer() as server:
+            namespace = "somewhere"
+            server.objects.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+            path = server.kubeconfig(Path(folder) / "kubeconfig", namespace=namespace)
+            seats = Seats(Cluster(path, namespace, "127.0.0.1", server))
+            seat = await seats.lead(give_up_s=patience(10), call_s=patience(5))
+            people = People(await connect(path, environ={}), namespace)
+            script = Script(seat, people)
+            try:
+                server.faults.slow_down(random.Random(seed), requests_s=0.02, answers_s=0.04, events_s=0.01)
+                await script.run(groups)
+                server.faults.slow_down(random.Random(seed))
+                with contextlib.suppress(AssertionError):
+                    await until(lambda: _is_right(script), within_s=20)
+                return await script.differences()
+            finally:
+                await seats.close_all()
+                await people.api.close()
+
+
+async def _is_right(script):
+    return not await script.differences()
+
+
+@given(SCRIPTS, st.integers(0, 2**32))
+@settings(max_examples=examples(300), phases=(Phase.explicit, Phase.generate))
+def test_what_people_and_rest_asked_for_last_is_what_stands(groups, seed):
+    assert asyncio.run(play(groups, seed)) == []
+
+
+async def test_forty_objects_applied_and_deleted_at_once_stay_deleted(kube, seats, people):
+    kube.ours.faults.slow_down(random.Random(1), requests_s=0.1, answers_s=0.1, events_s=0.002)
+    seat = await seats.lead(give_up_s=patience(10), call_s=patience(5))
+    numbers = range(40)
+    await asyncio.gather(*(people.apply(f"applied-{number}", _said(f"applied/v{number}", "a")) for number in numbers))
+    await asyncio.gather(*(people.delete(f"applied-{number}") for number in numbers))
+    await people.apply("last", _said("last/v1", "a"))  # what was done before is looked at by then
+    await people.said("last", "accepted")
+    script = Script(seat, people)
+    await until(lambda: set(seat.store.adapters) == {"last/v1"} or script.end_deletions())
+    await seat.store.saved()
+    stand = [it["metadata"]["name"] for it in await people.all() if it["metadata"]["labels"][KIND] == "adapter"]
+    assert stand == ["last"]
