@@ -1,7 +1,7 @@
 """Aliases on their way: the hands of `core.rollout`. Called once a pass, and when somebody changes an alias."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -24,7 +24,7 @@ from orchestrator.core.rollout import (
     resumed,
     with_last_step,
 )
-from orchestrator.core.state import Adapter, Intent
+from orchestrator.core.state import Adapter, Intent, Worker
 from orchestrator.reads import Reads
 from orchestrator.store import NOBODY, Store
 
@@ -60,9 +60,9 @@ class Rollouts:
         going = [rollout for rollout in self._store.rollouts.values() if rollout.is_active]
         self._marks = {key: marks for key, marks in self._marks.items() if key in {_key(r) for r in going}}
         if going and self._is_settled():
-            ready, running = self._reads.ready_table(), self._running()
+            ready, running, workers = self._reads.ready_table(), self._running(), self._workers()
             for rollout in going:
-                self._step(rollout, self._seen(rollout, ready, running))
+                self._step(rollout, self._seen(rollout, ready, running, workers))
 
     def held(self, intent: Intent) -> Intent:
         """The intent with the replicas that rollouts need as minima, whatever demand says."""
@@ -167,7 +167,7 @@ class Rollouts:
             return {}
         if not self._is_settled():
             return dict.fromkeys(sorted(rollout.new_ids), "the fleet has not spoken yet")
-        return missing(rollout, self._seen(rollout, self._reads.ready_table(), {}, is_look=False))
+        return missing(rollout, self._seen(rollout, self._reads.ready_table(), {}, self._workers(), is_look=False))
 
     def _under_way(self, alias: str) -> Rollout:
         found = self.rollout(alias)
@@ -191,7 +191,8 @@ class Rollouts:
     def _look(self, rollout: Rollout) -> None:
         """At one, now, so that a switch to what is there already takes no pass."""
         if self._is_settled() and rollout.is_active:
-            self._step(rollout, self._seen(rollout, self._reads.ready_table(), self._running()))
+            seen = self._seen(rollout, self._reads.ready_table(), self._running(), self._workers())
+            self._step(rollout, seen)
 
     def _step(self, rollout: Rollout, seen: Seen) -> None:
         look = seen
@@ -227,6 +228,7 @@ class Rollouts:
         rollout: Rollout,
         ready: Mapping[str, Sequence[str]],
         running: Mapping[str, int],
+        workers: Collection[Worker],
         *,
         is_look: bool = True,
     ) -> Seen:
@@ -238,6 +240,11 @@ class Rollouts:
         return Seen(
             ready={lora_id: len(ready.get(lora_id, ())) for lora_id in ids},
             most={lora_id: self._most(adapter) for lora_id, adapter in adapters.items()},
+            room={
+                lora_id: _room(adapter, workers, ready.get(lora_id, ()))
+                for lora_id, adapter in adapters.items()
+                if adapter.is_inspected
+            },
             unusable={lora_id: wrong for lora_id in ids if (wrong := self._wrong(lora_id))},
             unplaced={lora_id: said for lora_id, said in why.items() if said is not None},
             known=frozenset(lora_id for lora_id, adapter in adapters.items() if adapter.is_inspected),
@@ -267,6 +274,9 @@ class Rollouts:
                     found[use.lora_id] += use.in_flight
         return found
 
+    def _workers(self) -> Collection[Worker]:
+        return self._reads.observe().workers.values()
+
     def _most(self, adapter: Adapter) -> int:
         return self._store.rules.max_replicas if adapter.max_replicas is None else adapter.max_replicas
 
@@ -287,6 +297,12 @@ class Rollouts:
 
 def _key(rollout: Rollout) -> tuple[str, float]:
     return rollout.alias, rollout.began_at
+
+
+def _room(adapter: Adapter, workers: Collection[Worker], holders: Sequence[str]) -> int:
+    """Workers that can hold the adapter, or do."""
+    fits = {worker.id for worker in workers if worker.fits(adapter.base_model, adapter.rank or 0)}
+    return len(fits.union(holders))
 
 
 def _grown(now: Tally, before: Tally) -> Tally:

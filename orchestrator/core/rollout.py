@@ -1,8 +1,8 @@
 """An alias on its way from some targets to others: place, shift, watch, and back when the new ones are worse.
 
 Make before break: before each step the targets that gain get as many replicas as their share of what the old ones had,
-and only then does the alias shift. A switch is a rollout of one step that nobody watches. All times are Unix times, as
-a rollout outlives the process that began it.
+or one on each worker that can hold them where those are fewer. Only then does the alias shift. A switch is a rollout
+of one step that nobody watches. All times are Unix times, as a rollout outlives the process that began it.
 
 A new version is worse when, with at least `min_requests` of its requests over since the last shift,
 
@@ -18,7 +18,7 @@ known of it.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from math import ceil, sqrt
+from math import ceil, floor, sqrt
 from typing import Any, Literal
 
 Targets = tuple[tuple[str, float], ...]
@@ -34,7 +34,10 @@ _Z = 2.576
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The new targets' share of the alias (0 < weight <= 1), and for how long at least it stays."""
+    """The new targets' share of the alias (0 < weight <= 1), and for how long at least it stays.
+
+    New targets that the alias points at already keep the share that they had where that is more.
+    """
 
     weight: float
     for_s: float
@@ -85,7 +88,7 @@ class Rollout:
     guard           None: a switch, which nobody watches
     place_s         how long a step may wait for its replicas
     step            the one that is being placed or watched; `since`: when that began
-    scale           replicas of the old targets together, when the step began; None until it is measured
+    scale           replicas that the alias would need with one target, when the step began; None until it is measured
     old, new        what came of their requests since the last shift; `baseline`: of the old ones before that
     reason          why it ended as it did
     """
@@ -127,6 +130,7 @@ class Seen:
 
     ready      lora_id -> workers that serve it
     most       lora_id -> replicas that its policy allows
+    room       lora_id -> workers that can hold it, or do
     unusable   lora_id -> why it never will be ready, until somebody acts
     unplaced   lora_id -> why it is not ready yet
     known      lora_ids that some agent has inspected
@@ -135,6 +139,7 @@ class Seen:
 
     ready: Mapping[str, int] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
+    room: Mapping[str, int] = field(default_factory=dict)
     unusable: Mapping[str, str] = field(default_factory=dict)
     unplaced: Mapping[str, str] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
@@ -155,7 +160,11 @@ def targets_at(rollout: Rollout, step: int) -> Targets:
     if weight >= 1:
         return rollout.after
     old, new = _shares(rollout.before), _shares(rollout.after)
-    return tuple((name, old.get(name, 0.0) * (1 - weight) + new.get(name, 0.0) * weight) for name in old | new)
+    had = sum(share for name, share in old.items() if name in new)
+    if weight <= had:
+        return tuple(old.items())
+    rest = (1 - weight) / (1 - had)
+    return tuple((name, new[name] * weight if name in new else old[name] * rest) for name in old | new)
 
 
 def targets_now(rollout: Rollout) -> Targets:
@@ -187,7 +196,9 @@ def missing(rollout: Rollout, seen: Seen) -> dict[str, str]:
     for lora_id, share in _shares(targets_at(rollout, rollout.step)).items():
         if share <= had.get(lora_id, 0.0):
             continue
-        wanted = min(needed.get(lora_id, 0), seen.most.get(lora_id, needed.get(lora_id, 0)))
+        wanted = needed.get(lora_id, 0)
+        # One at least: where no worker can hold it, that is what it lacks.
+        wanted = min(wanted, seen.most.get(lora_id, wanted), max(1, seen.room.get(lora_id, wanted)))
         why = seen.unplaced.get(lora_id)
         if seen.ready.get(lora_id, 0) < wanted:
             lacks[lora_id] = f"{seen.ready.get(lora_id, 0)} of {wanted} replicas ready" + (f" ({why})" if why else "")
@@ -328,7 +339,13 @@ def _back(rollout: Rollout, why: str, now: float) -> tuple[Rollout, Targets | No
 
 
 def _scale(rollout: Rollout, seen: Seen) -> int:
-    return sum(seen.ready.get(lora_id, 0) for lora_id in _shares(rollout.before))
+    """Replicas that all sessions of the alias would need together, by what the old targets have for their shares.
+
+    Not their sum: a target with a small share has one replica, too, and many sessions would have room there.
+    """
+    ready = {lora_id: seen.ready.get(lora_id, 0) for lora_id in _shares(rollout.before)}
+    whole = min(ready[lora_id] / share for lora_id, share in _shares(rollout.before).items())
+    return max(*ready.values(), floor(whole + 1e-9))
 
 
 def _shares(targets: Targets) -> dict[str, float]:

@@ -290,3 +290,29 @@ async def test_a_rollout_needs_an_alias_and_another_version(two_versions):
     assert (answer.status_code, code(answer)) == (404, "adapter_not_found")
     answer = await start(house, to=V1)
     assert (answer.status_code, code(answer)) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+async def test_a_rollout_from_a_canary_arrives_on_as_many_workers_as_there_are(house, clock, workers):
+    for number in range(workers):
+        await house.worker(f"w{number}")
+    for lora_id, replicas in ((V1, workers), (V2, 1)):
+        await house.register(lora_id)
+        await house.settle()
+        await house.ensure(lora_id, replicas=replicas)
+        await house.settle()
+    targets = [{"lora_id": V1, "weight": 9}, {"lora_id": V2, "weight": 1}]
+    await house.http.put("/v1/aliases/sql", json={"targets": targets})
+    router = Router(house)
+    await router.report()
+    await start(house, steps=[{"weight": 0.5, "for_s": 5}])
+    found = []
+    for _ in range(10):
+        await router.served(V1, 30)
+        await router.served(V2, 30)
+        await house.turn()
+        at = await told(house)
+        found += [] if at in found else [at]
+        clock.now += 4
+    assert found[-2:] == [{V1: 0.5, V2: 0.5}, {V2: 1.0}]
+    assert (await status(house))["state"] == "done"

@@ -149,6 +149,62 @@ def test_the_policys_most_replicas_are_enough():
     assert walked(a_rollout(Step(1.0, 0)), [(0, seen(4, 2, most={NEW: 2}))])[1] == [{NEW: 1.0}]
 
 
+def canary(*steps, **more):
+    return replace(a_rollout(*steps, **more), before=((OLD, 9.0), (NEW, 1.0)))
+
+
+@pytest.mark.parametrize("weight", [0.3, 0.5, 0.95])
+def test_a_canary_gets_the_very_share_that_a_step_says(weight):
+    rollout = canary(Step(weight, 60))
+    assert dict(targets_at(rollout, 0)) == pytest.approx({OLD: 1 - weight, NEW: weight})
+    assert dict(targets_at(rollout, 1)) == {NEW: 1.0}
+
+
+def test_a_canary_loses_nothing_of_the_share_that_it_has():
+    assert dict(targets_at(canary(Step(0.05, 60)), 0)) == pytest.approx({OLD: 0.9, NEW: 0.1})
+
+
+@pytest.mark.parametrize(("old", "new", "whole"), [(1, 1, 1), (4, 1, 4), (9, 1, 10), (3, 0, 3), (0, 0, 0)])
+def test_a_rollout_from_a_canary_needs_what_one_version_would_need_alone(old, new, whole):
+    looks = [(0, seen(old, new)), (61, seen(old, whole)), (122, seen(old, whole))]
+    rollout, said = walked(canary(Step(0.5, 60)), looks)
+    assert (rollout.phase, said[-1], rollout.scale) == ("done", {NEW: 1.0}, whole)
+
+
+def test_a_version_waits_for_no_more_replicas_than_workers_can_hold_it():
+    look = seen(5, 2, room={NEW: 2})
+    assert walked(a_rollout(Step(1.0, 0)), [(0, look)])[1] == [{NEW: 1.0}]
+    assert missing(replace(a_rollout(), scale=4), seen(4, 0, room={NEW: 0})) == {NEW: "0 of 1 replicas ready"}
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.integers(1, 6),
+    st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4, unique=True).map(sorted),
+)
+def test_a_sound_version_arrives_whatever_the_alias_pointed_at_before(old, target, workers, weights):
+    """Each old target has a weight and replicas, none has more than there are workers; placement does what it can."""
+    names = [f"sql/v{number}" for number in range(len(old))]
+    to = f"sql/v{target}"
+    before = tuple((name, float(weight)) for name, (weight, _) in zip(names, old, strict=True))
+    assume([name for name, _ in before] != [to])
+    ready = {name: min(count, workers) for name, (_, count) in zip(names, old, strict=True)}
+    steps = with_last_step(tuple(Step(weight, 60.0) for weight in weights))
+    rollout = Rollout(alias="sql", before=before, after=((to, 1.0),), steps=steps, guard=GUARD, began_at=0.0, since=0.0)
+    room, known = dict.fromkeys([*names, to], workers), frozenset([*names, to])
+    for look in range(3 * len(steps) + 3):
+        least = floors(rollout)
+        ready |= {name: max(ready.get(name, 0), min(least.get(name, 0), workers)) for name in room}
+        share = dict(targets_now(rollout)).get(to, 0.0) / sum(weight for _, weight in targets_now(rollout))
+        rollout, targets = advance(rollout, Seen(ready=dict(ready), room=room, known=known, new=GOOD), 61.0 * look)
+        if targets is not None and rollout.phase == "watching":
+            asked = rollout.steps[rollout.step].weight
+            assert dict(targets)[to] == pytest.approx(max(asked, share))
+    assert rollout.phase == "done"
+
+
 def test_an_abort_goes_back_and_one_that_is_over_stays_over():
     rollout, _ = walked(a_rollout(), [(0, seen(4, 4))])
     rollout, targets = aborted(rollout, 5.0)
