@@ -71,6 +71,8 @@ class Forwarder:
         self._refreshed_at: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in LOCAL and self._leadership.is_late:
+            await self._leadership.looked(self._retry_after_s)
         if scope["type"] != "http" or scope["path"] in LOCAL or self._leadership.is_leading:
             await self._app(scope, receive, send)
             return

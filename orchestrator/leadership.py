@@ -58,13 +58,29 @@ class Leadership:
         self._clock = clock
         self._rng = rng or Random()
         self._is_term = False
+        self._margin_s = margin_s
         self._due = asyncio.Event()
+        self._looked = asyncio.Event()
         self._trouble = ""
 
     @property
     def is_leading(self) -> bool:
         """Whether we may act at this moment."""
         return self._is_term and self._candidate.left_s(self._clock()) > 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether our time is over and our term not yet: one look at the lease says which of them goes on."""
+        return self._is_term and not self.is_leading
+
+    async def looked(self, within_s: float) -> None:
+        """Until we are not late any more, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.is_late:
+                    self._looked.clear()
+                    self._due.set()
+                    await self._looked.wait()
 
     @property
     def other(self) -> Hold | None:
@@ -108,23 +124,43 @@ class Leadership:
             log.warning("lease not reached", error=str(exc))
 
     async def run(self) -> None:
-        """Take, renew or watch until cancelled; a lease that cannot be reached ends a term in time."""
+        """Take, renew or watch until cancelled; a lease that cannot be reached ends a term in time.
+
+        On a starved machine our time may be over before we look again. Where the record is still as we wrote it nobody
+        has led since, and the term goes on.
+        """
         while True:
             self._due.clear()
             left_s = self._candidate.left_s(self._clock())
             try:
-                # A lease that hangs must not keep a term from ending.
-                async with asyncio.timeout(left_s or self._renew_s * 5):
+                if self.is_late and not await self._may_look_late():
+                    self._end_in_time()
+                # A lease that hangs must not keep a term from ending before somebody else may act.
+                async with asyncio.timeout(left_s + self._margin_s / 2 if left_s else self._renew_s * 5):
                     await self.step()
-            except (LeaseUnreachable, TimeoutError) as exc:
-                self._trouble = str(exc) or "the lease did not answer in time"
+            except TimeoutError:
+                self._trouble = "the lease did not answer in time"
+                log.warning("lease not reached", error=self._trouble, left_s=round(left_s, 2))
+                if self.is_late and left_s and await self._may_look_late():
+                    continue
+            except LeaseUnreachable as exc:
+                self._trouble = str(exc)
                 log.warning("lease not reached", error=repr(exc), left_s=round(left_s, 2))
             except Exception:
                 log.exception("lease step failed")
             self._end_in_time()
+            self._looked.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_s()):
                     await self._due.wait()
+
+    async def _may_look_late(self) -> bool:
+        try:
+            async with asyncio.timeout(self._renew_s):
+                return await self._lease.is_late_look_safe()
+        except (TimeoutError, OSError) as exc:
+            log.warning("not known who else could hold the lease", error=repr(exc))
+            return False
 
     def _wait_s(self) -> float:
         """Until the next look: sooner where our own time ends before it, or somebody else's."""
@@ -136,13 +172,15 @@ class Leadership:
         """One look at the lease, and one write if it is ours to renew or free to take. Raises LeaseUnreachable."""
         candidate, clock = self._candidate, self._clock
         candidate.look(await self._lease.read(), clock())
-        self._end_in_time()  # somebody else may have had it, and given it back, since our last look
+        if not candidate.is_held():
+            self._end_in_time()  # somebody else may have had it, and given it back, since our last look
         other = candidate.seen if candidate.seen and candidate.seen.holder != self.holder else None
         is_gone = other is not None and await self._lease.is_gone(other)
         asked_at = clock()
         wanted = candidate.wanted(asked_at, is_holder_gone=is_gone)
         if wanted is not None and await self._lease.write(wanted, candidate.seen):
             candidate.wrote(wanted, asked_at)
+        self._end_in_time()
         self._trouble = ""
         if candidate.left_s(clock()) > 0 and not self._is_term:
             try:

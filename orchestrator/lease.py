@@ -42,6 +42,13 @@ class Lease(Protocol):
         """Whether its holder certainly runs no more. False where that cannot be known."""
         ...
 
+    async def is_late_look_safe(self) -> bool:
+        """Whether a holder whose time is over may look at the record before its term ends.
+
+        True where nobody else is there who could have taken it, or where all that a late holder writes is refused.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -59,7 +66,7 @@ class FileLease:
         self._path = path
         self._alive = self._sign_of_life(holder)
         self._lock: int | None = os.open(self._alive, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # who looks whether we live has it for a moment
 
     def close(self) -> None:
         """No sign of life any more. May be called again."""
@@ -76,6 +83,14 @@ class FileLease:
 
     async def is_gone(self, hold: Hold) -> bool:
         return await asyncio.to_thread(self._is_gone, hold)
+
+    async def is_late_look_safe(self) -> bool:
+        """Whether no other process lives that could hold this lease; one that starts now waits for our time first."""
+        return await asyncio.to_thread(self._is_alone)
+
+    def _is_alone(self) -> bool:
+        others = [path for path in self._path.parent.glob(f"{self._path.name}.*") if path != self._alive]
+        return all(_is_unlocked(path) or not path.exists() for path in others)
 
     def _sign_of_life(self, holder: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{holder}")

@@ -85,6 +85,10 @@ class Candidate:
         """Held up to then without a record, by whoever knows that nobody else is there."""
         self._until = until
 
+    def is_held(self) -> bool:
+        """Whether the record, as it was last read, is ours: then nobody has led since we wrote it."""
+        return self.seen is not None and self.seen.holder == self.mine.holder and not self.seen.is_released
+
     def left_s(self, now: float) -> float:
         """Seconds for which we may still act; 0.0 when we may not."""
         return 0.0 if self._until is None else max(0.0, self._until - now)

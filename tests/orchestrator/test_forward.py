@@ -19,6 +19,7 @@ class Standby:
     """Leadership as a forwarder sees it."""
 
     is_leading = False
+    is_late = False
     is_stopping = False
     holder = "standby"
     other = None
@@ -192,3 +193,18 @@ async def test_what_is_about_this_process_and_all_that_a_leader_is_asked_stays_h
         leadership.is_leading = True
         assert (await client.get("/v1/catalog")).json() == {"answered": "here"}
     assert leader.seen == []
+
+
+class Late(Standby):
+    """Leads again after one look at the lease."""
+
+    is_late = True
+
+    async def looked(self, within_s):
+        self.is_late, self.is_leading = False, True
+
+
+async def test_a_request_waits_for_a_late_look_at_the_lease():
+    async with forwarding(Late()) as client:
+        assert (await client.get("/v1/adapters")).json() == {"answered": "here"}
+        assert client.refreshed == []

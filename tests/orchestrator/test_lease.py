@@ -15,6 +15,7 @@ from orchestrator.core.errors import LeaseUnreachable, StoreError
 from orchestrator.core.lease import Candidate, Hold
 from orchestrator.leadership import Leadership
 from orchestrator.lease import FileLease
+from tests.patience import patience, until
 from tests.properties import examples
 
 DURATION_S, MARGIN_S = 5.0, 1.0
@@ -28,6 +29,7 @@ class Record:
     def __init__(self):
         self.hold = None
         self.fails = False
+        self.is_safe = True
 
     async def read(self):
         self._check()
@@ -42,6 +44,9 @@ class Record:
 
     async def is_gone(self, hold):
         return False
+
+    async def is_late_look_safe(self):
+        return self.is_safe
 
     def close(self):
         pass
@@ -115,6 +120,56 @@ async def test_renewals_keep_it_however_long(two):
         clock.now += 1.0
     assert (a.is_leading, b.is_leading) == (True, False)
     assert a.terms == ["begin"]
+
+
+async def test_a_term_outlives_its_time_when_nobody_has_led_since(two):
+    """As on a machine so starved that no renewal comes in time."""
+    _, clock, a, _ = two
+    await a.step()
+    for _ in range(12):
+        clock.now += DURATION_S * 3
+        assert (a.is_leading, a.is_late) == (False, True)
+        await a.step()
+        assert (a.is_leading, a.is_late) == (True, False)
+    assert a.terms == ["begin"]
+
+
+async def test_a_term_ends_at_a_late_look_when_somebody_has_led_since(two):
+    _, clock, a, b = two
+    await a.step()
+    await b.step()
+    clock.now += DURATION_S
+    await b.step()
+    assert b.is_leading
+    await b.release()
+    await a.step()
+    assert a.terms == ["begin", "end", "begin"]
+
+
+@pytest.mark.parametrize(("is_safe", "terms"), [(True, ["begin"]), (False, ["begin", "end", "begin"])])
+async def test_a_late_look_is_taken_only_where_a_late_holder_does_no_harm(two, is_safe, terms):
+    record, clock, a, _ = two
+    record.is_safe = is_safe
+    await a.start()
+    running = asyncio.create_task(a.run())
+    try:
+        clock.now += DURATION_S * 3
+        await a.looked(patience(10))
+        await until(lambda: a.is_leading)
+        assert a.terms == terms
+    finally:
+        running.cancel()
+
+
+async def test_a_late_holder_looks_while_no_other_process_could_have_led(tmp_path):
+    a = FileLease(tmp_path / "lease", holder="a")
+    assert await a.is_late_look_safe()
+    b = FileLease(tmp_path / "lease", holder="b")
+    assert not await a.is_late_look_safe()
+    b.close()
+    (tmp_path / "lease.killed").touch()
+    assert await a.is_late_look_safe()
+    a.close()
 
 
 async def test_what_keeps_it_from_leading_is_known_until_nothing_does(two):
