@@ -32,6 +32,7 @@ from orchestrator.config import OrchestratorSettings
 from orchestrator.configmaps.backend import ConfigMaps
 from orchestrator.configmaps.intake import Intake
 from orchestrator.configmaps.notices import Notices
+from orchestrator.configmaps.verdicts import Verdicts
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorError
 from orchestrator.fleet import Fleet
@@ -248,7 +249,14 @@ def _beside(
         reconciler.store.refresh()
         reconciler.taken_in()
 
-    objects.on_undone = undone
+    verdicts = Verdicts(
+        objects,
+        notices,
+        adapters=lambda: reconciler.store.adapters,
+        failed=reconciler.failed,
+        is_ready=lambda lora_id: bool(reconciler.ready_on(lora_id)),
+    )
+    objects.on_undone, reconciler.on_pass = undone, verdicts.turn
     return [objects.follow, notices.run, intake.run]
 
 

@@ -125,6 +125,14 @@ class Reads:
             found[lora_id] = (state, self.last_error(lora_id) if has_error else None)
         return found
 
+    def failed(self) -> dict[str, str]:
+        """lora_id -> "code: message" of the adapters that can be used nowhere, whoever is asked."""
+        found = {lora_id: why for lora_id in self._underway.failures.adapters if (why := self.quarantine(lora_id))}
+        found |= {name: it.quarantine for name, it in self._store.adapters.items() if it.quarantine is not None}
+        desired = self.view.desired
+        found |= {name: f"rank_too_big: {desired.unplaced.get(name, '')}" for name in desired.fits_nowhere}
+        return found
+
     def failed_count(self) -> int:
         """Adapters in state `failed`."""
         it, store = self._underway, self._store

@@ -44,7 +44,10 @@ _LATE_S = 0.05  # a heartbeat that is only just due is given this long, rather t
 
 
 class Reconciler:
-    """The loop and its passes, in front of the parts that observe, act and answer reads."""
+    """The loop and its passes, in front of the parts that observe, act and answer reads.
+
+    on_pass   called at the end of each pass
+    """
 
     def __init__(
         self,
@@ -119,6 +122,7 @@ class Reconciler:
         )
         metrics.count_usage(self._usage)
         metrics.watch(failed=reads.failed_count, leading=lambda: leadership.is_leading, epoch=lambda: store.epoch)
+        self.on_pass: Callable[[], None] = lambda: None
         leadership.prepare, leadership.on_begin, leadership.on_end = self.prepare_term, self.begin_term, self.end_term
 
     # -- terms ------------------------------------------------------------------------------------------------
@@ -270,6 +274,7 @@ class Reconciler:
                 self.demand.begun(action.lora_id, self._clock())
         self._metrics.frozen.set(desired.frozen is not None)
         self.refresh_catalog()
+        self.on_pass()
         self._metrics.pass_seconds.observe(time.perf_counter() - began)
         return actions
 
@@ -442,6 +447,10 @@ class Reconciler:
     def fits_nowhere(self, lora_id: str) -> bool:
         """Whether no worker could hold the adapter, by the last pass; `last_error` says why."""
         return lora_id in self.view.desired.fits_nowhere
+
+    def failed(self) -> dict[str, str]:
+        """lora_id -> why, of the adapters that can be used nowhere."""
+        return self._reads.failed()
 
     def states(self) -> dict[str, tuple[str, str | None]]:
         """lora_id -> (adapter state, error), for all registered adapters at once."""

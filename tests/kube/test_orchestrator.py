@@ -190,3 +190,48 @@ async def test_one_that_starts_while_the_api_server_is_away_says_so_and_leads_wh
             return (await http.get("/ready")).status_code == 200
 
         await until(is_ready)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "status"),
+    [
+        ("base_model_mismatch", "BaseModelMismatch", "failed: base_model_mismatch: "),
+        ("rank_too_big", "RankTooBig", "failed: rank_too_big: rank 512 is above every worker's max_lora_rank"),
+    ],
+)
+async def test_an_adapter_that_fails_its_checks_says_so_at_its_object(
+    tmp_path,
+    kube,
+    beating,  # noqa: F811
+    people,
+    code,
+    reason,
+    status,
+):
+    lease = {"lease_duration_s": 3, "lease_renew_s": 0.2}
+    settings = OrchestratorSettings(
+        store=tmp_path / "s.db", lease="kubernetes", backend="configmaps", settle_s=0, pass_interval_s=0.2, **lease
+    )
+    agent, source = FakeAgent("w0", slots=8), "file:///bad"
+    if code == "rank_too_big":
+        agent.ranks[source] = 512
+    else:
+        agent.refuse["bad/v1"] = code
+    whole = build(settings, kube=await connect(kube.kubeconfig, environ={}))
+    async with (
+        serving(whole.app) as url,
+        httpx.AsyncClient(base_url=url, timeout=30) as http,
+    ):
+        await until(lambda: whole.leadership.is_leading and whole.store.is_caught_up)
+        beating.url = url
+        await beating.add(agent)
+        await people.apply("my-bad", {"lora_id": "bad/v1", "source": source, "policy": {"loading": "eager"}})
+        await people.said("my-bad", status)
+        event = await people.event("my-bad", reason)
+        assert status.removeprefix("failed: ") in event["message"]
+        whole.reconciler.run_pass()
+        assert len(await people.events("my-bad")) == 1
+        agent.refuse.clear()
+        if code != "rank_too_big":
+            assert (await http.post("/v1/adapters/bad/v1/retry")).status_code == 200
+            await people.said("my-bad", "accepted, and verified")
