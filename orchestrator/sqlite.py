@@ -7,7 +7,7 @@ import sqlite3
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import fields
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 from lorafleet import files
 from orchestrator.backend import Change, Entry, Stored, Subject, Tombstone, WorkerIntent
 from orchestrator.core.errors import StoreError, Unavailable
-from orchestrator.core.rollout import Rollout, as_json, from_json
+from orchestrator.core.rollout import Rollout, Targets, as_json
 from orchestrator.core.state import Adapter, Rules
+from orchestrator.typed import parsed, rollout_in, typed
 
 _MIGRATIONS: tuple[str, ...] = (
     """
@@ -48,6 +49,9 @@ _MIGRATIONS: tuple[str, ...] = (
 )
 SCHEMA = len(_MIGRATIONS)
 _POLICY_FIELDS = ("loading", "min_replicas", "max_replicas", "pinned", "priority", "weight")
+_ADAPTER_COLUMNS = (
+    "lora_id", "source", "base_model", "digest", "rank", "size_bytes", "quarantine", "secret", "pinned_source",
+)  # fmt: skip
 _KEYS = {
     "adapters": "lora_id",
     "aliases": "name",
@@ -96,34 +100,34 @@ class SqliteFile:
     def read(self) -> Stored:
         try:
             return self._read()
-        except (sqlite3.Error, ValueError, TypeError, KeyError) as exc:
-            raise StoreError(
-                f"store {self._path} cannot be read ({exc}); restore it from a backup, it was not changed"
-            ) from exc
+        except (sqlite3.Error, ValueError) as exc:
+            raise _unreadable(self._path, exc) from exc
 
     def _read(self) -> Stored:
         rows = self._db.execute
         rules = Rules()
         for (body,) in rows("SELECT body FROM policy"):
-            known = {f.name for f in fields(Rules)}
-            rules = Rules(**{name: value for name, value in json.loads(body).items() if name in known})
+            rules = typed(parsed(body, "policy"), Rules, "policy")
         return Stored(
             adapters={row["lora_id"]: _adapter(row) for row in rows("SELECT * FROM adapters")},
             aliases={
-                name: tuple((lora_id, float(weight)) for lora_id, weight in json.loads(targets))
+                name: typed(parsed(targets, f"alias {name!r}"), Targets, f"alias {name!r}")
                 for name, targets in rows("SELECT name, targets FROM aliases")
             },
-            rollouts={alias: from_json(json.loads(body)) for alias, body in rows("SELECT alias, body FROM rollouts")},
+            rollouts={
+                alias: rollout_in(body, f"rollout of {alias!r}")
+                for alias, body in rows("SELECT alias, body FROM rollouts")
+            },
             workers={
-                worker_id: WorkerIntent(state, until)
+                worker_id: typed({"state": state, "until": until}, WorkerIntent, f"worker {worker_id!r}")
                 for worker_id, state, until in rows("SELECT id, state, until FROM workers")
             },
             tombstones={
-                lora_id: Tombstone(digest, at)
+                lora_id: Tombstone(typed(digest, str, lora_id), typed(at, float, f"deletion of {lora_id!r}"))
                 for lora_id, digest, at in rows("SELECT lora_id, digest, at FROM tombstones")
             },
             rules=rules,
-            counters={name: int(value) for name, value in rows("SELECT name, value FROM counters")},
+            counters={name: typed(value, int, name) for name, value in rows("SELECT name, value FROM counters")},
         )
 
     def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> None:
@@ -180,7 +184,10 @@ class SqliteFile:
             wheres.append("subject = ?")
             values.append(subject)
         query = f"SELECT * FROM history WHERE {' AND '.join(wheres)} ORDER BY id DESC LIMIT ?"  # noqa: S608
-        return [_entry(row) for row in self._db.execute(query, (*values, limit))]
+        try:
+            return [_entry(row) for row in self._db.execute(query, (*values, limit))]
+        except (sqlite3.Error, ValueError) as exc:
+            raise _unreadable(self._path, exc) from exc
 
     def backup(self, path: Path) -> None:
         """Without deletions, drains and rollouts under way: what was deleted then may have been registered again
@@ -235,6 +242,7 @@ def _open(path: str) -> sqlite3.Connection:
         _use_wal(db)
         db.execute("PRAGMA synchronous = FULL")
         _migrate(db)
+        _check_columns(db, path)
     except sqlite3.Error as exc:
         full = no_space(exc, path)
         db.close()
@@ -264,6 +272,35 @@ def _check(db: sqlite3.Connection, path: str) -> None:
             f"store {path} has schema {version}, this version knows {SCHEMA}; start the newer version,"
             " the file was not changed"
         )
+
+
+def _check_columns(db: sqlite3.Connection, path: str) -> None:
+    """Raises StoreError when a table is not as this version makes it."""
+    with closing(sqlite3.connect(":memory:")) as new:
+        _migrate(new)
+        expected = _columns(new)
+    found = _columns(db)
+    lacking = [
+        f"table {table}" if table not in found else f"columns {', '.join(sorted(columns - found[table]))} of {table}"
+        for table, columns in sorted(expected.items())
+        if columns - found.get(table, frozenset())
+    ]
+    if lacking:
+        raise StoreError(
+            f"store {path} is damaged ({'; '.join(lacking)} missing); restore it from a backup, it was not changed"
+        )
+
+
+def _columns(db: sqlite3.Connection) -> dict[str, frozenset[str]]:
+    tables = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    return {
+        table: frozenset(row[1] for row in db.execute("SELECT * FROM pragma_table_info(?)", (table,)))
+        for table in tables
+    }
+
+
+def _unreadable(path: str, exc: Exception) -> StoreError:
+    return StoreError(f"store {path} cannot be read ({exc}); restore it from a backup, it was not changed")
 
 
 def _is_busy(exc: sqlite3.Error) -> bool:
@@ -327,27 +364,18 @@ def _entry(row: Mapping[str, Any]) -> Entry:
         kind=row["kind"],
         subject=row["subject"],
         actor=row["actor"],
-        body=json.loads(row["body"]),
+        body=typed(parsed(row["body"], f"history {row['id']}"), dict[str, Any], f"history {row['id']}"),
     )
 
 
 def _adapter(row: Mapping[str, Any]) -> Adapter:
-    tenants = row["tenants"]
-    adapter = Adapter(
-        lora_id=row["lora_id"],
-        source=row["source"],
-        base_model=row["base_model"],
-        digest=row["digest"],
-        rank=row["rank"],
-        size_bytes=row["size_bytes"],
-        tenants=None if tenants is None else tuple(json.loads(tenants)),
-        quarantine=row["quarantine"],
-        is_deleting=bool(row["is_deleting"]),
-        secret=row["secret"],
-        pinned_source=row["pinned_source"],
-    )
-    policy = json.loads(row["policy"])
-    return replace(adapter, **{name: policy[name] for name in _POLICY_FIELDS if name in policy})
+    what, tenants = f"adapter {row['lora_id']!r}", row["tenants"]
+    policy = typed(parsed(row["policy"], f"{what}: policy"), dict[str, Any], f"{what}: policy")
+    body = {name: row[name] for name in _ADAPTER_COLUMNS} | {
+        "tenants": None if tenants is None else parsed(tenants, f"{what}: tenants"),
+        "is_deleting": bool(row["is_deleting"]),
+    }
+    return typed({name: policy[name] for name in _POLICY_FIELDS if name in policy} | body, Adapter, what)
 
 
 def _adapter_row(a: Adapter) -> tuple[Any, ...]:

@@ -18,8 +18,9 @@ from pydantic import BaseModel, ValidationError
 from lorafleet.http import said_wrong
 from lorafleet.kube.client import Json
 from orchestrator.core.errors import RequestError, StoreError
-from orchestrator.core.rollout import Rollout, Targets, as_json, from_json
+from orchestrator.core.rollout import Rollout, Targets, as_json
 from orchestrator.core.state import Adapter, Rules
+from orchestrator.typed import rollout_in
 from orchestrator.wire import AdapterPolicy, AdapterSpec, AliasSpec, LoraId, Policy, SecretRef
 
 KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"
@@ -169,9 +170,9 @@ def record_of(found: Json, kind: str) -> Record | None:
 def rollout_of(found: Json) -> Rollout | None:
     text = annotation(found, ROLLOUT)
     try:
-        return from_json(msgspec.json.decode(text)) if text else None
-    except (msgspec.MsgspecError, TypeError, KeyError, ValueError) as exc:
-        raise StoreError(f"ConfigMap {name_of(found)}: annotation {ROLLOUT} cannot be read: {exc}") from exc
+        return rollout_in(text, f"annotation {ROLLOUT}") if text else None
+    except ValueError as exc:
+        raise StoreError(f"ConfigMap {name_of(found)} cannot be read: {exc}; delete that annotation") from exc
 
 
 def declared(found: Json, kind: str, model: type[M]) -> M:

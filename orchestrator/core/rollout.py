@@ -265,23 +265,6 @@ def as_json(rollout: Rollout) -> dict[str, Any]:
     return asdict(rollout)
 
 
-def from_json(body: Mapping[str, Any]) -> Rollout:
-    """What `as_json` made, in this version or another. Raises TypeError, KeyError and ValueError for anything else."""
-    known = _of(Rollout, body)
-    for name in ("before", "after"):
-        known[name] = tuple((str(lora_id), float(weight)) for lora_id, weight in known[name])
-    known["steps"] = tuple(Step(**_of(Step, step)) for step in known["steps"])
-    known["guard"] = None if known["guard"] is None else Guard(**_of(Guard, known["guard"]))
-    for name in ("old", "new", "baseline"):
-        known[name] = Tally(**_of(Tally, known[name]))
-    return Rollout(**known)
-
-
-def _of(kind: type[Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """What this version knows of it."""
-    return {name: value for name, value in body.items() if name in kind.__dataclass_fields__}
-
-
 def _placed(rollout: Rollout, seen: Seen, now: float) -> tuple[Rollout, Targets | None]:
     lacks = missing(rollout, seen)
     if rollout.paused_at is not None:

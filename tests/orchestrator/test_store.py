@@ -148,6 +148,18 @@ def _nonsense_inside(path):
     db.close()
 
 
+def _changed(statement, *values):
+    """A whole store, but for one statement."""
+
+    def spoil(path):
+        _full(path)
+        with sqlite3.connect(path) as db:
+            db.execute(statement, values)
+        db.close()
+
+    return spoil
+
+
 def _text(path):
     path.write_text("this is no database, however long one looks at it " * 100)
 
@@ -164,6 +176,17 @@ def _text(path):
         (_random_after_the_head, "not changed"),
         (_nonsense_inside, "not changed"),
         (_text, "not changed"),
+        (_changed("REPLACE INTO policy VALUES (1, 'null')"), r"\(policy: Expected `object`, got `null`\)"),
+        (_changed("REPLACE INTO policy VALUES (1, ?)", '{"min_replicas": "x"}'), r"policy: Expected `int`, got `str`"),
+        (_changed("UPDATE adapters SET tenants = ?", '"acme"'), r"adapter '.*': Expected `array . null`, got `str`"),
+        (_changed("UPDATE adapters SET tenants = ?", "acme"), r"adapter '.*': tenants: no JSON"),
+        (_changed("UPDATE adapters SET policy = ?", '{"min_replicas": "x"}'), r"adapter '.*': Expected `int"),
+        (_changed("UPDATE adapters SET policy = ?", "[" * 100_000), r"adapter '.*': policy: no JSON"),
+        (_changed("UPDATE adapters SET source = CAST(x'ff' AS TEXT)"), "UTF-8"),
+        (_changed("ALTER TABLE adapters DROP COLUMN secret"), r"columns secret of adapters missing"),
+        (_changed("DROP TABLE aliases"), r"table aliases missing"),
+        (_changed("REPLACE INTO aliases VALUES ('sql', '[[1, 2]]')"), r"alias 'sql': Expected `str`, got `int`"),
+        (_changed("REPLACE INTO rollouts VALUES ('sql', 'null')"), r"rollout of 'sql': Expected `object`"),
     ],
 )
 def test_a_file_that_is_not_ours_to_read_is_refused_and_left_as_it_is(tmp_path, spoil, says):

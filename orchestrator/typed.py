@@ -1,0 +1,36 @@
+"""What was stored as JSON, as the types that it was written from. Anything else in its place is a ValueError."""
+
+import json
+from typing import Any, TypeVar
+
+import msgspec
+
+from orchestrator.core.rollout import Rollout
+
+T = TypeVar("T")
+
+
+def typed(value: object, kind: type[T], what: str) -> T:
+    """`value` as this kind: dicts become dataclasses, lists tuples, fields that are not known are left out.
+
+    Raises ValueError, which names `what` and the place in it.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as exc:
+        raise ValueError(f"{what}: {exc}") from exc
+
+
+def parsed(text: object, what: str) -> Any:
+    """JSON text. Raises ValueError, also for a blob and for what nests too deep."""
+    if not isinstance(text, str):
+        raise ValueError(f"{what}: Expected JSON text, got {type(text).__name__}")  # noqa: TRY004  (data, no fault of ours)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"{what}: no JSON: {exc}") from exc
+
+
+def rollout_in(text: object, what: str) -> Rollout:
+    """A rollout, from `as_json`. Raises ValueError."""
+    return typed(parsed(text, what), Rollout, what)
