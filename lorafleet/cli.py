@@ -617,9 +617,14 @@ def top(
 @keys_app.command("new")
 def keys_new(
     file: Annotated[Path, typer.Option(help="the key file; made when missing")],
-    tenant: Annotated[str | None, typer.Option(help="whose key it is; none stands above tenants")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="whose key it is, with the scope infer; none: the key of an operator")
+    ] = None,
     scopes: Annotated[
-        str, typer.Option(help="some of infer, load, register, drain, metrics, admin, with commas between")
+        str,
+        typer.Option(
+            help="some of infer, load, register, drain, metrics, admin, with commas; all but infer without --tenant"
+        ),
     ] = "infer",
     note: Annotated[str, typer.Option(help="for whoever reads the file")] = "",
     requests_per_minute: Annotated[

@@ -24,12 +24,21 @@ def add_key(
 
     limits  by the names of KeyLimits; None is none
 
-    Raises Failure for an unknown scope, a limit below 1, or a file that is no key file.
+    Raises Failure for an unknown scope, a tenant's key with a scope that holds for the whole fleet, a limit below 1,
+    or a file that is no key file.
     """
     if unknown := sorted(set(scopes) - set(SCOPES)):
         raise Failure(f"--scopes: {', '.join(unknown)} unknown; known: {', '.join(SCOPES)}", status=2)
     if not scopes:
         raise Failure(f"--scopes: none given; known: {', '.join(SCOPES)}", status=2)
+    # Whose key it is bounds what it may infer with, and nothing else: `admin` is the whole fleet's.
+    if tenant is not None and (beyond := sorted(set(scopes) - {"infer"})):
+        raise Failure(
+            f"--tenant {tenant} --scopes {','.join(scopes)}: {', '.join(beyond)} would hold for the whole fleet, not"
+            f" for {tenant} alone. Expected --tenant {tenant} --scopes infer, for a key of the tenant; or"
+            f" --scopes {','.join(scopes)} without --tenant, for a key of the fleet's operators",
+            status=2,
+        )
     given = {name: value for name, value in limits.items() if value is not None}
     for name, value in given.items():
         if value < 1:

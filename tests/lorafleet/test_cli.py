@@ -436,6 +436,18 @@ def test_a_file_that_is_no_key_file_is_left_alone(run: Run, tmp_path: Path) -> N
     assert not (tmp_path / "k").exists()
 
 
+@pytest.mark.parametrize("scopes", ["admin", "infer,admin", "load", "register", "drain", "metrics"])
+def test_no_key_of_a_tenant_gets_a_scope_of_the_whole_fleet(run: Run, tmp_path: Path, scopes: str) -> None:
+    path = tmp_path / "keys.yaml"
+    said = run("keys", "new", "--tenant", "acme", "--scopes", scopes, "--file", str(path))
+    assert said.status == 2
+    assert "--tenant acme --scopes infer" in said.err
+    assert f"--scopes {scopes} without --tenant" in said.err
+    assert not path.exists()
+    for words in (("--tenant", "acme", "--scopes", "infer"), ("--scopes", scopes)):
+        assert run("keys", "new", *words, "--file", str(path)).status == 0
+
+
 PAGE = Path(cli.__file__).parents[1] / "docs" / "cli.md"
 QUESTION = "Which customers paid late? " * 40
 
