@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
@@ -35,6 +35,7 @@ PASSING_CODES = frozenset({"worker_unreachable", "engine_unreachable", "engine_d
 PASSING_S = 1.0
 MOST_TRIED = 3
 """Workers that look for an adapter at its source before it counts as absent everywhere; a guess, nothing measured."""
+_CHECK_S = 1.0  # an agent that takes longer to judge a source leaves that to the inspection
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +248,20 @@ class Actor:
                 current, replace(current, **{name: getattr(known, name) for name in _MANIFEST_FIELDS})
             )
             self._catalog.emit("adapter_inspected", lora_id=action.lora_id, worker_id=action.worker_id)
+
+    async def why_forbidden(self, source: str, worker_ids: Sequence[str]) -> Permanent | None:
+        """Why none of these workers may fetch this source; None where one may, or does not say."""
+        answers = await asyncio.gather(*(self._why_forbidden(source, worker_id) for worker_id in worker_ids))
+        return answers[0] if answers and all(answers) else None
+
+    async def _why_forbidden(self, source: str, worker_id: str) -> Permanent | None:
+        try:
+            await self._agents.check_source(self._agent_url(worker_id), source, timeout_s=_CHECK_S)
+        except Permanent as exc:
+            return exc if exc.code in ("source_forbidden", "source_invalid") else None
+        except (Transient, LeaseLost):
+            return None  # an agent of an older version, or one that is busy: the inspection will tell
+        return None
 
     async def inspect_only(self, adapter: Adapter, worker_id: str) -> Adapter:
         """A dry run: what an agent says about bytes that nobody registered. Raises Permanent or Transient."""

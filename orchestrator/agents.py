@@ -5,6 +5,7 @@ What kind of failure it was is decided by the agent's error code.
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -96,6 +97,10 @@ class Agents:
     async def inspect(self, agent_url: str, ask: InspectRequest, *, key: str, timeout_s: float) -> AvailableLora:
         """Raises Permanent for what is wrong with source or bytes, Transient for everything else, LeaseLost."""
         return _parsed(AvailableLora, await self._act(agent_url, "inspect_lora", ask, key=key, timeout_s=timeout_s))
+
+    async def check_source(self, agent_url: str, source: str, *, timeout_s: float) -> None:
+        """Raises Permanent where the worker's settings forbid it, Transient where the agent does not say."""
+        await self._call("GET", agent_url, f"/v1/admin/source?source={quote(source, safe='')}", timeout_s=timeout_s)
 
     async def load(self, agent_url: str, ask: LoadRequest, *, key: str, timeout_s: float) -> LoadedLora:
         """Raises Permanent for what is wrong with source or bytes, Transient for everything else, LeaseLost."""

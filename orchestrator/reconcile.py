@@ -22,6 +22,7 @@ from orchestrator.backend import Subject
 from orchestrator.catalog import CatalogBook
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
+from orchestrator.core.errors import Permanent
 from orchestrator.core.placement import place
 from orchestrator.core.plan import Action, diff, drains_wanted, is_drained
 from orchestrator.core.pools import QueueBook
@@ -405,6 +406,10 @@ class Reconciler:
     def observe(self) -> Observed:
         """The fleet now, with what we have under way in it."""
         return self._reads.observe()
+
+    async def why_forbidden(self, source: str, worker_ids: Sequence[str]) -> Permanent | None:
+        """Why none of these workers may fetch this source; None where one may, or does not say."""
+        return await self._actor.why_forbidden(source, worker_ids)
 
     async def inspect_only(self, adapter: Adapter, worker_id: str) -> Adapter:
         """A dry run: what an agent says about bytes that nobody registered. Raises Permanent or Transient."""

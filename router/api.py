@@ -16,7 +16,7 @@ from lorafleet.front.connection import Front
 from lorafleet.http import HttpError
 from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import Adapter, Fleet, ReplicaState
-from router.core.resolve import visible_adapters
+from router.core.resolve import usable_adapters
 from router.explain import again, explained, undecided
 from router.parts import Parts, Record
 from router.siblings import Answer, Siblings
@@ -275,7 +275,7 @@ def _cards(fleet: Fleet, caller: Caller) -> dict[str, dict[str, Any]]:
             "parent": parent,
         } | contexts.get(parent or id_, {})
 
-    mine = visible_adapters(fleet, may_use)
+    mine = usable_adapters(fleet, may_use)
     cards = {name: card(name, name, None) for name, replica in fleet.base_models.items() if replica}
     cards |= {
         lora_id: card(lora_id, adapter.engine_name or lora_id, adapter.base_model) for lora_id, adapter in mine.items()

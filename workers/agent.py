@@ -262,6 +262,10 @@ class Agent:
         """Engine names that were unloaded; requests in flight on them go on. Raises WorkerError `not_loaded`."""
         return await self._loader.unload(request)
 
+    async def check_source(self, source: str) -> None:
+        """Raises SourceError where this worker may not fetch it."""
+        await self.cache.check_source(source)
+
     async def inspect(self, request: InspectRequest) -> AvailableLora:
         """Fetch, verify, install; load nothing. Raises WorkerError."""
         return await self._loader.inspect(request)

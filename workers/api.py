@@ -143,6 +143,12 @@ def _done(agent: Agent, keys: Keys) -> APIRouter:
         agent.fence(epoch, is_destructive=False)
         return await agent.inspect(body)
 
+    @api.get("/v1/admin/source", dependencies=operator, status_code=204, response_class=Response)
+    async def source(source: str) -> Response:
+        """204 where this worker may fetch adapters from there; fetches nothing."""
+        await agent.check_source(source)
+        return Response(status_code=204)
+
     @api.post("/v1/admin/claim", dependencies=operator)
     async def claim(_body: ClaimRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> Metadata:
         """A new leader's first word: whoever led before is refused from now on."""

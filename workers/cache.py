@@ -25,7 +25,7 @@ from workers.core.manifest import Manifest, Rules, is_adapter_file
 from workers.core.references import shown
 from workers.disk import Disk
 from workers.pickled import unpickled
-from workers.sources.base import Resuming, Sources, Transfer, settled, source_for
+from workers.sources.base import Checking, Resuming, Sources, Transfer, settled, source_for
 from workers.verify import read_entry, read_manifest
 
 log = structlog.get_logger()
@@ -97,6 +97,12 @@ class Cache:
                         await settled(asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True))
         except OSError as exc:
             raise self._disk_error(ref, exc) from exc
+
+    async def check_source(self, ref: str) -> None:
+        """Raises SourceError where this worker's settings forbid the source; nothing is fetched."""
+        source = source_for(ref, self._sources, self._prefixes)
+        if isinstance(source, Checking):
+            await asyncio.to_thread(source.check, ref)
 
     def has_source(self, scheme: str) -> bool:
         return scheme in self._sources

@@ -40,6 +40,9 @@ PATCH_EXAMPLE = {"policy": {"min_replicas": 2, "priority": 5}, "tenants": None}
 BATCH_EXAMPLE = {"adapters": [ADAPTER_EXAMPLE, {"lora_id": "legal/v2", "source": "s3://bucket/legal-v2"}]}
 
 
+_MOST_ASKED = 3  # workers, about a source; a guess: they are set up alike
+
+
 class Wanted(BaseModel):
     """Which adapters a list is to have."""
 
@@ -72,6 +75,7 @@ def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views
         if dry_run:
             response.status_code = 200
             return await _dry_run(spec, registry, reconciler, views)
+        await _require_allowed(spec, registry, reconciler)
         adapter, is_new = registry.register(spec, actor)
         await reconciler.changed(("adapters", spec.lora_id))
         response.status_code = 201 if is_new else 200
@@ -160,6 +164,18 @@ def _chosen(wanted: Wanted, reconciler: Reconciler, ready: Mapping[str, Sequence
     if wanted.state is not None:
         tests.append(lambda adapter: reconciler.state_of(adapter, ready) == wanted.state)
     return [name for name in rows if all(test(store.adapters[name]) for test in tests)] if tests else rows
+
+
+async def _require_allowed(spec: AdapterSpec, registry: Registry, reconciler: Reconciler) -> None:
+    """Raises RequestError where the adapter is new and no worker that is asked may read its source; as `check`, too."""
+    if registry.check(spec) is not None:
+        return
+    ready = [worker for worker in reconciler.observe().workers.values() if worker.state == "ready"]
+    able = [worker.id for worker in ready if spec.base_model in (None, worker.base_model)]
+    able.sort(key=lambda worker_id: rendezvous(spec.lora_id, worker_id), reverse=True)
+    why = await reconciler.why_forbidden(spec.source, able[:_MOST_ASKED])
+    if why is not None:
+        raise RequestError(f"no worker may read the source: {why}", code=why.code, param="source")
 
 
 async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler, views: Views) -> AdapterItem:

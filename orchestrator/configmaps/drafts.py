@@ -267,7 +267,7 @@ class Drafts:
             new = text()
             mark = mark_of(new)
         elif (taken := self.accepting.get(row)) is not None and taken.mark == mark:
-            if taken.asked != self._asked(row):
+            if taken.asked != self._asked(row) and not self._is_owned(name, found):
                 new = text()
                 mark = mark_of(new)
         elif before is None or before.of != mark:

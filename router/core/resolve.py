@@ -74,6 +74,12 @@ def visible_adapters(fleet: Fleet, visible: Visible) -> dict[str, Adapter]:
     return {lora_id: adapter for lora_id, adapter in fleet.adapters.items() if visible(adapter)}
 
 
+def usable_adapters(fleet: Fleet, visible: Visible) -> dict[str, Adapter]:
+    """Those that work, or once did: without what failed its checks before any worker had verified it."""
+    adapters = visible_adapters(fleet, visible)
+    return {lora_id: it for lora_id, it in adapters.items() if it.error is None or it.digest}
+
+
 def _adapter_target(fleet: Fleet, adapter: Adapter | None, name: str, asked: str, param: str) -> Target:
     if adapter is None:
         raise ModelNotFound(_unknown(name), param=param)

@@ -40,6 +40,7 @@ class FakeAgent:
         self.made = []
         self.fail_made = 0
         self.refuse = {}
+        self.forbidden = set()  # sources
         self.answers: dict[str, bytes] = {}  # verb -> the body of a 422 in place of doing it
         self.ranks = {}
         self.pins: dict[str, str] = {}  # source -> where those very bytes are, as of now
@@ -122,6 +123,11 @@ class FakeAgent:
     def heartbeat(self):
         return {"metadata": self.metadata()}
 
+    async def _check_source(self, source: str):
+        if source in self.forbidden:
+            return JSONResponse(envelope(422, "source_forbidden", f"source {source!r}: outside the folders"), 422)
+        return Response(status_code=204)
+
     def _app(self):
         app = FastAPI()
 
@@ -136,6 +142,8 @@ class FakeAgent:
         @app.get("/v1/models")
         async def models():
             return {"data": [{"id": lora["engine_name"]} for lora in self.loaded.values()]}
+
+        app.add_api_route("/v1/admin/source", self._check_source)
 
         @app.post("/v1/admin/claim")
         async def claim(request: Request):

@@ -209,6 +209,20 @@ async def test_a_batch_takes_what_it_can_and_says_what_it_could_not(house):
     assert answer["data"][1]["code"] == "immutable"
 
 
+async def test_a_source_that_no_worker_may_read_is_refused_at_registration(house):
+    a, b = await house.worker("a"), await house.worker("b")
+    a.forbidden = b.forbidden = {SPEC["source"]}
+    answer = await house.http.post("/v1/adapters", json=SPEC)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "source_forbidden", "source")
+    assert "outside the folders" in error["message"]
+    assert (await house.http.get(f"/v1/adapters/{SPEC['lora_id']}")).status_code == 404
+    b.forbidden = set()
+    assert (await house.http.post("/v1/adapters", json=SPEC)).status_code == 201
+    b.forbidden = {SPEC["source"]}
+    assert (await house.http.post("/v1/adapters", json=SPEC)).status_code == 200
+
+
 async def test_a_dry_run_inspects_and_registers_nothing(house):
     answer = await house.http.post("/v1/adapters?dry_run=1", json=SPEC)
     assert (answer.status_code, code(answer)) == (503, "no_worker")

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from random import Random
 from types import MappingProxyType
 
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound
 from router.core.fleet import Adapter, Alias, Fleet
+from router.core.resolve import resolve, usable_adapters
 from router.core.resolve import resolve
 from tests.properties import examples
 from tests.router.test_policy import a_replica
@@ -40,6 +42,14 @@ FLEET = Fleet(
         }
     ),
 )
+
+
+def test_an_adapter_that_failed_before_anybody_verified_it_is_not_listed():
+    never = replace(an_adapter("never/v1", error="source_forbidden"), digest=None)
+    new = replace(an_adapter("new/v1"), digest=None)
+    fleet = replace(FLEET, adapters=FLEET.adapters | {it.lora_id: it for it in (never, new)})
+    listed = usable_adapters(fleet, lambda _adapter: True)
+    assert listed.keys() == fleet.adapters.keys() - {"never/v1"}
 
 
 def resolved(model=None, lora_id=None, tenant=None):

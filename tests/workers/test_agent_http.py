@@ -217,6 +217,9 @@ async def test_no_path_leads_out_of_the_allowed_folders(worker, agent_adapters, 
         for source in escapes:
             answer = await post(client, "inspect_lora", lora_id="a/v1", source=source)
             assert (code(answer), source) == ("source_forbidden", source)
+        assert code(await client.get("/v1/admin/source", params={"source": str(secret)})) == "source_forbidden"
+        assert code(await client.get("/v1/admin/source", params={"source": "folder"})) == "source_invalid"
+        assert (await client.get("/v1/admin/source", params={"source": f"{root}/later"})).status_code == 204
         # A link within the roots is how hub caches look, and fine.
         (root / "within").symlink_to(agent_adapters / "legal" / "v2")
         within = await post(client, "inspect_lora", lora_id="a/v1", source=str(root / "within"))

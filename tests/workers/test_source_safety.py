@@ -324,3 +324,17 @@ def test_waits_between_attempts_double_are_bounded_and_differ():
 
 def test_userless_references_are_taken():
     assert split("https://host:8443/a/b.zip").port == 8443
+
+
+@pytest.mark.parametrize(
+    ("ref", "code"),
+    [("/etc", "source_forbidden"), ("folder", "source_invalid"), ("file://host/x", "source_invalid"), ("", None)],
+)
+def test_whether_a_folder_may_be_read_is_told_before_it_is_there(tmp_path, ref, code):
+    source = LocalSource([tmp_path / "root"], max_bytes=1)
+    if code is None:
+        source.check(str(tmp_path / "root" / "later"))
+        return
+    with pytest.raises(SourceError) as told:
+        source.check(ref)
+    assert told.value.code == code

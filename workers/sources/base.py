@@ -110,6 +110,14 @@ class Resuming(Source, Protocol):
     resumes: bool
 
 
+@runtime_checkable
+class Checking(Source, Protocol):
+    """One that can tell before any fetch what this worker may never read."""
+
+    def check(self, ref: str) -> None:
+        """Raises SourceError `source_forbidden` or `source_invalid`. Whether there is anything is not looked at."""
+
+
 Sources = Mapping[str, Source]
 
 

@@ -25,11 +25,18 @@ class LocalSource:
         folder = self._folder(ref)
         await settled(asyncio.to_thread(self._copy, folder, into, transfer), on_cancel=transfer.cancel)
 
-    def _folder(self, ref: str) -> Path:
+    def check(self, ref: str) -> None:
+        """Raises SourceError where the folder is not below the roots."""
+        self._within(ref)
+
+    def _within(self, ref: str) -> Path:
         path = Path(_path_of(ref))
         if not path.is_absolute():
             raise SourceError("source_invalid", f"source {ref!r}: a relative path depends on who reads it; give /path")
-        found = self._allowed(path, ref)
+        return self._allowed(path, ref)
+
+    def _folder(self, ref: str) -> Path:
+        found = self._within(ref)
         if not stat.S_ISDIR(mode_of(found)):
             raise SourceError("source_not_found", f"source {ref!r}: no such folder")
         return found
