@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound
 from router.core.fleet import Adapter, Alias, Fleet
 from router.core.resolve import resolve, usable_adapters
-from router.core.resolve import resolve
 from tests.properties import examples
 from tests.router.test_policy import a_replica
 
