@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from orchestrator.configmaps.mirror import Mirror
+from orchestrator.configmaps.mirror import Doubt, Mirror
 
 
 def config_map(version: int, **data: str) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def test_a_deletion_that_was_seen_stands_when_the_answer_to_our_write_before_it_
     mirror.event("ADDED", config_map(5))
     mirror.event("DELETED", config_map(7))
     mirror.wrote(config_map(6, ours="1"))
-    assert mirror.doubtful == {"m": True}
+    assert mirror.doubtful == {"m": Doubt.DELETED}
 
 
 def test_an_edit_that_was_seen_is_not_undone_by_the_late_answer_to_our_write_before_it() -> None:
@@ -40,7 +40,7 @@ def test_in_a_cluster_that_was_put_back_lower_versions_count_again_once_it_was_l
     mirror = Mirror()
     mirror.event("ADDED", config_map(500))
     mirror.listed([config_map(3, old="1")])
-    assert mirror.doubtful == {"m": False}
+    assert mirror.doubtful == {"m": Doubt.MISSING}
     mirror.wrote(config_map(3, old="1"))
     assert mirror.objects["m"]["data"] == {"old": "1"}
 
@@ -48,7 +48,7 @@ def test_in_a_cluster_that_was_put_back_lower_versions_count_again_once_it_was_l
 def test_what_the_watch_tells_late_of_an_object_that_we_have_deleted_does_not_bring_it_back() -> None:
     mirror = Mirror()
     mirror.wrote(config_map(5))
-    mirror.is_gone("m")
+    mirror.forget("m")
     mirror.changed.clear()
     mirror.event("MODIFIED", config_map(5))
     assert (mirror.objects, mirror.changed) == ({}, set())
@@ -60,7 +60,7 @@ def test_what_the_watch_tells_late_of_an_object_that_we_have_deleted_does_not_br
 def test_an_object_that_we_have_deleted_is_there_again_in_a_cluster_that_was_put_back() -> None:
     mirror = Mirror()
     mirror.wrote(config_map(5))
-    mirror.is_gone("m")
+    mirror.forget("m")
     mirror.listed([config_map(3, old="1")])
     assert mirror.objects["m"]["data"] == {"old": "1"}
 
@@ -78,3 +78,25 @@ def test_two_writes_of_one_object_at_once_end_in_any_order() -> None:
     other.__exit__(None, None, None)
     mirror.event("MODIFIED", config_map(7, text="2"))
     assert mirror.changed == {"m"}
+
+
+def test_our_deletion_of_an_object_takes_no_newer_one_of_its_name() -> None:
+    mirror = Mirror()
+    mirror.event("ADDED", config_map(5))
+    newer = config_map(8)
+    newer["metadata"]["uid"] = "v"
+    mirror.event("DELETED", config_map(7))
+    mirror.event("ADDED", newer)
+    mirror.forget("m", "u")
+    assert mirror.objects["m"]["metadata"]["uid"] == "v"
+
+
+def test_what_a_list_lacks_is_doubted_more_than_what_only_an_answer_said() -> None:
+    mirror = Mirror()
+    mirror.event("ADDED", config_map(5))
+    mirror.doubt("m")
+    assert mirror.doubtful == {"m": Doubt.ASKED}
+    mirror.listed([])
+    assert mirror.doubtful == {"m": Doubt.MISSING}
+    mirror.doubt("m")
+    assert mirror.doubtful == {"m": Doubt.MISSING}
