@@ -14,6 +14,7 @@ _TOTALS = (
     "vllm:prompt_tokens_total",
     "vllm:prompt_tokens_cached_total",
     "vllm:iteration_tokens_total_count",
+    "vllm:time_to_first_token_seconds_count",
     "vllm:inter_token_latency_seconds_count",
     "vllm:inter_token_latency_seconds_sum",
     # Observed when a request ends, so that their quotients fit together.
@@ -39,6 +40,8 @@ class Scrape:
     steps            engine steps that gave tokens
     ended_*          of requests that ended; `ended_seconds` from scheduled to the last token
     token_gaps       between two tokens of a request; `gap_seconds` is their sum
+    first_tokens     of requests
+    prefill_seconds  in which the device prefilled; vLLM does not count them
     max_loras        device slots for adapters, which vLLM tells once an adapter has run
     """
 
@@ -55,6 +58,8 @@ class Scrape:
     ended_seconds: float = 0.0
     token_gaps: float = 0.0
     gap_seconds: float = 0.0
+    first_tokens: float = 0.0
+    prefill_seconds: float = 0.0
     started_at: float = 0.0
     block_size: int = 0
     total_kv_blocks: int = 0
@@ -90,6 +95,7 @@ def parse_metrics(page: str) -> Scrape:
         ended_seconds=total.get("vllm:request_inference_time_seconds_sum", 0.0),
         token_gaps=total.get("vllm:inter_token_latency_seconds_count", 0.0),
         gap_seconds=total.get("vllm:inter_token_latency_seconds_sum", 0.0),
+        first_tokens=total.get("vllm:time_to_first_token_seconds_count", 0.0),
         started_at=total.get("process_start_time_seconds", 0.0),
         block_size=_number(cache.get("block_size")),
         total_kv_blocks=_number(cache.get("num_gpu_blocks")),

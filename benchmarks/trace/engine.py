@@ -156,6 +156,7 @@ class Counters:
     """Prompt tokens that were not cached, counted when their prefill ends."""
     steps: int = 0
     """Those that gave tokens."""
+    first_tokens: int = 0
     token_gaps: int = 0
     """Between two tokens of an answer, and the sum of their seconds."""
     gap_seconds: float = 0.0
@@ -493,6 +494,7 @@ class Engine:
         if job.first_token < 0:
             job.first_token = now
             self.counters.computed_tokens += job.prompt_tokens - job.cached_tokens
+            self.counters.first_tokens += 1
         else:
             gap = int((now - job.last_token) * 1000)
             self.gaps[gap] = self.gaps.get(gap, 0) + 1

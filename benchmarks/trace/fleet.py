@@ -107,6 +107,7 @@ class Agent:
                 ended_seconds=counters.ended_seconds,
                 token_gaps=counters.token_gaps,
                 gap_seconds=counters.gap_seconds,
+                first_tokens=counters.first_tokens,
             )
         )
 

@@ -1,28 +1,24 @@
-"""Rates learned from an engine's counters, held against the rates that the simulated engine really has.
-
-The engine is the sim's batch on a simulated clock; its counters are kept here as vLLM 0.32 keeps its own
-(v1/metrics/stats.py): computed tokens at a prompt's first token, gaps at each token, the rest when a request ends.
-"""
+"""Rates learned from an engine's counters, held against the rates that the simulated engine really has."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from random import Random
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lorafleet.plain import EngineLoad
-from lorafleet.rates import Rates, Reading
+from lorafleet.rates import USUAL_PREFILL_TOKENS_PER_S, Rates, Reading
 from lorafleet.vllm_page import Scrape
 from tests.patience import patience, until
-from tests.properties import sample
+from tests.properties import examples, sample
+from tests.simulated import SimulatedEngine
 from tests.workers.running import post
 from workers import wire
 from workers.config import WorkerSettings
-from workers.engines.sim.blocks import BlockPool, Chain, Root
-from workers.engines.sim.timing import Batch, Ended, Job, Pace
 from workers.link import Link
 from workers.metrics import Metrics
 
@@ -46,72 +42,27 @@ def answer(rng: Random) -> float:
 
 
 class Load:
-    """Requests as they come to one engine, and its counters at every second. Prompts share nothing."""
+    """Requests as they come to one engine, whether those before them have ended or not."""
 
     def __init__(self, *, prefill: float, token_s: float, seed: int) -> None:
-        pace = Pace(
-            max_num_seqs=256, max_num_batched_tokens=2048, max_loras=1, max_cpu_loras=1,
-            prefill_tokens_per_s=prefill, decode_tokens_per_s=1 / token_s, load_s=0.0,
-        )  # fmt: skip
-        self.batch = Batch(BlockPool(100_000, 32), pace)
+        self.engine = SimulatedEngine(prefill=prefill, token_s=token_s)
         self.rng = Random(seed)
-        self.now = 0.0
-        self.totals = dict.fromkeys(
-            ["computed_tokens", "steps", "ended", "ended_prefill_tokens", "ended_prefill_seconds",
-             "ended_output_tokens", "ended_seconds", "token_gaps", "gap_seconds"], 0.0,
-        )  # fmt: skip
-        self.read_at = 1.0
-        self._tokens = count()
 
     def readings(self, prompts: Lengths, per_s: float, seconds: float) -> Iterator[Reading]:
         """One a second, while requests come at `per_s`."""
-        end, arrival = self.now + seconds, self.now + self.rng.expovariate(per_s)
-        while self.now < end:
-            while arrival <= self.now:
-                self._arrive(max(1, int(prompts(self.rng))))
+        engine = self.engine
+        end, arrival = engine.now + seconds, engine.now + self.rng.expovariate(per_s)
+        while engine.now < end:
+            readings, _ = engine.advance(arrival)
+            yield from readings
+            while arrival <= engine.now:
+                engine.ask(max(1, int(prompts(self.rng))), max(1, int(answer(self.rng))))
                 arrival += self.rng.expovariate(per_s)
-            if self.batch.has_work:
-                step = self.batch.begin(self.now)
-                done_at = self.now + step.duration_s
-                yield from self._read(done_at)
-                self._end(step, done_at)
-                self.now = done_at
-            else:
-                yield from self._read(arrival)
-                self.now = arrival
-
-    def _arrive(self, tokens: int) -> None:
-        chain = Chain([next(self._tokens)] * tokens, Root(), 32)
-        reply = [0] * max(1, int(answer(self.rng)))
-        self.batch.add(Job(chain=chain, prompt_tokens=tokens, reply=reply, reply_ended=Ended.LENGTH, arrived=self.now))
-
-    def _read(self, until: float) -> Iterator[Reading]:
-        while self.read_at <= until:
-            yield Reading(at_s=self.read_at, running=len(self.batch.running), **self.totals)
-            self.read_at += 1.0
-
-    def _end(self, step, now: float) -> None:
-        before = {id(job): job.last_token for job, _ in step.work}
-        told, totals = self.batch.end(step, now), self.totals
-        totals["steps"] += bool(told)
-        for job in told:
-            computed = job.prompt_tokens - job.cached_tokens
-            if job.produced == 1:
-                totals["computed_tokens"] += computed
-            else:
-                totals["token_gaps"] += 1
-                totals["gap_seconds"] += now - before[id(job)]
-            if job.ended is not None:
-                totals["ended"] += 1
-                totals["ended_prefill_tokens"] += computed
-                totals["ended_prefill_seconds"] += job.first_token - job.scheduled
-                totals["ended_output_tokens"] += job.produced
-                totals["ended_seconds"] += now - job.scheduled
 
 
 def off(rates: Rates, load: Load) -> tuple[float, float]:
     """By which share the prefill rate and one token's time are wrong."""
-    pace = load.batch.pace
+    pace = load.engine.batch.pace
     return (
         rates.prefill_tokens_per_s / pace.prefill_tokens_per_s - 1,
         pace.decode_tokens_per_s / rates.decode_tokens_per_s - 1,
@@ -166,7 +117,7 @@ def test_the_inter_token_time_and_a_requests_size_are_those_of_the_last_requests
     load, rates = Load(prefill=20_000, token_s=0.02, seed=2), Rates()
     for reading in load.readings(short, 8.0, 90):
         rates.add(reading)
-    totals = load.totals
+    totals = load.engine.totals
     assert rates.inter_token_s == pytest.approx(totals["gap_seconds"] / totals["token_gaps"], rel=0.15)
     assert rates.mean_output_tokens == pytest.approx(totals["ended_output_tokens"] / totals["ended"], rel=0.15)
     assert rates.mean_request_s == pytest.approx(totals["ended_seconds"] / totals["ended"], rel=0.15)
@@ -184,7 +135,79 @@ def test_the_first_request_alone_already_gives_a_rate():
     rates = Rates()
     rates.add(Reading(at_s=0.0, running=0))
     rates.add(Reading(at_s=1.0, running=0, computed_tokens=900, steps=11, ended=1, ended_prefill_tokens=900,
-                      ended_prefill_seconds=0.09, ended_output_tokens=11, ended_seconds=0.29))  # fmt: skip
+                      ended_prefill_seconds=0.09, ended_output_tokens=11, ended_seconds=0.29,
+                      first_tokens=1, token_gaps=10, gap_seconds=0.2))  # fmt: skip
+    assert rates.prefill_tokens_per_s == pytest.approx(10_000, rel=0.1)
+
+
+def after(lengths: Sequence[tuple[int, int]], *, prefill: float, token_s: float, users: int = 1) -> Rates:
+    """What these requests, of (prompt, answer) tokens, teach when each user waits for an answer before asking on."""
+    engine, rates, left = SimulatedEngine(prefill=prefill, token_s=token_s), Rates(), list(lengths)
+    for _ in range(min(users, len(left))):
+        engine.ask(*left.pop(0))
+    while engine.batch.has_work:
+        readings, told = engine.advance(math.inf)
+        for reading in readings:
+            rates.add(reading)
+        for job in told:
+            if job.ended is not None and left:
+                engine.ask(*left.pop(0))
+    for reading in engine.advance(engine.now + 2.0)[0]:
+        rates.add(reading)
+    return rates
+
+
+TWENTY = st.lists(
+    st.tuples(
+        st.one_of(st.integers(1, 60), st.integers(60, 600), st.integers(600, 8_000)),
+        st.one_of(st.integers(1, 4), st.integers(5, 60), st.integers(60, 400)),
+    ),
+    min_size=20,
+    max_size=20,
+)
+PREFILL = st.floats(1_000, 40_000)
+TOKEN_S = st.floats(0.004, 0.05)
+
+
+def tells(prompt: int, answer_: int, prefill: float, token_s: float) -> bool:
+    """Whether the seconds of this prefill are of its tokens, whatever else a step of an engine may cost."""
+    return answer_ > 1 and prompt >= 64 and prompt / prefill >= max(0.01, 2 * token_s)
+
+
+@settings(deadline=None, max_examples=examples(150))
+@given(TWENTY, PREFILL, TOKEN_S)
+def test_twenty_requests_of_any_lengths_give_the_rate_or_leave_it_open(lengths, prefill, token_s):
+    rate = after(lengths, prefill=prefill, token_s=token_s).prefill_tokens_per_s
+    if any(tells(*each, prefill, token_s) for each in lengths):
+        assert rate > 0
+    assert rate == 0.0 or prefill / 1.5 <= rate <= 1.5 * prefill
+
+
+@settings(deadline=None, max_examples=examples(150))
+@given(TWENTY, PREFILL, TOKEN_S, st.integers(2, 20))
+def test_requests_beside_one_another_never_give_a_rate_far_from_the_true_one(lengths, prefill, token_s, users):
+    rate = after(lengths, prefill=prefill, token_s=token_s, users=users).prefill_tokens_per_s
+    # Above the usual rate the fastest prefill that was seen is nearer to the true rate than the usual one.
+    assert rate == 0.0 or min(prefill / 2, USUAL_PREFILL_TOKENS_PER_S) <= rate <= 1.5 * prefill
+
+
+@pytest.mark.parametrize("users", [1, 4])
+@pytest.mark.parametrize("prompt", [1, 30])
+def test_short_chats_leave_the_prefill_rate_open(prompt, users):
+    rates = after([(prompt, 400)] * 20, prefill=7_837, token_s=0.02, users=users)
+    assert rates.prefill_tokens_per_s == 0.0
+    assert rates.decode_tokens_per_s == pytest.approx(50, rel=0.1)
+
+
+def test_short_chats_do_not_undo_what_a_long_prompt_showed():
+    rates = after([*[(30, 40)] * 5, (4_000, 10), *[(30, 40)] * 50], prefill=8_000, token_s=0.02)
+    assert rates.prefill_tokens_per_s == pytest.approx(8_000, rel=0.1)
+
+
+def test_an_engine_that_counts_its_own_prefill_seconds_is_believed():
+    rates = Rates()
+    for second in range(5):
+        rates.add(Reading(at_s=second, running=3, computed_tokens=3_000 * second, prefill_seconds=0.3 * second))
     assert rates.prefill_tokens_per_s == pytest.approx(10_000)
 
 
@@ -192,7 +215,7 @@ def test_an_engine_that_started_again_spoils_nothing():
     load, rates = Load(prefill=20_000, token_s=0.02, seed=4), Rates()
     for reading in load.readings(mixed, 3.0, 100):
         rates.add(reading)
-    learned, at_s = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s), load.read_at
+    learned, at_s = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s), load.engine.read_at
     again = Load(prefill=20_000, token_s=0.02, seed=5)
     for number, reading in enumerate(again.readings(mixed, 3.0, 30)):
         rates.add(replace(reading, at_s=at_s + reading.at_s))
@@ -203,7 +226,7 @@ def test_an_engine_that_started_again_spoils_nothing():
 
 
 def test_any_counters_at_all_give_finite_figures():
-    rng, rates, totals = Random(7), Rates(), [0.0] * 9
+    rng, rates, totals = Random(7), Rates(), [0.0] * 11
     for second in range(400):
         totals = [
             max(0.0, total + rng.choice([0, 0, 1, 50, 4_000, -1_000 * (rng.random() < 0.02)])) for total in totals

@@ -164,8 +164,9 @@ def parse_metrics(page: str, loads: Sequence[Mapping[str, Any]]) -> Scrape:
         computed_tokens=prefilled,
         steps=_total(families, "sglang:cuda_graph_passes_total"),
         ended=_total(families, "sglang:num_requests_total"),
-        ended_prefill_tokens=prefilled if in_prefill else 0.0,
-        ended_prefill_seconds=in_prefill,
+        # Counted when a request ends, and so as good as their first tokens over more than a few seconds.
+        first_tokens=_total(families, "sglang:num_requests_total"),
+        prefill_seconds=in_prefill,
         ended_output_tokens=_total(families, "sglang:generation_tokens_total"),
         ended_seconds=max(0.0, latency - queued),
         token_gaps=_total(families, "sglang:inter_token_latency_seconds_count"),

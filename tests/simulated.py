@@ -1,0 +1,99 @@
+"""An engine on a simulated clock: the sim's batch, and its counters as vLLM 0.32 keeps its own.
+
+The counters follow v1/metrics/stats.py: computed tokens at a prompt's first token, gaps at each token, the rest when a
+request ends. No time passes, and no clock is asked.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from math import inf
+
+from lorafleet.rates import Reading
+from workers.engines.sim.blocks import BlockPool, Chain, Root
+from workers.engines.sim.timing import Batch, Ended, Job, Pace, Step
+
+
+class SimulatedEngine:
+    """One engine, its clock `now` in seconds, and its counters at every whole second. Prompts share nothing.
+
+    prefill  tokens per second
+    token_s  seconds of one token
+    """
+
+    def __init__(self, *, prefill: float, token_s: float, max_num_seqs: int = 256, blocks: int = 100_000) -> None:
+        pace = Pace(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=2048, max_loras=1, max_cpu_loras=1,
+            prefill_tokens_per_s=prefill, decode_tokens_per_s=1 / token_s, load_s=0.0,
+        )  # fmt: skip
+        self.batch = Batch(BlockPool(blocks, 32), pace)
+        self.now = 0.0
+        self.totals = dict.fromkeys(
+            ["computed_tokens", "steps", "ended", "ended_prefill_tokens", "ended_prefill_seconds",
+             "ended_output_tokens", "ended_seconds", "token_gaps", "gap_seconds", "first_tokens"], 0.0,
+        )  # fmt: skip
+        self.read_at = 1.0
+        self._step: tuple[Step, float] | None = None
+        self._tokens = count()
+
+    def ask(self, prompt_tokens: int, answer_tokens: int) -> Job:
+        """A request that comes now."""
+        chain = Chain([next(self._tokens)] * prompt_tokens, Root(), 32)
+        job = Job(
+            chain=chain,
+            prompt_tokens=prompt_tokens,
+            reply=[0] * answer_tokens,
+            reply_ended=Ended.LENGTH,
+            arrived=self.now,
+        )
+        self.batch.add(job)
+        return job
+
+    @property
+    def next_at(self) -> float:
+        """When the step under way ends; infinite when there is nothing to do."""
+        if self._step is None:
+            if not self.batch.has_work:
+                return inf
+            step = self.batch.begin(self.now)
+            self._step = step, self.now + step.duration_s
+        return self._step[1]
+
+    def advance(self, until: float) -> tuple[list[Reading], Sequence[Job]]:
+        """Let time pass, no further than to the end of one step: readings on the way, and jobs that got a token."""
+        done_at = self.next_at
+        to = min(until, done_at)
+        readings = list(self._readings(to))
+        self.now = to
+        if self._step is None or done_at > until:
+            return readings, ()
+        step, self._step = self._step[0], None
+        return readings, self._ended(step, done_at)
+
+    def _readings(self, until: float) -> Iterator[Reading]:
+        while self.read_at <= until:
+            yield Reading(at_s=self.read_at, running=len(self.batch.running), **self.totals)
+            self.read_at += 1.0
+
+    def _ended(self, step: Step, now: float) -> Sequence[Job]:
+        before = {id(job): job.last_token for job, _ in step.work}
+        told, totals = self.batch.end(step, now), self.totals
+        totals["steps"] += bool(told)
+        for job in told:
+            computed = job.prompt_tokens - job.cached_tokens
+            assert job.first_token is not None
+            assert job.scheduled is not None
+            if job.produced == 1:
+                totals["computed_tokens"] += computed
+                totals["first_tokens"] += 1
+            else:
+                last_token = before[id(job)]
+                assert last_token is not None
+                totals["token_gaps"] += 1
+                totals["gap_seconds"] += now - last_token
+            if job.ended is not None:
+                totals["ended"] += 1
+                totals["ended_prefill_tokens"] += computed
+                totals["ended_prefill_seconds"] += job.first_token - job.scheduled
+                totals["ended_output_tokens"] += job.produced
+                totals["ended_seconds"] += now - job.scheduled
+        return told
