@@ -165,8 +165,4 @@ class WaitingRoom:
     def _too_late(self, ticket: Ticket) -> RouterError:
         if ticket.deadline_at is not None and self._clock() >= ticket.deadline_at:
             return DeadlineExceeded("the deadline of this request passed while it waited for room at an engine")
-        backlog = self._mind.waiting.backlog
-        drained_s = sum(backlog.values()) / max(1, len(backlog))
-        return Saturated(
-            f"no engine had room within {ticket.most_wait_s:.3g} s; try again", retry_after_s=max(1.0, drained_s)
-        )
+        return self._mind.waiting.gave_up(ticket, self._clock())

@@ -1,19 +1,35 @@
-"""Whether a request may wait, and for how long it would: bounds in number and in bytes, and how fast a line moves.
+"""Whether a request may wait, for how long it would, and when to come back: bounds in number and in bytes, how fast a
+line moves, and what those who were turned away have been told.
 
 Pure: time is an argument.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf
 
 from router.core.index import WorkerId
 
 # Over how many seconds of waiting the speed of a line is measured, and for how many the guess counts with which it
-# begins: that an engine does a second of prefill in a second. Decoding makes it slower.
+# begins: that an engine does a second of prefill in a second. Decoding makes it slower. After as many seconds of
+# waiting the speed is evidence.
 _DRAIN_HORIZON_S = 20.0
 _DRAIN_PRIOR_S = 2.0
 _MOST_DRAINS = 1000
+# Of how many waits the errors are remembered, and how many count with the guess that the first one is. Waits of less
+# than a second say nothing of long ones.
+_KEPT_RATIOS = 150
+_FIRST_RATIOS = 25
+_FIRST_RATIO = 1.5
+_LEAST_EXPECTED_S = 1.0
+# This share of predictions, each with the margin, is to come true; what waited in vain would have waited for so much
+# longer. Both by trial in a simulation: a fortieth in vain at most, in steady overload and when others come.
+_FORESEEN_SHARE = 0.97
+_IN_VAIN = 1.5
+_LEAST_MARGIN = 1.25
+_MOST_MARGIN = 4.0
+_LEAST_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +101,12 @@ class _Speed:
 
 @dataclass(slots=True)
 class Drain:
-    """How fast each replica's line moves, in seconds of prefill a second, measured while somebody waits for it."""
+    """How fast each line moves, in seconds of prefill a second, measured while somebody waits in it. A line is those
+    who wait for one replica, or the requests of one tenant.
+    """
 
-    _speeds: dict[WorkerId, _Speed] = field(default_factory=dict)
+    horizon_s: float = _DRAIN_HORIZON_S
+    _speeds: dict[str, _Speed] = field(default_factory=dict)
     _at: float = 0.0
 
     def begin(self, now: float) -> None:
@@ -96,42 +115,99 @@ class Drain:
         if len(self._speeds) > _MOST_DRAINS:
             self._speeds.clear()
 
-    def passed(self, waited_for: Iterable[WorkerId], now: float) -> None:
-        """Time has passed in which requests waited for these replicas."""
+    def passed(self, waited_for: Iterable[str], now: float) -> None:
+        """Time has passed in which requests waited in these lines."""
         # One long standstill of this process is no slow line.
-        passed_s = min(max(0.0, now - self._at), _DRAIN_HORIZON_S)
+        passed_s = min(max(0.0, now - self._at), self.horizon_s)
         self._at = now
-        fading = exp(-passed_s / _DRAIN_HORIZON_S)
-        for worker in waited_for:
-            speed = self._speeds.get(worker)
+        fading = exp(-passed_s / self.horizon_s)
+        for line in waited_for:
+            speed = self._speeds.get(line)
             if speed is None:
-                speed = self._speeds[worker] = _Speed()
+                speed = self._speeds[line] = _Speed()
             speed.work_s *= fading
             speed.passed_s = speed.passed_s * fading + passed_s
 
-    def served(self, worker: WorkerId, work_s: float) -> None:
+    def served(self, line: str, work_s: float) -> None:
         """One that waited was sent."""
-        speed = self._speeds.get(worker)
+        speed = self._speeds.get(line)
         if speed is not None:
             speed.work_s += work_s
 
-    def rate(self, worker: WorkerId) -> float:
-        """Seconds of work a second."""
-        speed = self._speeds.get(worker)
+    def is_measured(self, line: str) -> bool:
+        """Whether it has been waited in for long enough to tell."""
+        speed = self._speeds.get(line)
+        return speed is not None and speed.passed_s >= _DRAIN_PRIOR_S
+
+    def rate(self, line: str, guess: float = 1.0) -> float:
+        """Seconds of work a second; `guess` is what counts before any was measured, and a little after."""
+        speed = self._speeds.get(line)
         if speed is None:
-            return 1.0
-        return (speed.work_s + _DRAIN_PRIOR_S) / (speed.passed_s + _DRAIN_PRIOR_S)
+            return guess
+        return (speed.work_s + guess * _DRAIN_PRIOR_S) / (speed.passed_s + _DRAIN_PRIOR_S)
 
 
-def wait_s(ahead_s: float, bound: Mapping[WorkerId, float], able: Iterable[WorkerId], drain: Drain) -> float:
+class Foresight:
+    """How much longer than predicted requests have waited of late: what a prediction is multiplied by, so that of those
+    who are let in few wait in vain.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque([_FIRST_RATIO] * _FIRST_RATIOS, maxlen=_KEPT_RATIOS)
+        self._margin = _FIRST_RATIO
+
+    def waited(self, expected_s: float, waited_s: float, *, is_over: bool) -> None:
+        """A request has waited. `is_over`: it was sent; else it left when it might wait no longer."""
+        if expected_s < _LEAST_EXPECTED_S:
+            return
+        # How long it would still have waited is not known.
+        self._ratios.append(waited_s / expected_s * (1.0 if is_over else _IN_VAIN))
+        ordered = sorted(self._ratios)
+        self._margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, ordered[int(_FORESEEN_SHARE * len(ordered))]))
+
+    @property
+    def margin(self) -> float:
+        """By what a predicted wait is to be multiplied."""
+        return self._margin
+
+
+@dataclass(slots=True)
+class Promises:
+    """When those who were turned away were told to come back, by tenant: who comes later is told a later time."""
+
+    _until: dict[str, float] = field(default_factory=dict)
+
+    def next_s(self, tenant: str, room_s: float, each_s: float, most_s: float, now: float) -> float:
+        """Seconds after which one more of this tenant finds room.
+
+        room_s  until there is room for the first of those that were turned away
+        each_s  until there is room for one more, from one to the next
+        most_s  what the others of its tenant add to that at most: of those that were told, not all come back
+        """
+        if len(self._until) > _MOST_DRAINS:
+            self._until = {name: until for name, until in self._until.items() if until > now}
+        first_s = max(_LEAST_RETRY_S, room_s)
+        until = max(now + first_s, self._until.get(tenant, 0.0) + each_s)
+        self._until[tenant] = until = min(until, now + first_s + most_s)
+        return until - now
+
+
+def wait_s(
+    ahead_s: float,
+    bound: Mapping[WorkerId, float],
+    able: Iterable[WorkerId],
+    drain: Drain,
+    guess: Callable[[WorkerId], float] = lambda _: 1.0,
+) -> float:
     """Seconds until the replicas that are able have worked off what is ahead of a request in the line.
 
     ahead_s  of all work in the line; for the able ones as much of it is taken as they have of the whole
     bound    the line's work by the replica that each request would go to as things stand
+    guess    of a replica: seconds of work a second, before any was measured
     """
     total_s = sum(bound.values())
     theirs_s = rate = 0.0
     for worker in able:
         theirs_s += bound.get(worker, 0.0)
-        rate += drain.rate(worker)
+        rate += drain.rate(worker, guess(worker))
     return ahead_s * theirs_s / (total_s * rate) if total_s and rate else 0.0

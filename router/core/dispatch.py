@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from lorafleet.kv.blocks import BlockHash
-from router.core.admission import Drain, Room, wait_s
+from router.core.admission import Drain, Foresight, Promises, Room, wait_s
 from router.core.decision import NOTHING, Ask, Decision
 from router.core.errors import NoReplica, Saturated
 from router.core.index import WorkerId
@@ -40,6 +40,10 @@ _MOST_LAG_S = 10.0
 # And who had more than was counted when it was sent, by long answers or many, is set back by this much and no more.
 _MOST_DEBT_S = 10.0
 _LEAST_WORK_S = 0.001
+# How fast a tenant is served changes as others come and go: the lower of the last seconds' speed and the last minute's.
+_TENANT_HORIZONS_S = (8.0, 40.0)
+# What those who were turned away before add to the time after which the next one is to come back, at most.
+_MOST_RETRY_S = 300.0
 # Tenants, and adapters of one tenant, that are remembered while they do not wait, as long as anybody does. One that is
 # forgotten joins where the others are: at most it is spared what it had of the last request.
 _REMEMBERED_IDLE = 256
@@ -71,6 +75,7 @@ class Ticket:
     deadline_at      when nobody wants its answer any more
     most_wait_s      it is refused at once where it would wait for longer; infinite: it is never asked
     payload          the caller's own
+    expected_s, since  what was predicted when it began to wait, and when that was; 0.0: nothing was
     wants_slot       an adapter slot is free where it would go neither for it nor for one before it
     """
 
@@ -87,6 +92,8 @@ class Ticket:
     number: int = 0
     bound_to: WorkerId | None = None
     bound_s: float = 0.0
+    expected_s: float = 0.0
+    since: float = 0.0
     wants_slot: bool = False
     is_waiting: bool = False
 
@@ -121,14 +128,19 @@ class Dispatcher:
     late_binding_s  how much work is queued at an engine at most; infinite: everything is sent at once
     is_full   whether its base model may not, wherever it would go; then nobody of that base model overtakes it;
               None: never
+    pace      of a replica: the share of the predicted seconds that its prefills have taken of late
     room      how much may wait
     """
 
     decide: Callable[[Ticket, Mapping[WorkerId, float], float], Decision]
     late_binding_s: float = inf
     is_full: Callable[[Decision], bool] | None = None
+    pace: Callable[[WorkerId], float] = lambda _: 1.0
     room: Room = field(default_factory=Room)
     drain: Drain = field(default_factory=Drain)
+    tenant_drains: tuple[Drain, ...] = field(default_factory=lambda: tuple(map(Drain, _TENANT_HORIZONS_S)))
+    promises: Promises = field(default_factory=Promises)
+    foresight: Foresight = field(default_factory=Foresight)
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _level_s: float = 0.0
     _bound: dict[WorkerId, float] = field(default_factory=dict)
@@ -179,9 +191,11 @@ class Dispatcher:
             self._serve(ticket, _work_s(decision))
             self._tidy(tenant)
             return decision
-        self._check_wait(ticket, decision)
+        ticket.since, ticket.expected_s = now, self._check_wait(ticket, decision, now)
         if not self._waiting:
             self.drain.begin(now)
+            for drain in self.tenant_drains:
+                drain.begin(now)
         self.room.enter(ticket.tenant, ticket.size_bytes)
         tenant, flow = self._joined(ticket)
         ticket.number, ticket.is_waiting = next(self._numbers), True
@@ -243,32 +257,93 @@ class Dispatcher:
         flow = had.flows.setdefault(adapter, _Flow())
         flow.had_s = _set_back(flow.had_s, had.level_s, work_s / weight, is_waiting=bool(flow.tickets))
 
+    def gave_up(self, ticket: Ticket, now: float) -> Saturated:
+        """The refusal of a request that has waited for as long as it may. Learns from it; to be called once."""
+        self.foresight.waited(ticket.expected_s, now - ticket.since, is_over=False)
+        own_s = self._longest_own_s(ticket)
+        room_s = own_s - ticket.most_wait_s / self.foresight.margin
+        if own_s == 0.0:  # its tenant's speed is not known: when all that waits has been worked off
+            room_s = sum(self._bound.values()) / (sum(map(self.drain.rate, self._bound)) or 1.0)
+        return Saturated(
+            f"no engine had room within {ticket.most_wait_s:.3g} s; try again",
+            retry_after_s=self._retry_s(ticket, ticket.bound_to, room_s, ticket.bound_s or _LEAST_WORK_S, now),
+        )
+
     def wait_s(self, ticket: Ticket, decision: Decision) -> float:
         """For how long this request would wait, going by what is ahead of it in fair order and how fast that goes."""
-        return self._wait_behind_s(self._ahead_s(ticket), decision)
+        own_s = self._own_ahead_s(ticket) / self._tenant_rate(ticket)
+        return max(own_s, self._wait_behind_s(self._ahead_s(ticket), decision))
 
     def _wait_behind_s(self, ahead_s: float, decision: Decision) -> float:
-        able = decision.scene.able(decision.ask)
-        workers = [decision.scene.roster.replicas[i].id for i in able]
-        until_room_s = max(0.0, _queued_s(decision) - self.late_binding_s)
-        return until_room_s + wait_s(ahead_s, self._bound, workers, self.drain)
+        loads, replicas = decision.scene.loads, decision.scene.roster.replicas
+        position_of = {replicas[i].id: i for i in decision.scene.able(decision.ask)}
+        workers = list(position_of)
+        until_room_s = max(0.0, _queued_s(decision) - self.late_binding_s) * self.pace(decision.replica.id)
+        each_s = max(_LEAST_WORK_S, sum(self._bound.values()) / self._waiting if self._waiting else _work_s(decision))
 
-    def _check_wait(self, ticket: Ticket, decision: Decision) -> None:
+        def guess(worker: WorkerId) -> float:
+            # No faster than its prefills, nor than its sequences end.
+            own, replica = loads[position_of[worker]], replicas[position_of[worker]]
+            return min(1 / self.pace(worker), each_s * replica.max_num_seqs / max(own.request_s, each_s))
+
+        return until_room_s + wait_s(ahead_s, self._bound, workers, self.drain, guess)
+
+    def _tenant_rate(self, ticket: Ticket) -> float:
+        """How fast the requests of its tenant are served, beside all others; infinite until measured."""
+        name = ticket.tenant
+        return min([drain.rate(name) for drain in self.tenant_drains if drain.is_measured(name)], default=inf)
+
+    def _check_wait(self, ticket: Ticket, decision: Decision, now: float) -> float:
+        """How long it is expected to wait; 0.0 where that is not foreseen, or not near what it may wait."""
         refusal = self.room.refusal(ticket.tenant, ticket.size_bytes)
-        if refusal is None and ticket.most_wait_s == inf:
-            return
+        if refusal is None and (ticket.most_wait_s == inf or not self._has_evidence(decision)):
+            return 0.0
+        limit_s = ticket.most_wait_s / self.foresight.margin
         # If everybody were ahead of it, which is soon computed: an ordinary line is short.
-        if refusal is None and self._wait_behind_s(sum(self._bound.values()), decision) <= ticket.most_wait_s:
-            return
-        expected_s = self.wait_s(ticket, decision)
+        if refusal is None and max(self._longest_own_s(ticket), self._longest_s(decision)) <= limit_s:
+            return 0.0
+        expected_s, work_s = self.wait_s(ticket, decision), _work_s(decision)
         if refusal is not None:
-            raise Saturated(f"{refusal}; try again in a while", retry_after_s=max(1.0, expected_s))
-        if expected_s > ticket.most_wait_s:
+            retry_s = self._retry_s(ticket, decision.replica.id, expected_s - limit_s, work_s, now)
+            raise Saturated(f"{refusal}; try again in a while", retry_after_s=retry_s)
+        if expected_s > limit_s:
             raise Saturated(
-                f"this would wait {expected_s:.1f} s for room at an engine, behind {self._waiting} requests, and may"
-                f" wait {ticket.most_wait_s:.3g} s; try again",
-                retry_after_s=max(1.0, expected_s - ticket.most_wait_s),
+                f"this would wait {expected_s:.1f} s for room at an engine, behind {self._waiting} requests; it may"
+                f" wait {ticket.most_wait_s:.3g} s, and is let in up to {limit_s:.3g} s; try again",
+                retry_after_s=self._retry_s(ticket, decision.replica.id, expected_s - limit_s, work_s, now),
             )
+        return expected_s
+
+    def _longest_s(self, decision: Decision) -> float:
+        return self._wait_behind_s(sum(self._bound.values()), decision)
+
+    def _longest_own_s(self, ticket: Ticket) -> float:
+        tenant = self._tenants.get(ticket.tenant)
+        return tenant.waiting_s / self._tenant_rate(ticket) if tenant is not None else 0.0
+
+    def _has_evidence(self, decision: Decision) -> bool:
+        """Whether a prediction may refuse a request: nobody is refused for what a guess says, nor where a replica that
+        could have it has nothing to do.
+        """
+        scene = decision.scene
+        able = scene.able(decision.ask)
+        ids = [scene.roster.replicas[i].id for i in able]
+        if any(not scene.loads.in_flight(i) and id_ not in self._bound for i, id_ in zip(able, ids, strict=True)):
+            return False
+        return scene.roster.middle.prefill_tokens_per_s > 0 or any(map(self.drain.is_measured, ids))
+
+    def _retry_s(self, ticket: Ticket, worker: WorkerId | None, room_s: float, work_s: float, now: float) -> float:
+        """When to come back: once there is room, and behind those of its tenant that were told so before."""
+        rate = self._tenant_rate(ticket)
+        if rate == inf:
+            rate = self.drain.rate(worker, 1 / self.pace(worker)) if worker is not None else 1.0
+        most_s = min(ticket.most_wait_s, _MOST_RETRY_S)
+        return self.promises.next_s(ticket.tenant, room_s, work_s / rate, most_s, now)
+
+    def _own_ahead_s(self, ticket: Ticket) -> float:
+        """As `_ahead_s`, of its own tenant alone."""
+        tenant = self._tenants.get(ticket.tenant)
+        return _ahead_of_its_tenant_s(tenant, ticket) if tenant is not None and tenant.waiting else 0.0
 
     def _ahead_s(self, ticket: Ticket) -> float:
         """Seconds of work of all that would be served before it if it joined now: as `_in_order`, with requests as a
@@ -302,6 +377,9 @@ class Dispatcher:
         replica can serve any more. Note each as sent before asking for the next: that changes what has room.
         """
         self.drain.passed(self._bound, now)
+        tenants = [name for name, tenant in self._tenants.items() if tenant.waiting]
+        for drain in self.tenant_drains:
+            drain.passed(tenants, now)
         ahead: dict[WorkerId, float] = {}
         slotless: set[WorkerId] = set()
         self._full.clear()
@@ -330,6 +408,9 @@ class Dispatcher:
             work_s = _work_s(decision)
             self._serve(ticket, work_s)
             self.drain.served(worker, work_s)
+            for drain in self.tenant_drains:
+                drain.served(ticket.tenant, work_s)
+            self.foresight.waited(ticket.expected_s, now - ticket.since, is_over=True)
             self.withdraw(ticket)
             yield ticket, decision
 

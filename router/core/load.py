@@ -40,6 +40,14 @@ _PASSED_OVER_S = 10.0
 _GIVEN_WAY_S = 5.0
 
 
+# A prefill that took less than this share of what was predicted says that predictions are wrong, not that there was
+# luck; of predictions that are short nothing depends. One after another brings trust back by this share.
+_CONTRADICTED_SHARE = 0.5
+_LEAST_EXPECTED_S = 0.1
+_LEAST_PACE = 0.001
+_PACE_RETURN = 0.25
+
+
 class InFlight(msgspec.Struct, eq=False):
     """One request at one replica, from dispatch to end. `book`: what it counts in, its worker forgotten or not.
 
@@ -47,6 +55,7 @@ class InFlight(msgspec.Struct, eq=False):
     is_streamed  so that it shows its first token; any other is silent until its whole answer is there, however long,
                  and leaves prefill when a report shows that it runs
     is_answered  its first token, or its whole answer, has come
+    expected_s   from dispatch to the end of its prefill, as predicted then
     """
 
     worker: WorkerId
@@ -63,6 +72,7 @@ class InFlight(msgspec.Struct, eq=False):
     is_streamed: bool = True
     is_answered: bool = False
     ended: bool = False
+    expected_s: float = 0.0
 
 
 class Own(NamedTuple):
@@ -256,6 +266,7 @@ class _Book:
     sequences, prefill_sequences   of all in flight, and of those in prefill
     history               (until when, in prefill, in flight): sequences of ours, since the one before; `noted_at`: the
                           last
+    pace                  the share of the predicted seconds that prefills took of late; 1.0 where predictions hold
     stale, position       where to say that what was felt of it is no longer so
     max_loras, max_seqs, kv_tokens, kv_tokens_used, reported_request_s   what it and its engine say of themselves
     """
@@ -294,6 +305,7 @@ class _Book:
     moved_at: float = inf
     others_until: float = -inf
     others_in_flight: int = 0
+    pace: float = 1.0
     stale: set[int] = field(default_factory=set)
     position: int = 0
 
@@ -314,6 +326,7 @@ class _Book:
         self.sequences += sequences
         self.prefill_sequences += sequences
         self.busy_until = max(self.busy_until, now) + prefill_s
+        flight.expected_s = self.busy_until - now
         self.prefill_s += prefill_s
         if prefill_s > self.largest_s:
             self.largest_s, self.as_large = prefill_s, 1
@@ -330,6 +343,18 @@ class _Book:
             self.fresh |= {name}
         self.placed_tokens = self.placed_tokens * exp((self.placed_at - now) / PLACED_S) + flight.uncached_tokens
         self.placed_at = now
+
+    def correct(self, flight: InFlight, now: float) -> None:
+        """Its prefill is over, or its whole answer there: a prediction that was far too long is corrected at once."""
+        expected_s = flight.expected_s
+        if expected_s < _LEAST_EXPECTED_S:
+            return
+        share = (now - flight.began_at) / expected_s
+        share = 1.0 if share > _CONTRADICTED_SHARE else max(_LEAST_PACE, share)
+        if share < self.pace:
+            self.pace = share
+        elif flight.is_streamed:
+            self.pace += _PACE_RETURN * (share - self.pace)
 
     def leave_prefill(self, flight: InFlight, now: float) -> None:
         """Its prefill is over, or it is."""
@@ -494,6 +519,7 @@ class LoadBook:
         flight.is_answered = True
         book = flight.book
         book.heard_at = now
+        book.correct(flight, now)
         if flight.in_prefill:
             book.changes(now)
             book.leave_prefill(flight, now)
@@ -503,6 +529,11 @@ class LoadBook:
         book = self._books.get(worker)
         if book is not None:
             book.heard_at = max(book.heard_at, at)
+
+    def pace(self, worker: WorkerId) -> float:
+        """The share of the predicted seconds that a replica's prefills took of late; 1.0 where predictions hold."""
+        book = self._books.get(worker)
+        return 1.0 if book is None else book.pace
 
     def silent_s(self, worker: WorkerId, now: float, *, since: float = -inf) -> float:
         """For how long a replica has said nothing to anybody, beyond the time that what it has to do may take.
@@ -548,6 +579,8 @@ class LoadBook:
             # first, so that one odd request does not count for ten.
             book.ended += 1
             book.heard_at = now
+            if not flight.is_answered:
+                book.correct(flight, now)
             share = max(_SMOOTHING, 1 / book.ended)
             book.mean_request_s += share * (now - flight.began_at - book.mean_request_s)
         book.remove(flight)

@@ -68,6 +68,7 @@ class Mind:
             self._decide_ticket,
             self.late_binding_s,
             self._is_full if self.most_in_flight_tokens else None,
+            self.load.pace,
         )
 
     def decide(self, prompt: Prompt, now: float) -> Decision:

@@ -11,19 +11,22 @@ from router.core.cost import Costs
 from router.core.decision import Ask, Decision
 from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import NoReplica
-from router.core.fleet import Roster
+from router.core.fleet import Report, Roster
 from router.core.mind import Mind, first_blocks
 from router.core.policies import POLICIES
 from tests.router.test_policy import SQL, a_replica
 
-RATE = 10_000  # tokens per second, the default before anything is measured
+RATE = 10_000  # tokens per second
 
 
 class Fleet:
-    """A mind over replicas whose engines prefill in order at the default rate; `finish` ends the oldest prefill."""
+    """A mind over replicas whose engines prefill in order at the rate they report; `finish` ends the oldest one."""
 
     def __init__(self, replicas=1, late_binding_s=1.0, **more):
-        self.roster = Roster(tuple(a_replica(f"w{i}", residents=[SQL], max_num_seqs=99) for i in range(replicas)))
+        measured = Report(prefill_tokens_per_s=RATE)
+        self.roster = Roster(
+            tuple(a_replica(f"w{i}", residents=[SQL], max_num_seqs=99, report=measured) for i in range(replicas))
+        )
         self.depths = {}
         self.mind = Mind(
             roster=lambda _: self.roster,

@@ -1,0 +1,80 @@
+"""More is asked than a fleet can do: who is let in is served, and who is not is told a time at which there is room."""
+
+from random import Random
+
+import pytest
+
+from router.core.admission import Foresight, Promises
+from tests.router.town import Asked, Town
+
+MOST_WAIT_S = 15.0
+
+
+def flood(*, obeys: bool, seed: int, joined_at: float) -> Town:
+    """A greedy tenant with many users asks without a pause, and three modest ones do from `joined_at` on."""
+    town, rng = Town(max_num_seqs=8, most_wait_s=MOST_WAIT_S, seed=seed), Random(seed)
+
+    def ask(tenant: str, pause_s: float) -> None:
+        def again(asked: Asked) -> None:
+            retry_s = pause_s * rng.random()
+            if asked.refused is not None:
+                assert asked.refused.retry_after_s is not None
+                retry_s = asked.refused.retry_after_s if obeys else 1.0
+            town.at(town.now + retry_s, lambda: ask(tenant, pause_s))
+
+        if town.now < 70.0:
+            town.ask(rng.randint(500, 1500), rng.randint(50, 150), tenant=tenant, on_end=again)
+
+    for _ in range(60):
+        town.at(5.0 * rng.random(), lambda: ask("greedy", 0.1))
+    for number in range(3):
+        town.at(joined_at + rng.random(), lambda name=f"modest {number}": ask(name, 2.0))
+    town.run()
+    return town
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("obeys", "joined_at"), [(True, 0.0), (True, 30.0), (False, 0.0)])
+def test_of_those_let_in_at_most_a_twentieth_waits_in_vain(obeys, joined_at):
+    town = flood(obeys=obeys, seed=1, joined_at=joined_at)
+    greedy = [asked for asked in town.asked if asked.tenant == "greedy"]
+    admitted = [asked for asked in greedy if asked.is_admitted]
+    assert len(greedy) > len(admitted) > 100
+    assert sum(asked.is_late for asked in admitted) <= 0.05 * len(admitted)
+    assert not [asked for asked in town.asked if asked.tenant != "greedy" and asked.refused is not None]
+    # The engine never rests for it: about two a second are what it can do.
+    assert sum(asked.refused is None for asked in town.asked if asked.at < 70.0) > 120
+    retries_s = sorted(asked.refused.retry_after_s for asked in greedy if asked.refused is not None)
+    assert retries_s[len(retries_s) // 2] > 4.0
+    assert retries_s[-1] < 10 * MOST_WAIT_S
+
+
+def test_those_turned_away_together_are_told_different_times():
+    promises = Promises()
+    told = [promises.next_s("a", 2.0, 0.5, 60.0, 100.0) for _ in range(5)]
+    assert told == pytest.approx([2.0, 2.5, 3.0, 3.5, 4.0])
+    assert promises.next_s("b", 0.0, 0.5, 60.0, 100.0) == 1.0
+    assert promises.next_s("a", 2.0, 0.5, 60.0, 200.0) == 2.0
+    assert max(promises.next_s("a", 2.0, 0.5, 60.0, 200.0) for _ in range(500)) == pytest.approx(62.0)
+
+
+def test_many_tenants_that_were_turned_away_are_forgotten_when_their_time_has_come():
+    promises = Promises()
+    for number in range(5_000):
+        promises.next_s(f"tenant {number}", 0.0, 0.5, 60.0, float(number))
+    assert len(promises._until) < 1_100
+
+
+def test_waits_that_were_longer_than_predicted_widen_the_margin_and_it_narrows_again():
+    foresight = Foresight()
+    at_first = foresight.margin
+    for _ in range(20):
+        foresight.waited(5.0, 10.0, is_over=True)
+    assert foresight.margin == pytest.approx(2.0)
+    foresight.waited(0.01, 10.0, is_over=True)  # says nothing of long waits
+    for _ in range(200):
+        foresight.waited(5.0, 60.0, is_over=False)
+    assert foresight.margin == 4.0
+    for _ in range(200):
+        foresight.waited(5.0, 5.0, is_over=True)
+    assert 1.0 < foresight.margin < at_first
