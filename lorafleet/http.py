@@ -67,8 +67,12 @@ def _short(text: str) -> str:
 
 
 def error_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
-    """`Retry-After` in whole seconds, rounded up so that nobody comes back early; `WWW-Authenticate` on 401."""
+    """`Retry-After` in whole seconds, rounded up so that nobody comes back early; `WWW-Authenticate` on 401. On 504 the
+    clients of OpenAI and Anthropic are told not to send again: what took too long would take as long.
+    """
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+    if status == 504:
+        headers["x-should-retry"] = "false"
     return headers | ({"www-authenticate": "Bearer"} if status == 401 else {})
 
 

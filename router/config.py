@@ -71,6 +71,12 @@ class RouterSettings(HouseSettings):
     trial_timeout_s: float = Field(
         default=30.0, gt=0, description="the same, for the one stream that finds out whether a failing replica is well"
     )
+    max_answer_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="to a first token or whole answer at most, where the client says in x-lorafleet-timeout-s that it"
+        " waits for longer, or where the answer is not streamed and its engine is seen to work",
+    )
     idle_timeout_s: float = Field(default=120.0, gt=0, description="between two pieces of a streamed answer")
     stream_keep_alive_s: float = Field(
         default=0.0,

@@ -28,7 +28,7 @@ from router.core.errors import (
 from router.core.index import WorkerId
 from router.dress import FORWARDED_HEADERS
 from router.flight import Flight
-from router.journey import Journey, door_of, header_lines
+from router.journey import Journey, door_of, header_lines, late
 from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.events import Echo, Growing, Renamed, Undated, error_event, refusal_event
@@ -223,7 +223,7 @@ class Inference:
         try:
             attempt = await open_attempt(self._parts.pool, call, self._limits)
         except ReplicaUnreachable as exc:
-            raise NoReplica(str(exc)) from exc
+            raise late(exc) if exc.reason == "no_answer_in_time" else NoReplica(str(exc)) from exc
         try:
             about = _content(attempt) + f"x-lorafleet-worker: {call.replica}\r\n"
             if attempt.streamed:

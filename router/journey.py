@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from secrets import token_hex
 from types import MappingProxyType
 
@@ -14,7 +14,14 @@ from lorafleet.plain import tells_start
 from router.core.breaker import is_fault
 from router.core.deadly import Deadly
 from router.core.dispatch import Prompt
-from router.core.errors import AdapterFailed, AnswerTooLarge, ModelNotFound, NoReplica, ReplicaUnreachable
+from router.core.errors import (
+    AdapterFailed,
+    AnswerTooLarge,
+    ModelNotFound,
+    NoAnswerInTime,
+    NoReplica,
+    ReplicaUnreachable,
+)
 from router.core.failures import Failure, excluded
 from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.quota import Granted
@@ -25,6 +32,7 @@ from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
 from router.relay.upstream import Origin
 from router.stages import (
+    TIMEOUT_HEADER,
     Question,
     answered,
     asked,
@@ -51,6 +59,8 @@ log = structlog.get_logger()
 # Reasons that may mean that the engine died with the request in it.
 _DEATHS = frozenset({"no_answer", "begun_only", "engine_dead", "first_event_error", "hung"})
 _MAX_DEATHS = 2
+# How often it is looked whether an engine still works on a whole answer that takes longer than usual.
+_LOOKED_AGAIN_S = 5.0
 # Of these what an engine that lives does not say of a request that it can't take.
 _KILLED = frozenset({"no_answer", "engine_dead", "hung"})
 # What may be the doing of what ran; that nobody was there, or had no room or no such adapter, is the fleet's.
@@ -507,12 +517,29 @@ class Journey(msgspec.Struct, eq=False):
         self._take()
 
     def _limits_of(self, flight: Flight) -> Limits:
-        limits = self.limits
+        limits, config, question = self.limits, self.parts.config, self.question
         self._is_trial = self.parts.mind.breaker.is_trial(flight.replica, flight.load)
         # Of one that is not streamed nothing is heard until all of it is there, which may take long where all is well.
-        if self._is_trial and self.question.streamed:
-            return replace(limits, first_data_s=min(limits.first_data_s, self.parts.config.trial_timeout_s))
-        return limits
+        if not question.streamed:
+            return replace(limits, first_data_s=self._first_data_s(), longer=partial(self._works_until, flight))
+        if self._is_trial:
+            return replace(limits, first_data_s=min(limits.first_data_s, config.trial_timeout_s))
+        return limits if question.deadline_at is None else replace(limits, first_data_s=self._first_data_s())
+
+    def _first_data_s(self) -> float:
+        """How long its first token, or whole answer, is waited for: longer where its client says so, within a bound."""
+        usual_s, deadline_at = self.limits.first_data_s, self.question.deadline_at
+        if deadline_at is None:
+            return usual_s
+        return max(usual_s, min(self.parts.config.max_answer_s, deadline_at - self.parts.clock()))
+
+    def _works_until(self, flight: Flight, now: float) -> float:
+        """Until when to wait for a whole answer on which its engine is known to work."""
+        config, replica = self.parts.config, self.parts.discovery.fleet.replicas.get(flight.replica.id)
+        if replica is None or replica.incarnation != flight.replica.incarnation:
+            return now
+        is_at_work = replica.is_at_work(now, fresh_s=config.unreachable_after_s, still_s=config.breaker_silent_s)
+        return min(now + _LOOKED_AGAIN_S, flight.load.began_at + config.max_answer_s) if is_at_work else now
 
     def _call(self, flight: Flight, tokens: Tokens) -> Call:
         parts, question, ask = self.parts, self.question, flight.prompt.ask
@@ -585,12 +612,10 @@ class Journey(msgspec.Struct, eq=False):
         if exc.reason == "answer_too_large":
             self._is_computed = True
             raise AnswerTooLarge(f"{exc}; stream it, or ask for less") from exc
-        # A second engine that dies of it, or one too slow for it, says more about the request than about the engine.
-        is_hopeless = (
-            self.deaths >= _MAX_DEATHS
-            or (exc.reason == "no_answer_in_time" and not self._is_trial)
-            or self.tries >= parts.config.max_tries
-        )
+        if exc.reason == "no_answer_in_time" and not self._is_trial:
+            raise late(exc) from exc
+        # A second engine that dies of it says more about the request than about the engine.
+        is_hopeless = self.deaths >= _MAX_DEATHS or self.tries >= parts.config.max_tries
         # An engine that lacks the adapter has computed nothing: asking again doubles no load.
         may_retry = exc.reason == _COMPUTED_NOTHING or parts.mind.may_retry(replica, now, sent_at=sent_at)
         if is_hopeless or not may_retry:
@@ -615,6 +640,14 @@ def _told(route: Route, flight: Flight, usage: EngineUsage | None) -> dict[str, 
         if usage.cached_tokens is not None:
             told["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
     return told
+
+
+def late(exc: ReplicaUnreachable) -> NoAnswerInTime:
+    """What a client is told whose answer took too long: sent again it would take as long."""
+    return NoAnswerInTime(
+        f"{exc}: it took longer than first_data_timeout_s allows, or its engine was not seen to work on it; stream it,"
+        f" ask for less, or say in {TIMEOUT_HEADER} how long you wait"
+    )
 
 
 def header_lines(headers: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ RouterError
 │   ├── CatalogUnavailable  catalog_unavailable: we never heard what exists
 │   └── HeldBack            deadly_request: engines died of it, or of its adapter
 ├── DeadlineExceeded        504 deadline_exceeded: the request's own deadline passed before an answer began
+├── NoAnswerInTime          504 no_answer_in_time: its engine took too long; sent again it would take as long
 ├── ReplicaUnreachable      no byte was sent to the client: another replica may be tried
 └── StreamBroken            tokens are out: never retried
 """
@@ -137,6 +138,13 @@ class DeadlineExceeded(RouterError):
 
     status = 504
     code = "deadline_exceeded"
+
+
+class NoAnswerInTime(RouterError):
+    """No first token, or no whole answer, came within the time for it."""
+
+    status = 504
+    code = "no_answer_in_time"
 
 
 class ReplicaUnreachable(RouterError):

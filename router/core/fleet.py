@@ -86,6 +86,16 @@ class Replica:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model_name", self.model_name or self.base_model)
 
+    def is_at_work(self, now: float, *, fresh_s: float, still_s: float) -> bool:
+        """Whether its engine is known to compute: its own counters said so of late.
+
+        fresh_s  the oldest report that counts
+        still_s  for how long its counters may have stood still
+        """
+        report = self.report
+        is_seen = self.state in {"ready", "draining"} and not self.is_suspect and now - report.at <= fresh_s
+        return is_seen and report.running > 0 and -inf < report.at - report.moved_at <= still_s
+
     @property
     def incarnation(self) -> Incarnation:
         """This worker with this boot of its engine: what a request that failed here must avoid."""

@@ -51,11 +51,15 @@ _LOST = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds and bytes that bound one attempt."""
+    """Seconds and bytes that bound one attempt.
+
+    longer  asked when `first_data_s` has passed: until when to wait on, by the loop's clock; None: no longer
+    """
 
     first_data_s: float
     idle_s: float
     answer_bytes: int
+    longer: Callable[[float], float] | None = None
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -114,6 +118,7 @@ class Attempt(msgspec.Struct, eq=False):
         self._connection = connection
         self._sent_at = now = connection.loop.time()
         connection.deadline = now + self._limits.first_data_s
+        connection.longer = self._limits.longer
         connection.send(self._call.request, self)
 
     def may_move(self, served: Container[str]) -> bool:
@@ -256,7 +261,10 @@ class Attempt(msgspec.Struct, eq=False):
             self._over()
             return
         if self._is_decided:
-            self._break(StreamBroken(f"replica {self._call.replica} broke off in the middle of its answer"), exc)
+            how = "broke off"
+            if exc.reason == "no_answer_in_time":
+                how = f"paused for {self._limits.idle_s:g} s (idle_timeout_s), and was given up,"
+            self._break(StreamBroken(f"replica {self._call.replica} {how} in the middle of its answer"), exc)
             return
         if exc.reason == "no_answer" and self._has_only_begun():
             exc = EngineLost("begun_only", str(exc))
@@ -295,7 +303,7 @@ class Attempt(msgspec.Struct, eq=False):
         connection = self._connection
         if connection is not None:
             connection.heard_at = now = connection.loop.time()
-            connection.deadline = now + self._limits.idle_s
+            connection.deadline, connection.longer = now + self._limits.idle_s, None
         try:
             ready = echo.chunk(data)
         except StreamBroken as exc:

@@ -99,6 +99,7 @@ class Connection(asyncio.Protocol):
 
     deadline  loop.time() at which the request on it is given up; whoever sent the request moves it. While reading is
               paused the engine is not to blame, and it does not run.
+    longer    asked when the deadline has passed: the next one; a time that has passed gives the request up
     answers   how many answers came on it before: an engine may close a connection just as it is used again
     heard_at  loop.time() at which more of an answer came; whoever takes it in says so, who knows the time anyway
     loop      whose calls it makes
@@ -129,6 +130,7 @@ class Connection(asyncio.Protocol):
         "answers",
         "deadline",
         "heard_at",
+        "longer",
         "loop",
         "origin",
     )
@@ -158,6 +160,7 @@ class Connection(asyncio.Protocol):
         self._has_head = self._new_head = self._interim = self._complete = False
         self._framed = self._keep = False
         self._read_bytes = self._bare_bytes = 0
+        self.longer: Callable[[float], float] | None = None
 
     # What the router does with it
 
@@ -308,7 +311,11 @@ class Connection(asyncio.Protocol):
             sink.lost(EngineLost(reason, f"{self.origin.url}: {message}"))
 
     def expire(self) -> None:
-        """Its deadline has passed: an idle one is closed, a busy one is lost."""
+        """Its deadline has passed: an idle one is closed, a busy one is lost, unless it is worth waiting for."""
+        now = self.loop.time()
+        if self.longer is not None and (deadline := self.longer(now)) > now:
+            self.deadline = deadline
+            return
         self._lose("no_answer_in_time", "no answer in time")
 
     def is_overdue(self, now: float) -> bool:

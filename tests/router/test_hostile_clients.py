@@ -232,7 +232,7 @@ async def test_a_request_that_outlasts_the_time_for_an_answer_is_not_computed_ag
     engines = [Engine(f"w{i}", slow) for i in range(3)]
     async with fleet(*engines, first_data_timeout_s=0.1) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json=CHAT)
-    assert error_of(answer) == (503, "no_replica")
+    assert error_of(answer) == (504, "no_answer_in_time")
     assert sum(len(e.bodies) for e in engines) == 1
 
 

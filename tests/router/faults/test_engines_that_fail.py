@@ -230,7 +230,7 @@ async def test_an_engine_that_hangs_before_its_answer_is_given_up_in_time(is_con
         for name, asking in asked.items():
             if is_connected:
                 await router.connect()
-            assert (error_of(await asking), router.play.asked[name]) == ((503, "no_replica"), 1), name
+            assert (error_of(await asking), router.play.asked[name]) == ((504, "no_answer_in_time"), 1), name
 
 
 async def test_an_engine_that_hangs_inside_a_stream_is_given_up_in_time():
