@@ -54,6 +54,8 @@ _MAX_TOKEN_TIMES = 0.8
 _COST_SHARE = 1 / 3
 # Shorter than that are a scheduler's and a clock's own times.
 _MIN_PREFILL_S = 0.006
+# And so many tokens in all: vLLM on a CPU took 80 ms for its first 70 tokens, and a tenth of that later.
+_MIN_TOLD_TOKENS = 512.0
 # One token's time before any was seen: slower than most engines, so that less counts as evidence.
 _UNKNOWN_TOKEN_S = 0.05
 _ROUNDING = 1e-6
@@ -272,7 +274,10 @@ def _alone_rate(prefills: Iterable[_Window], token_s: float) -> float:
         elif each_s >= _MIN_TOKEN_TIMES * cost_s and prefill.tokens >= _MIN_TOKENS * prefill.steps:
             seconds = prefill.seconds - _COST_SHARE * token_s * prefill.steps
             told.append((prefill.tokens / seconds, prefill.tokens))
-    left = 0.1 * sum(tokens for _, tokens in told)
+    total = sum(tokens for _, tokens in told)
+    if total < _MIN_TOLD_TOKENS:
+        return 0.0
+    left = 0.1 * total
     for rate, tokens in sorted(told, reverse=True):
         left -= tokens
         if left <= 0:
@@ -283,7 +288,7 @@ def _alone_rate(prefills: Iterable[_Window], token_s: float) -> float:
 def _fitted_rate(prefills: Iterable[_Window], token_s: float) -> float:
     """From prefills of different lengths, with what each costs besides; 0.0 where they do not tell both."""
     kept = [prefill for prefill in prefills if prefill.seconds >= _MIN_PREFILL_S * prefill.steps]
-    fit = _least_squares(kept)
+    fit = _least_squares(kept) if sum(prefill.tokens for prefill in kept) >= _MIN_TOLD_TOKENS else None
     if fit is None or fit.error > _MAX_ERROR or not token_s or fit.token_s > _MIN_TOKEN_TIMES * token_s:
         return 0.0
     return fit.prefill_tokens_per_s

@@ -75,7 +75,6 @@ class SimulatedEngine:
             self.read_at += 1.0
 
     def _ended(self, step: Step, now: float) -> Sequence[Job]:
-        before = {id(job): job.last_token for job, _ in step.work}
         told, totals = self.batch.end(step, now), self.totals
         totals["steps"] += bool(told)
         for job in told:
@@ -86,10 +85,8 @@ class SimulatedEngine:
                 totals["computed_tokens"] += computed
                 totals["first_tokens"] += 1
             else:
-                last_token = before[id(job)]
-                assert last_token is not None
                 totals["token_gaps"] += 1
-                totals["gap_seconds"] += now - last_token
+                totals["gap_seconds"] += job.gap_s
             if job.ended is not None:
                 totals["ended"] += 1
                 totals["ended_prefill_tokens"] += computed

@@ -682,7 +682,7 @@ async def test_draining_waits_for_what_may_be_in_its_first_step(worker, tmp_path
     async with worker.inside(*flags, *slow, timers=timers) as client, httpx.AsyncClient(timeout=30) as direct:
         told = await metadata(client)
         url = f"{told.transport.engine_url}/v1/completions"
-        await direct.post(url, json={"model": "tiny-qwen", "prompt": [7] * 100, "max_tokens": 1})
+        await direct.post(url, json={"model": "tiny-qwen", "prompt": [7] * 600, "max_tokens": 1})
         async with within(10):
             while not (await metadata(client)).load.prefill_tokens_per_s:
                 await asyncio.sleep(0.02)

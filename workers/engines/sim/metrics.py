@@ -143,6 +143,8 @@ class Metrics:
         for job in told:
             if job.produced == 1:
                 self._first_token(job)
+            else:
+                self._histograms["vllm:inter_token_latency_seconds"].observe(job.gap_s)
         if self._max_loras:
             adapters = sorted({getattr(job.adapter, "name", "") for job, _ in step.work} - {""})
             # Both labels are always equal, and old series stay: so it is in vLLM 0.32.
@@ -169,8 +171,6 @@ class Metrics:
             "vllm:request_time_per_output_token_seconds": decode_s / max(1, job.produced - 1),
         }.items():
             self._histograms[name].observe(value)
-        for _ in range(job.produced - 1):
-            self._histograms["vllm:inter_token_latency_seconds"].observe(decode_s / (job.produced - 1))
 
     def _first_token(self, job: Job) -> None:
         assert job.first_token is not None

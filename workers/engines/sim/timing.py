@@ -61,6 +61,8 @@ class Job:
     scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+    gap_s: float = 0.0
+    """Between its last token and the one before."""
     ended: Ended | None = None
 
     @property
@@ -168,6 +170,7 @@ class Batch:
             job.chain.tokens.append(job.reply[job.produced])
             job.produced += 1
             job.first_token = now if job.first_token is None else job.first_token
+            job.gap_s = 0.0 if job.last_token is None else now - job.last_token
             job.last_token = now
             told.append(job)
             if job.produced == len(job.reply):
