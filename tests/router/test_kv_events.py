@@ -20,7 +20,7 @@ from router.kv_feed import Source, member
 from router.metrics import Metrics
 from router.relay.upstream import Pool
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
-from tests.patience import patience, until
+from tests.patience import patience, until, within
 from tests.serving import serving
 from workers.wire import (
     KV_HASHING,
