@@ -13,7 +13,7 @@ STAMP  := $(VENV)/installed
 FAST   := $(VENV)/installed-fast
 # Tests wait as much as they compute, so there is one worker more than there are cores.
 JOBS   ?= $(shell expr `nproc` + 1)
-PYTEST := $(BIN)/pytest --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
+PYTEST  = $(BIN)/pytest --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
 
 # Tests start hundreds of processes: without the bytecode of the last one, each compiles the project anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -69,6 +69,7 @@ lint: $(FAST)
 test: $(STAMP) lint
 	$(PYTEST) -m 'not thorough'
 
+test-fast: JOBS := $(shell expr `nproc` \* 2)
 test-fast: $(FAST)
 	$(PYTEST) -m 'not thorough and not vllm and not fleet'
 

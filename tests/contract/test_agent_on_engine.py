@@ -16,6 +16,8 @@ from tests.workers.kills import SLOTS, trial
 from tests.workers.running import RunningWorker, post
 from workers.wire import KvSnapshot, unpack_hashes
 
+pytestmark = pytest.mark.fleet
+
 PROMPT = list(range(600, 600 + 4 * 32 + 5))  # four blocks to be found again, or not
 
 

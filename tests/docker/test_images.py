@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from tests.docker.pin import EXTRAS, pins
 from tests.patience import patience
 
+pytestmark = pytest.mark.fleet
+
 ROOT = Path(__file__).parents[2]
 FILES = {name: ROOT / "docker" / name for name in ("Dockerfile", "Dockerfile.agent")}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

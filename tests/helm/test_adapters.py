@@ -12,6 +12,8 @@ from tests.kube.api import connected
 from tests.kube.stores import FLEET
 from tests.patience import until
 
+pytestmark = pytest.mark.fleet
+
 # As the stores of the tests call their fleet.
 NAMED = ("--set", f"fullnameOverride={FLEET}")
 ADAPTERS = [{"lora_id": "sql/v1", "source": "hf://acme/sql", "policy": {"min_replicas": 2}, "tenants": ["acme"]}]

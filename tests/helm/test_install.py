@@ -12,6 +12,8 @@ from tests.kube.binaries import helm, run
 from tests.kube.conftest import Cluster
 from tests.kube.server import KubeServer
 
+pytestmark = pytest.mark.fleet
+
 CPU = ("--values", str(CHART / "values-cpu.yaml"))
 
 

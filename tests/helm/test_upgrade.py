@@ -10,6 +10,8 @@ from tests.helm.rendering import CHART, RELEASE
 from tests.kube.api import connected
 from tests.kube.binaries import BinaryMissing, helm, helm_3
 
+pytestmark = pytest.mark.fleet
+
 SERVER, CLIENT, HELM_3 = "Helm 4 on the server", "Helm 4 on the client", "Helm 3"
 WAYS = pytest.mark.parametrize("way", [SERVER, CLIENT, HELM_3])
 WORDS = {SERVER: ["--server-side=true"], CLIENT: ["--server-side=false"], HELM_3: []}

@@ -205,7 +205,7 @@ async def _is_right(script):
 
 
 @given(SCRIPTS, st.integers(0, 2**32))
-@settings(max_examples=examples(300), phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=examples(120), phases=(Phase.explicit, Phase.generate))
 def test_what_people_and_rest_asked_for_last_is_what_stands(groups, seed):
     assert asyncio.run(play(groups, seed)) == []
 

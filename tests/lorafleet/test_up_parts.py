@@ -1,6 +1,5 @@
 """The parts of `lorafleet up` that need no fleet; whole fleets are in tests/e2e."""
 
-import asyncio
 import importlib.util
 import io
 import json
@@ -154,7 +153,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_and_said_so(tmp_path: Path
         log_path=tmp_path / "log",
     )
     await child.start()
-    await asyncio.to_thread(until, lambda: "up" in child.tail())
+    await until(lambda: "up" in child.tail())
     assert await child.stop(0.1) is False
     assert not child.is_running
     assert await child.stop(0.1) is True

@@ -47,7 +47,7 @@ SIZES = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(
     st.lists(SIZES, min_size=1, max_size=4),
     st.integers(1, 3),

@@ -459,8 +459,7 @@ async def test_snapshots_that_no_readable_frame_follows_are_taken_less_and_less_
         await until(lambda: len(asked_at) == 3)
         assert depth(feeds, range(6)) == 3
         await feeds.close()
-    once_more, then = asked_at[1] - asked_at[0], asked_at[2] - asked_at[1]
-    assert once_more < 1.9 < then  # the first pause is 2 s
+    assert asked_at[2] - asked_at[1] >= 0.99  # the first pause is drawn between 1 and 2 s
 
 
 async def test_while_a_snapshot_is_taken_again_what_was_known_before_counts():

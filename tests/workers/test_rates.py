@@ -1,5 +1,6 @@
 """Rates learned from an engine's counters, held against the rates that the simulated engine really has."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -174,7 +175,7 @@ def tells(prompt: int, answer_: int, prefill: float, token_s: float) -> bool:
     return answer_ > 1 and prompt >= 64 and prompt / prefill >= max(0.01, 2 * token_s)
 
 
-@settings(deadline=None, max_examples=examples(150))
+@settings(max_examples=examples(80))
 @given(TWENTY, PREFILL, TOKEN_S)
 def test_twenty_requests_of_any_lengths_give_the_rate_or_leave_it_open(lengths, prefill, token_s):
     rate = after(lengths, prefill=prefill, token_s=token_s).prefill_tokens_per_s
@@ -183,7 +184,7 @@ def test_twenty_requests_of_any_lengths_give_the_rate_or_leave_it_open(lengths, 
     assert rate == 0.0 or prefill / 1.5 <= rate <= 1.5 * prefill
 
 
-@settings(deadline=None, max_examples=examples(150))
+@settings(max_examples=examples(80))
 @given(TWENTY, PREFILL, TOKEN_S, st.integers(2, 20))
 def test_requests_beside_one_another_never_give_a_rate_far_from_the_true_one(lengths, prefill, token_s, users):
     rate = after(lengths, prefill=prefill, token_s=token_s, users=users).prefill_tokens_per_s
@@ -274,10 +275,18 @@ async def test_what_an_engines_counters_taught_is_in_metadata_and_metrics(worker
     speed = ("--sim-prefill-tokens-per-s", "5000", "--sim-decode-tokens-per-s", "100")
     async with worker.together(engine=speed) as client, httpx.AsyncClient(timeout=30) as direct:
         url = wire.Metadata.model_validate((await client.get("/metadata")).json()).transport.engine_url
-        body = {"model": "tiny-qwen", "prompt": [7] * 600, "max_tokens": 30, "ignore_eos": True}
+        body = {"model": "tiny-qwen", "max_tokens": 30, "ignore_eos": True}
+        fresh = itertools.count(7)
         assert (await told(client)).prefill_tokens_per_s == 0.0
-        assert (await direct.post(f"{url}/v1/completions", json=body)).status_code == 200
-        await until(lambda: learned(client))
+
+        async def is_asked_and_learned() -> bool:
+            """One more request: on a busy machine a reading may miss that a prefill was alone."""
+            prompt = [next(fresh)] * 600  # not cached
+            assert (await direct.post(f"{url}/v1/completions", json=body | {"prompt": prompt})).status_code == 200
+            await until(lambda: learned(client))
+            return (await told(client)).prefill_tokens_per_s > 0
+
+        await until(is_asked_and_learned)
         load = await told(client)
         assert load.mean_output_tokens == 30
         # The sim is as fast as it is told to be, and slower on a busy machine.
