@@ -70,9 +70,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return lines
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The contract's tests on real vLLM share one engine, so they run in one group; every other group is a file."""
+    if item.get_closest_marker("vllm") and item.nodeid.startswith("tests/contract/"):
+        item.add_marker(pytest.mark.xdist_group("vllm"))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The contract's tests on real vLLM share one engine, so they run in one group; every other group is a file."""
+    """Begin with the groups that take longest."""
 
     def rank(item: pytest.Item) -> int:
         if item.get_closest_marker("vllm"):
@@ -81,9 +87,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return found[0] if found else len(_LONGEST_FIRST)
 
     items.sort(key=rank)
-    for item in items:
-        if item.get_closest_marker("vllm") and item.nodeid.startswith("tests/contract/"):
-            item.add_marker(pytest.mark.xdist_group("vllm"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -47,7 +47,7 @@ async def until(holds: Callable[[], Any], *, within_s: float = 20.0, what: str =
 
     holds    a function, or a function that gives an awaitable
     returns  its first true answer
-    raises   AssertionError with `what` when no answer was true in time
+    raises   TimeoutError with `what` when no answer was true in time
     """
     pauses = _pauses(within_s, what or repr(holds))
     while True:
@@ -75,4 +75,4 @@ def _pauses(within_s: float, what: str) -> Iterator[float]:
     while time.monotonic() < deadline:
         yield pause_s
         pause_s = min(0.05, pause_s * 1.3)
-    raise AssertionError(f"not within {limit_s:.0f} s: {what}")
+    raise TimeoutError(f"not within {limit_s:.0f} s: {what}")

@@ -23,7 +23,7 @@ EVENT_WITHIN_MS = int(patience(10) * 1000)
 FRESH = count(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # an idle vLLM takes a quarter of a core
 def engine_of(model_dir: Path) -> Iterator[Callable[[Kind], RunningEngine]]:
     """Starts an engine of a kind when a test first asks for one; from then on the same. All are stopped at the end."""
     started: dict[Kind, RunningEngine] = {}

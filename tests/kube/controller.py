@@ -99,7 +99,7 @@ class Controller:
         """Looked at fifty times a second. Says what pods have printed when it is too late."""
         try:
             await until(lambda: holds() or self.checked(), within_s=within_s, what=what)
-        except AssertionError as exc:
+        except TimeoutError as exc:
             printed = "\n\n".join(pod.log() for pod in self.pods.values())
             raise AssertionError(f"{exc}\n{printed}") from None
 

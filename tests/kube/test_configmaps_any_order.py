@@ -192,7 +192,7 @@ async def play(groups, seed):
                 server.faults.slow_down(random.Random(seed), requests_s=0.02, answers_s=0.04, events_s=0.01)
                 await script.run(groups)
                 server.faults.slow_down(random.Random(seed))
-                with contextlib.suppress(AssertionError):
+                with contextlib.suppress(TimeoutError):
                     await until(lambda: _is_right(script), within_s=20)
                 return await script.differences()
             finally:

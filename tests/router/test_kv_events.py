@@ -629,6 +629,7 @@ async def test_a_name_with_another_path_under_it_at_an_engine_without_an_agent_h
         hear("", "100.00")
         hear("/v1", "100.00")
         assert held() == 3
+        await until(lambda: trust.state("w0") == "exact")
         trust.lost("w0")
         hear("/v2", "100.00+1")
         assert held() == 0

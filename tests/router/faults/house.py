@@ -170,7 +170,7 @@ class House:
 
     async def nothing_is_left(self) -> None:
         """All that requests held was given back, and nothing happened that nobody thought of."""
-        with contextlib.suppress(AssertionError):  # which says less than what is left
+        with contextlib.suppress(TimeoutError):  # which says less than what is left
             await until(lambda: not self.left())
         left = self.left()
         assert not left, left
