@@ -37,7 +37,7 @@ from orchestrator.configmaps.objects import (
     text_of,
     uid_of,
 )
-from orchestrator.configmaps.tables import row_of
+from orchestrator.configmaps.tables import row_of, shard_of
 from orchestrator.core.errors import Conflict, OrchestratorError, RequestError
 from orchestrator.core.state import Adapter
 from orchestrator.registry import Registry
@@ -262,17 +262,26 @@ class Intake:
         """
         if not missing:
             return
+        # An adapter that is remembered and gone was deleted. Where the memory is gone as well, the store lost both, and
+        # nobody deleted anything. So the memory is looked at first.
         tables = self._backend.tables
+        for name in missing:
+            found, doubt = self._mirror.objects.get(name), self._mirror.doubtful.get(name)
+            if found is not None and kind_of(found) == "state" and doubt in {Doubt.MISSING, Doubt.DELETED}:
+                self._mirror.forget(name)
+        self._backend.take_back()
         homes = {home: row for row, home in tables.homes.items()}
         remembered = {known.object_name: lora_id for lora_id, known in tables.known.items()}
         for name in missing:
             doubt = self._mirror.doubtful.get(name)
             if doubt is None or (doubt is Doubt.ASKED and self._is_followed(name)):
                 continue  # it is there after all, or the watch will tell how it went
+            lora_id = remembered.get(name)
+            if lora_id is not None and tables.state_name(f"adapters-{shard_of(lora_id)}") in self._mirror.doubtful:
+                continue  # its memory could not be asked for yet
             self._mirror.forget(name)
             self._refused.discard(name)
             self._read.pop(name, None)
-            lora_id = remembered.get(name)
             if lora_id is not None and lora_id not in self._store.adapters:
                 self._bury(lora_id)
             elif name in homes:
