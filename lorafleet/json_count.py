@@ -1,23 +1,23 @@
-"""How much there is to read in a body of JSON, told without reading it."""
+"""Counts the values of a JSON body without parsing the body, so that a body with too many is refused cheaply."""
 
 import re
 from functools import cache
 from itertools import islice
 
-# What each text, object and list begins with; with commas, whatever follows another in one of them.
+# ITEMS: the first byte of each string, object and list. VALUES: these and commas, so that numbers in lists count, too.
 ITEMS = b'"{['
 VALUES = b'"{[,'
 
 
 def has_more(body: bytes, most: int, marks: bytes = ITEMS) -> bool:
-    """Whether a body has more texts (names of fields, too) and others of these marks, outside of texts, than `most`.
+    """Whether a body has more than `most` marks outside of strings. A string counts once, a field's name included.
 
-    marks  ITEMS or VALUES. What is no JSON is counted as far as it goes
+    marks  ITEMS or VALUES; a body that is not JSON is counted in the same way
 
-    A byte of them may take a hundred of memory, and a microsecond in which nobody else is served; a fault that is found
-    in one takes several. So a body in which they are many costs a thousand times what one long text does.
+    Parsing one marked value may take a hundred bytes of memory and a microsecond of the event loop; reporting an error
+    in it takes several. So a body of many values costs a thousand times as much as one long string of its size.
     """
-    # Each text has two quotes. What stands in a text is counted, too, at first.
+    # A quick upper bound first: each string has two quotes, and marks inside of strings are counted, too.
     others = sum(body.count(mark) for mark in marks.replace(b'"', b""))
     if body.count(b'"') // 2 + others <= most:
         return False
@@ -26,6 +26,6 @@ def has_more(body: bytes, most: int, marks: bytes = ITEMS) -> bool:
 
 @cache
 def _mark(marks: bytes) -> re.Pattern[bytes]:
-    """A text, whatever is in it, or one of the other marks."""
+    """A pattern for one whole string, or one of the other marks."""
     others = re.escape(marks.replace(b'"', b""))
     return re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[%b]' % others, re.DOTALL)

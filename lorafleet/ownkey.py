@@ -1,4 +1,4 @@
-"""The bearer key of our own calls to other houses: fixed, or in a file that may change while we run."""
+"""The bearer key that a service sends to other services: fixed, or in a file that may change while it runs."""
 
 import time
 from collections.abc import Callable, Generator
@@ -12,11 +12,11 @@ from lorafleet.urls import plain_key
 
 log = structlog.get_logger()
 
-_RECHECK_S = 1.0  # as key files, which whoever is called reads
+_RECHECK_S = 1.0  # as often as the called service reads its key files
 
 
 class OwnKey(httpx.Auth):
-    """The key as it is now; also an `auth` of httpx, which asks for it at each request.
+    """The current key. Also an `auth` of httpx, which asks for the key at each request.
 
     A file comes before a fixed key, and is read again when it has changed. While it cannot be read, or is empty, the
     last good key stays.
@@ -33,7 +33,7 @@ class OwnKey(httpx.Auth):
 
     @property
     def key(self) -> str:
-        """Empty where there is none."""
+        """The current key; empty when there is none. Looks at the file once a second at most."""
         if self._file is not None and self._clock() - self._checked_at >= _RECHECK_S:
             self._checked_at = self._clock()
             self._read_if_changed(self._file)
@@ -41,12 +41,12 @@ class OwnKey(httpx.Auth):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a call brings: `authorization`, or nothing."""
+        """The `authorization` header for a call; empty when there is no key."""
         key = self.key
         return {"authorization": f"Bearer {key}"} if key else {}
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """A request that brings another's key keeps it."""
+        """Add the key, unless the request has an `authorization` header already."""
         if "authorization" not in request.headers:
             request.headers.update(self.headers)
         yield request
@@ -63,17 +63,17 @@ class OwnKey(httpx.Auth):
         self._stamp, self._trouble = stamp, ""
         if key != self._key:
             self._key = key
-            log.info("own key read again", file=str(file))
+            log.info("token_file read again: calls send the new key", file=str(file))
 
     def _say(self, trouble: str) -> None:
-        """Once, however often it is tried again."""
+        """Log a read error once, however often the read is tried again."""
         if trouble != self._trouble:
-            log.error("own key not read again, the last good one stays", error=trouble)
+            log.error("token_file not read again: calls send the last good key; mend the file", error=trouble)
         self._trouble = trouble
 
 
 def _stamp(file: Path | None) -> tuple[int, int, int] | None:
-    """Of what the name leads to: Kubernetes changes a mounted Secret by pointing a link elsewhere."""
+    """(mtime in ns, inode, size) of the file, links followed: Kubernetes updates a mounted Secret by moving a link."""
     if file is None:
         return None
     try:

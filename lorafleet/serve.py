@@ -101,7 +101,7 @@ def tell_port(port_file: Path, port: int) -> None:
 
 
 def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = None) -> uvicorn.Config:
-    """How every service serves; `http` makes its protocols, where it has hot routes or limits of its own."""
+    """uvicorn's settings for every service. `http` makes protocols, for a service with hot routes or own limits."""
     return uvicorn.Config(
         app,
         http=http or front_of_app(FrontLimits(body_bytes=_MOST_BODY_BYTES)),  # type: ignore[arg-type]  # anything that makes protocols will do

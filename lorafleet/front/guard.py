@@ -1,4 +1,4 @@
-"""What stands before the routes of every service's ASGI app."""
+"""The checks that every service runs on a request before its routes: Host, cross-site origin, HEAD and slashes."""
 
 from fastapi import FastAPI
 
@@ -9,10 +9,10 @@ from lorafleet.http import CheckHost
 
 
 def guard(app: FastAPI, keys: Keys, *, allow_open: bool, may_ask: SiteCheck | None = None) -> None:
-    """Add what looks at each request first: outside of all that has been added before.
+    """Add the checks as the outermost middleware: they run before all middleware that the app has so far.
 
-    allow_open  something else guards a server that has no keys
-    may_ask     of a service that pages of other origins may use; None: they may change nothing
+    allow_open  accept any Host on a server without keys, because something else guards the server
+    may_ask     decides which cross-site requests pass; None: those that change nothing
     """
     app.add_middleware(Lenient)
     app.add_middleware(CheckSite, check=may_ask or site_check())

@@ -301,10 +301,10 @@ class ConfigMaps:
                 self.writer.mark([Key(2, "known", key.name)], is_promised=False)
 
     def _undo(self, key: Key, error: OrchestratorError) -> None:
-        """It is not to be written: what is known of it is what stands there.
+        """Take back a row whose write was refused: the row becomes what its object in the API server says.
 
-        Where that is what a person has written meanwhile, it is looked at at once. What the API server refuses now it
-        refuses in a moment, too.
+        After a conflict the object is looked at at once, because somebody has changed it. After any other refusal it is
+        looked at later, because the API server would refuse the same write again.
         """
         again_s = 0.0 if isinstance(error, Conflict) else _AGAIN_S
         row = key.table, key.name
