@@ -17,7 +17,7 @@ Fields = frozenset[Path]
 ITEM = object()
 """What `leaves` has for an item with keys: that it is there."""
 
-_KEYED = {
+KEYED = {
     "conditions": ("type",),
     "containers": ("name",),
     "env": ("name",),
@@ -29,7 +29,7 @@ _KEYED = {
     "volumeMounts": ("mountPath",),
     "volumes": ("name",),
 }
-_SETS = ("finalizers",)
+SETS = ("finalizers",)
 _ATOMIC_MAPS = frozenset({
     "configMapKeyRef", "fieldRef", "labelSelector", "namespaceSelector", "nodeSelector", "podSelector",
     "resourceFieldRef", "roleRef", "scaleTargetRef", "secretKeyRef", "selector",
@@ -62,7 +62,7 @@ def leaves(node: Any, path: Path = ()) -> dict[Path, Any]:
             if value is not None:
                 found |= leaves(value, (*path, key))
         return found
-    if isinstance(node, list) and node and name in _SETS:
+    if isinstance(node, list) and node and name in SETS:
         return {(*path, ("v", item)): item for item in node}
     if isinstance(node, list) and node and (keys := _keys(path)):
         found = {}
@@ -81,7 +81,7 @@ def merged(live: Any, config: Any, path: Path = ()) -> Any:
     if isinstance(live, dict) and isinstance(config, dict) and name not in _ATOMIC_MAPS:
         both = {key: merged(live.get(key), value, (*path, key)) for key, value in config.items() if value is not None}
         return live | both
-    if isinstance(live, list) and isinstance(config, list) and name in _SETS:
+    if isinstance(live, list) and isinstance(config, list) and name in SETS:
         return [*live, *(item for item in config if item not in live)]
     if isinstance(live, list) and isinstance(config, list) and (keys := _keys(path)):
         items = {_item(item, keys): item for item in live}
@@ -139,7 +139,7 @@ def shown(path: Path) -> str:
 def _keys(path: Path) -> tuple[str, ...]:
     """Of the list at this path; () where it is atomic."""
     if path[-1] != "ports":
-        return _KEYED.get(path[-1], ()) if isinstance(path[-1], str) else ()
+        return KEYED.get(path[-1], ()) if isinstance(path[-1], str) else ()
     if path == ("spec", "ports"):
         return ("port", "protocol")
     return ("containerPort", "protocol") if len(path) > 1 and isinstance(path[-2], tuple) else ()
@@ -150,7 +150,7 @@ def _item(item: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any]:
 
 
 def _parts(items: list[Any], path: Path) -> list[Path]:
-    if path and path[-1] in _SETS:
+    if path and path[-1] in SETS:
         return [(*path, ("v", item)) for item in items]
     if path and (keys := _keys(path)):
         return [(*path, _item(item, keys)) for item in items]

@@ -6,23 +6,12 @@ source  RFC 6902, RFC 7396; strategic merge patch as in k8s.io/apimachinery pkg/
 
 from typing import Any
 
+from tests.kube.fields import KEYED, SETS
 from tests.kube.status import ApiError, bad_request
 
-# Lists that a strategic merge patch merges by a key instead of replacing them, for the kinds that are here.
-_MERGED_BY = {
-    "conditions": ("type",),
-    "containers": ("name",),
-    "env": ("name",),
-    "hostAliases": ("ip",),
-    "imagePullSecrets": ("name",),
-    "initContainers": ("name",),
-    "ownerReferences": ("uid",),
-    "ports": ("containerPort", "port"),
-    "topologySpreadConstraints": ("topologyKey",),
-    "volumeMounts": ("mountPath",),
-    "volumes": ("name",),
-}
-_MERGED_SETS = ("finalizers",)
+# Lists that a strategic merge patch merges by a key instead of replacing them, for the kinds that are here: the keys of server-side
+# apply, but for two lists.
+_MERGED_BY = KEYED | {"ports": ("containerPort", "port"), "topologySpreadConstraints": ("topologyKey",)}
 
 
 def merged(target: Any, patch: Any) -> Any:
@@ -91,7 +80,7 @@ def _merge_key(name: str, items: list[Any]) -> str:
 
 
 def _list(name: str, old: list[Any], new: list[Any]) -> list[Any]:
-    if name in _MERGED_SETS:
+    if name in SETS:
         return [*old, *(item for item in new if item not in old)]
     key = _merge_key(name, [*old, *new])
     if not key:
