@@ -9,8 +9,7 @@ from typing import Any
 from tests.kube.fields import KEYED, SETS
 from tests.kube.status import ApiError, bad_request
 
-# Lists that a strategic merge patch merges by a key instead of replacing them: by the keys of server-side apply, but for
-# two lists.
+# Lists that a strategic merge patch merges by a key, for the kinds that are here. Two differ from server-side apply.
 _MERGED_BY = KEYED | {"ports": ("containerPort", "port"), "topologySpreadConstraints": ("topologyKey",)}
 
 
