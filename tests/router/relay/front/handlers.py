@@ -1,9 +1,11 @@
 """Handlers of a front under test, and what tests of slow readers do to its connections."""
 
 import asyncio
+import contextlib
 
 from lorafleet.front.connection import FrontLimits
-from tests.router.relay.wires import length
+from tests.patience import until
+from tests.router.relay.wires import HOT, fronted, length, post
 
 # More than the sockets between a client that does not read and the front hold.
 LARGE = 4_000_000
@@ -77,3 +79,23 @@ def look_later(connection) -> None:
     """The watch over clients that read nothing, long from now: one look to note what is unsent, and one to compare."""
     for _ in range(2):
         connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
+
+
+@contextlib.asynccontextmanager
+async def queued_behind_a_large_answer():
+    """(server, client, connection, calls) while one of two pipelined requests waits until a large answer is read."""
+    calls = Calls()
+    async with fronted(calls) as served, await served.client() as client:
+        client.send(post(HOT, b"abc") * 2)
+        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
+        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+        (connection,) = served.front.connections
+        assert (connection._current, len(connection._queue)) == (None, 1)
+        yield served, client, connection, calls
+
+
+async def assert_both_are_answered(client, calls):
+    assert len((await client.answer())[2]) == LARGE
+    await until(lambda: len(calls.exchanges) == 2)
+    calls.exchanges[1].respond(200, b"", b"next")
+    assert (await client.answer())[2] == b"next"

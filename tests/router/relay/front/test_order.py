@@ -6,7 +6,12 @@ import contextlib
 import pytest
 
 from tests.patience import until
-from tests.router.relay.front.handlers import LARGE, Calls, Work
+from tests.router.relay.front.handlers import (
+    LARGE,
+    Work,
+    assert_both_are_answered,
+    queued_behind_a_large_answer,
+)
 from tests.router.relay.wires import COLD, HOT, error_of, fronted, post
 
 
@@ -97,51 +102,25 @@ async def test_a_bad_request_behind_good_ones_is_refused_after_their_answers(goo
 
 
 async def test_a_request_behind_a_large_answer_begins_once_most_is_read():
-    calls = Calls()
-    async with fronted(calls) as served, await served.client() as client:
-        client.send(post(HOT, b"abc") * 2)
-        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
-        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
-        (connection,) = served.front.connections
-        assert (connection._current, len(connection._queue)) == (None, 1)
-        assert len((await client.answer())[2]) == LARGE
-        await until(lambda: len(calls.exchanges) == 2)
-        calls.exchanges[1].respond(200, b"", b"next")
-        assert (await client.answer())[2] == b"next"
+    async with queued_behind_a_large_answer() as (_served, client, _connection, calls):
+        await assert_both_are_answered(client, calls)
 
 
 async def test_an_app_request_never_overtakes_one_queued_behind_a_large_answer():
-    calls = Calls()
-    async with fronted(calls) as served, await served.client() as client:
-        client.send(post(HOT, b"abc") * 2)
-        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
-        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
-        (connection,) = served.front.connections
-        assert (connection._current, len(connection._queue)) == (None, 1)
+    async with queued_behind_a_large_answer() as (served, client, connection, calls):
         client.send(post(COLD, b"abc"))
         await until(lambda: connection._drained_bytes or connection.cycle)
-        assert len((await client.answer())[2]) == LARGE
-        await until(lambda: len(calls.exchanges) == 2)
-        calls.exchanges[1].respond(200, b"", b"next")
-        assert (await client.answer())[2] == b"next"
+        await assert_both_are_answered(client, calls)
         assert await client.rest() == b""
         assert served.seen == [(HOT, b"abc")] * 2
 
 
 async def test_a_bad_request_is_refused_after_one_queued_behind_a_large_answer():
-    calls = Calls()
-    async with fronted(calls) as served, await served.client() as client:
-        client.send(post(HOT, b"abc") * 2)
-        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
-        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+    async with queued_behind_a_large_answer() as (served, client, connection, calls):
         client.send(b"GET / HTTP/1.1\r\nHost : a\r\n\r\n")
         await until(lambda: served.front.refused)
-        (connection,) = served.front.connections
         assert (connection._current, len(connection._queue)) == (None, 1)
-        assert len((await client.answer())[2]) == LARGE
-        await until(lambda: len(calls.exchanges) == 2)
-        calls.exchanges[1].respond(200, b"", b"next")
-        assert (await client.answer())[2] == b"next"
+        await assert_both_are_answered(client, calls)
         assert error_of(await client.rest()) == (400, "invalid_http")
 
 

@@ -10,7 +10,16 @@ from structlog.testing import capture_logs
 from lorafleet import serve
 from lorafleet.front.connection import FrontLimits, front
 from tests.patience import patience, until
-from tests.router.relay.front.handlers import LARGE, Calls, Work, failing, large_of, say_last
+from tests.router.relay.front.handlers import (
+    LARGE,
+    Calls,
+    Work,
+    assert_both_are_answered,
+    failing,
+    large_of,
+    queued_behind_a_large_answer,
+    say_last,
+)
 from tests.router.relay.wires import COLD, HOT, MESSAGES, App, Client, error_of, fronted, length, post
 
 
@@ -247,18 +256,9 @@ async def test_no_request_begins_behind_a_stream_that_closes_its_connection(came
 
 
 async def test_a_shutdown_finishes_a_request_queued_behind_a_large_answer():
-    calls = Calls()
-    async with fronted(calls) as served, await served.client() as client:
-        client.send(post(HOT, b"abc") * 2)
-        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
-        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
-        (connection,) = served.front.connections
-        assert (connection._current, len(connection._queue)) == (None, 1)
+    async with queued_behind_a_large_answer() as (_served, client, connection, calls):
         connection.shutdown()
-        assert len((await client.answer())[2]) == LARGE
-        await until(lambda: len(calls.exchanges) == 2)
-        calls.exchanges[1].respond(200, b"", b"next")
-        assert (await client.answer())[2] == b"next"
+        await assert_both_are_answered(client, calls)
         assert await client.rest() == b""
 
 
