@@ -21,6 +21,7 @@ from fastapi.params import Depends as Depended
 from fastapi.routing import APIRoute
 
 from lorafleet import yamls
+from lorafleet.files import Stamp, stamp_of
 from lorafleet.http import HttpError
 
 log = structlog.get_logger()
@@ -36,7 +37,8 @@ _DO_FOR = {
 }
 SCOPES = tuple(_DO_FOR)
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
-_RECHECK_S = 1.0
+# Files of keys are looked at this often.
+RECHECK_S = 1.0
 # Headers whose caller is remembered: a hash costs more than the rest of the look-up.
 _REMEMBERED = 4096
 # A header may have 64 KiB, most of them blanks around its key, and be another each time.
@@ -50,7 +52,7 @@ _NOBODYS = frozenset({"localhost", "local", "internal"})
 
 
 # Of each file: when it was changed, which it is, how large; None where it is not there.
-_Stamps = tuple[tuple[int, int, int] | None, ...]
+_Stamps = tuple[Stamp | None, ...]
 
 
 class KeyFileError(Exception):
@@ -160,11 +162,11 @@ class Keys:
         return found
 
     def _stamps(self) -> _Stamps:
-        return tuple(_stamp(path) for path in self._files)
+        return tuple(stamp_of(path) for path in self._files)
 
     def _reload_if_changed(self) -> None:
         now = self._clock()
-        if now - self._checked_at < _RECHECK_S:
+        if now - self._checked_at < RECHECK_S:
             return
         self._checked_at = now
         stamps = self._stamps()
@@ -280,14 +282,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 def _read_all(files: Sequence[Path]) -> dict[str, Caller]:

@@ -1,9 +1,12 @@
-"""Files that appear whole or not at all, and what a full disk is called."""
+"""Files that appear whole or not at all, whether a file has changed, and what a full disk is called."""
 
 import errno
 import os
 import tempfile
 from pathlib import Path
+
+# A file's time of change in nanoseconds, its inode, and its size in bytes.
+Stamp = tuple[int, int, int]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOTHING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
@@ -35,6 +38,18 @@ def make_folder(folder: Path, setting: str) -> None:
     except OSError as exc:
         what = what_failed(exc, folder)
         raise OSError(f"{setting} {folder}: {what}; name a folder that can be made and written") from exc
+
+
+def stamp_of(file: Path) -> Stamp | None:
+    """What changes when the file does; None where the file cannot be looked at.
+
+    Links are followed: Kubernetes updates a mounted Secret by moving a link.
+    """
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 def mode_of(path: Path) -> int:

@@ -7,12 +7,11 @@ from pathlib import Path
 import httpx
 import structlog
 
-from lorafleet.auth import KeyFileError
+from lorafleet.auth import RECHECK_S, KeyFileError
+from lorafleet.files import stamp_of
 from lorafleet.urls import plain_key
 
 log = structlog.get_logger()
-
-_RECHECK_S = 1.0  # as often as the called service reads its key files
 
 
 class OwnKey(httpx.Auth):
@@ -26,7 +25,7 @@ class OwnKey(httpx.Auth):
         """Raises KeyFileError when the file is unreadable now, at the start."""
         self._file = file
         self._clock = clock
-        self._stamp = _stamp(file)
+        self._stamp = None if file is None else stamp_of(file)
         self._key = key if file is None else _read(file)
         self._checked_at = clock()
         self._trouble = ""
@@ -34,7 +33,7 @@ class OwnKey(httpx.Auth):
     @property
     def key(self) -> str:
         """The current key; empty when there is none. Looks at the file once a second at most."""
-        if self._file is not None and self._clock() - self._checked_at >= _RECHECK_S:
+        if self._file is not None and self._clock() - self._checked_at >= RECHECK_S:
             self._checked_at = self._clock()
             self._read_if_changed(self._file)
         return self._key
@@ -52,7 +51,7 @@ class OwnKey(httpx.Auth):
         yield request
 
     def _read_if_changed(self, file: Path) -> None:
-        stamp = _stamp(file)
+        stamp = stamp_of(file)
         if stamp == self._stamp:
             return
         try:
@@ -70,17 +69,6 @@ class OwnKey(httpx.Auth):
         if trouble != self._trouble:
             log.error("token_file not read again: calls send the last good key; mend the file", error=trouble)
         self._trouble = trouble
-
-
-def _stamp(file: Path | None) -> tuple[int, int, int] | None:
-    """(mtime in ns, inode, size) of the file, links followed: Kubernetes updates a mounted Secret by moving a link."""
-    if file is None:
-        return None
-    try:
-        stat = file.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 def _read(file: Path) -> str:

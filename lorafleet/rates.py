@@ -64,7 +64,7 @@ _MIN_CERTAIN_SHARE = 0.5
 # Prompts of a busy window: one counts in the window in which it ends, though it may have been computed in the one
 # before.
 _MIN_WINDOW_PROMPTS = 3
-# The router's guess where nothing is known, too: an 8B model on one 80 GB GPU does about this.
+# `Costs.prefill_tokens_per_s` of the router's core, which may not import this module; a test holds the two equal.
 USUAL_PREFILL_TOKENS_PER_S = 10_000.0
 
 

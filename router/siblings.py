@@ -18,6 +18,8 @@ import msgspec
 import structlog
 from prometheus_client.utils import floatToGoString
 
+from lorafleet.files import Stamp, stamp_of
+
 log = structlog.get_logger()
 
 # Gauges that every process has of the same thing: the largest is shown. All other gauges, counters and histograms
@@ -126,7 +128,7 @@ class Siblings:
         self._answer_within_s = answer_within_s
         self._lock_tries = lock_tries
         self._seen = _Seen()
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: Stamp | None = None
 
     async def start(self) -> None:
         """Answer the others until `close`."""
@@ -183,7 +185,7 @@ class Siblings:
     def _catch_up(self) -> None:
         """Know what the process knew that wrote last; if that was ourselves, we know as much and more."""
         file = self._folder / "seen"
-        if file.exists() and (stamp := _stamp(file)) != self._stamp:
+        if (stamp := stamp_of(file)) is not None and stamp != self._stamp:
             self._seen, self._stamp = _decode_seen(file.read_bytes()), stamp
 
     def _note(self, said: Sequence[_Said], pages: Sequence["_Page"]) -> Sequence[Mapping[str, Values]]:
@@ -202,7 +204,7 @@ class Siblings:
         partial = file.with_suffix(".partial")
         partial.write_bytes(_encode(self._seen))
         partial.replace(file)
-        self._stamp = _stamp(file)
+        self._stamp = stamp_of(file)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -302,11 +304,6 @@ async def _is_ours(lock: IO[str], tries: int) -> bool:
             return True
         await asyncio.sleep(_LOCK_PAUSE_S)
     return False
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    stat = file.stat()
-    return stat.st_mtime_ns, stat.st_ino
 
 
 async def _asked(path: Path, name: str, question: bytes, within_s: float) -> bytes | None:

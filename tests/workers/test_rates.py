@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lorafleet.plain import EngineLoad
 from lorafleet.rates import USUAL_PREFILL_TOKENS_PER_S, Rates, Reading
 from lorafleet.vllm_page import Scrape
+from router.core.cost import Costs
 from tests.patience import patience, until
 from tests.properties import examples, sample
 from tests.simulated import SimulatedEngine
@@ -269,6 +270,10 @@ async def test_a_worker_says_how_long_its_loads_take_also_after_a_restart_of_its
         assert 0.3 <= (await told(client)).load_seconds < patience(2)
     async with worker.inside(slow) as client:
         assert 0.3 <= (await told(client)).load_seconds < patience(2)
+
+
+def test_the_usual_rate_is_the_routers_prior():
+    assert Costs().prefill_tokens_per_s == USUAL_PREFILL_TOKENS_PER_S
 
 
 async def test_what_an_engines_counters_taught_is_in_metadata_and_metrics(worker):
