@@ -41,7 +41,7 @@ class ConfigMaps:
         self.fleet = fleet
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
         self._news = asyncio.Event()
-        self.mirror = Mirror(self._hear)
+        self.mirror = Mirror(self._hear, self._prove)
         self.on_undone: Callable[[], None] = lambda: None
         self._journal = Journal(fleet)
         self.drafts = Drafts(fleet, self.mirror, self._journal, Tables(fleet), on_state=self.take_back)
@@ -295,10 +295,12 @@ class ConfigMaps:
         elif key.table == "counters" and not self._barrier:
             self._barrier = version_of(self.mirror.objects[self.tables.state_name("counters")])
             self._hear()
-        elif key.table in ("tombstones", "known"):
-            found = self.mirror.objects[self.tables.state_name(f"adapters-{key.name}")]
-            if found["data"]["uid"] != uid_of(found):  # just made: only now is its uid known
-                self.writer.mark([Key(2, "known", key.name)], is_promised=False)
+
+    def _prove(self, name: str) -> None:
+        """What an object of our own state remembers proves deletions from here on: it is to say so."""
+        prefix = self.tables.state_name("adapters-")
+        if self._is_writing and name.startswith(prefix):
+            self.writer.mark([Key(2, "known", name.removeprefix(prefix))], is_promised=False)
 
     def _undo(self, key: Key, error: OrchestratorError) -> None:
         """Take back a row whose write was refused: the row becomes what its object in the API server says.

@@ -167,11 +167,17 @@ class Drafts:
                 return Wish(name, self.journal.made(key.name, self.mirror.objects.get(name)))
             case "tombstones" | "known":
                 self.on_state()
-                return self._state(f"adapters-{key.name}", lambda it: shard_made(self.tables, key.name, it))
+                return self._shard(key.name)
             case "workers":
                 return self._state("workers", lambda _: workers_made(self.tables))
             case _:
                 return self._counters()
+
+    def _shard(self, shard: str) -> Wish:
+        """What is remembered of adapters proves deletions only with the object's own uid: not before it is proven."""
+        what = f"adapters-{shard}"
+        is_proven = self.tables.state_name(what) not in self.mirror.unproven
+        return self._state(what, lambda known: shard_made(self.tables, shard, known if is_proven else None))
 
     def _state(self, what: str, data: Callable[[Json | None], dict[str, str]]) -> Wish:
         name = self.tables.state_name(what)

@@ -4,7 +4,8 @@ Level-driven: an object is looked at whenever it changed, and as long as it is r
 So objects may be applied in any order: an alias waits for its adapters.
 
 A deletion is explicit or it is none. It counts when the API server, asked by name, says that there is no such object,
-and either the watch showed its end, or a ConfigMap of our own in the same store remembers it with the uid it had.
+and either the watch showed its end, or a ConfigMap of our own in the same store remembers it with the uid it had. A
+ConfigMap of our own that was itself lost, or made again since the last list, proves no deletion.
 What only vanished changes nothing: a label, an empty list, a store that was put back and brings its own memory.
 """
 
@@ -21,7 +22,7 @@ from lorafleet.kube.errors import KubeError
 from orchestrator.backend import Change
 from orchestrator.configmaps.backend import ConfigMaps
 from orchestrator.configmaps.mirror import Doubt
-from orchestrator.configmaps.notices import Notices
+from orchestrator.configmaps.notices import Notices, reason_of
 from orchestrator.configmaps.objects import (
     FLEET,
     KIND,
@@ -230,7 +231,7 @@ class Intake:
         row = row_of(self._mirror.record(name))
         stays = "" if row is None or not self._stands_in(name, *row[:2]) else "; it stays as it was accepted before"
         self._backend.say(name, f"{_REFUSED}{exc}{stays}")
-        self._notices.warn(found, _reason(exc), f"{exc}{stays}")
+        self._notices.warn(found, reason_of(exc.code), f"{exc}{stays}")
 
     # -- what is not there any more -------------------------------------------------------------------------------
 
@@ -262,30 +263,31 @@ class Intake:
         """
         if not missing:
             return
-        # An adapter that is remembered and gone was deleted. Where the memory is gone as well, the store lost both, and
-        # nobody deleted anything. So the memory is looked at first.
-        tables = self._backend.tables
+        # An adapter that is remembered and gone was deleted. Where the memory has vanished as well, or was made again
+        # since, the store may have lost both, and nobody deleted anything. So the memory is looked at first.
+        mirror, tables = self._mirror, self._backend.tables
         for name in missing:
-            found, doubt = self._mirror.objects.get(name), self._mirror.doubtful.get(name)
+            found, doubt = mirror.objects.get(name), mirror.doubtful.get(name)
             if found is not None and kind_of(found) == "state" and doubt in {Doubt.MISSING, Doubt.DELETED}:
-                self._mirror.forget(name)
-        self._backend.take_back()
+                mirror.forget(name)
         homes = {home: row for row, home in tables.homes.items()}
         remembered = {known.object_name: lora_id for lora_id, known in tables.known.items()}
         for name in missing:
-            doubt = self._mirror.doubtful.get(name)
+            doubt, lora_id = mirror.doubtful.get(name), remembered.get(name)
             if doubt is None or (doubt is Doubt.ASKED and self._is_followed(name)):
                 continue  # it is there after all, or the watch will tell how it went
-            lora_id = remembered.get(name)
-            if lora_id is not None and tables.state_name(f"adapters-{shard_of(lora_id)}") in self._mirror.doubtful:
-                continue  # its memory could not be asked for yet
-            self._mirror.forget(name)
+            memory = "" if lora_id is None else tables.state_name(f"adapters-{shard_of(lora_id)}")
+            if memory in mirror.doubtful:
+                continue  # the memory could not be asked for yet
+            is_explicit = doubt is Doubt.DELETED or (lora_id is not None and memory not in mirror.unproven)
+            mirror.forget(name)
             self._refused.discard(name)
             self._read.pop(name, None)
             if lora_id is not None and lora_id not in self._store.adapters:
-                self._bury(lora_id)
+                self._bury(lora_id) if is_explicit else self._backend.forget(lora_id)
             elif name in homes:
-                self._end_row(*homes[name], name, is_explicit=doubt is Doubt.DELETED or lora_id == homes[name][1])
+                is_explicit &= doubt is Doubt.DELETED or lora_id == homes[name][1]
+                self._end_row(*homes[name], name, is_explicit=is_explicit)
 
     def _is_followed(self, name: str) -> bool:
         """Whether the watch, or the next list, tells of the object's end; not where its label is gone."""
@@ -341,8 +343,3 @@ def _with_what_was_found(value: Adapter, known: Adapter) -> Adapter:
         base_model=known.base_model,
         pinned_source=known.pinned_source,
     )
-
-
-def _reason(exc: OrchestratorError) -> str:
-    """CamelCase, as Events have it."""
-    return "".join(word.capitalize() for word in exc.code.split("_"))

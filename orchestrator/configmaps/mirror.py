@@ -1,5 +1,6 @@
 """The fleet's ConfigMaps as they were last seen: what the watch said, what our own writes were answered with."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -39,18 +40,25 @@ class Mirror:
     server, asked for it by name, says that there is none.
     """
 
-    def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, on_news: Callable[[], None] = lambda: None, on_proven: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.objects: dict[str, Json] = {}
         self.changed: set[str] = set()
         self.doubtful: dict[str, Doubt] = {}
         self.is_synced = False
         self.applied: set[str] = set()  # objects whose text somebody applies on the server
+        # An object of our own state -> the version at which it was made anew (infinite: it is gone). What such an
+        # object says of others proves nothing until the watch has come that far, or a list, and nothing is doubtful.
+        self.unproven: dict[str, float] = {}
         self.watched: dict[str, int] = {}  # name -> version that the watch has brought
         self.edition = 0
+        self._brought = 0  # the highest version that the watch has brought since the last list, or that list
         self._ours: dict[str, Json] = {}  # name -> as it is being written by us
         self._deleted: dict[str, str] = {}  # name -> uid of what is no more, and of which the watch may tell yet
         self._records: dict[str, tuple[Json, Record | None]] = {}
         self.on_news = on_news
+        self.on_proven = on_proven
 
     def listed(self, items: list[Json]) -> None:
         """All there is, when it was listed."""
@@ -63,6 +71,8 @@ class Mirror:
                 self._miss(name_of(found))  # written since, or the cluster was put back
         for name in self.objects.keys() - names:
             self._miss(name)
+        self._brought = max(map(version_of, items), default=0)
+        self._prove()
         self.is_synced = True
         self.on_news()
 
@@ -76,6 +86,8 @@ class Mirror:
             self.doubtful[name] = Doubt.DELETED
         elif self._deleted.get(name) == uid_of(found):
             del self._deleted[name]
+        self._brought = max(self._brought, version_of(found))
+        self._prove()
         self.on_news()
 
     def doubt(self, name: str) -> None:
@@ -87,6 +99,19 @@ class Mirror:
         """Before `lean`, which takes them off; an object without them says nothing new."""
         if "managedFields" in found["metadata"]:
             (self.applied.add if is_applied(found) else self.applied.discard)(name_of(found))
+
+    def _meet(self, found: Json) -> None:
+        known = self.objects.get(name_of(found))
+        if kind_of(found) == "state" and (known is None or uid_of(known) != uid_of(found)):
+            self.unproven[name_of(found)] = version_of(found)
+
+    def _prove(self) -> None:
+        """Whatever was lost before an object of our own state was made is known to be lost by now."""
+        if self.doubtful or not self.unproven:
+            return
+        for name in [name for name, version in self.unproven.items() if version <= self._brought]:
+            del self.unproven[name]
+            self.on_proven(name)
 
     def _miss(self, name: str) -> None:
         if self.doubtful.get(name) is not Doubt.DELETED:
@@ -106,10 +131,13 @@ class Mirror:
         """The API server's answer to our own write, or to a question by name."""
         if version_of(found) < self.watched.get(name_of(found), 0):
             return  # the watch was faster, and has brought what came after it: a deletion, perhaps
+        name = name_of(found)
+        self._meet(found)
         self.note_owners(found)
-        self.objects[name_of(found)] = lean(found)
-        self.doubtful.pop(name_of(found), None)
+        self.objects[name] = lean(found)
+        self.doubtful.pop(name, None)
         self.edition += 1
+        self._prove()
 
     def forget(self, name: str, uid: str | None = None) -> None:
         """There is no object of this name; with `uid`: that one is gone, and another may stand in its place."""
@@ -117,6 +145,8 @@ class Mirror:
         if uid is not None and (was is None or uid_of(was) != uid):
             return
         if was is not None:
+            if kind_of(was) == "state":
+                self.unproven[name] = math.inf
             del self.objects[name]
             if self.doubtful.get(name) is not Doubt.DELETED:
                 self._deleted[name] = uid_of(was)
@@ -125,6 +155,7 @@ class Mirror:
         self.doubtful.pop(name, None)
         self._records.pop(name, None)
         self.applied.discard(name)
+        self._prove()
 
     def record(self, name: str) -> Record | None:
         """What is accepted of an object, parsed once a version of it."""
@@ -147,6 +178,8 @@ class Mirror:
         self.watched[name] = version_of(found)
         self.doubtful.pop(name, None)
         is_same = known is not None and uid_of(known) == uid_of(found)
+        if self.is_synced:  # what the first list has was there before us
+            self._meet(found)
         if known is not None and is_same and version_of(found) <= version_of(known):
             return  # our own write, come back
         self.note_owners(found)

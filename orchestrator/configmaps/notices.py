@@ -87,3 +87,8 @@ class Notices:
             "lastTimestamp": now,
             "count": 1,
         }
+
+
+def reason_of(code: str) -> str:
+    """The reason of an Event: an error's code in CamelCase."""
+    return "".join(word.capitalize() for word in code.split("_"))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from orchestrator.configmaps.backend import ConfigMaps
-from orchestrator.configmaps.notices import Notices
+from orchestrator.configmaps.notices import Notices, reason_of
 from orchestrator.configmaps.objects import STATUS, annotation
 from orchestrator.core.state import Adapter
 
@@ -74,15 +74,12 @@ class Verdicts:
         self._told[adapter.lora_id] = why
         if adapter.quarantine is None:  # a quarantine is in the status without us
             self._backend.say(name, f"{_FAILED}{why}")
-        self._notices.warn(found, _reason(why), f"{adapter.lora_id} failed its checks: {why}")
+        self._notices.warn(
+            found, reason_of(why.partition(":")[0]) or "AdapterFailed", f"{adapter.lora_id} failed its checks: {why}"
+        )
 
     def _take_back(self, lora_id: str) -> None:
         del self._told[lora_id]
         name = self._backend.tables.home("adapters", lora_id)
         if self._backend.drafts.said.get(name, "").startswith(_FAILED):
             self._backend.say_as_usual("adapters", lora_id, name)
-
-
-def _reason(why: str) -> str:
-    """CamelCase of the code, as Events have it."""
-    return "".join(word.capitalize() for word in why.partition(":")[0].split("_")) or "AdapterFailed"

@@ -1,6 +1,7 @@
 """The store on ConfigMaps when things go wrong: away, refused, put back, fought over, deleted while nobody looked."""
 
 import asyncio
+import random
 from dataclasses import replace
 
 import pytest
@@ -273,7 +274,9 @@ async def test_a_store_that_is_put_back_from_before_an_adapter_deletes_it_nowher
     assert seat.store.tombstones == {}
 
 
-async def test_a_store_that_loses_everything_takes_nothing_from_the_fleet(seat, seats, kube):
+@pytest.mark.parametrize("seed", range(6))  # by which the API server's answers come in another order each time
+async def test_a_store_that_loses_everything_takes_nothing_from_the_fleet(seat, seats, kube, seed):
+    kube.faults.slow_down(random.Random(seed), requests_s=0.02, answers_s=0.04)
     seat.store.put_adapter(SQL)
     seat.store.put_alias("sql", (("sql/v1", 1.0),))
     await seat.store.saved()

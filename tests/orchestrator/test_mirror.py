@@ -3,6 +3,7 @@
 from typing import Any
 
 from orchestrator.configmaps.mirror import Doubt, Mirror
+from orchestrator.configmaps.objects import KIND
 
 
 def config_map(version: int, **data: str) -> dict[str, Any]:
@@ -100,3 +101,35 @@ def test_what_a_list_lacks_is_doubted_more_than_what_only_an_answer_said() -> No
     assert mirror.doubtful == {"m": Doubt.MISSING}
     mirror.doubt("m")
     assert mirror.doubtful == {"m": Doubt.MISSING}
+
+
+def state(version: int, uid: str) -> dict[str, Any]:
+    meta = {"name": "s", "uid": uid, "resourceVersion": str(version), "labels": {KIND: "state"}}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {}}
+
+
+def test_memory_of_before_this_process_proves_deletions_at_once() -> None:
+    mirror = Mirror()
+    mirror.listed([state(5, "a")])
+    assert mirror.unproven == {}
+
+
+def test_memory_that_was_made_again_proves_nothing_until_the_watch_has_come_that_far() -> None:
+    proven: list[str] = []
+    mirror = Mirror(on_proven=proven.append)
+    mirror.listed([state(5, "a")])
+    mirror.forget("s")
+    mirror.wrote(state(8, "b"))
+    mirror.event("ADDED", config_map(7))
+    assert (list(mirror.unproven), proven) == (["s"], [])
+    mirror.event("MODIFIED", config_map(9))
+    assert (list(mirror.unproven), proven) == ([], ["s"])
+
+
+def test_memory_that_was_made_again_proves_nothing_while_an_object_is_missing() -> None:
+    mirror = Mirror()
+    mirror.listed([config_map(4), state(5, "a")])
+    mirror.listed([state(8, "b")])
+    assert (list(mirror.doubtful), list(mirror.unproven)) == (["m"], ["s"])
+    mirror.forget("m")
+    assert mirror.unproven == {}
