@@ -564,12 +564,16 @@ class CatalogAdapter(_Wire):
 
 
 class CatalogWorker(_Wire):
-    """A worker; one that is an engine and no more has no `agent_url`, and routers ask its engine instead."""
+    """A worker; one that is an engine and no more has no `agent_url`, and routers ask its engine instead.
+
+    agent_boot_id  of the agent whose state this is: a new agent of the same worker is in a state of its own
+    """
 
     id: str
     agent_url: str
     state: WorkerState
     engine_url: str = ""
+    agent_boot_id: str = ""
 
 
 class Draining(_Wire):

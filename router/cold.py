@@ -377,7 +377,10 @@ class ColdStarts:
         able = [
             replica
             for replica in self.discovery.fleet.roster(adapter.base_model or "").replicas
-            if replica.state == "ready" and replica.agent_url and adapter.rank <= (replica.max_lora_rank or inf)
+            if replica.state == "ready"
+            and not replica.is_ending
+            and replica.agent_url
+            and adapter.rank <= (replica.max_lora_rank or inf)
         ]
         order = rendezvous_order(adapter.lora_id, able)
         return sorted(order, key=lambda replica: replica.is_suspect or self._is_silent(replica))

@@ -20,7 +20,7 @@ from lorafleet.plain import PlainEngine
 from orchestrator.wire import Catalog
 from router.catalog import draining_by_worker, named_by, read_catalog, save_catalog
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
-from router.core.fleet import Adapter, Alias, Fleet, Replica
+from router.core.fleet import Adapter, Alias, Fleet, Replica, with_last_resort
 from router.core.index import WorkerId
 from router.follow import Follow, placed, replica_from, state_of
 from router.listed import listed_adapters
@@ -480,6 +480,7 @@ class Discovery:
             for id_, follow in self._follows.items()
             if follow.metadata is not None
         }
+        replicas = with_last_resort(replicas)
         self.fleet = Fleet(self._catalog.revision, MappingProxyType(replicas), self._known, self._aliases)
         if not self._url and replicas and self._has_asked_all():
             self.has_catalog = True  # all that there is to know
@@ -488,12 +489,17 @@ class Discovery:
     def _replica(self, follow: Follow, metadata: Metadata) -> Replica:
         is_silent = self._clock() - follow.heard_at > self._unreachable_after_s
         state = state_of(follow, metadata, is_silent=is_silent)
-        draining = self._draining.get(follow.named.id, frozenset())
+        is_ending, draining = follow.named.is_ending, self._draining.get(follow.named.id, frozenset())
         # One agent's report makes one replica anew, not all of them: a fleet reports many times a second.
         made = follow.made_from
-        if follow.replica is None or made is None or made[0] is not metadata or made[1:] != (state, draining):
+        if (
+            follow.replica is None
+            or made is None
+            or made[0] is not metadata
+            or made[1:] != (state, is_ending, draining)
+        ):
             follow.replica = replica_from(follow, metadata, state=state, draining=draining, zone=self._zone)
-            follow.made_from = metadata, state, draining
+            follow.made_from = metadata, state, is_ending, draining
         return follow.replica
 
     def _read_saved(self) -> None:

@@ -33,7 +33,7 @@ class Follow:
     heard_at: float = 0.0
     engine_answers: bool = False
     replica: Replica | None = None
-    made_from: tuple[Metadata, ReplicaState, frozenset[str]] | None = None
+    made_from: tuple[Metadata, ReplicaState, bool, frozenset[str]] | None = None
     tasks: tuple[asyncio.Task[None], ...] = ()
 
 
@@ -63,6 +63,7 @@ def replica_from(
         agent_url=metadata.agent_url.rstrip("/"),
         dialect=metadata.transport.dialect,
         state=state,
+        is_ending=follow.named.is_ending,
         block_size=max(0, shape.block_size),
         max_loras=metadata.lora.max_loras,
         max_lora_rank=metadata.lora.max_lora_rank,
@@ -96,6 +97,10 @@ def replica_from(
 def state_of(follow: Follow, metadata: Metadata, *, is_silent: bool) -> ReplicaState:
     if is_silent and not follow.engine_answers:
         return "unreachable"
-    if metadata.state == "draining" or follow.named.is_draining:
+    if metadata.state not in ("ready", "draining"):
+        return "starting"
+    # A catalog may be older than the agent: what it says of the agent before says nothing of this one.
+    is_drained = follow.named.drained in ("", metadata.agent_boot_id)
+    if metadata.state == "draining" or is_drained or follow.named.is_ending:
         return "draining"
-    return "ready" if metadata.state == "ready" else "starting"
+    return "ready"

@@ -16,13 +16,15 @@ class Named:
     """A worker, before it has said anything itself.
 
     addresses   of its agent, or of its engine where it has no agent; the first is the best known
-    is_draining somebody says that it is to get no new requests
+    drained     the catalog says that this agent (by its boot id) is to get no new requests; "": whichever agent it has
+    is_ending   Kubernetes is ending its pod
     """
 
     id: str
     addresses: tuple[str, ...]
     has_agent: bool
-    is_draining: bool = False
+    drained: str | None = None
+    is_ending: bool = False
     zone: str = ""
     node: str = ""
     kv_events: tuple[str, ...] = ()
@@ -55,7 +57,8 @@ def _joined(name: str, listed: CatalogWorker | None, found: FoundWorker | None) 
         id=name,
         addresses=tuple(addresses),
         has_agent=has_agent,
-        is_draining=(listed is not None and listed.state == "draining") or (found is not None and found.is_terminating),
+        drained=listed.agent_boot_id if listed is not None and listed.state == "draining" else None,
+        is_ending=found is not None and found.is_terminating,
         zone=found.zone if found else "",
         node=found.node if found else "",
         kv_events=(found.kv_events,) if found and found.kv_events else (),

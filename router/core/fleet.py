@@ -1,7 +1,7 @@
 """Frozen snapshot of the fleet: what a decision reads, and nothing that changes while it reads."""
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from statistics import median
@@ -61,6 +61,7 @@ class Replica:
     model_name  what its engine calls the base model; not given: what the fleet does
     is_far      it is in another zone than this router, as far as both are known
     is_suspect  its agent says that it hangs
+    is_ending   Kubernetes is ending its pod; until it has ended, its engine answers
     """
 
     id: WorkerId
@@ -80,6 +81,7 @@ class Replica:
     draining: frozenset[str] = frozenset()
     is_far: bool = False
     is_suspect: bool = False
+    is_ending: bool = False
     report: Report = Report()
     model_name: str = ""
 
@@ -209,6 +211,19 @@ def rejection(replica: Replica, engine_name: str) -> str | None:
     if engine_name in replica.draining:
         return "adapter draining"
     return None
+
+
+def with_last_resort(replicas: Mapping[WorkerId, Replica]) -> dict[WorkerId, Replica]:
+    """The same, but where no replica of a base model is ready, those whose pods are ending are: their engines answer
+    still, and to refuse is worse. As Kubernetes sends to endpoints that terminate where a Service has no others.
+    """
+    served = {replica.base_model for replica in replicas.values() if replica.state == "ready"}
+    return {
+        id_: replace(replica, state="ready")
+        if replica.is_ending and replica.state == "draining" and replica.base_model not in served
+        else replica
+        for id_, replica in replicas.items()
+    }
 
 
 @dataclass(frozen=True)  # without slots, for the cached property

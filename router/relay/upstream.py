@@ -356,7 +356,8 @@ class Connection(asyncio.Protocol):
             raise httptools.HttpParserError("a transfer encoding other than chunked")
         self._framed = coding is not None or b"content-length" in fields
         self._status = status
-        self._keep = parser.should_keep_alive()
+        # uvicorn closes the connection behind a 500 of an error that nobody caught, and does not say so in the head.
+        self._keep = parser.should_keep_alive() and status != 500
         self._has_head = self._new_head = True
 
     def on_body(self, body: bytes) -> None:

@@ -68,6 +68,10 @@ class Fleet:
     def states(self):
         return {str(id_): replica.state for id_, replica in self.discovery.fleet.replicas.items()}
 
+    def ending(self):
+        """Workers whose pods are being ended."""
+        return {str(id_) for id_, replica in self.discovery.fleet.replicas.items() if replica.is_ending}
+
     async def until(self, predicate, within_s=5.0):
         assert await self.discovery.changes.until(predicate, timeout_s=patience(within_s)), self.states()
 
@@ -204,11 +208,41 @@ async def test_a_pod_of_the_same_name_takes_the_place_of_the_one_that_ended(kube
         await fleet.name("w0")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         await fleet.name("w0", terminating=True)
-        await fleet.until(lambda: fleet.states() == {"w0": "draining"})
+        await fleet.until(lambda: fleet.ending() == {"w0"})
         async with serving(agent_app(fleet.control, "w0", {}, Counter()), host=kube.host) as moved:
             fleet.answers["w0"] = ""
             await fleet.name("w0", agent=moved)
-            await fleet.until(lambda: fleet.states() == {"w0": "ready"})
+            await fleet.until(lambda: fleet.states() == {"w0": "ready"} and not fleet.ending())
+
+
+async def test_a_pod_that_ends_serves_on_while_its_base_model_has_no_other(kube):
+    async with running(kube, Engine("w0"), Engine("w1")) as fleet:
+        await fleet.name("w0")
+        await fleet.name("w1", terminating=True)
+        await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "draining"})
+        await fleet.name("w0", terminating=True)
+        await fleet.until(lambda: fleet.ending() == {"w0", "w1"})
+        assert {await fleet.worker_of() for _ in range(10)} <= {"w0", "w1"}
+        fleet.control.starting = frozenset({"w0"})
+        await fleet.until(lambda: fleet.states() == {"w0": "starting", "w1": "ready"})
+        assert await fleet.worker_of() == "w1"
+        await fleet.name("w0")
+        fleet.control.starting = frozenset()
+        await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "draining"})
+
+
+async def test_what_a_catalog_says_of_the_agent_before_does_not_keep_the_new_one_from_serving(kube):
+    async with running(kube, Engine("w0"), named=["w0"]) as fleet:
+        await fleet.until(lambda: fleet.states() == {"w0": "ready"})
+        fleet.control.drained = {"w0": "another"}
+        fleet.control.tell()
+        await fleet.until(lambda: fleet.discovery._follows["w0"].named.drained == "another")
+        assert fleet.states() == {"w0": "ready"}
+        for boot_id in ("a", ""):
+            fleet.control.drained = {"w0": boot_id}
+            fleet.control.tell()
+            await fleet.until(lambda boot_id=boot_id: fleet.discovery._follows["w0"].named.drained == boot_id)
+            assert fleet.states() == {"w0": "draining"}
 
 
 @pytest.mark.parametrize("how", ["deleted", "its label went", "a list without it"])
@@ -326,10 +360,10 @@ async def test_a_worker_goes_by_its_agents_own_name_and_is_one_with_what_the_cat
         await fleet.until(lambda: fleet.discovery._catalog_ids == {"w0"})
         assert fleet.states() == {"w0": "ready"}
         await fleet.name("w0", pod="some-pod", terminating=True)
-        await fleet.until(lambda: fleet.states() == {"w0": "draining"})
+        await fleet.until(lambda: fleet.ending() == {"w0"})
         await fleet.unname("some-pod")
         await fleet.until(lambda: not fleet.named)
-        assert fleet.states() == {"w0": "draining"}
+        assert fleet.ending() == {"w0"}
 
 
 async def test_an_address_that_another_worker_has_by_now_does_not_speak_for_the_old_one(kube):

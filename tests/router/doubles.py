@@ -116,6 +116,7 @@ class Control:
     starting: frozenset = frozenset()
     suspects: frozenset = frozenset()
     draining: tuple = ()
+    drained: dict[str, str] = field(default_factory=dict)  # worker -> boot id of the agent that the catalog says drains
     aliases: tuple = ()
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
@@ -193,7 +194,12 @@ class Control:
         async def catalog(_request):
             self.catalogs += 1
             workers = tuple(
-                CatalogWorker(id=w, agent_url=f"{self.url}/{self.agents}/{w}", state="ready")
+                CatalogWorker(
+                    id=w,
+                    agent_url=f"{self.url}/{self.agents}/{w}",
+                    state="draining" if w in self.drained else "ready",
+                    agent_boot_id=self.drained.get(w, "a"),
+                )
                 for w in self.workers
                 if self.named is None or w in self.named
             )

@@ -62,7 +62,7 @@ async def pool(monkeypatch):
         (CHUNKED + b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n", b"abcde"),
         (CHUNKED + b"3\r\nabc\r\n0\r\nTrailer: x\r\n\r\n", b"abc"),
         (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
-        (b"HTTP/1.1 500 \r\ncontent-length: 3\r\n\r\nabc", b"abc"),
+        (b"HTTP/1.1 503 \r\ncontent-length: 3\r\n\r\nabc", b"abc"),
     ],
 )
 @pytest.mark.parametrize("cut", [None, 1, 7])
@@ -106,6 +106,7 @@ async def test_large_requests_and_answers_come_through_whole(pool):
     [
         (OK.replace(b"Content-Type", b"Connection: close\r\nContent-Type"), "stay", b"abc"),
         (OK.replace(b"HTTP/1.1", b"HTTP/1.0"), "stay", b"abc"),
+        (OK.replace(b"200 OK", b"500 Oh"), "stay", b"abc"),  # uvicorn closes it, without a word in the head
         (OK.replace(b"Content-Length: 3\r\n", b""), "close", b"abc"),
         (OK.replace(b"Content-Length: 3\r\n", b""), "half_close", b"abc"),
         (OK + b"\r\nmore", "stay", b"abc"),
@@ -125,7 +126,7 @@ async def test_a_connection_whose_answer_ended_oddly_is_closed_and_its_bytes_are
     async with Engine(saying(*pieces, then=then)) as engine:
         first, heard = await ask(pool, engine.url)
         assert (heard.ended, heard.failure, heard.body) == (True, None, body)
-        assert heard.status in (200, 204)
+        assert heard.status in (200, 204, 500)
         assert b"link" not in heard.headers
         # With the odd bytes in a read of their own the connection may have been idle for a moment.
         await until(lambda: not pool.connections)
