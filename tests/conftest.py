@@ -1,10 +1,12 @@
 """What holds for every test: its timeout, its examples, the group it runs in, and how to run a failure again."""
 
+import gc
 import os
 import random
 import shlex
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if THOROUGH:
         seed = os.environ.setdefault("LORAFLEET_TEST_SEED", str(random.SystemRandom().randrange(1 << 32)))
         config.option.hypothesis_seed = config.option.hypothesis_seed or seed
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Leave the garbage collector off while tests are collected: what is made stays. It took a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

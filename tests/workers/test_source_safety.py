@@ -272,35 +272,35 @@ FILE, LINK = stat.S_IFREG | 0o644, stat.S_IFLNK | 0o777
 PLAIN = tuple((name, data, FILE) for name, data in GOOD)
 
 ARCHIVES = {
-    "link": ("a.tar.gz", tar(*GOOD, ("a/more.safetensors", (tarfile.SYMTYPE, "/etc/passwd"))), "source_unsafe"),
-    "hard link": ("a.tar.gz", tar(*GOOD, ("a/x", (tarfile.LNKTYPE, "adapter_config.json"))), "source_unsafe"),
-    "device": ("a.tar.gz", tar(*GOOD, ("a/null", (tarfile.CHRTYPE, ""))), "source_unsafe"),
-    "fifo": ("a.tgz", tar(*GOOD, ("a/pipe", (tarfile.FIFOTYPE, ""))), "source_unsafe"),
-    "parent": ("a.tar.gz", tar(*GOOD, ("a/../../x.safetensors", b"")), "source_unsafe"),
-    "absolute": ("a.tar.gz", tar(("/tmp/adapter_config.json", CONFIG)), "source_unsafe"),
-    "twice": ("a.tar.gz", tar(*GOOD, GOOD[0]), "source_unsafe"),
-    "two adapters": ("a.tar.gz", tar(*GOOD, ("b/adapter_config.json", CONFIG)), "source_invalid"),
-    "no adapter": ("a.tar.gz", tar(("README", b"")), "source_not_found"),
-    "too many": ("a.tar.gz", tar(*((f"f{number}", b"") for number in range(1001))), "source_too_big"),
-    "bomb": ("a.tar.gz", tar(*GOOD, ("zeros", bytes(20 << 20))), "source_too_big"),
-    "header bomb": ("a.tar.gz", tar(("x" * (5 << 20), b"")), "source_invalid"),
-    "header chain": ("a.tar.gz", many_headers(3 << 20, 3), "source_invalid"),
-    "cut": ("a.tar.gz", tar(*GOOD, ("b.bin", Random(1).randbytes(200_000)))[:100_000], "source_invalid"),
-    "not a tar": ("a.tar.gz", gzip.compress(b"hello" * 1000), "source_invalid"),
-    "not a gzip": ("a.tar.gz", b"hello", "source_invalid"),
-    "zip link": ("a.zip", zipped(*PLAIN, ("a/l.safetensors", b"/etc/passwd", LINK)), "source_unsafe"),
-    "zip parent": ("a.zip", zipped(*PLAIN, ("../x.safetensors", b"", FILE)), "source_unsafe"),
-    "zip windows": ("a.zip", zipped(*PLAIN, ("..\\x.safetensors", b"", FILE)), "source_unsafe"),
-    "zip bomb": ("a.zip", zipped(*PLAIN, ("a/z.safetensors", bytes(20 << 20), FILE)), "source_too_big"),
-    "zip zstandard": ("a.zip", of_method(zipped(*PLAIN), 93), "source_invalid"),
-    "not a zip": ("a.zip", b"hello" * 100, "source_invalid"),
+    "link": ("a.tar.gz", lambda: tar(*GOOD, ("a/more.safetensors", (tarfile.SYMTYPE, "/etc/passwd"))), "source_unsafe"),
+    "hard link": ("a.tar.gz", lambda: tar(*GOOD, ("a/x", (tarfile.LNKTYPE, "adapter_config.json"))), "source_unsafe"),
+    "device": ("a.tar.gz", lambda: tar(*GOOD, ("a/null", (tarfile.CHRTYPE, ""))), "source_unsafe"),
+    "fifo": ("a.tgz", lambda: tar(*GOOD, ("a/pipe", (tarfile.FIFOTYPE, ""))), "source_unsafe"),
+    "parent": ("a.tar.gz", lambda: tar(*GOOD, ("a/../../x.safetensors", b"")), "source_unsafe"),
+    "absolute": ("a.tar.gz", lambda: tar(("/tmp/adapter_config.json", CONFIG)), "source_unsafe"),
+    "twice": ("a.tar.gz", lambda: tar(*GOOD, GOOD[0]), "source_unsafe"),
+    "two adapters": ("a.tar.gz", lambda: tar(*GOOD, ("b/adapter_config.json", CONFIG)), "source_invalid"),
+    "no adapter": ("a.tar.gz", lambda: tar(("README", b"")), "source_not_found"),
+    "too many": ("a.tar.gz", lambda: tar(*((f"f{number}", b"") for number in range(1001))), "source_too_big"),
+    "bomb": ("a.tar.gz", lambda: tar(*GOOD, ("zeros", bytes(20 << 20))), "source_too_big"),
+    "header bomb": ("a.tar.gz", lambda: tar(("x" * (5 << 20), b"")), "source_invalid"),
+    "header chain": ("a.tar.gz", lambda: many_headers(3 << 20, 3), "source_invalid"),
+    "cut": ("a.tar.gz", lambda: tar(*GOOD, ("b.bin", Random(1).randbytes(200_000)))[:100_000], "source_invalid"),
+    "not a tar": ("a.tar.gz", lambda: gzip.compress(b"hello" * 1000), "source_invalid"),
+    "not a gzip": ("a.tar.gz", lambda: b"hello", "source_invalid"),
+    "zip link": ("a.zip", lambda: zipped(*PLAIN, ("a/l.safetensors", b"/etc/passwd", LINK)), "source_unsafe"),
+    "zip parent": ("a.zip", lambda: zipped(*PLAIN, ("../x.safetensors", b"", FILE)), "source_unsafe"),
+    "zip windows": ("a.zip", lambda: zipped(*PLAIN, ("..\\x.safetensors", b"", FILE)), "source_unsafe"),
+    "zip bomb": ("a.zip", lambda: zipped(*PLAIN, ("a/z.safetensors", bytes(20 << 20), FILE)), "source_too_big"),
+    "zip zstandard": ("a.zip", lambda: of_method(zipped(*PLAIN), 93), "source_invalid"),
+    "not a zip": ("a.zip", lambda: b"hello" * 100, "source_invalid"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "packed", "code"), ARCHIVES.values(), ids=ARCHIVES)
-def test_a_hostile_archive_is_refused_and_leaves_nothing_outside(tmp_path, name, packed, code):
+@pytest.mark.parametrize(("name", "made", "code"), ARCHIVES.values(), ids=ARCHIVES)
+def test_a_hostile_archive_is_refused_and_leaves_nothing_outside(tmp_path, name, made, code):
     (tmp_path / "into").mkdir()
-    (tmp_path / "packed").write_bytes(packed)
+    (tmp_path / "packed").write_bytes(made())
     with pytest.raises(SourceError) as caught:
         archive.unpack(tmp_path / "packed", tmp_path / "into", f"https://host/{name}", 10 << 20, Transfer())
     assert (caught.value.code, str(caught.value)[:6]) == (code, "source")
