@@ -108,6 +108,15 @@ class Wire:
         self.heard += [(seq, event) for event in events]
         return events  # type: ignore[no-any-return]
 
+    def stored(self) -> list[dict[str, Any]]:
+        """What the next batch that stores anything stores; removals are left out.
+
+        Tests before this one may have filled the engine's blocks, so that others are removed first.
+        """
+        while True:
+            if stores := [event for event in self.batch() if event["type"] == "BlockStored"]:
+                return stores
+
     def until(self, last_tokens: list[int]) -> list[dict[str, Any]]:
         """All events up to the store that ends with `last_tokens`."""
         events: list[dict[str, Any]] = []

@@ -581,23 +581,23 @@ def test_a_prompt_is_cached_in_whole_blocks_and_a_full_hit_is_not_announced(benc
     bench.settle()
     prompt = bench.tokens(3, extra=7)
     assert cached(bench.complete(prompt)) == 0
-    [stored] = bench.wire.batch()
+    [stored] = bench.wire.stored()
     assert fits(stored, golden.BLOCK_STORED) is None
     assert (len(stored["block_hashes"]), stored["token_ids"]) == (3, prompt[:96])
     assert (stored["block_size"], stored["medium"], stored["group_idx"]) == (32, "GPU", 0)
     assert cached(bench.complete(prompt)) == 96
     marker = bench.tokens(1)
     bench.complete(marker)
-    assert [event["token_ids"] for event in bench.wire.batch()] == [marker]
+    assert [event["token_ids"] for event in bench.wire.stored()] == [marker]
 
 
 def test_the_last_block_of_an_exact_prompt_is_computed_again_and_stored_twice(bench: Bench) -> None:
     bench.settle()
     prompt = bench.tokens(2)
     bench.complete(prompt)
-    [first] = bench.wire.batch()
+    [first] = bench.wire.stored()
     assert cached(bench.complete(prompt)) == 32
-    [second] = bench.wire.batch()
+    [second] = bench.wire.stored()
     assert second["block_hashes"] == first["block_hashes"][1:]
     assert second["parent_block_hash"] == first["block_hashes"][0]
 
@@ -606,8 +606,8 @@ def test_blocks_of_generated_tokens_are_announced_with_their_parent(bench: Bench
     bench.settle()
     prompt = bench.tokens(1, extra=20)
     answer = bench.complete(prompt, max_tokens=20, return_token_ids=True)
-    [first] = bench.wire.batch()
-    [second] = bench.wire.batch()
+    [first] = bench.wire.stored()
+    [second] = bench.wire.stored()
     assert second["parent_block_hash"] == first["block_hashes"][-1]
     assert second["token_ids"] == [*prompt[32:], *answer["choices"][0]["token_ids"]][:32]
 
@@ -624,7 +624,7 @@ def test_salt_and_adapter_each_have_blocks_of_their_own(bench: Bench) -> None:
         ({"model": "salted", "cache_salt": "s"}, "salted", [["salted", "s"], ["salted"]]),
     ):
         assert cached(bench.complete(prompt, **more)) == 0
-        [stored] = bench.wire.batch()
+        [stored] = bench.wire.stored()
         assert (stored["lora_name"], stored["extra_keys"]) == (name, keys)
         assert isinstance(stored["lora_id"], int) == (name is not None)
         hashes |= set(stored["block_hashes"])
@@ -650,16 +650,16 @@ def test_report_mode_full_announces_reused_blocks_again(bench: Bench) -> None:
     bench.settle()
     prompt = bench.tokens(2, extra=1)
     bench.complete(prompt)
-    [first] = bench.wire.batch()
+    [first] = bench.wire.stored()
     bench.complete(prompt, vllm_xargs={"kv_cache_report_mode": "full"})
-    assert bench.wire.batch() == [first]
+    assert bench.wire.stored() == [first]
 
 
 def test_room_is_made_oldest_first_and_told_before_what_it_is_for(bench: Bench) -> None:
     bench.settle()
     old = bench.tokens(3)
     bench.complete(old)
-    [stored] = bench.wire.batch()
+    [stored] = bench.wire.stored()
     removed: list[int] = []
     for filler in range(5):  # 5 x 62 blocks into a pool of 255
         prompt = [3000 + filler] * 1984

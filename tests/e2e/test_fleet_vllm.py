@@ -27,6 +27,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 class TestTwoVllmWorkers(FleetSuite):
     come_back_within_s = 240.0
 
+    @pytest.mark.thorough  # another start of a real engine
+    def test_a_killed_engine_comes_back_with_its_adapters(self, fleet: Fleet) -> None:
+        super().test_a_killed_engine_comes_back_with_its_adapters(fleet)
+
 
 @pytest.mark.thorough
 class TestTrafficThatShifts(ShiftSuite):
