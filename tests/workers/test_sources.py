@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 from random import Random
 
+import httpx
 import pytest
 
 from tests.patience import within
@@ -147,19 +148,15 @@ class Azure(Objects):
 
 
 class S3(Store):
+    server = ""  # the URL of one server for all tests
+
     @contextlib.asynccontextmanager
     async def open(self):
-        from moto.server import ThreadedMotoServer
-
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-        try:
-            host, port = server.get_host_and_port()
-            self.site = Site(lambda ask: None)
-            async with self.cable.to(f"http://{host}:{port}") as self.url, self.site.serving():
-                yield self
-        finally:
-            server.stop()
+        self.site = Site(lambda ask: None)
+        async with httpx.AsyncClient() as client:
+            (await client.post(f"{self.server}/moto-api/reset")).raise_for_status()
+        async with self.cable.to(self.server) as self.url, self.site.serving():
+            yield self
 
     def files(self, url):
         import s3fs
@@ -203,8 +200,21 @@ class Folder(Store):
 REMOTE = [Web, WebTar, WebZip, HuggingFace, S3, Google, Azure]
 
 
+@pytest.fixture(scope="module")
+def s3_server():
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
 @pytest.fixture
 async def store(request, tmp_path):
+    if request.param is S3:
+        S3.server = request.getfixturevalue("s3_server")
     async with request.param(tmp_path).open() as opened:
         yield opened
 
