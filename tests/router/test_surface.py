@@ -365,6 +365,23 @@ def test_a_message_that_only_the_engine_can_render_has_no_chat(body):
     assert chat_of_messages(body) is None
 
 
+def test_tools_that_no_model_sees_leave_an_empty_list_and_not_none(model):
+    template = (
+        "{{ 'some' if tools is not none else 'none' }}{{ tools | length if tools else 0 }}{{ messages[0].content }}"
+    )
+    tokenizer = with_template(model, template)
+    texts = []
+    for tools in (
+        [],
+        [{"type": "web_search"}],
+        [{"type": "mcp", "server_label": "a"}, {"type": "custom", "name": "b"}],
+    ):
+        chat = chat_of_responses({"input": "x", "tools": tools})
+        assert chat is not None
+        texts.append(tokenizer.render(chat))
+    assert texts == ["none0x", "some0x", "some1x"]
+
+
 def test_a_conversion_does_not_change_the_body_that_is_sent():
     for convert, bodies in ((chat_of_responses, RESPONSES_BODIES), (chat_of_messages, MESSAGES_BODIES)):
         for name, body in bodies:
