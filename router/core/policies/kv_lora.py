@@ -7,12 +7,17 @@ from typing import ClassVar, Final
 
 from router.core.cost import Score
 from router.core.decision import Ask, Scene
+from router.core.homes import claim_on
 
 _COST_S: Final = -1  # of Terms
 
 
 class KvLora:
-    """Least cost wins; what is within a few percent of it shares at random, so that several routers do not herd."""
+    """Least cost wins; what is within a few percent of it shares at random, so that several routers do not herd.
+
+    An approximate prompt goes to that one of them to which its conversation belongs: no event tells a router what
+    others have sent where, so they have to agree without a word.
+    """
 
     name: ClassVar[str] = "kv_lora"
 
@@ -27,6 +32,9 @@ class KvLora:
             at, found = scene.terms(ask, able, only_close=True)
             # The seed itself is the chance: making a generator of it would take longer than all the rest.
             i = scene.seed % len(found)
+            if ask.is_approximate and ask.first_blocks:
+                claim = claim_on(f"{ask.engine_name}:{ask.first_blocks}")
+                i = max(range(len(found)), key=lambda k: claim(scene.roster.replicas[at[k]]))
         return at[i], scene.named(at[i], found[i])
 
 
