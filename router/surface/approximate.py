@@ -19,8 +19,9 @@ from lorafleet.kv.blocks import BlockHash
 
 # English text and code have about four bytes a token; one unit of an approximate prompt stands for one token.
 _UNIT_BYTES = 4
-# A longer beginning tells no more conversations apart, and takes time: 131,072 tokens, about a millisecond to hash.
-_MOST_BYTES = 512 * 1024
+# A longer beginning tells no more conversations apart, and takes the event loop's time: of 65,536 tokens 1 to 2 ms to
+# be hashed and matched, and as long again to be noted.
+_MOST_BYTES = 256 * 1024
 # A file counts as a thousand tokens at most, about what models make of a picture. A guess, nothing measured.
 _FILE_BYTES = 4096
 # How much of a text is looked at for being a file.
@@ -84,7 +85,7 @@ def approximation(fields: Fields, decoded: Mapping[str, Any], size_bytes: int) -
     """
     whole, head_bytes = bytearray(), -1
     for piece, is_later in _pieces(fields, decoded):
-        if is_later and head_bytes < 0:
+        if is_later and head_bytes < 0 and whole:
             head_bytes = len(whole)
         whole += piece
         if len(whole) >= _MOST_BYTES:
@@ -120,13 +121,14 @@ def _pieces(fields: Fields, decoded: Mapping[str, Any]) -> Iterator[_Piece]:
 def _named(fields: Fields, decoded: Mapping[str, Any], names: Sequence[str]) -> Iterator[_Piece]:
     for name in names:
         raw = fields.get(name)
-        if raw is None or bytes(raw) == b"null":
+        value = b"null" if raw is None else bytes(raw)
+        if value == b"null":
             continue
         try:
-            given = decoded[name] if name in decoded else _decode(raw)
-            value = _encode(_plain(given) if any(mark in bytes(raw) for mark in _UNPLAIN) else given)
+            given = decoded[name] if name in decoded else _decode(value)
+            value = _encode(_plain(given) if any(mark in value for mark in _UNPLAIN) else given)
         except _NOT_AGAIN:
-            value = bytes(raw)
+            pass  # as it came
         # JSON has no line feeds outside its texts' escapes: no two lists of pieces are the same bytes.
         yield b"%b:%b\n" % (name.encode(), value), False
 

@@ -16,7 +16,7 @@ from router.surface.bodies import check_items
 from router.surface.generate import split
 from router.surface.openapi import EXAMPLES, openapi_paths
 from router.surface.prompts import chat_of_messages, chat_of_responses, prompt_body
-from router.surface.routes import ROUTES, find, is_begun_only, response_id_of, sequences_of
+from router.surface.routes import ROUTES, find, is_begun_only, response_id_of, route_of, sequences_of
 from router.surface.stored import ResponseNotFound, gone, stored_at, tagged_response_id, worker_of
 from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
 from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, UNKNOWN_MESSAGES, UNKNOWN_RESPONSES
@@ -254,6 +254,19 @@ def test_what_an_engine_signs_with_is_replaced_by_what_it_signs_with_now():
 def test_a_text_that_looks_like_an_end_or_a_usage_is_left_alone():
     odd = text_event('"finish_reason":"stop" "choices":[] "usage":{')
     assert shown({}, odd) == [odd, b""]
+
+
+def test_a_body_is_explained_by_the_route_that_it_is_most_likely_meant_for():
+    for body, path in (
+        ({"messages": [USER]}, "/v1/chat/completions"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}]}, "/v1/chat/completions"),
+        ({"prompt": "x"}, "/v1/completions"),
+        ({"input": "x"}, "/v1/embeddings"),
+        ({"input": "x", "instructions": "y"}, "/v1/responses"),
+        ({"input": [USER]}, "/v1/responses"),
+        ({}, "/v1/chat/completions"),
+    ):
+        assert route_of(json.dumps(body).encode()).path == path
 
 
 # --- stored responses
