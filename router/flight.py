@@ -104,11 +104,13 @@ class Flight:
     def _prefilled(self, now: float) -> None:
         parts, record, began_at = self._parts, self.record, self.load.began_at
         record.first_data_s = now - began_at
-        if self.prompt.ask.is_approximate:
-            parts.feeds.served_approximate(self.replica, self.hashes, began_at=began_at, now=now)
-        elif record.trust == "estimate":
+        is_approximate = self.prompt.ask.is_approximate
+        if record.trust == "estimate" and not is_approximate:
             self._guess = parts.feeds.served(self.replica.id, self.hashes, began_at=began_at, now=now)
         if self._hold is not None:
+            if is_approximate:
+                name = self._hold.worker
+                parts.feeds.served_approximate(self.replica, name, self.hashes, began_at=began_at, now=now)
             parts.speculations.add(self._index.release, self._hold)
             self._hold = None
 

@@ -78,18 +78,29 @@ class Feeds:
             found = indexes[base_model, block_size] = KvIndex(block_size)
         return found
 
-    def match(
-        self, base_model: str, block_size: int, hashes: Sequence[BlockHash], *, is_approximate: bool = False
-    ) -> Match:
-        """What these blocks match, with several ranks of one worker taken together: its best one counts. Which rank an
-        approximate prompt went to is not known.
-        """
-        index = self.index(base_model, block_size, is_approximate=is_approximate)
+    def match(self, base_model: str, block_size: int, hashes: Sequence[BlockHash]) -> Match:
+        """What these blocks match, with several ranks of one worker taken together: its best one counts."""
+        index = self.index(base_model, block_size)
         depths = index.match(hashes)
-        if is_approximate:
-            return Match(depths)
         lower = index.lower_tiers(hashes, depths)
         return self._by_worker(depths, lower) if self._rank_of else Match(depths, lower, {})
+
+    def match_approximate(
+        self, base_model: str, block_size: int, hashes: Sequence[BlockHash], conversation: int
+    ) -> Match:
+        """What these blocks of an approximate prompt match.
+
+        Of several ranks of a worker one is always named, so that it is known where the prompt went: the one that has
+        the most, else its conversation's own.
+        """
+        depths = self.index(base_model, block_size, is_approximate=True).match(hashes)
+        if not self._rank_of:
+            return Match(depths)
+        found = self._by_worker(depths, {})
+        homes = {
+            name: conversation % len(feed.members) for name, feed in self._running.items() if len(feed.members) > 1
+        }
+        return Match(found.depths, {}, {**homes, **found.ranks})
 
     def member(self, worker: WorkerId, rank: int | None) -> WorkerId:
         """The index's name for a rank of a worker, where blocks of a prompt just sent are held."""
@@ -147,8 +158,13 @@ class Feeds:
             return None
         return estimated.by.served(worker, hashes, began_at=began_at, now=now, most_blocks=estimated.most_blocks)
 
-    def served_approximate(self, replica: Replica, hashes: Sequence[BlockHash], *, began_at: float, now: float) -> None:
-        """Note the first token of a prompt that was not tokenized: its replica is taken to have it from now on."""
+    def served_approximate(
+        self, replica: Replica, name: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
+    ) -> None:
+        """Note the first token of a prompt that was not tokenized: its replica is taken to have it from now on.
+
+        name  of the member that has it, see `member`
+        """
         most_blocks = self._most_blocks.get(replica.id)
         if most_blocks is None or not hashes:
             return  # it left meanwhile
@@ -157,7 +173,7 @@ class Feeds:
         if sent is None:
             sent = self._sent[names] = Estimate(self.index(*names, is_approximate=True))
             self._start_keeping()
-        sent.served(replica.id, hashes, began_at=began_at, now=now, most_blocks=most_blocks)
+        sent.served(name, hashes, began_at=began_at, now=now, most_blocks=most_blocks)
 
     def answered(self, guess: Guess, cached_blocks: int) -> None:
         """Correct what is taken for cached by the engine's own word on that prompt."""
@@ -183,7 +199,8 @@ class Feeds:
             for name in names:
                 index.forget(name)
         for sent in self._sent.values():
-            sent.forget(worker)
+            for name in names:
+                sent.forget(name)
         self._most_blocks.pop(worker, None)
         estimated = self._estimated.pop(worker, None)
         if estimated is not None:

@@ -381,13 +381,14 @@ def sized(roster: Roster, question: Question, tokens: Tokens) -> int:
 
 def match(feeds: Feeds, prompt: Prompt) -> Match:
     """Every replica's contiguous cached blocks, at its own block size."""
-    base_model, is_approximate = prompt.ask.base_model, prompt.ask.is_approximate
+    ask = prompt.ask
+    of = partial(feeds.match_approximate, conversation=ask.first_blocks) if ask.is_approximate else feeds.match
     if len(prompt.chains) == 1:
         ((block_size, chain),) = prompt.chains.items()
-        return feeds.match(base_model, block_size, chain, is_approximate=is_approximate)
+        return of(ask.base_model, block_size, chain)
     whole = Match()
     for block_size, chain in prompt.chains.items():
-        found = feeds.match(base_model, block_size, chain, is_approximate=is_approximate)
+        found = of(ask.base_model, block_size, chain)
         whole = Match({**whole.depths, **found.depths}, {**whole.lower, **found.lower}, {**whole.ranks, **found.ranks})
     return whole
 

@@ -19,7 +19,7 @@ from router.surface.approximate import Approximation, approximate_root, approxim
 from router.surface.routes import ROUTES
 from tests.patience import until
 from tests.properties import examples
-from tests.router.doubles import BASE, CHAT, Engine, fleet, sample_value, with_sql
+from tests.router.doubles import BASE, CHAT, Control, Engine, fleet, sample_value, with_sql
 
 BLOCK = 16
 Body = dict[str, Any]
@@ -200,10 +200,10 @@ class EveryRoute(Engine):
     @property
     def app(self):
         async def answer(request: Request):
-            body = await request.json()
-            self.bodies.append(body)
             if request.url.path == "/tokenize":
                 return JSONResponse({"error": {"message": "no"}}, 400)
+            body = await request.json()
+            self.headers.append(dict(request.headers))
             return JSONResponse({"id": "1", "model": body["model"], "choices": [], "output": []})
 
         return Starlette(routes=[Route("/{path:path}", answer, methods=["POST"])])
@@ -350,6 +350,27 @@ async def test_a_conversation_leaves_an_engine_that_has_too_much_to_do():
         parts.mind.load.end(load, now, is_answered=True)
 
 
+async def test_a_conversation_stays_at_its_data_parallel_rank():
+    class TwoRanks(Control):
+        def metadata(self, worker):
+            told = super().metadata(worker)
+            transport = told.transport.model_copy(update={"kv_events": ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")})
+            return told.model_copy(update={"transport": transport})
+
+    engine = EveryRoute("w0")
+    async with fleet(engine, control=TwoRanks()) as (client, _, parts):
+        ranks = []
+        for c in range(8):
+            for turn in range(4):
+                await ask(client, CHATS, chat(c, turn))
+            ranks.append({headers["x-data-parallel-rank"] for headers in engine.headers[-4:]})
+        assert [len(of_one) for of_one in ranks] == [1] * 8
+        assert set.union(*ranks) == {"0", "1"}
+        assert set(parts.feeds.index(BASE, BLOCK, is_approximate=True).workers()) == {"w0#0", "w0#1"}
+        parts.feeds.forget("w0")
+        assert not parts.feeds.index(BASE, BLOCK, is_approximate=True).workers()
+
+
 async def test_what_was_sent_is_forgotten_with_its_engine():
     async with fleet(EveryRoute("w0")) as (client, control, parts):
         body = {"model": BASE, **chat(1, 9)}
@@ -373,11 +394,11 @@ async def test_what_was_sent_is_bounded_in_number_and_time():
         sent, now = parts.feeds, parts.clock()
         for start in range(0, 30_000, 1000):
             hashes = [BlockHash(start + i) for i in range(1000)]
-            sent.served_approximate(replica, hashes, began_at=now, now=now + start)
+            sent.served_approximate(replica, replica.id, hashes, began_at=now, now=now + start)
         index = sent.index(BASE, BLOCK, is_approximate=True)
         # As many as the engine has, of the last 600 s.
         assert 0 < index.blocks("w0", "device") <= 10_000
-        sent.served_approximate(replica, [BlockHash(1)], began_at=now, now=now + 10**6)
+        sent.served_approximate(replica, replica.id, [BlockHash(1)], began_at=now, now=now + 10**6)
         assert index.blocks("w0", "device") == 1
         assert await ask(client, CHATS, chat(1, 1)) == "w0"
 
