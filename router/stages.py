@@ -296,17 +296,19 @@ def asked(
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
     chains: dict[int, Sequence[BlockHash]] = {}
     conversation = 0
-    units = tokens.ids if approximated is None else approximated.units
-    if units is not None and reads_cache(question):
+    if tokens is not NO_TOKENS and reads_cache(question):
         salt = question.decoded.get("cache_salt")
         root = root_hash(target.base_model, engine_name, salt if isinstance(salt, str) else "")
         if approximated is not None:
             root = approximate_root(root)
             conversation = approximated.conversation(root)
         for block_size in roster.block_sizes:
-            chains[block_size] = parts.chains.chain(
-                units, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
-            )
+            if approximated is not None:
+                chains[block_size] = approximated.chain(block_size, root)
+            elif tokens.ids is not None:
+                chains[block_size] = parts.chains.chain(
+                    tokens.ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
+                )
     prompt_tokens = sized(roster, question, tokens)
     total_tokens = _total(question, len(tokens.ids), roster) if tokens.ids is not None and roster.is_uneven else 0
     ask = Ask(

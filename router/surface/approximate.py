@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
-from lorafleet.kv.blocks import BlockHash
+from lorafleet.kv.blocks import BlockHash, block_hashes
 
 # English text and code have about four bytes a token; one unit of an approximate prompt stands for one token.
 _UNIT_BYTES = 4
-# A longer beginning tells no more conversations apart, and takes the event loop's time: of 65,536 tokens 1 to 2 ms to
-# be hashed and matched, and as long again to be noted.
+# A longer beginning tells no more conversations apart, and takes the event loop's time: 4,096 blocks take 1 to 2 ms to
+# be hashed and matched, and as long again to be noted. That is as many as the most bytes have at 16 tokens a block.
 _MOST_BYTES = 256 * 1024
+_MOST_BLOCKS = 4096
 # A file counts as a thousand tokens at most, about what models make of a picture. A guess, nothing measured.
 _FILE_BYTES = 4096
 # How much of a text is looked at for being a file.
@@ -66,6 +67,10 @@ class Approximation(msgspec.Struct, frozen=True):
     units: "array[int]"
     head: int
     tokens: int
+
+    def chain(self, block_size: int, root: BlockHash) -> tuple[BlockHash, ...]:
+        """A key for each whole block, as of token ids; of as many blocks as take no longer than a long prompt's."""
+        return tuple(block_hashes(self.units[: block_size * _MOST_BLOCKS], block_size=block_size, root=root))
 
     def conversation(self, root: BlockHash) -> int:
         """A hash that all turns of its conversation have in common, under its adapter and salt."""

@@ -34,7 +34,7 @@ def approximated(body: Body | bytes) -> Approximation | None:
 def keys(body: Body | bytes, *, adapter: str = "", salt: str = "") -> list[BlockHash]:
     made = approximated(body)
     assert made is not None
-    return block_hashes(made.units, block_size=BLOCK, root=approximate_root(root_hash(BASE, adapter, salt)))
+    return list(made.chain(BLOCK, approximate_root(root_hash(BASE, adapter, salt))))
 
 
 # --- keys
@@ -154,6 +154,7 @@ def test_a_very_long_prompt_is_cut_and_counts_in_full():
     assert len(made.units) == 65_536
     assert made.tokens > 500_000
     assert approximated({"prompt": "many words " * 200_000}).tokens > 500_000
+    assert [len(made.chain(size, root_hash(BASE))) for size in (1, 16, 64)] == [4096, 4096, 1024]
 
 
 def test_all_turns_of_a_conversation_have_one_hash_in_common():
