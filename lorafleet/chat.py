@@ -105,6 +105,13 @@ class AsMade(dict[str, Any]):
     """
 
 
+class ToolsAsMade(list[Message]):
+    """The tools that vLLM itself makes of a request. There may be none, which a template can tell from no list at all.
+
+    source  vLLM 0.32 renderers/online_renderer.py render_responses: the list goes to the template, empty or not
+    """
+
+
 class Untokenizable(ValueError):
     """This body cannot be turned into ids here; the engine may still accept it. The message says why."""
 
@@ -343,7 +350,7 @@ def _tools(tools: Any) -> list[Message] | None:
     """As vLLM's pydantic models dump them again: known keys only, in their order, null where absent."""
     if tools is None:
         return None
-    if not isinstance(tools, list) or not tools:
+    if not isinstance(tools, list) or not (tools or isinstance(tools, ToolsAsMade)):
         raise Untokenizable("tools must be a list with at least one tool")
     return [_tool(tool) for tool in tools]
 

@@ -473,7 +473,7 @@ def _count_shadow(metrics: Metrics, shadow: Shadowed) -> None:
 
 async def _sweep(feeds: Feeds, metrics: Metrics) -> None:
     async def step() -> None:
-        for index in feeds.indexes.values():
+        for index in (*feeds.indexes.values(), *feeds.approximate.values()):
             index.sweep(_SWEEP_BLOCKS)
 
     await forever(step, name="sweep", every_s=_SWEEP_EVERY_S, on_failure=metrics.loop_failures.labels("sweep").inc)

@@ -47,7 +47,7 @@ def explained(record: Record, trust: Callable[[WorkerId], str], *, note: str | N
                 worker_id=score.replica,
                 winner=score.replica == decision.replica.id,
                 passed_over=score.replica in guarded,
-                trust=trust(score.replica),
+                trust="estimate" if ask.is_approximate else trust(score.replica),
                 depth_blocks=score.depth_blocks,
                 cached_tokens=score.cached_tokens,
                 prefill_s=score.prefill_s,

@@ -22,6 +22,8 @@ class Flight:
     """A request at a replica: its load, its speculative blocks and its use, each given back exactly once.
 
     target, prompt, decision   what it is, and where it was sent; `replica` is the decision's
+    hashes                     of its prompt's blocks, as that replica has them
+    predicted_tokens           of its prompt that should be cached there; of an approximate prompt nothing is predicted
     record                     what is kept of it when it is over
     load                       what it counts for at its replica
     """
@@ -35,6 +37,7 @@ class Flight:
         "decision",
         "hashes",
         "load",
+        "predicted_tokens",
         "prompt",
         "record",
         "replica",
@@ -64,23 +67,27 @@ class Flight:
         self.prompt = prompt
         self.decision = decision
         self.replica = replica
-        self.record = Record(request_id, time(), tokens_from, decision, parts.trust.state(worker), waited_s)
+        is_approximate = ask.is_approximate
+        trust = "estimate" if is_approximate else parts.trust.state(worker)
+        self.record = Record(request_id, time(), tokens_from, decision, trust, waited_s)
         parts.decisions.note(self.record, now)
         self.hashes = prompt.chains.get(replica.block_size, _NO_BLOCKS)
         self._hold: Hold | None = None
         if self.hashes:
-            self._index = parts.feeds.index(replica.base_model, replica.block_size)
+            self._index = parts.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
             ranks = decision.scene.ranks
             member = parts.feeds.member(worker, ranks.get(worker)) if ranks else worker
             self._hold = self._index.hold(member, self.hashes)
-        prompt_tokens = ask.prompt_tokens if prompt.chains else 0
+        is_known = bool(prompt.chains) and not is_approximate
+        prompt_tokens = ask.prompt_tokens if is_known else 0
+        self.predicted_tokens = score.cached_tokens if is_known else 0
         # What the engine calls the thing to run.
         self._use = parts.usage.dispatched(worker, ask.engine_name or target.base_model, prompt_tokens, now)
         self._guess: Guess | None = None
         metrics = parts.metrics
         metrics.waited.observe(waited_s)
         metrics.live_cost.value += score.cost_s
-        metrics.predicted_tokens.value += score.cached_tokens
+        metrics.predicted_tokens.value += self.predicted_tokens
         metrics.prompt_tokens.value += prompt_tokens
 
     def first_token(self) -> None:
@@ -97,9 +104,13 @@ class Flight:
     def _prefilled(self, now: float) -> None:
         parts, record, began_at = self._parts, self.record, self.load.began_at
         record.first_data_s = now - began_at
-        if record.trust == "estimate":
+        is_approximate = self.prompt.ask.is_approximate
+        if record.trust == "estimate" and not is_approximate:
             self._guess = parts.feeds.served(self.replica.id, self.hashes, began_at=began_at, now=now)
         if self._hold is not None:
+            if is_approximate:
+                name = self._hold.worker
+                parts.feeds.served_approximate(self.replica, name, self.hashes, began_at=began_at, now=now)
             parts.speculations.add(self._index.release, self._hold)
             self._hold = None
 
@@ -110,6 +121,10 @@ class Flight:
         """
         cached = usage.cached_tokens
         if cached is None or not self.prompt.chains:
+            return
+        if self.prompt.ask.is_approximate:
+            # Shown, and held against nothing: blocks of an approximate prompt are not the engine's.
+            self.record.cached_tokens = None if is_one_of_many else cached
             return
         parts, score = self._parts, self.decision.score
         parts.metrics.cached_tokens.value += cached

@@ -561,7 +561,7 @@ class Journey(msgspec.Struct, eq=False):
         )
         wishes = Wishes(
             question.hides_usage,
-            route.generates and flight.record.trust == "degraded" and parts.feeds.may_repeat(replica.id),
+            route.generates and parts.trust.state(replica.id) == "degraded" and parts.feeds.may_repeat(replica.id),
             self._response_id(replica) if route.state == "makes" else "",
             route.prompt,
             tokens.ids if sends_ids else None,
@@ -630,7 +630,7 @@ def _told(route: Route, flight: Flight, usage: EngineUsage | None) -> dict[str, 
         "lorafleet.request_id": flight.record.request_id,
         "lorafleet.worker": flight.replica.id,
         "lorafleet.adapter": flight.prompt.ask.engine_name or "base",
-        "lorafleet.cached_tokens": flight.decision.score.cached_tokens,
+        "lorafleet.cached_tokens": flight.predicted_tokens,
         "lorafleet.waited_s": flight.record.waited_s,
     }
     if usage is not None:

@@ -18,6 +18,7 @@ from lorafleet.ownkey import OwnKey
 from lorafleet.plain import start_of
 from router.core.dispatch import Match
 from router.core.estimate import Estimate, Guess
+from router.core.fleet import Replica
 from router.core.index import KvIndex, WorkerId
 from router.core.trust import Trust
 from router.kv_feed import Feed, Source, member
@@ -43,6 +44,8 @@ class _Estimated:
 class Feeds:
     """A feed for each worker that has one, and an index for each (base model, block size).
 
+    approximate  the same of prompts that were not tokenized: no events tell of them, so all that is known is what this
+                 router sent, by last use, age and size. Their hashes are of another kind and never in the other indexes
     pool      of connections to agents, for their ledgers; without one every engine is followed itself
     own       the router's own key, for agents
     fall_back_after_s  what is known is kept this long while an agent does not answer; then its engine is asked
@@ -55,20 +58,24 @@ class Feeds:
     pool: Pool | None = None
     fall_back_after_s: float = 3.0
     indexes: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
+    approximate: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
     _running: dict[WorkerId, Feed] = field(default_factory=dict)
     _estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
     _estimated: dict[WorkerId, _Estimated] = field(default_factory=dict)
+    _sent: dict[tuple[str, int], Estimate] = field(default_factory=dict)
+    _most_blocks: dict[WorkerId, int] = field(default_factory=dict)
     _loaded: dict[WorkerId, Mapping[str, str | None]] = field(default_factory=dict)
     _rank_of: dict[WorkerId, tuple[WorkerId, int]] = field(default_factory=dict)
     _hub: Hub | None = None
     _keeping: asyncio.Task[None] | None = None
     _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def index(self, base_model: str, block_size: int) -> KvIndex:
+    def index(self, base_model: str, block_size: int, *, is_approximate: bool = False) -> KvIndex:
         """The index of this base model at this block size; empty when nothing is known."""
-        found = self.indexes.get((base_model, block_size))
+        indexes = self.approximate if is_approximate else self.indexes
+        found = indexes.get((base_model, block_size))
         if found is None:
-            found = self.indexes[base_model, block_size] = KvIndex(block_size)
+            found = indexes[base_model, block_size] = KvIndex(block_size)
         return found
 
     def match(self, base_model: str, block_size: int, hashes: Sequence[BlockHash]) -> Match:
@@ -77,6 +84,23 @@ class Feeds:
         depths = index.match(hashes)
         lower = index.lower_tiers(hashes, depths)
         return self._by_worker(depths, lower) if self._rank_of else Match(depths, lower, {})
+
+    def match_approximate(
+        self, base_model: str, block_size: int, hashes: Sequence[BlockHash], conversation: int
+    ) -> Match:
+        """What these blocks of an approximate prompt match.
+
+        Of several ranks of a worker one is always named, so that it is known where the prompt went: the one that has
+        the most, else its conversation's own.
+        """
+        depths = self.index(base_model, block_size, is_approximate=True).match(hashes)
+        if not self._rank_of:
+            return Match(depths)
+        found = self._by_worker(depths, {})
+        homes = {
+            name: conversation % len(feed.members) for name, feed in self._running.items() if len(feed.members) > 1
+        }
+        return Match(found.depths, {}, {**homes, **found.ranks})
 
     def member(self, worker: WorkerId, rank: int | None) -> WorkerId:
         """The index's name for a rank of a worker, where blocks of a prompt just sent are held."""
@@ -90,6 +114,7 @@ class Feeds:
             return
         if not transport.kv_events and not transport.kv_ledger:
             self._estimate(worker, base_model, block_size, metadata)
+            self._most_blocks[worker] = _most_blocks(metadata)
             return
         # A name with another path under it is no other source: the same events would be read from the start again.
         is_plain = not metadata.agent_url
@@ -109,6 +134,7 @@ class Feeds:
                 total_blocks=metadata.model.runtime_config.total_kv_blocks,
             )
         )
+        self._most_blocks[worker] = _most_blocks(metadata)
         if is_plain or TRAITS.get(transport.dialect, TRAITS["vllm"]).forgets_on_load:
             self._forget_reloaded(worker, metadata)
 
@@ -132,6 +158,23 @@ class Feeds:
             return None
         return estimated.by.served(worker, hashes, began_at=began_at, now=now, most_blocks=estimated.most_blocks)
 
+    def served_approximate(
+        self, replica: Replica, name: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
+    ) -> None:
+        """Note the first token of a prompt that was not tokenized: its replica is taken to have it from now on.
+
+        name  of the member that has it, see `member`
+        """
+        most_blocks = self._most_blocks.get(replica.id)
+        if most_blocks is None or not hashes:
+            return  # it left meanwhile
+        names = replica.base_model, replica.block_size
+        sent = self._sent.get(names)
+        if sent is None:
+            sent = self._sent[names] = Estimate(self.index(*names, is_approximate=True))
+            self._start_keeping()
+        sent.served(name, hashes, began_at=began_at, now=now, most_blocks=most_blocks)
+
     def answered(self, guess: Guess, cached_blocks: int) -> None:
         """Correct what is taken for cached by the engine's own word on that prompt."""
         estimated = self._estimated.get(guess.worker)
@@ -152,9 +195,13 @@ class Feeds:
         feed = self._running.pop(worker, None)
         names = {worker, *(feed.members if feed else ())}
         # Every index: one without a feed holds the blocks of prompts just sent, too.
-        for index in self.indexes.values():
+        for index in (*self.indexes.values(), *self.approximate.values()):
             for name in names:
                 index.forget(name)
+        for sent in self._sent.values():
+            for name in names:
+                sent.forget(name)
+        self._most_blocks.pop(worker, None)
         estimated = self._estimated.pop(worker, None)
         if estimated is not None:
             estimated.by.forget(worker)
@@ -199,13 +246,13 @@ class Feeds:
         """Bring the figures up to date, and let each feed see to itself."""
         for feed in self._running.values():
             feed.keep()
-        for estimate in self._estimates.values():
+        for estimate in (*self._estimates.values(), *self._sent.values()):
             estimate.expire(time.monotonic())
         kinds = [feed.kind for feed in self._running.values()] + ["estimate"] * len(self._estimated)
         for kind in ("ledger", "engine", "estimate", "none"):
             self.metrics.kv_feeds.labels(kind).set(kinds.count(kind))
-        sizes = [index.size_bytes() for index in self.indexes.values()]
-        self.metrics.kv_bytes.labels("index").set(sum(sizes))
+        for what, indexes in (("index", self.indexes), ("approximate", self.approximate)):
+            self.metrics.kv_bytes.labels(what).set(sum([index.size_bytes() for index in indexes.values()]))
         self.metrics.kv_bytes.labels("ledgers").set(sum(feed.size_bytes() for feed in self._running.values()))
         self.metrics.kv_sockets_waiting.set(self._hub.waiting if self._hub is not None else 0)
 
@@ -223,9 +270,7 @@ class Feeds:
             return
         self.forget(worker)
         by = self._estimates.setdefault((base_model, block_size), Estimate(self.index(base_model, block_size)))
-        # An engine that does not tell its size is taken for a large one.
-        most_blocks = metadata.model.runtime_config.total_kv_blocks or _UNKNOWN_BLOCKS
-        self._estimated[worker] = _Estimated(metadata.engine_boot_id, by, most_blocks)
+        self._estimated[worker] = _Estimated(metadata.engine_boot_id, by, _most_blocks(metadata))
         self.trust.opened(worker, "estimate")
         self._start_keeping()
 
@@ -267,3 +312,8 @@ class Feeds:
         feed = self._running.get(worker)
         ranks = len(feed.members) if feed is not None else 1
         return ranks > 1 and (len(rows) < ranks or len({blocks for blocks, _, _ in rows}) > 1)
+
+
+def _most_blocks(metadata: Metadata) -> int:
+    """Of its KV cache. An engine that does not tell its size is taken for a large one."""
+    return metadata.model.runtime_config.total_kv_blocks or _UNKNOWN_BLOCKS

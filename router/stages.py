@@ -22,6 +22,7 @@ from router.dress import Body, asks_for_usage, refuse_steering
 from router.flight import Flight
 from router.kv_events import Feeds
 from router.parts import Parts
+from router.surface.approximate import approximate_root, approximation
 from router.surface.bodies import BOM, NOT_JSON, check_items, not_json
 from router.surface.routes import Route, sequences_of
 from router.tokens import NO_TOKENS, Slowly, Source, Tokens
@@ -172,7 +173,7 @@ def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
 
 
 async def tokenize(parts: Parts, target: Target, question: Question) -> Tokens:
-    """The prompt's token ids, or none: a prompt that only its engine can tokenize is routed without a KV term."""
+    """The prompt's token ids, or an approximation of a prompt that only its engine can tokenize."""
     found = tokenize_at_once(parts, target, question)
     return found if isinstance(found, Tokens) else await found()
 
@@ -180,10 +181,10 @@ async def tokenize(parts: Parts, target: Target, question: Question) -> Tokens:
 def tokenize_at_once(parts: Parts, target: Target, question: Question) -> Tokens | Slowly:
     """As `tokenize`; or what makes them, where they must be waited for."""
     kind = question.route.prompt
+    began_at = parts.clock()
     replica = parts.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
     if replica is None:
-        return NO_TOKENS
-    began_at = parts.clock()
+        return _tokens(parts, question, NO_TOKENS, began_at)
     found = parts.tokenizers.at_once(
         question.decoded,
         base_model=target.base_model,
@@ -192,15 +193,24 @@ def tokenize_at_once(parts: Parts, target: Target, question: Question) -> Tokens
         max_model_len=parts.discovery.fleet.roster(target.base_model).max_model_len,
     )
     if not isinstance(found, Tokens):
-        return partial(_tokenized, parts, found, began_at)
-    parts.metrics.tokenize.labels(found.source).observe(parts.clock() - began_at)
+        return partial(_tokenized, parts, question, found, began_at)
+    return _tokens(parts, question, found, began_at)
+
+
+async def _tokenized(parts: Parts, question: Question, slowly: Slowly, began_at: float) -> Tokens:
+    return _tokens(parts, question, await slowly(), began_at)
+
+
+def _tokens(parts: Parts, question: Question, found: Tokens, began_at: float) -> Tokens:
+    """What was found, or in the place of no ids an approximation of the prompt."""
+    route = question.route
+    if found.ids is None and route.computes and parts.config.tokenizer != "off":
+        made = approximation(question.fields, question.decoded, question.size_bytes)
+        if made is not None:
+            found = Tokens(None, "approximate", approximation=made)
+    if found is not NO_TOKENS or route.prompt != "none":
+        parts.metrics.tokenize.labels(found.source).observe(parts.clock() - began_at)
     return found
-
-
-async def _tokenized(parts: Parts, slowly: Slowly, began_at: float) -> Tokens:
-    tokens = await slowly()
-    parts.metrics.tokenize.labels(tokens.source).observe(parts.clock() - began_at)
-    return tokens
 
 
 def warm_at_once(parts: Parts, target: Target) -> Target | None:
@@ -281,29 +291,37 @@ def asked(
     only: Incarnation | None = None,
 ) -> Prompt:
     """hash: what the choice of a replica depends on, with the prompt's blocks at every block size of its fleet."""
-    adapter, ids = target.adapter, tokens.ids
+    adapter, approximated = target.adapter, tokens.approximation
     roster = parts.discovery.fleet.roster(target.base_model)
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
     chains: dict[int, Sequence[BlockHash]] = {}
-    if ids is not None and reads_cache(question):
+    conversation = 0
+    if tokens is not NO_TOKENS and reads_cache(question):
         salt = question.decoded.get("cache_salt")
         root = root_hash(target.base_model, engine_name, salt if isinstance(salt, str) else "")
+        if approximated is not None:
+            root = approximate_root(root)
+            conversation = approximated.conversation(root)
         for block_size in roster.block_sizes:
-            chains[block_size] = parts.chains.chain(
-                ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
-            )
+            if approximated is not None:
+                chains[block_size] = approximated.chain(block_size, root)
+            elif tokens.ids is not None:
+                chains[block_size] = parts.chains.chain(
+                    tokens.ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
+                )
     prompt_tokens = sized(roster, question, tokens)
-    total_tokens = _total(question, len(ids), roster) if ids is not None and roster.is_uneven else 0
+    total_tokens = _total(question, len(tokens.ids), roster) if tokens.ids is not None and roster.is_uneven else 0
     ask = Ask(
         target.base_model,
         engine_name,
         prompt_tokens,
         excluded,
         question.session,
-        first_blocks(chains),
+        conversation or first_blocks(chains),
         only,
         question.sequences,
         total_tokens,
+        approximated is not None,
     )
     return Prompt(ask, chains)
 
@@ -344,8 +362,8 @@ def is_one_of_many(question: Question) -> bool:
 def sized(roster: Roster, question: Question, tokens: Tokens) -> int:
     """How many tokens an engine of these would prefill at most. What is longer than it takes it refuses at once.
 
-    Where nobody could tokenize the prompt: four bytes a token, near enough to compare replicas by their queues; but a
-    picture of 8 MiB is no 2 million tokens, and behind so many everybody else would be refused.
+    Where nobody could tokenize the prompt: four bytes a token, near enough to compare replicas by their queues. Behind
+    as many as a book has everybody else would be refused.
     """
     if not question.route.computes:
         return 0
@@ -353,7 +371,7 @@ def sized(roster: Roster, question: Question, tokens: Tokens) -> int:
     if ids is not None:
         found = len(ids)
     else:
-        found = question.size_bytes // 4
+        found = tokens.approximation.tokens if tokens.approximation is not None else question.size_bytes // 4
         # A batch is several prompts, each as long as one may be.
         if question.route.prompt == "none":
             return found
@@ -365,12 +383,14 @@ def sized(roster: Roster, question: Question, tokens: Tokens) -> int:
 
 def match(feeds: Feeds, prompt: Prompt) -> Match:
     """Every replica's contiguous cached blocks, at its own block size."""
+    ask = prompt.ask
+    of = partial(feeds.match_approximate, conversation=ask.first_blocks) if ask.is_approximate else feeds.match
     if len(prompt.chains) == 1:
         ((block_size, chain),) = prompt.chains.items()
-        return feeds.match(prompt.ask.base_model, block_size, chain)
+        return of(ask.base_model, block_size, chain)
     whole = Match()
     for block_size, chain in prompt.chains.items():
-        found = feeds.match(prompt.ask.base_model, block_size, chain)
+        found = of(ask.base_model, block_size, chain)
         whole = Match({**whole.depths, **found.depths}, {**whole.lower, **found.lower}, {**whole.ranks, **found.ranks})
     return whole
 
@@ -441,8 +461,8 @@ def _session(named: str) -> str:
 
 def shown_cached_tokens(parts: Parts, caller: Caller, flight: Flight) -> int:
     """The predicted hit as far as this caller's tenant has earned it: a hit on a neighbour's prompt would betray it."""
-    cached_tokens = flight.decision.score.cached_tokens
-    if caller.tenant is None:
+    cached_tokens = flight.predicted_tokens
+    if caller.tenant is None or flight.prompt.ask.is_approximate:
         return cached_tokens
     own_blocks = parts.credit.depth(caller.tenant, flight.hashes)
     parts.credit.sent(caller.tenant, flight.hashes)

@@ -25,13 +25,14 @@ from router.core.fleet import Incarnation
 from router.core.index import WorkerId
 from router.metrics import Metrics
 from router.pieces import PieceCache
+from router.surface.approximate import Approximation
 from router.surface.prompts import prompt_body
 from router.surface.routes import PromptKind
 from workers.wire import ModelFiles
 
 log = structlog.get_logger()
 
-Source = Literal["local", "remote", "given", "none"]
+Source = Literal["local", "remote", "given", "approximate", "none"]
 
 # What /tokenize takes. Source: vLLM 0.32 entrypoints/serve/tokenize/protocol.py.
 _TOKENIZE_FIELDS = (
@@ -62,11 +63,11 @@ _LONG_CHARS = 65_536
 # And up to so many by their words, which takes about as long.
 _QUICK_CHARS = MAX_CHARS
 # No prose or code comes near so many characters a token: a longer prompt is too long for its engine. White space may
-# have more (128 in Qwen 2.5's vocabulary), and is then routed without a KV term.
+# have more (128 in Qwen 2.5's vocabulary), and then has an approximate key.
 _MOST_CHARS_A_TOKEN = 16
 # Of the threads: a third of the event loop's share of a core that both want.
 _THREAD_NICENESS = 5
-# Prompts that may wait for a thread; beyond, a prompt is routed without a KV term. A guess, nothing measured.
+# Prompts that may wait for a thread; beyond, a prompt has an approximate key. A guess, nothing measured.
 _MAX_WAITING = 64
 # A worker whose files made no agreeing tokenizer, and an engine that was too slow, are left alone for so long.
 _RETRY_WORKER_S = 60.0
@@ -122,11 +123,12 @@ PROBES: tuple[dict[str, Any], ...] = (
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Token ids of a prompt, unsigned 32-bit, and who made them; `ids` is None when nobody could: then no KV term.
+    """Token ids of a prompt, unsigned 32-bit, and who made them; `ids` is None when nobody could.
 
     seen     so many of the first were in an earlier prompt, too
     kept     so many of the first will be in the next one of this conversation
     made_by  the number of the tokenizer of ours that made them; 0 for none
+    approximation  of the prompt, where there are no ids; None, too: then no KV term
     """
 
     ids: "array[int] | None"
@@ -134,6 +136,7 @@ class Tokens(msgspec.Struct, frozen=True):
     seen: int = 0
     kept: int = 0
     made_by: int = 0
+    approximation: Approximation | None = None
 
 
 NO_TOKENS = Tokens(None, "none")
@@ -177,7 +180,7 @@ class Tokenizers:
     ) -> None:
         """
         paths             base model -> folder with its tokenizer's files, where an agent's shall not be asked
-        remote_timeout_s  how long a request may wait for an engine's /tokenize before it goes without a KV term
+        remote_timeout_s  how long a request may wait for an engine's /tokenize before it goes without ids
         cache_bytes       for pieces of prompts already tokenized; 0 for no cache. The default holds some 250
                           conversations of 32 KB; one that is not held is tokenized again, which by words takes 0.4 ms
         threads           for long prompts, and as many again for very long ones
@@ -499,7 +502,9 @@ class Tokenizers:
             # One request has waited; those behind it need not.
             self._engine_again_at = {url: at for url, at in self._engine_again_at.items() if at > now}
             self._engine_again_at[engine_url] = now + _RETRY_ENGINE_S
-            log.warning("the engine tokenizes too slowly: no KV term", engine=engine_url, for_s=_RETRY_ENGINE_S)
+            log.warning(
+                "the engine tokenizes too slowly: approximate keys meanwhile", engine=engine_url, for_s=_RETRY_ENGINE_S
+            )
             ids = None
         except (httpx.HTTPError, TypeError, ValueError, RecursionError) as exc:
             log.debug("not tokenized at the engine", base_model=base_model, error=str(exc))
@@ -551,7 +556,7 @@ def _step_back() -> None:
 
 
 def _given(prompt: list[Any]) -> Tokens:
-    """Ids in the request itself. A batch of prompts, or numbers that are no ids, have no KV term."""
+    """Ids in the request itself. A batch of prompts, or numbers that are no ids, have none."""
     if not prompt or set(map(type, prompt)) != {int}:
         return NO_TOKENS
     ids = _packed(prompt)

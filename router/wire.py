@@ -43,6 +43,7 @@ class RouteAnswer(_Wire):
     """`POST /v1/route`, and an item of `GET /v1/decisions`.
 
     cached_tokens         predicted; `engine_cached_tokens` is the engine's own word, null where it has told none
+    tokens_from           approximate: both counts of the prompt are estimates, four bytes a token
     trust                 exact, degraded or estimate: how far the winner's prediction was to be believed
     waited_s, first_data_s   for room in the router; from dispatch to the first data, null while there is none
     record                the decision as data: `router.core.record.replayed` makes it again
@@ -86,7 +87,7 @@ class ReplayBody(_Wire):
     record: dict[str, Any]
     request_id: str = ""
     at: datetime | None = None
-    tokens_from: Literal["given", "local", "remote", "none"] = "none"
+    tokens_from: Literal["given", "local", "remote", "approximate", "none"] = "none"
     scores: Annotated[tuple[RecordedTrust, ...], FailFast()] = ()
     policy: str | None = None
 

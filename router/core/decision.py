@@ -26,10 +26,12 @@ class Ask(msgspec.Struct, frozen=True):
 
     excluded      what failed this request; an engine that started again is not among it
     session       who asks again and again: the session header, or else the body's `user`; may be empty
-    first_blocks  a hash of the prompt's first blocks under its adapter; 0 when it was not tokenized
+    first_blocks  a hash of the prompt's first blocks under its adapter; 0 when it was not tokenized. Of an approximate
+                  prompt one that all turns of its conversation have in common
     only          the engine that keeps what it follows up on, if it does
     sequences     that an engine makes of it: `n` answers to each of its prompts
     total_tokens  of its prompt and answer, where replicas differ in how many they take; 0: not known, or of no matter
+    is_approximate  its prompt was not tokenized: what is cached of it is estimated by what was sent before
     """
 
     base_model: str
@@ -41,6 +43,7 @@ class Ask(msgspec.Struct, frozen=True):
     only: Incarnation | None = None
     sequences: int = 1
     total_tokens: int = 0
+    is_approximate: bool = False
 
 
 class Scene(msgspec.Struct, frozen=True):

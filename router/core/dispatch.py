@@ -50,7 +50,10 @@ _REMEMBERED_IDLE = 256
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A request's question and its block hashes, by block size; none when it could not be tokenized."""
+    """A request's question and its block hashes, by block size; none when nothing is known of its prompt.
+
+    Of an approximate prompt (`ask.is_approximate`) they are another kind of hashes, with an index of their own.
+    """
 
     ask: Ask
     chains: Chains = NOTHING

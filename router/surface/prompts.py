@@ -1,18 +1,19 @@
 """`/v1/responses` and `/v1/messages` bodies as the chat that vLLM makes of them, to know their prompt's token ids.
 
 Only the prompt is converted: the body itself goes to the engine as it came. Where only the engine can know (a stored
-conversation, a picture, a tool of another kind), the answer is None, and the request is routed without a KV term.
+conversation, a picture), the answer is None, and the request is routed by an approximate key (see `approximate`).
 
 Source: vLLM 0.32 entrypoints/openai/responses/utils.py construct_input_messages, responses/protocol.py
-input_item_parsing and build_chat_params; entrypoints/anthropic/serving.py to_chat_completion_request. A test holds the
-token ids against a running engine's `/v1/responses/render` and `/v1/messages/render`.
+input_item_parsing and build_chat_params; tool_parsers/utils.py get_function_tools; entrypoints/anthropic/serving.py
+to_chat_completion_request. A test holds the token ids against a running engine's `/v1/responses/render` and
+`/v1/messages/render`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from lorafleet.chat import AsMade
+from lorafleet.chat import AsMade, ToolsAsMade
 from router.surface.routes import PromptKind
 
 Body = Mapping[str, Any]
@@ -21,6 +22,28 @@ Message = dict[str, Any]
 _BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's; it changes with every request, and vLLM drops it
 _OPEN = ("in_progress", "incomplete")
 _TEXT_PARTS = frozenset({"input_text", "text"})
+# Tools of a response that vLLM 0.32 takes and shows to no model. Any other kind it refuses, or is newer.
+_UNSEEN_TOOLS = frozenset(
+    {
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "programmatic_tool_calling",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    }
+)
+# The one argument of the function that stands for a custom tool.
+_CUSTOM_INPUT = "input"
 
 
 class Template(Protocol):
@@ -89,12 +112,15 @@ def _responses_chat(body: Body) -> Body:
         # Unlike a chat's: vLLM 0.32 entrypoints/openai/responses/protocol.py build_tok_params leaves it at its default.
         "add_special_tokens": True,
     }
-    if tools := [_responses_tool(tool) for tool in body.get("tools") or ()]:
-        chat["tools"] = tools
+    if given_tools := body.get("tools"):
+        chat["tools"] = ToolsAsMade(shown for tool in given_tools for shown in _responses_tools(tool))
     reasoning = body.get("reasoning") or {}
     if (effort := reasoning.get("effort")) is not None:
         chat["reasoning_effort"] = _text(effort)
     return _with_given(chat, body, ("chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs"))
+
+
+_CALLS_AND_RESULTS = frozenset({"function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"})
 
 
 def _goes_on(items: Sequence[Any]) -> bool:
@@ -104,7 +130,7 @@ def _goes_on(items: Sequence[Any]) -> bool:
         return False
     if last.get("type") == "message" and last.get("role") == "assistant" and isinstance(last.get("content"), list):
         return True
-    if last.get("type") in {"function_call", "function_call_output"}:
+    if last.get("type") in _CALLS_AND_RESULTS:
         return False
     raise _Unknown
 
@@ -114,8 +140,10 @@ def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
     kind = item.get("type", "message")
     before = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "function_call":
-        _add_call(messages, before, item)
-    elif kind == "function_call_output":
+        _add_call(messages, before, item, _flat_name(item.get("namespace"), item["name"]), _text(item["arguments"]))
+    elif kind == "custom_tool_call":
+        _add_call(messages, before, item, _text(item["name"]), _custom_arguments(item.get("input") or ""))
+    elif kind in {"function_call_output", "custom_tool_call_output"}:
         output = item["output"]
         messages.append({"role": "tool", "content": _content(output), "tool_call_id": _text(item["call_id"])})
     elif kind == "reasoning":
@@ -128,10 +156,10 @@ def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
         raise _Unknown
 
 
-def _add_call(messages: list[Message], before: Message | None, item: Mapping[str, Any]) -> None:
-    if item.get("namespace"):
-        raise _Unknown
-    function = AsMade(name=_text(item["name"]), arguments=_text(item["arguments"]))
+def _add_call(
+    messages: list[Message], before: Message | None, item: Mapping[str, Any], name: str, arguments: str
+) -> None:
+    function = AsMade(name=name, arguments=arguments)
     call = {"id": _text(item["call_id"]), "function": function, "type": "function"}
     if before is None:
         messages.append({"role": "assistant", "tool_calls": [call]})
@@ -174,10 +202,44 @@ def _content(content: Any) -> str | list[Message]:
     return parts
 
 
-def _responses_tool(tool: Mapping[str, Any]) -> Message:
-    if tool.get("type") != "function":
-        raise _Unknown  # shown to the model in a form of vLLM's, or not at all
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+def _responses_tools(tool: Mapping[str, Any]) -> Iterator[Message]:
+    """The functions that the model is shown for one tool: of some kinds several, of some none."""
+    kind = tool.get("type")
+    if kind == "function":
+        yield _shown(tool)
+    elif kind == "custom":
+        if (tool.get("format") or {}).get("type") == "grammar":
+            raise _Unknown  # vLLM refuses it
+        yield _shown({"name": tool["name"], "description": tool.get("description"), "parameters": _custom_schema()})
+    elif kind == "namespace":
+        for inner in tool["tools"]:
+            if inner["type"] == "function":
+                yield _shown({**inner, "name": _flat_name(tool["name"], inner["name"])})
+    elif kind not in _UNSEEN_TOOLS:
+        raise _Unknown
+
+
+def _shown(function: Mapping[str, Any]) -> Message:
+    return {"type": "function", "function": {name: value for name, value in function.items() if name != "type"}}
+
+
+def _flat_name(namespace: Any, name: Any) -> str:
+    return f"{_text(namespace)}__{_text(name)}" if namespace else _text(name)
+
+
+def _custom_schema() -> Message:
+    """Source: vLLM 0.32 tool_parsers/utils.py custom_tool_parameters."""
+    payload = {"type": "string", "description": "The freeform text payload for this tool."}
+    return {
+        "type": "object",
+        "properties": {_CUSTOM_INPUT: payload},
+        "required": [_CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
+
+
+def _custom_arguments(payload: Any) -> str:
+    return json.dumps({_CUSTOM_INPUT: _text(payload)}, ensure_ascii=False)
 
 
 # --- Anthropic's messages ----------------------------------------------------------------------------------------

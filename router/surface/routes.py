@@ -243,12 +243,17 @@ def find(method: str, path: str) -> Route | None:
     return ROUTES.get((method, template)) if rest and "/" not in rest else None
 
 
+# What a body with `input` has when it asks for a response and not for embeddings.
+_RESPONSE_MARKS = (b'"role"', b'"instructions"', b'"max_output_tokens"', b'"tools"', b'"previous_response_id"')
+
+
 def route_of(body: bytes) -> Route:
     """The route that a body is most likely meant for: explaining takes any of them, without a path."""
+    is_response = any(mark in body for mark in _RESPONSE_MARKS)
     for name, path in (
         (b'"messages"', "/v1/chat/completions"),
         (b'"prompt"', "/v1/completions"),
-        (b'"input"', "/v1/embeddings"),
+        (b'"input"', "/v1/responses" if is_response else "/v1/embeddings"),
     ):
         if name in body:
             return ROUTES["POST", path]

@@ -13,6 +13,29 @@ WEATHER_TOOL = {
 USER = {"role": "user", "content": "Rain in Bern?"}
 SAID = {"type": "output_text", "text": "Hello! How can I help?"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Zürich"}'}
+# What Codex and agents send besides functions.
+CUSTOM = {"type": "custom", "name": "patch", "description": "Applies a <patch>"}
+CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": '*** Begin "Zürich"\n'}
+NAMESPACE = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers",
+    "tools": [
+        {"type": "function", "name": "find", "parameters": {"type": "object", "properties": {}}},
+        {"type": "custom", "name": "note"},
+    ],
+}
+UNSEEN_TOOLS: list[dict[str, Any]] = [
+    {"type": "web_search"},
+    {"type": "web_search_preview"},
+    {"type": "mcp", "server_label": "docs", "server_url": "http://127.0.0.1:1/mcp"},
+    {"type": "local_shell"},
+    {"type": "code_interpreter", "container": {"type": "auto"}},
+    {"type": "file_search", "vector_store_ids": ["v"]},
+    {"type": "image_generation"},
+    {"type": "apply_patch"},
+    {"type": "shell"},
+]
 REASONING = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "It may rain."}]}
 
 # (name, body of a response without its model)
@@ -68,13 +91,35 @@ RESPONSES_BODIES: list[tuple[str, dict[str, Any]]] = [
         "a schema",
         {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}},
     ),
+    ("a custom tool", {"input": "Rain?", "tools": [CUSTOM, WEATHER_FUNCTION]}),
+    ("a custom tool without a word about it", {"input": "Rain?", "tools": [{"type": "custom", "name": "patch"}]}),
+    (
+        "a call of a custom tool and its result",
+        {
+            "input": [
+                USER,
+                CUSTOM_CALL,
+                CALL,
+                {"type": "custom_tool_call_output", "call_id": "c2", "output": "applied"},
+                {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "dry"}]},
+                USER,
+            ],
+            "tools": [CUSTOM],
+        },
+    ),
+    ("a namespace of tools", {"input": "Who?", "tools": [NAMESPACE, WEATHER_FUNCTION]}),
+    ("a call in a namespace", {"input": [USER, {**CALL, "name": "find", "namespace": "crm"}], "tools": [NAMESPACE]}),
+    *((f"a tool of type {tool['type']}", {"input": "Rain?", "tools": [tool]}) for tool in UNSEEN_TOOLS),
+    ("tools of all kinds", {"input": "Rain?", "tools": [*UNSEEN_TOOLS, CUSTOM, WEATHER_FUNCTION, NAMESPACE]}),
     ("unicode", {"input": "Zürich — naïve café 😀👍🏽 日本語 e\u0301"}),
 ]
 # Only the engine knows the prompt of these, or it refuses them.
 UNKNOWN_RESPONSES: list[dict[str, Any]] = [
     {"input": "x", "previous_response_id": "resp_1"},
     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
-    {"input": "x", "tools": [{"type": "web_search"}]},
+    {"input": "x", "tools": [{"type": "of_tomorrow"}]},
+    {"input": "x", "tools": [{**CUSTOM, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}]},
+    {"input": [{"type": "local_shell_call", "id": "x", "call_id": "c"}]},
     {"input": [{"type": "item_reference", "id": "x"}]},
     {"input": "x", "truncation": "auto"},
     {"input": 3},

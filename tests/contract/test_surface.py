@@ -21,7 +21,15 @@ from router.surface.routes import ROUTES, Route, is_begun_only
 from router.surface.stored import tagged_response_id, worker_of
 from router.surface.usage import usage_of, usage_of_events
 from tests.bodies import CHAT_BODIES, COMPLETION_PROMPTS, WEATHER
-from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, USER
+from tests.contract.prompt_bodies import (
+    CUSTOM,
+    CUSTOM_CALL,
+    MESSAGES_BODIES,
+    NAMESPACE,
+    RESPONSES_BODIES,
+    UNSEEN_TOOLS,
+    USER,
+)
 from tests.contract.surface import (
     ENGINE_NAME,
     LORA_ID,
@@ -331,6 +339,32 @@ ASKED: list[tuple[str, str, dict[str, Any]]] = [
     *((MESSAGES, name, {**LIMITS, **body}) for name, body in MESSAGES_BODIES),
     (MESSAGES, "no limit", {"messages": [USER]}),
 ]
+
+
+async def test_tools_that_are_no_functions_are_answered_and_known_behind_a_router(
+    direct: Direct, model_dir: Path
+) -> None:
+    limits = {"max_output_tokens": 4, "temperature": 0}
+    said = {"input": [USER, CUSTOM_CALL, {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"}]}
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+    async with routed(direct, model_dir) as (client, parts):
+        for tools, more, status, tokens_from in (
+            ([*UNSEEN_TOOLS, CUSTOM, NAMESPACE], {}, 200, "local"),
+            (UNSEEN_TOOLS, {}, 200, "local"),
+            ([{**CUSTOM, "format": grammar}], {}, 400, "approximate"),
+            ([{"type": "of_tomorrow"}], {}, 400, "approximate"),
+            ([CUSTOM], {"truncation": "auto"}, 200, "approximate"),
+        ):
+            body = {**limits, **said, **more, "tools": tools}
+            await assert_same_through_a_router(direct, client, RESPONSES, body, str(tools))
+            again = await client.post(RESPONSES, json=body | {"model": BASE})
+            assert again.status_code == status, again.text
+            assert parts.decisions[-1].tokens_from == tokens_from
+            if status == 200:
+                cached = again.json()["usage"]["input_tokens_details"]["cached_tokens"]
+                assert cached > 0
+                is_known = tokens_from == "local"
+                assert int(again.headers["x-lorafleet-cached-tokens"]) == (cached if is_known else 0)
 
 
 async def test_every_example_is_answered_behind_a_router_as_without_one(direct: Direct, model_dir: Path) -> None:

@@ -114,7 +114,8 @@ async def test_sglangs_400_for_an_adapter_it_no_longer_has_is_answered_by_anothe
     engines = [Engine("w0", forgot), Engine("w1")]
     control = speaking(with_sql("w0", "w1"), w0="sglang", w1="sglang")
     async with fleet(*engines, control=control) as (client, _, _):
-        for _ in range(8):
-            answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
+        for n in range(8):
+            said = [{"role": "user", "content": f"conversation {n}"}]
+            answer = await client.post("/v1/chat/completions", json={"messages": said, "model": "sql/v1"})
             assert answer.status_code == 200
     assert engines[0].bodies  # it was tried

@@ -76,6 +76,25 @@ def test_equal_replicas_share_at_random():
     assert {choose(Ask("m", "", 100), fleet, seed=s).replica.id for s in range(60)} == {"w0", "w1", "w2", "w3"}
 
 
+def test_an_approximate_prompt_of_unknown_whereabouts_goes_home_where_that_costs_little_more():
+    def chosen(conversation, *, order=1, **more):
+        ask = Ask("m", "", 1000, first_blocks=conversation, is_approximate=True)
+        return choose(ask, [a_replica(f"w{i}") for i in range(4)][::order], **more).replica.id
+
+    homes = [chosen(conversation) for conversation in range(1, 41)]
+    assert set(homes) == {"w0", "w1", "w2", "w3"}
+    for conversation, home in enumerate(homes[:10], 1):
+        assert {chosen(conversation, seed=seed, order=-1) for seed in range(10)} == {home}
+        # 1,000 tokens are a tenth of a second of prefill, and 0.4 s of cost.
+        assert chosen(conversation, own={home: queued(0.05)}) == home
+        assert chosen(conversation, own={home: queued(0.2)}) != home
+        other = next(name for name in set(homes) if name != home)
+        assert chosen(conversation, depths={other: 6}) == other, "there is a turn of it"
+        # What everybody has says nothing of this conversation.
+        everybody = dict.fromkeys(set(homes), 6)
+        assert chosen(conversation, depths=everybody, own={home: queued(0.05)}) == home
+
+
 def test_with_a_temperature_costlier_replicas_get_their_share_and_the_cheapest_the_most():
     fleet = [a_replica("hot"), a_replica("cold")]
     won = [

@@ -135,7 +135,7 @@ async def test_a_replica_that_fails_before_its_first_token_is_passed_over(how, s
         def getrandbits(self, k):
             return 0  # with this seed the first of two is chosen
 
-    bad, good = Engine("bad", fail), Engine("good")
+    bad, good = Engine("bad", fail, ids=[1, 2, 3]), Engine("good", ids=[1, 2, 3])
     async with fleet(bad, good) as (client, control, parts):
         parts.mind.rng = First()  # ties fall at random: here they fall on the bad one, every time
         if how == "refused":

@@ -16,7 +16,7 @@ from router.surface.bodies import check_items
 from router.surface.generate import split
 from router.surface.openapi import EXAMPLES, openapi_paths
 from router.surface.prompts import chat_of_messages, chat_of_responses, prompt_body
-from router.surface.routes import ROUTES, find, is_begun_only, response_id_of, sequences_of
+from router.surface.routes import ROUTES, find, is_begun_only, response_id_of, route_of, sequences_of
 from router.surface.stored import ResponseNotFound, gone, stored_at, tagged_response_id, worker_of
 from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
 from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, UNKNOWN_MESSAGES, UNKNOWN_RESPONSES
@@ -256,6 +256,19 @@ def test_a_text_that_looks_like_an_end_or_a_usage_is_left_alone():
     assert shown({}, odd) == [odd, b""]
 
 
+def test_a_body_is_explained_by_the_route_that_it_is_most_likely_meant_for():
+    for body, path in (
+        ({"messages": [USER]}, "/v1/chat/completions"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}]}, "/v1/chat/completions"),
+        ({"prompt": "x"}, "/v1/completions"),
+        ({"input": "x"}, "/v1/embeddings"),
+        ({"input": "x", "instructions": "y"}, "/v1/responses"),
+        ({"input": [USER]}, "/v1/responses"),
+        ({}, "/v1/chat/completions"),
+    ):
+        assert route_of(json.dumps(body).encode()).path == path
+
+
 # --- stored responses
 
 
@@ -363,6 +376,23 @@ def test_a_response_that_only_the_engine_can_render_has_no_chat(body):
 @pytest.mark.parametrize("body", UNKNOWN_MESSAGES)
 def test_a_message_that_only_the_engine_can_render_has_no_chat(body):
     assert chat_of_messages(body) is None
+
+
+def test_tools_that_no_model_sees_leave_an_empty_list_and_not_none(model):
+    template = (
+        "{{ 'some' if tools is not none else 'none' }}{{ tools | length if tools else 0 }}{{ messages[0].content }}"
+    )
+    tokenizer = with_template(model, template)
+    texts = []
+    for tools in (
+        [],
+        [{"type": "web_search"}],
+        [{"type": "mcp", "server_label": "a"}, {"type": "custom", "name": "b"}],
+    ):
+        chat = chat_of_responses({"input": "x", "tools": tools})
+        assert chat is not None
+        texts.append(tokenizer.render(chat))
+    assert texts == ["none0x", "some0x", "some1x"]
 
 
 def test_a_conversion_does_not_change_the_body_that_is_sent():

@@ -249,7 +249,7 @@ async def test_a_picture_of_a_megabyte_counts_for_no_more_tokens_than_an_engine_
         body = {**CHAT, "messages": [{"role": "user", "content": [picture]}], "media_io_kwargs": {}}
         asking = [asyncio.create_task(client.post("/v1/chat/completions", json=body))]
         await until(lambda: len(engine.bodies) == 1)
-        assert parts.decisions[-1].decision.ask.prompt_tokens == 2048
+        assert 1000 < parts.decisions[-1].decision.ask.prompt_tokens <= 2048
         asking.append(ask(client))
         await until(lambda: len(engine.bodies) == 2)
         engine.first.set()
