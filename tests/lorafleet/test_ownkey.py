@@ -92,6 +92,7 @@ async def test_a_client_asks_for_it_at_each_request_and_leaves_anothers_key_alon
     assert seen == ["Bearer lf-one", "Bearer lf-two", "Bearer theirs", None]
 
 
+@pytest.mark.fleet
 @pytest.mark.parametrize("house", ["router", "orchestrator", "workers"])
 def test_a_house_whose_key_cannot_be_read_ends_with_one_line(tmp_path, house):
     model = ["--model", str(make_model(tmp_path / "model"))] if house == "workers" else []

@@ -19,6 +19,8 @@ from workers.pickled import unpickled
 from workers.sources.local import LocalSource
 from workers.verify import read_manifest
 
+pytestmark = pytest.mark.fleet  # each conversion is a process that takes seconds to start
+
 BIN, PROPER = "adapter_model.bin", "adapter_model.safetensors"
 
 
