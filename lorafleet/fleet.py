@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from lorafleet import commands, demo, files, welcome
+from lorafleet import commands, demo, files, shelf, welcome
 from lorafleet.auth import hash_key, new_key
 from lorafleet.failure import Failure
 from lorafleet.processes import Child, Guard, clean_environment, left_out
@@ -156,11 +156,9 @@ class Fleet:
         base = commands.Base(name=model_name(model), folder=model.resolve(), is_tiny=self.options.model is None)
         if self.options.adapters is None and not base.is_tiny:
             return base, {}  # the tiny model's adapters fit no other
-        for link in linked_folders(self._adapters):
-            self.steps.say(
-                f"adapters: {link} is a link, and left out: workers follow none; put the folder itself there"
-            )
-        return base, adapter_folders(self._adapters)
+        for line in shelf.remarks(self._adapters):
+            self.steps.say(f"adapters: {line}")
+        return base, shelf.adapter_folders(self._adapters)
 
     @property
     def _adapters(self) -> Path:
@@ -359,18 +357,6 @@ class Fleet:
 
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
-
-
-def adapter_folders(root: Path) -> dict[str, Path]:
-    """lora_id (the path below `root`) -> absolute folder, for every folder with an adapter_config.json."""
-    found = sorted(path.parent for path in root.resolve().rglob("adapter_config.json"))
-    return {folder.relative_to(root.resolve()).as_posix(): folder for folder in found if folder != root.resolve()}
-
-
-def linked_folders(root: Path) -> list[Path]:
-    """Links to folders with adapters in them, at any depth below `root`; these are not among `adapter_folders`."""
-    found = [Path(folder, name) for folder, names, _ in os.walk(root) for name in names]
-    return sorted(path for path in found if path.is_symlink() and next(path.rglob("adapter_config.json"), None))
 
 
 def model_name(folder: Path) -> str:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lorafleet import commands, signals
+from lorafleet import commands, shelf, signals
 from lorafleet.auth import KeyFileError, Keys
 from lorafleet.failure import Failure
 from lorafleet.fleet import Fleet, Options
@@ -49,8 +49,8 @@ def check(options: Options, *, has: Callable[[str], bool] = is_installed) -> Non
         raise Failure(
             f"--model {options.model}: no config.json there; give the folder of a Hugging Face model", status=2
         )
-    if options.adapters is not None and not options.adapters.is_dir():
-        raise Failure(f"--adapters {options.adapters}: no such folder", status=2)
+    if options.adapters is not None and (wrong := shelf.what_is_wrong(options.adapters)):
+        raise Failure(f"--adapters {options.adapters}: {wrong}", status=2)
     if options.key_file is not None:
         try:
             Keys([options.key_file])

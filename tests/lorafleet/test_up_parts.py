@@ -14,7 +14,7 @@ import pytest
 
 from lorafleet import commands, welcome
 from lorafleet.failure import Failure
-from lorafleet.fleet import Options, adapter_folders, linked_folders, model_name
+from lorafleet.fleet import Options, model_name
 from lorafleet.processes import Child, Guard, clean_environment, kill_marked, left_out, marked
 from lorafleet.progress import Steps
 from lorafleet.up import check, run
@@ -66,27 +66,6 @@ def test_a_missing_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
     with pytest.raises(Failure, match="make install"):
         run(options(tmp_path, engine="vllm"))
-
-
-def test_an_adapters_name_is_its_path_below_the_folder(tmp_path: Path) -> None:
-    for name in ("sql/v1", "sql/v2", "plain"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "adapter_config.json").write_text("{}")
-    (tmp_path / "no-adapter").mkdir()
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert adapter_folders(tmp_path) == {name: tmp_path / name for name in ("plain", "sql/v1", "sql/v2")}
-
-
-def test_links_to_folders_with_adapters_are_told_of_and_no_others(tmp_path: Path) -> None:
-    root, elsewhere = tmp_path / "adapters", tmp_path / "elsewhere"
-    for folder in (root / "team", elsewhere / "sql" / "v1", tmp_path / "empty"):
-        folder.mkdir(parents=True)
-    (elsewhere / "sql" / "v1" / "adapter_config.json").write_text("{}")
-    (root / "team" / "theirs").symlink_to(elsewhere)
-    (root / "v1").symlink_to(elsewhere / "sql" / "v1")
-    (root / "empty").symlink_to(tmp_path / "empty")
-    assert linked_folders(root) == [root / "team" / "theirs", root / "v1"]
-    assert adapter_folders(root) == {}
 
 
 def test_a_base_model_has_its_folders_name_and_that_of_its_repository_in_a_hubs_cache(tmp_path: Path) -> None:
