@@ -11,9 +11,10 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
@@ -34,6 +35,8 @@ _LONGEST_BACKOFF_S = 10.0
 # vLLM's own sockets there are named by a UUID, with something before or after it.
 _SOCKET_NAME_BYTES = 64
 _NO_SPACE_BYTES = 2**20  # a guess: less than that, and no adapter fits, nor much of a log
+_MOST_NAMED = 5
+_UP = ("ready", "cordoned", "draining")
 _CALM_S = 30.0  # a child that ran this long has its backoff forgotten
 
 
@@ -72,6 +75,7 @@ class Fleet:
         self._children: dict[str, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None
+        self._held_back: dict[str, str] = {}  # workers that are up and cordoned or draining, by an earlier run's word
 
     def url(self, name: str) -> str:
         """Of the router or the orchestrator, once it has started."""
@@ -121,6 +125,8 @@ class Fleet:
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._headers()) as client:
             await self._serve("orchestrator", self._orchestrator)
             registered = await self._register(client, adapters)
+            for line in known_before(await self._known(client), registered, base.name):
+                self.steps.say(f"adapters: {line}")
             # The orchestrator hears its fleet out for some seconds before it is ready: the others start meanwhile.
             await self._serve("router", self._router)
             await self._start_workers(client, base, commands.rank_for(adapters.values()))
@@ -138,7 +144,9 @@ class Fleet:
             registered,
             has_keys=has_keys,
         )
-        if self.options.demo:
+        if self.options.demo and self._are_all_held_back:
+            self.steps.say("demo: left out: every worker is cordoned or drained")
+        elif self.options.demo:
             await demo.run(self.url("router"), self.token, base.name, registered)
 
     def _prepare(self) -> tuple[commands.Base, dict[str, Path]]:
@@ -190,14 +198,17 @@ class Fleet:
     async def _worker_ready(self, client: httpx.AsyncClient, name: str) -> None:
         """Until the agent says so and the orchestrator has heard it. Raises Failure when the engine does not start."""
         began = time.monotonic()
-        while (now := await self._worker_state(client, name)) != "ready":
+        while (now := await self._worker_state(client, name)) not in _UP:
             # The agent would try again for ever. Here somebody waits, and a first start that fails seldom mends itself.
             if now.startswith("engine_down"):
                 raise Failure(f"{name}: {now}\nMore in {self._children[name].log_path}")
             if time.monotonic() - began > _WITHIN_S[self.options.engine]:
                 raise self._failed(self._children[name], f"is not ready in time (it is: {now.splitlines()[0]})")
-            self.steps.still(name, f"starting {self.options.engine}")
+            self.steps.still(name, _starting(self.options.engine, now))
             await asyncio.sleep(_POLL_S)
+        if now != "ready":
+            self._held_back[name] = now
+            self.steps.say(self._held_back_line(name))
         self._ports[name] = int(self._port_file(name).read_text())
         self.steps.done(name, f"ready after {time.monotonic() - began:.1f} s")
 
@@ -207,13 +218,29 @@ class Fleet:
             return "starting"
         try:
             agent = await client.get(f"http://{commands.LOOPBACK}:{self._port_file(name).read_text()}/ready")
-            if not agent.is_success:
-                return str(agent.json()["error"]["message"])
+            # An agent that drains is up: the orchestrator has told it to, as it was told itself before.
+            if not agent.is_success and (message := str(agent.json()["error"]["message"])) != "draining":
+                return message
             items = (await client.get(f"{self.url('orchestrator')}/v1/workers")).json()["data"]
         except (httpx.HTTPError, ValueError, KeyError):
             return "starting"
-        state = next((str(item["state"]) for item in items if item["id"] == name), "not heard of")
-        return "ready" if state in ("ready", "cordoned", "draining") else state
+        return next((str(item["state"]) for item in items if item["id"] == name), "starting: not registered yet")
+
+    def _held_back_line(self, name: str) -> str:
+        """What a worker that was cordoned or drained before does now, and the command that lifts it."""
+        lift = f"{self._command()} workers uncordon {name}"
+        if self._held_back[name] == "cordoned":
+            return f"{name}: cordoned since an earlier run: it is given no adapter; to lift that: {lift}"
+        return f"{name}: drained since an earlier run: it is up and takes no request; to lift that: {lift}"
+
+    def _command(self) -> str:
+        """`lorafleet` with the flags that it needs to reach this fleet."""
+        where = "" if self._ports["orchestrator"] == 8080 else f" --orchestrator-url {self.url('orchestrator')}"
+        return f"lorafleet{where}{'' if self.options.key_file is None else ' --token KEY'}"
+
+    @property
+    def _are_all_held_back(self) -> bool:
+        return set(self._held_back) == set(self.workers)
 
     async def _register(self, client: httpx.AsyncClient, adapters: dict[str, Path]) -> list[str]:
         """Tell the orchestrator of each folder; the lora_ids it took. What it knows already is left as it is."""
@@ -231,6 +258,16 @@ class Fleet:
             self.steps.say(f"adapters: {len(taken)} of {len(adapters)} registered")
         return taken
 
+    async def _known(self, client: httpx.AsyncClient) -> dict[str, str | None]:
+        """lora_id -> base model, where one is known, of every adapter that is registered."""
+        found: dict[str, str | None] = {}
+        page: dict[str, Any] = {"next": ""}
+        while (cursor := page["next"]) is not None:
+            query = {"cursor": cursor} if cursor else {}
+            page = (await client.get(f"{self.url('orchestrator')}/v1/adapters", params=query)).raise_for_status().json()
+            found |= {item["lora_id"]: item.get("base_model") for item in page["data"]}
+        return found
+
     async def _inspected(self, client: httpx.AsyncClient, lora_ids: list[str]) -> None:
         """Until a worker has fetched and verified each adapter, or said what is wrong with it."""
         began = time.monotonic()
@@ -246,6 +283,10 @@ class Fleet:
                 elif item.get("state") == "failed":
                     waiting.discard(lora_id)
                     self.steps.say(f"adapter {lora_id}: failed: {item.get('error')}")
+            if waiting and self._are_all_held_back:
+                why = "every worker is cordoned or drained"
+                self.steps.done("adapters", f"{len(waiting)} not verified yet: {why}; they are once one is not")
+                return
             if waiting:
                 self.steps.still("adapters", f"being fetched and verified ({len(waiting)} to go)")
                 if time.monotonic() - began > _SERVER_WITHIN_S + 2 * len(lora_ids):
@@ -359,12 +400,43 @@ class Fleet:
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
 
 
+def known_before(known: Mapping[str, str | None], now: Collection[str], base_model: str) -> list[str]:
+    """A line for the registered adapters that this run did not register, and one for those that it cannot serve.
+
+    known   lora_id -> base model, None where nobody has looked at it yet
+    now     lora_ids of this run
+    """
+    others = {lora_id: base for lora_id, base in known.items() if lora_id not in now}
+    foreign = [lora_id for lora_id, base in others.items() if base not in (None, base_model)]
+    lines = []
+    if rest := sorted(others.keys() - set(foreign)):
+        lines.append(f"{len(rest)} more are registered from earlier runs: {_some(rest)}")
+    if foreign:
+        bases = ", ".join(sorted({str(others[lora_id]) for lora_id in foreign}))
+        lines.append(
+            f"{len(foreign)} from earlier runs are of base model {bases} and cannot be served here, by {base_model}:"
+            f" {_some(foreign)}; `lorafleet adapters rm NAME` forgets one, another --state-dir keeps fleets apart"
+        )
+    return lines
+
+
+def _some(names: Collection[str]) -> str:
+    shown = sorted(names)[:_MOST_NAMED]
+    return ", ".join(shown) + (", ..." if len(names) > _MOST_NAMED else "")
+
+
 def model_name(folder: Path) -> str:
     """The folder's own name, also of a link; of a snapshot in a hub's cache its repository's, not its commit's."""
     path = Path(os.path.abspath(folder))  # noqa: PTH100  (`..` goes, and links stay)
     repository = path.parent.parent.name
     is_snapshot = path.parent.name == "snapshots" and repository.startswith("models--")
     return repository.rpartition("--")[2] if is_snapshot else path.name
+
+
+def _starting(engine: str, now: str) -> str:
+    """What a worker that is not up does; `now` is a state, or a state and its reason."""
+    reason = now.splitlines()[0].removeprefix("starting").removeprefix(": ")
+    return f"starting {engine} ({reason})" if reason else f"starting {engine}"
 
 
 def _ending(status: int) -> str:

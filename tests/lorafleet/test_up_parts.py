@@ -14,7 +14,7 @@ import pytest
 
 from lorafleet import commands, welcome
 from lorafleet.failure import Failure
-from lorafleet.fleet import Options, model_name
+from lorafleet.fleet import Options, known_before, model_name
 from lorafleet.processes import Child, Guard, clean_environment, kill_marked, left_out, marked
 from lorafleet.progress import Steps
 from lorafleet.up import check, run
@@ -66,6 +66,15 @@ def test_a_missing_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
     with pytest.raises(Failure, match="make install"):
         run(options(tmp_path, engine="vllm"))
+
+
+def test_adapters_of_earlier_runs_are_told_of_with_those_of_another_base_model() -> None:
+    known = {"now/v1": "tiny", "old/v1": "tiny", "new/v1": None, **{f"o{number}": "other" for number in range(7)}}
+    same, foreign = known_before(known, ["now/v1"], "tiny")
+    assert same.endswith(": new/v1, old/v1")
+    assert "7 from earlier runs are of base model other" in foreign
+    assert "o0, o1, o2, o3, o4, ...;" in foreign
+    assert known_before({"now/v1": "tiny"}, ["now/v1"], "tiny") == []
 
 
 def test_a_base_model_has_its_folders_name_and_that_of_its_repository_in_a_hubs_cache(tmp_path: Path) -> None:
