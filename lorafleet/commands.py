@@ -1,10 +1,13 @@
 """The command lines of a local fleet's processes: `python -m <house>` with each house's own settings."""
 
-import json
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from workers.core.errors import SourceError
+from workers.core.peft import CONFIG_NAME, parse_config
 
 LOOPBACK = "127.0.0.1"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM 0.32 takes as --max-lora-rank, less the 1 that nobody trains
@@ -86,12 +89,13 @@ def agent(
 
 
 def rank_for(adapters: Iterable[Path]) -> int:
-    """The least --max-lora-rank that fits these adapters: every adapter costs what the largest would."""
+    """The least --max-lora-rank that fits these adapters: every adapter costs what the largest would.
+
+    An adapter counts with the largest rank that its config mentions, `rank_pattern` included, as the agent counts it.
+    One whose config the agent refuses counts for nothing: the agent says what is wrong with it.
+    """
     largest = 16
     for folder in adapters:
-        try:
-            rank = json.loads((folder / "adapter_config.json").read_text())["r"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # not ours to judge: the agent will say what is wrong with it
-        largest = max(largest, rank if isinstance(rank, int) else 0)
+        with contextlib.suppress(OSError, SourceError):
+            largest = max(largest, parse_config((folder / CONFIG_NAME).read_bytes()).max_rank)
     return next((rank for rank in _RANKS if rank >= largest), _RANKS[-1])

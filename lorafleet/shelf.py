@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-CONFIG_NAME = "adapter_config.json"
+from workers.core.peft import CONFIG_NAME
+
 WEIGHTS_NAME = "adapter_model.safetensors"
 _WEIGHTS = (WEIGHTS_NAME, "adapter_model.bin")
 _MOST_NAMED = 5

@@ -88,13 +88,28 @@ def test_a_base_model_has_its_folders_name_and_that_of_its_repository_in_a_hubs_
     assert model_name(tmp_path / "hub" / ".." / "qwen") == "qwen"
 
 
-@pytest.mark.parametrize(("ranks", "fits"), [([], 16), ([8], 16), ([8, 17], 32), ([64, 8], 64), ([1000], 512)])
-def test_the_engine_is_padded_to_the_largest_rank_that_is_needed(tmp_path: Path, ranks: list[int], fits: int) -> None:
+@pytest.mark.parametrize(
+    ("configs", "fits"),
+    [
+        ([], 16),
+        ([{"r": 8}], 16),
+        ([{"r": 8}, {"r": 17}], 32),
+        ([{"r": 64}, {"r": 8}], 64),
+        ([{"r": 1000}], 512),
+        ([{"r": 8, "rank_pattern": {"q_proj": 128}}, {"r": 32}], 128),
+        ([{"r": 64, "use_dora": True}, {"r": 8}], 16),  # no agent takes it
+        ([{"r": "many"}, {"r": 20}], 32),
+    ],
+)
+def test_the_engine_is_padded_to_the_largest_rank_that_an_agent_takes(
+    tmp_path: Path, configs: list[dict[str, object]], fits: int
+) -> None:
     folders = []
-    for index, rank in enumerate(ranks):
+    for index, config in enumerate(configs):
         folders.append(tmp_path / str(index))
         folders[-1].mkdir()
-        (folders[-1] / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        whole = {"peft_type": "LORA", "lora_alpha": 16, "target_modules": ["q_proj"]} | config
+        (folders[-1] / "adapter_config.json").write_text(json.dumps(whole))
     assert commands.rank_for([*folders, tmp_path / "missing"]) == fits
 
 
