@@ -12,7 +12,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ import httpx
 import yaml
 
 from lorafleet import commands, demo, files, shelf, welcome
+from lorafleet.asked import HOUSES, Options, lora_roots, unread
 from lorafleet.auth import hash_key, new_key
 from lorafleet.failure import Failure
-from lorafleet.processes import Child, Guard, clean_environment, left_out
+from lorafleet.processes import Child, Guard, clean_environment, tail_of
 from lorafleet.progress import Steps
 from lorafleet.sockets import socket_folder
 
@@ -38,24 +38,6 @@ _NO_SPACE_BYTES = 2**20  # a guess: less than that, and no adapter fits, nor muc
 _MOST_NAMED = 5
 _UP = ("ready", "cordoned", "draining")
 _CALM_S = 30.0  # a child that ran this long has its backoff forgotten
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What `lorafleet up` was told; see its `--help`."""
-
-    engine: str
-    workers: int
-    model: Path | None
-    adapters: Path | None
-    max_loras: int
-    router_port: int
-    orchestrator_port: int
-    state_dir: Path
-    key_file: Path | None = None
-    demo: bool = False
-    once: bool = False
-    grace_s: float = 10.0
 
 
 class Fleet:
@@ -90,8 +72,8 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as self._group:
                 with self.steps:
-                    if names := left_out():
-                        self.steps.say(f"not used here: {', '.join(names)} (a fleet of `up` has its own settings)")
+                    for line in told_of(self.options, os.environ):
+                        self.steps.say(line)
                     await self._bring_up()
                 if self.options.once:
                     for keeper in self._keepers:
@@ -106,13 +88,22 @@ class Fleet:
             self.steps.say("stopping: router, workers, orchestrator")
         for names in (["router"], self.workers, ["orchestrator"]):
             children = [self._children[name] for name in names if name in self._children]
-            grace_s = self.options.grace_s * (3 if names == self.workers else 1)  # an agent stops an engine in turn
+            grace_s = self._patience_s("workers" if names == self.workers else names[0])
             for child, went in zip(children, await asyncio.gather(*(c.stop(grace_s) for c in children)), strict=True):
                 if not went:
                     self.steps.say(f"{child.name}: did not stop within {grace_s:.0f} s and was killed")
         await asyncio.to_thread(self._guard.release)
         if self._children:
             self.steps.say(f"stopped in {time.monotonic() - began:.1f} s; nothing is left running")
+
+    def _patience_s(self, house: str) -> float:
+        """How long a service may take to stop: as long as a person gave it, and no less than usual."""
+        given, grace_s = self.options.of(house), self.options.grace_s
+        if house == "router":
+            return max(grace_s, given.number("drain_s", 0.0) + given.number("grace_s", grace_s))
+        if house == "workers":  # an agent stops an engine in turn
+            return max(3 * grace_s, given.number("engine_shutdown_s", 0.0) + 2 * grace_s)
+        return max(grace_s, given.number("stop_grace_s", 0.0))
 
     def kill(self) -> None:
         """Everything, at once."""
@@ -125,7 +116,7 @@ class Fleet:
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._headers()) as client:
             await self._serve("orchestrator", self._orchestrator)
             registered = await self._register(client, adapters)
-            for line in known_before(await self._known(client), registered, base.name):
+            for line in known_before(await self._known(client), registered, base.asked_by):
                 self.steps.say(f"adapters: {line}")
             # The orchestrator hears its fleet out for some seconds before it is ready: the others start meanwhile.
             await self._serve("router", self._router)
@@ -140,14 +131,14 @@ class Fleet:
             self.url("router"),
             self.url("orchestrator"),
             self._folder / "logs",
-            base.name,
+            base.asked_by,
             registered,
             has_keys=has_keys,
         )
         if self.options.demo and self._are_all_held_back:
             self.steps.say("demo: left out: every worker is cordoned or drained")
         elif self.options.demo:
-            await demo.run(self.url("router"), self.token, base.name, registered)
+            await demo.run(self.url("router"), self.token, base.asked_by, registered)
 
     def _prepare(self) -> tuple[commands.Base, dict[str, Path]]:
         """The base model's folder and the adapters' by lora_id; the tiny ones are made where none were given."""
@@ -161,7 +152,11 @@ class Fleet:
             model = tiny.make_model(self._folder / tiny.MODEL_NAME, progress=self.steps.say)
             if adapters is None:
                 tiny.make_adapters(self._adapters, progress=self.steps.say)
-        base = commands.Base(name=model_name(model), folder=model.resolve(), is_tiny=self.options.model is None)
+        said = self.options.said_of_workers()
+        name = str(said.get("served_model_name") or model_name(model))
+        asked_by = str(said.get("base_model") or name)
+        is_tiny = self.options.model is None
+        base = commands.Base(name=name, folder=model.resolve(), is_tiny=is_tiny, asked_by=asked_by)
         if self.options.adapters is None and not base.is_tiny:
             return base, {}  # the tiny model's adapters fit no other
         for line in shelf.remarks(self._adapters):
@@ -201,8 +196,9 @@ class Fleet:
         while (now := await self._worker_state(client, name)) not in _UP:
             # The agent would try again for ever. Here somebody waits, and a first start that fails seldom mends itself.
             if now.startswith("engine_down"):
-                raise Failure(f"{name}: {now}\nMore in {self._children[name].log_path}")
-            if time.monotonic() - began > _WITHIN_S[self.options.engine]:
+                log_path = self._folder / "workers" / name / "engine.log"
+                raise Failure(f"{name}: {now}\nThe end of {log_path}:\n{tail_of(log_path)}")
+            if time.monotonic() - began > self._start_within_s:
                 raise self._failed(self._children[name], f"is not ready in time (it is: {now.splitlines()[0]})")
             self.steps.still(name, _starting(self.options.engine, now))
             await asyncio.sleep(_POLL_S)
@@ -211,6 +207,10 @@ class Fleet:
             self.steps.say(self._held_back_line(name))
         self._ports[name] = int(self._port_file(name).read_text())
         self.steps.done(name, f"ready after {time.monotonic() - began:.1f} s")
+
+    @property
+    def _start_within_s(self) -> float:
+        return max(_WITHIN_S[self.options.engine], self.options.of("workers").number("start_deadline_s", 0.0))
 
     async def _worker_state(self, client: httpx.AsyncClient, name: str) -> str:
         """`ready`, or what it is instead and why."""
@@ -322,7 +322,10 @@ class Fleet:
 
     async def _start(self, name: str, command: Callable[[], list[str]]) -> None:
         log_path = self._folder / "logs" / f"{name}.log"
-        environment = clean_environment(self._mark) | commands.environment(name, self.token)
+        house = commands.house_of(name)
+        environment = clean_environment(self._mark, house) | commands.environment(name, self.token)
+        if house == "workers":
+            environment |= self._agents_environment(name)
         environment["VLLM_RPC_BASE_PATH"] = str(self._scratch)  # or its own sockets stay in /tmp when it is killed
         child = Child(name=name, command=command, environment=environment, log_path=log_path)
         log_path.write_bytes(b"")  # this run's only: a failure's tail must not be an older one's
@@ -369,7 +372,8 @@ class Fleet:
 
     def _router(self) -> list[str]:
         state_dir = self._folder / "router"
-        return commands.router(self._common("router"), self.url("orchestrator"), state_dir, self.options.grace_s)
+        said = self.options.of("router").values
+        return commands.router(self._common("router"), self.url("orchestrator"), state_dir, self.options.grace_s, said)
 
     def _agent(self, name: str, base: commands.Base, max_lora_rank: int) -> list[str]:
         return commands.agent(
@@ -380,14 +384,21 @@ class Fleet:
             max_loras=self.options.max_loras,
             max_lora_rank=max_lora_rank,
             orchestrator_url=self.url("orchestrator"),
-            adapters=self._adapters,
             folder=self._folder,
             sockets=self._scratch,
+            said=self.options.said_of_workers(),
         )
+
+    def _agents_environment(self, name: str) -> dict[str, str]:
+        options = self.options
+        roots, is_tiny = lora_roots(options, self._adapters), options.model is None
+        visible = {"CUDA_VISIBLE_DEVICES": options.devices[self.workers.index(name)]} if options.devices else {}
+        return commands.agents_environment(options.engine_words, roots, is_tiny=is_tiny) | visible
 
     def _common(self, name: str) -> list[str]:
         keys = [] if self.options.key_file is None else [self.options.key_file.resolve(), self._own_keys]
-        return commands.common(self._ports.get(name, 0), self._port_file(name), keys)
+        given = self.options.of(commands.house_of(name))
+        return commands.common(self._ports.get(name, 0), self._port_file(name), keys, given)
 
     @property
     def _own_keys(self) -> Path:
@@ -398,6 +409,24 @@ class Fleet:
 
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
+
+
+def told_of(options: Options, environment: Mapping[str, str]) -> list[str]:
+    """A line for each thing beside the flags of `up` that steers this fleet, or that somebody may think does."""
+    lines = []
+    given = {f"LORAFLEET_{house.upper()}_" for house in HOUSES}
+    if names := sorted(name for name in environment if name.startswith(tuple(given))):
+        lines.append(f"settings of the environment: {', '.join(names)}")
+    lines += [f"settings of the {house}: {path}" for house in HOUSES if (path := options.of(house).config)]
+    if names := unread(environment):
+        prefixes = " or ".join(sorted(given))
+        lines.append(f"no service reads {', '.join(names)}: settings begin with {prefixes}")
+    if options.engine != "sim" and options.workers > 1 and not options.devices and Path("/dev/nvidia0").exists():
+        lines.append(
+            f"all {options.workers} workers start on the same GPUs, and each takes most of their memory:"
+            " --devices 0,1,... gives each its own"
+        )
+    return lines
 
 
 def known_before(known: Mapping[str, str | None], now: Collection[str], base_model: str) -> list[str]:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lorafleet import commands, shelf, signals
+from lorafleet.asked import Options
 from lorafleet.auth import KeyFileError, Keys
 from lorafleet.failure import Failure
-from lorafleet.fleet import Fleet, Options
+from lorafleet.fleet import Fleet
 
 
 def run(options: Options) -> int:

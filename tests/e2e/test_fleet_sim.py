@@ -288,3 +288,34 @@ def _as(fleet: Fleet, key: str) -> Fleet:
     return Fleet(
         fleet.process, fleet.tag, fleet.state_dir, fleet.errors, fleet.router, fleet.orchestrator, headers=headers
     )
+
+
+def test_arguments_settings_and_devices_reach_every_engine_of_the_fleet(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("first_sync_wait_s: 5\n")
+    flags = ("--devices", "7,8", "--router-config", str(file), "--engine-arg=--sim-seed", "--engine-arg=5")
+    words = ("--", "--max-loras", "3", "--served-model-name", "mine", "--enable-auto-tool-choice")
+    environment = {"LORAFLEET_WORKERS_MAX_LORA_RANK": "64"}
+    with running(tmp_path / "state", *FLAGS[:2], *flags, *words, environment=environment) as fleet:
+        engines = fleet.pids("-m", "workers.engines.sim")
+        visible = [(Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0") for pid in engines]
+        assert {name for names in visible for name in names if name.startswith(b"CUDA_")} == {
+            b"CUDA_VISIBLE_DEVICES=7",
+            b"CUDA_VISIBLE_DEVICES=8",
+        }
+        for metadata in fleet.workers().values():
+            lora = metadata["lora"]
+            assert (lora["max_loras"], lora["max_cpu_loras"], lora["max_lora_rank"]) == (3, 6, 64)
+        assert fleet.ask(prompt=fresh_prompt(), model="mine").is_success
+        assert "settings of the environment: LORAFLEET_WORKERS_MAX_LORA_RANK" in fleet.said()
+        assert f"settings of the router: {file}" in fleet.said()
+
+
+def test_an_engine_that_refuses_its_arguments_ends_the_start_with_its_words(tmp_path: Path) -> None:
+    fleet = start(tmp_path / "state", *FLAGS, "1", "--", "--no-such-flag")
+    try:
+        assert fleet.process.wait(patience(60)) == 1
+        assert "unrecognized arguments: --no-such-flag" in fleet.said()
+    finally:
+        left = kill(fleet)
+    assert not left

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from lorafleet import commands, welcome
+from lorafleet.asked import Options
 from lorafleet.failure import Failure
-from lorafleet.fleet import Options, known_before, model_name
-from lorafleet.processes import Child, Guard, clean_environment, kill_marked, left_out, marked
+from lorafleet.fleet import known_before, model_name
+from lorafleet.processes import Child, Guard, clean_environment, kill_marked, marked
 from lorafleet.progress import Steps
 from lorafleet.up import check, run
 from tests.patience import until, wait_until
@@ -128,12 +129,16 @@ def test_without_an_adapter_no_line_to_try_is_there_twice() -> None:
     assert len(lines) == len(set(lines)) == 2
 
 
-def test_no_setting_of_ours_reaches_a_child_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORAFLEET_ROUTER_PORT", "1")
-    monkeypatch.setenv("LORAFLEET_TOKEN", "secret")
-    environment = clean_environment("mark")
-    assert {name for name in environment if name.startswith("LORAFLEET_")} == {"LORAFLEET_FLEET_MARK"}
-    assert left_out() == ["LORAFLEET_ROUTER_PORT"]
+def test_of_our_settings_a_child_gets_those_of_its_own_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LORAFLEET_ROUTER_PORT", "LORAFLEET_WORKERS_SEED", "LORAFLEET_TOKEN"):
+        monkeypatch.setenv(name, "1")
+
+    def ours(of: str) -> set[str]:
+        return {name for name in clean_environment("mark", of) if name.startswith("LORAFLEET_")}
+
+    assert ours("workers") == {"LORAFLEET_FLEET_MARK", "LORAFLEET_WORKERS_SEED"}
+    assert ours("router") == {"LORAFLEET_FLEET_MARK", "LORAFLEET_ROUTER_PORT"}
+    assert ours("") == {"LORAFLEET_FLEET_MARK"}
 
 
 def test_steps_are_whole_lines_with_the_time_where_nobody_watches() -> None:
