@@ -133,7 +133,7 @@ def asked(
         kind = _kind(engine or str(of_workers.get("engine") or "vllm"))
         all_words = (*_texts(of_workers, "engine_args"), *_begun_with_a_flag(words))
         _check_words(all_words, max_loras, kind)
-        engine_words.refuse(all_words, environment if kind == "vllm" else {})
+        engine_words.refuse(all_words, kind, environment)
         number = workers if workers is not None else len(_named(devices)) or DEFAULT_WORKERS
         return Options(
             engine=kind,

@@ -58,7 +58,7 @@ class EngineWordsError(ValueError):
     """Arguments that an agent's engine may not have; the message says which, why, and what to do."""
 
 
-def refuse(words: Sequence[str], environment: Mapping[str, str]) -> None:
+def refuse(words: Sequence[str], engine: str, environment: Mapping[str, str]) -> None:
     """Raises EngineWordsError for the first word, or variable of the engine's environment, that cannot be."""
     for flag, why in _REFUSED.items():
         if has(words, flag):
@@ -73,7 +73,7 @@ def refuse(words: Sequence[str], environment: Mapping[str, str]) -> None:
         raise EngineWordsError(
             f"{_SWITCH}={environment[_SWITCH]} in the environment: without it no adapter can be loaded"
         )
-    if environment.get(_KEY):
+    if engine == "vllm" and environment.get(_KEY):
         raise EngineWordsError(
             f"{_KEY} in the environment would have the engine ask for a key, which the agent and the routers"
             " do not have; unset it"

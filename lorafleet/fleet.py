@@ -11,15 +11,15 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
-from lorafleet import commands, demo, files, shelf, welcome
-from lorafleet.asked import HOUSES, Options, lora_roots, unread
+from lorafleet import commands, demo, files, notices, shelf, welcome
+from lorafleet.asked import Options, lora_roots
 from lorafleet.auth import hash_key, new_key
 from lorafleet.failure import Failure
 from lorafleet.processes import Child, Guard, clean_environment, tail_of
@@ -35,7 +35,6 @@ _LONGEST_BACKOFF_S = 10.0
 # vLLM's own sockets there are named by a UUID, with something before or after it.
 _SOCKET_NAME_BYTES = 64
 _NO_SPACE_BYTES = 2**20  # a guess: less than that, and no adapter fits, nor much of a log
-_MOST_NAMED = 5
 _UP = ("ready", "cordoned", "draining")
 _CALM_S = 30.0  # a child that ran this long has its backoff forgotten
 
@@ -72,7 +71,7 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as self._group:
                 with self.steps:
-                    for line in told_of(self.options, os.environ):
+                    for line in notices.told_of(self.options, os.environ):
                         self.steps.say(line)
                     await self._bring_up()
                 if self.options.once:
@@ -116,7 +115,7 @@ class Fleet:
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._headers()) as client:
             await self._serve("orchestrator", self._orchestrator)
             registered = await self._register(client, adapters)
-            for line in known_before(await self._known(client), registered, base.asked_by):
+            for line in notices.known_before(await self._known(client), registered, base.asked_by):
                 self.steps.say(f"adapters: {line}")
             # The orchestrator hears its fleet out for some seconds before it is ready: the others start meanwhile.
             await self._serve("router", self._router)
@@ -200,11 +199,11 @@ class Fleet:
                 raise Failure(f"{name}: {now}\nThe end of {log_path}:\n{tail_of(log_path)}")
             if time.monotonic() - began > self._start_within_s:
                 raise self._failed(self._children[name], f"is not ready in time (it is: {now.splitlines()[0]})")
-            self.steps.still(name, _starting(self.options.engine, now))
+            self.steps.still(name, notices.starting(self.options.engine, now))
             await asyncio.sleep(_POLL_S)
         if now != "ready":
             self._held_back[name] = now
-            self.steps.say(self._held_back_line(name))
+            self.steps.say(notices.held_back(name, now, self._command()))
         self._ports[name] = int(self._port_file(name).read_text())
         self.steps.done(name, f"ready after {time.monotonic() - began:.1f} s")
 
@@ -225,13 +224,6 @@ class Fleet:
         except (httpx.HTTPError, ValueError, KeyError):
             return "starting"
         return next((str(item["state"]) for item in items if item["id"] == name), "starting: not registered yet")
-
-    def _held_back_line(self, name: str) -> str:
-        """What a worker that was cordoned or drained before does now, and the command that lifts it."""
-        lift = f"{self._command()} workers uncordon {name}"
-        if self._held_back[name] == "cordoned":
-            return f"{name}: cordoned since an earlier run: it is given no adapter; to lift that: {lift}"
-        return f"{name}: drained since an earlier run: it is up and takes no request; to lift that: {lift}"
 
     def _command(self) -> str:
         """`lorafleet` with the flags that it needs to reach this fleet."""
@@ -411,61 +403,12 @@ class Fleet:
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
 
 
-def told_of(options: Options, environment: Mapping[str, str]) -> list[str]:
-    """A line for each thing beside the flags of `up` that steers this fleet, or that somebody may think does."""
-    lines = []
-    given = {f"LORAFLEET_{house.upper()}_" for house in HOUSES}
-    if names := sorted(name for name in environment if name.startswith(tuple(given))):
-        lines.append(f"settings of the environment: {', '.join(names)}")
-    lines += [f"settings of the {house}: {path}" for house in HOUSES if (path := options.of(house).config)]
-    if names := unread(environment):
-        prefixes = " or ".join(sorted(given))
-        lines.append(f"no service reads {', '.join(names)}: settings begin with {prefixes}")
-    if options.engine != "sim" and options.workers > 1 and not options.devices and Path("/dev/nvidia0").exists():
-        lines.append(
-            f"all {options.workers} workers start on the same GPUs, and each takes most of their memory:"
-            " --devices 0,1,... gives each its own"
-        )
-    return lines
-
-
-def known_before(known: Mapping[str, str | None], now: Collection[str], base_model: str) -> list[str]:
-    """A line for the registered adapters that this run did not register, and one for those that it cannot serve.
-
-    known   lora_id -> base model, None where nobody has looked at it yet
-    now     lora_ids of this run
-    """
-    others = {lora_id: base for lora_id, base in known.items() if lora_id not in now}
-    foreign = [lora_id for lora_id, base in others.items() if base not in (None, base_model)]
-    lines = []
-    if rest := sorted(others.keys() - set(foreign)):
-        lines.append(f"{len(rest)} more are registered from earlier runs: {_some(rest)}")
-    if foreign:
-        bases = ", ".join(sorted({str(others[lora_id]) for lora_id in foreign}))
-        lines.append(
-            f"{len(foreign)} from earlier runs are of base model {bases} and cannot be served here, by {base_model}:"
-            f" {_some(foreign)}; `lorafleet adapters rm NAME` forgets one, another --state-dir keeps fleets apart"
-        )
-    return lines
-
-
-def _some(names: Collection[str]) -> str:
-    shown = sorted(names)[:_MOST_NAMED]
-    return ", ".join(shown) + (", ..." if len(names) > _MOST_NAMED else "")
-
-
 def model_name(folder: Path) -> str:
     """The folder's own name, also of a link; of a snapshot in a hub's cache its repository's, not its commit's."""
     path = Path(os.path.abspath(folder))  # noqa: PTH100  (`..` goes, and links stay)
     repository = path.parent.parent.name
     is_snapshot = path.parent.name == "snapshots" and repository.startswith("models--")
     return repository.rpartition("--")[2] if is_snapshot else path.name
-
-
-def _starting(engine: str, now: str) -> str:
-    """What a worker that is not up does; `now` is a state, or a state and its reason."""
-    reason = now.splitlines()[0].removeprefix("starting").removeprefix(": ")
-    return f"starting {engine} ({reason})" if reason else f"starting {engine}"
 
 
 def _ending(status: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 from lorafleet import commands
 from lorafleet.asked import Options, asked, device_groups, lora_roots, unread
 from lorafleet.failure import Failure
-from lorafleet.fleet import told_of
+from lorafleet.notices import told_of
 from lorafleet.settings import SettingsError, load
 from workers.config import WorkerSettings
 from workers.engines.adopt import adopted

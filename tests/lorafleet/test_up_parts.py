@@ -15,7 +15,8 @@ import pytest
 from lorafleet import commands, welcome
 from lorafleet.asked import Options
 from lorafleet.failure import Failure
-from lorafleet.fleet import known_before, model_name
+from lorafleet.fleet import model_name
+from lorafleet.notices import held_back, known_before, starting
 from lorafleet.processes import Child, Guard, clean_environment, kill_marked, marked
 from lorafleet.progress import Steps
 from lorafleet.up import check, run
@@ -76,6 +77,20 @@ def test_adapters_of_earlier_runs_are_told_of_with_those_of_another_base_model()
     assert "7 from earlier runs are of base model other" in foreign
     assert "o0, o1, o2, o3, o4, ...;" in foreign
     assert known_before({"now/v1": "tiny"}, ["now/v1"], "tiny") == []
+
+
+def test_a_worker_that_is_held_back_is_told_with_the_command_that_lifts_it() -> None:
+    command = "lorafleet --orchestrator-url http://127.0.0.1:9 --token KEY"
+    for state, said in (("cordoned", "it is given no adapter"), ("draining", "it is up and takes no request")):
+        line = held_back("w3", state, command)
+        assert line.endswith(f"to lift that: {command} workers uncordon w3")
+        assert said in line
+
+
+def test_a_worker_that_starts_says_for_what_it_waits() -> None:
+    assert starting("vllm", "starting") == "starting vllm"
+    assert starting("vllm", "starting: not registered yet") == "starting vllm (not registered yet)"
+    assert starting("vllm", "lost\nmore") == "starting vllm (lost)"
 
 
 def test_a_base_model_has_its_folders_name_and_that_of_its_repository_in_a_hubs_cache(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def test_a_key_for_the_engine_in_the_environment_is_refused():
     with pytest.raises(CommandError, match=r"VLLM_API_KEY in the environment.*unset it") as refused:
         adopted(settings(), (), {"VLLM_API_KEY": "secret"})
     assert "secret" not in str(refused.value)
-    assert adopted(settings(), (), {"VLLM_API_KEY": ""}) is not None
+    for engine, key in (("vllm", ""), ("sim", "secret"), ("sglang", "secret")):
+        assert adopted(settings(engine=engine), (), {"VLLM_API_KEY": key}).engine == engine
 
 
 def test_flags_with_underscores_are_the_flags_that_vllm_takes_them_for():

@@ -27,7 +27,7 @@ def adopted(settings: WorkerSettings, own_command: Sequence[str], environment: M
         return settings
     words = (*own_command, *settings.engine_args)
     try:
-        engine_words.refuse(words, environment)
+        engine_words.refuse(words, settings.engine, environment)
     except EngineWordsError as exc:
         raise CommandError(str(exc)) from exc
     flags = {name: flag for flag, name in engine_words.SAME[settings.engine].items()}
