@@ -195,8 +195,9 @@ class Fleet:
         while (now := await self._worker_state(client, name)) not in _UP:
             # The agent would try again for ever. Here somebody waits, and a first start that fails seldom mends itself.
             if now.startswith("engine_down"):
-                log_path = self._folder / "workers" / name / "engine.log"
-                raise Failure(f"{name}: {now}\nThe end of {log_path}:\n{tail_of(log_path)}")
+                words = self._folder / "workers" / name / "engine.log"
+                more = f"More in {self._children[name].log_path}"
+                raise Failure(f"{name}: {now}\nThe end of {words}:\n{tail_of(words)}\n{more}")
             if time.monotonic() - began > self._start_within_s:
                 raise self._failed(self._children[name], f"is not ready in time (it is: {now.splitlines()[0]})")
             self.steps.still(name, notices.starting(self.options.engine, now))

@@ -200,6 +200,7 @@ def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Pa
         assert fleet.process.wait(patience(60)) == 1
         assert "w0" in fleet.said()
         assert str(tmp_path / "state" / "logs" / "w0.log") in fleet.said()
+        assert str(tmp_path / "state" / "workers" / "w0" / "engine.log") in fleet.said()
     finally:
         left = kill(fleet)
     assert not left
