@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 # As a person gives them: without these arguments of vLLM every client's tools are 400.
 TOOLS = ("--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+by_model = pytest.mark.parametrize("model", [SQL, pytest.param("tiny-qwen", marks=pytest.mark.thorough)])
 CITIES = ("Paris", "Rome")
 SCHEMA = {
     "type": "object",
@@ -43,7 +44,7 @@ class TestTwoVllmWorkers(FleetSuite):
     def test_a_killed_engine_comes_back_with_its_adapters(self, fleet: Fleet) -> None:
         super().test_a_killed_engine_comes_back_with_its_adapters(fleet)
 
-    @pytest.mark.parametrize("model", ["tiny-qwen", SQL])
+    @by_model
     def test_openais_client_has_its_tools_called_and_may_leave_the_choice(self, fleet: Fleet, model: str) -> None:
         from openai import OpenAI
 
@@ -62,7 +63,7 @@ class TestTwoVllmWorkers(FleetSuite):
             assert json.loads(call.function.arguments)["city"] in CITIES
         assert ask(tool_choice="auto", max_tokens=8).usage.completion_tokens == 8
 
-    @pytest.mark.parametrize("model", ["tiny-qwen", SQL])
+    @by_model
     def test_anthropics_client_has_its_tools_called_and_may_leave_the_choice(self, fleet: Fleet, model: str) -> None:
         from anthropic import Anthropic
 
