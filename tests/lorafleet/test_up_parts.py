@@ -63,6 +63,13 @@ def test_a_wrong_flag_is_refused_by_name_before_anything_starts(
     assert failure.value.status == 2
 
 
+def test_a_hubs_name_for_a_model_is_told_how_to_become_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=r"`hf download Qwen/Qwen2.5-0.5B-Instruct` fetches"):
+        check(options(tmp_path, model=Path("Qwen/Qwen2.5-0.5B-Instruct")))
+    with pytest.raises(Failure, match=r"give the folder of a Hugging Face model$"):
+        check(options(tmp_path, model=tmp_path))
+
+
 def test_a_missing_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
