@@ -25,6 +25,9 @@ Unknown flags, unknown `LORAFLEET_<HOUSE>_…` variables and unknown keys are re
 never means the default. Lists repeat the flag, or are JSON in the environment (`'["a", "b"]'`); so do
 mappings (`--costs kappa_min=1`, `'{"kappa_min": 1}'`). A house that cannot start as it is told (its port is in use, a
 URL is none) says so in one line on standard error and ends with status 2.
+
+`lorafleet up` takes variables and files for all its services, but for what it sets itself:
+[the command line](cli.md#lorafleet-up).
 """
 
 

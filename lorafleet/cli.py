@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from lorafleet import intent, rollout
 from lorafleet.failure import Failure
@@ -97,25 +98,72 @@ def _default_state_dir() -> Path:
     return Path(base) / "lorafleet"
 
 
-@app.command()
+class _WithEngineWords(TyperCommand):
+    """A command with arguments for the engines behind `--`, which says so of a flag that it does not have."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as exc:
+            if type(exc).__name__ == "NoSuchOption":  # click's, which is inside Typer or beside it, by its version
+                exc.message = f"{exc}; flags of the engine stand behind `--`"  # type: ignore[attr-defined]
+            raise
+
+
+_FILE_OF = "YAML file with settings of the {}, as its own --config; its variables LORAFLEET_{}_... come before it"
+
+
+@app.command(cls=_WithEngineWords)
 def up(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- ENGINE ARGUMENT",
+            help="behind `--`, arguments that every engine gets, as `vllm serve` takes them",
+            show_default=False,
+        ),
+    ] = None,
     engine: Annotated[
-        EngineName, typer.Option(help="vllm, sglang: the real ones; sim: speaks like vLLM, computes nothing")
-    ] = EngineName.vllm,
-    workers: Annotated[int, typer.Option(min=1, max=256, help="how many engines, each with its agent")] = 2,
+        EngineName | None,
+        typer.Option(help="vllm (the default), sglang: the real ones; sim: speaks like vLLM, computes nothing"),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, max=256, help="how many engines, each with its agent; default 2, or one a device"),
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="folder of the base model; without it a tiny one is made")] = None,
     adapters: Annotated[
         Path | None, typer.Option(help="every folder below it with an adapter_config.json is an adapter")
     ] = None,
-    max_loras: Annotated[int, typer.Option(min=1, max=1024, help="adapters that one engine runs at once")] = 2,
-    router_port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one")] = 8000,
-    orchestrator_port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one")] = 8080,
+    max_loras: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="adapters that one engine runs at once; default 2")
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="GPUs as CUDA_VISIBLE_DEVICES names them, as 0,1,2,3: dealt out to the workers, as many to each",
+            show_default=False,
+        ),
+    ] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="one argument for every engine; repeat: --engine-arg=--dtype --engine-arg=bfloat16"),
+    ] = None,
+    router_port: Annotated[int | None, typer.Option(min=0, max=65535, help="default 8000; 0 picks a free one")] = None,
+    orchestrator_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="default 8080; 0 picks a free one")
+    ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="store, models and logs; default ~/.local/state/lorafleet", show_default=False)
     ] = None,
     key_file: Annotated[
         Path | None, typer.Option(help="who may call (see `lorafleet keys new`); without it everything is open")
     ] = None,
+    router_config: Annotated[Path | None, typer.Option(help=_FILE_OF.format("router", "ROUTER"))] = None,
+    orchestrator_config: Annotated[
+        Path | None, typer.Option(help=_FILE_OF.format("orchestrator", "ORCHESTRATOR"))
+    ] = None,
+    workers_config: Annotated[Path | None, typer.Option(help=_FILE_OF.format("workers' agents", "WORKERS"))] = None,
     demo: Annotated[bool, typer.Option("--demo", help="then ask four questions and show where each went")] = False,
     once: Annotated[bool, typer.Option("--once", help="stop when ready (and the demo done)")] = False,
 ) -> None:
@@ -123,17 +171,24 @@ def up(
 
     Prints one line `ready router=... orchestrator=...` when it is. Everything listens on loopback.
 
+    What stands behind `--` is for every engine. Settings of the services are taken from the environment
+    (LORAFLEET_ROUTER_..., LORAFLEET_ORCHESTRATOR_..., LORAFLEET_WORKERS_...), as docs/configuration.md lists them.
+
     Examples:
 
       lorafleet up --engine sim --workers 8 --demo
 
       lorafleet up --model ./Qwen2.5-0.5B --adapters ./my-adapters --max-loras 4
+
+      lorafleet up --model ./Qwen2.5-7B --devices 0,1 -- --enable-auto-tool-choice --tool-call-parser hermes
+
+      lorafleet up --model ./Qwen2.5-7B --devices 0,1,2,3 --workers 2 -- --tensor-parallel-size 2
     """
-    from lorafleet.fleet import Options
+    from lorafleet.asked import asked
     from lorafleet.up import run
 
-    options = Options(
-        engine=engine.value,
+    options = asked(
+        engine=engine and engine.value,
         workers=workers,
         model=model,
         adapters=adapters,
@@ -142,6 +197,10 @@ def up(
         orchestrator_port=orchestrator_port,
         state_dir=state_dir or _default_state_dir(),
         key_file=key_file,
+        configs={"router": router_config, "orchestrator": orchestrator_config, "workers": workers_config},
+        devices=devices,
+        words=[*(engine_arg or ()), *(words or ())],
+        environment=os.environ,
         demo=demo,
         once=once,
     )

@@ -1,51 +1,88 @@
 """The command lines of a local fleet's processes: `python -m <house>` with each house's own settings."""
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from lorafleet.asked import DEFAULT_SLOTS, NOTHING, Given
+from lorafleet.engine_words import has
+from workers.core.errors import SourceError
+from workers.core.peft import CONFIG_NAME, parse_config
 
 LOOPBACK = "127.0.0.1"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM 0.32 takes as --max-lora-rank, less the 1 that nobody trains
 _HOST_SLOTS_PER_DEVICE_SLOT = 2  # room for adapters that are warm but not in a batch; a guess, adapters are small
 # For the tiny model on a few cores: starts quickest, and is still more than the demo asks for.
-_TINY = ("--max-model-len", "4096", "--max-num-seqs", "32", "--max-num-batched-tokens", "4096")
-_TINY_BLOCKS = ("--block-size", "32", "--num-gpu-blocks-override", "1024")
+_TINY = {
+    "max_model_len": 4096,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 4096,
+    "block_size": 32,
+    "num_gpu_blocks_override": 1024,
+}
 # Measured on the CPU: decodes twice as fast as bfloat16, and greedy answers do not hang on what else is in the batch.
-_TINY_DTYPE = ("--engine-args=--dtype", "--engine-args=float32")
+_TINY_DTYPE = ("--dtype", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """The base model as every agent is told of it. `is_tiny`: the one made here."""
+    """The base model as every agent is told of it. `name` is the engine's, `asked_by` the one in requests.
+
+    is_tiny   the one made here
+    """
 
     name: str
     folder: Path
     is_tiny: bool
+    asked_by: str = ""
+
+
+def house_of(name: str) -> str:
+    """The service that a process of a local fleet is: `w3` is one of the workers."""
+    return name if name in ("router", "orchestrator") else "workers"
 
 
 def environment(name: str, token: str) -> dict[str, str]:
     """The key for its own calls, where there is one: not on the command line, which everybody may read."""
-    house = name.upper() if name in ("router", "orchestrator") else "WORKERS"
-    return {f"LORAFLEET_{house}_TOKEN": token} if token else {}
+    return {f"LORAFLEET_{house_of(name).upper()}_TOKEN": token} if token else {}
 
 
-def common(port: int, port_file: Path, key_files: Iterable[Path]) -> list[str]:
-    """What every house is told."""
+def agents_environment(engine_words: Sequence[str], lora_roots: Sequence[str], *, is_tiny: bool) -> dict[str, str]:
+    """Lists that a person may have added to: whole, and as JSON, because a flag's list is cut at commas."""
+    dtype = _TINY_DTYPE if is_tiny and not has(engine_words, "--dtype") else ()
+    return {
+        "LORAFLEET_WORKERS_ENGINE_ARGS": json.dumps([*dtype, *engine_words]),
+        "LORAFLEET_WORKERS_LORA_ROOTS": json.dumps(list(lora_roots)),
+    }
+
+
+def common(port: int, port_file: Path, key_files: Iterable[Path], given: Given = NOTHING) -> list[str]:
+    """What every house is told, and the file of settings that a person gave for it."""
     keys = [word for path in key_files for word in ("--key-files", str(path))]
-    return ["--host", LOOPBACK, "--port", str(port), "--port-file", str(port_file), "--log-format", "console", *keys]
+    config = [] if given.config is None else ["--config", str(given.config)]
+    words = _flags({"host": LOOPBACK, "port": port, "port_file": port_file}, {"log_format": "console"}, given.values)
+    return [*config, *words, *keys]
 
 
 def orchestrator(shared: Sequence[str], store: Path) -> list[str]:
     return [sys.executable, "-m", "orchestrator", *shared, "--store", str(store)]
 
 
-def router(shared: Sequence[str], orchestrator_url: str, state_dir: Path, grace_s: float) -> list[str]:
-    # No load balancer stands in front of a local fleet that would have to hear of a stop first.
-    stop = ["--drain-s", "0", "--grace-s", str(grace_s)]
-    flags = ["--orchestrator-url", orchestrator_url, "--state-dir", str(state_dir), *stop]
-    return [sys.executable, "-m", "router", *shared, "--router-id", "router-0", *flags]
+def router(
+    shared: Sequence[str], orchestrator_url: str, state_dir: Path, grace_s: float, said: Mapping[str, object]
+) -> list[str]:
+    """`said` are settings that a person gave: of these nothing is said here, but for what has to be so."""
+    defaults = {
+        "router_id": "router-0",
+        "state_dir": state_dir,
+        # No load balancer stands in front of a local fleet that would have to hear of a stop first.
+        "drain_s": 0,
+        "grace_s": grace_s,
+    }
+    return [sys.executable, "-m", "router", *shared, *_flags({"orchestrator_url": orchestrator_url}, defaults, said)]
 
 
 def agent(
@@ -54,44 +91,62 @@ def agent(
     name: str,
     engine: str,
     base: Base,
-    max_loras: int,
+    max_loras: int | None,
     max_lora_rank: int,
     orchestrator_url: str,
-    adapters: Path,
     folder: Path,
     sockets: Path,
+    said: Mapping[str, object],
 ) -> list[str]:
-    """An agent that starts its engine. `folder` is the fleet's; agents share verified adapters, nothing else."""
-    flags = {
-        "instance-id": name,
+    """An agent that starts its engine. `folder` is the fleet's; agents share verified adapters, nothing else.
+
+    max_loras   None: as `said` has it, or our default
+    said        settings that a person gave otherwise: of these nothing is said here, but for what has to be so
+    """
+    own: dict[str, object] = {
+        "instance_id": name,
         "engine": engine,
-        "engine-port": 0,
+        "engine_port": 0,
         "model": base.folder,
-        "served-model-name": base.name,
-        "max-loras": max_loras,
-        "max-cpu-loras": _HOST_SLOTS_PER_DEVICE_SLOT * max_loras,
-        "max-lora-rank": max_lora_rank,
-        "lora-roots": adapters,
-        "cache-dir": folder / "cache",
-        "state-dir": folder / "workers" / name,
-        "ipc-dir": sockets,
-        "orchestrator-url": orchestrator_url,
+        "state_dir": folder / "workers" / name,
+        "ipc_dir": sockets,
+        "orchestrator_url": orchestrator_url,
+    } | ({} if max_loras is None else {"max_loras": max_loras})
+    slots = max_loras or _whole(said.get("max_loras")) or DEFAULT_SLOTS
+    defaults: dict[str, object] = {
+        "served_model_name": base.name,
+        "max_loras": slots,
+        "max_cpu_loras": _HOST_SLOTS_PER_DEVICE_SLOT * slots,
+        "max_lora_rank": max_lora_rank,
+        "cache_dir": folder / "cache",
         # A local fleet's router ends before its workers, and with it all that an engine would have to finish.
-        "engine-shutdown-s": 5,
+        "engine_shutdown_s": 5,
+        **(_TINY if base.is_tiny else {}),
     }
-    words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    tiny = [*_TINY, *_TINY_BLOCKS, *_TINY_DTYPE] if base.is_tiny else []
     # What an engine says is in its worker's folder; a local fleet's own logs are for what the fleet does.
-    return [sys.executable, "-m", "workers", *shared, *words, "--no-engine-output", *tiny]
+    quiet = [] if "engine_output" in said else ["--no-engine-output"]
+    return [sys.executable, "-m", "workers", *shared, *_flags(own, defaults, said), *quiet]
+
+
+def _flags(own: Mapping[str, object], defaults: Mapping[str, object], said: Mapping[str, object]) -> list[str]:
+    """`own` as flags, and those defaults that `own` does not have and nobody said anything else for."""
+    rest = {name: value for name, value in defaults.items() if name not in said and name not in own}
+    every = {**own, **rest}
+    return [word for name, value in every.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _whole(value: object) -> int:
+    return int(str(value)) if str(value).isdigit() else 0
 
 
 def rank_for(adapters: Iterable[Path]) -> int:
-    """The least --max-lora-rank that fits these adapters: every adapter costs what the largest would."""
+    """The least --max-lora-rank that fits these adapters: every adapter costs what the largest would.
+
+    An adapter counts with the largest rank that its config mentions, `rank_pattern` included, as the agent counts it.
+    One whose config the agent refuses counts for nothing: the agent says what is wrong with it.
+    """
     largest = 16
     for folder in adapters:
-        try:
-            rank = json.loads((folder / "adapter_config.json").read_text())["r"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # not ours to judge: the agent will say what is wrong with it
-        largest = max(largest, rank if isinstance(rank, int) else 0)
+        with contextlib.suppress(OSError, SourceError):
+            largest = max(largest, parse_config((folder / CONFIG_NAME).read_bytes()).max_rank)
     return next((rank for rank in _RANKS if rank >= largest), _RANKS[-1])

@@ -12,16 +12,17 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
 
-from lorafleet import commands, demo, files, welcome
+from lorafleet import commands, demo, files, notices, shelf, welcome
+from lorafleet.asked import Options, lora_roots
 from lorafleet.auth import hash_key, new_key
 from lorafleet.failure import Failure
-from lorafleet.processes import Child, Guard, clean_environment, left_out
+from lorafleet.processes import Child, Guard, clean_environment, tail_of
 from lorafleet.progress import Steps
 from lorafleet.sockets import socket_folder
 
@@ -34,25 +35,8 @@ _LONGEST_BACKOFF_S = 10.0
 # vLLM's own sockets there are named by a UUID, with something before or after it.
 _SOCKET_NAME_BYTES = 64
 _NO_SPACE_BYTES = 2**20  # a guess: less than that, and no adapter fits, nor much of a log
+_UP = ("ready", "cordoned", "draining")
 _CALM_S = 30.0  # a child that ran this long has its backoff forgotten
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What `lorafleet up` was told; see its `--help`."""
-
-    engine: str
-    workers: int
-    model: Path | None
-    adapters: Path | None
-    max_loras: int
-    router_port: int
-    orchestrator_port: int
-    state_dir: Path
-    key_file: Path | None = None
-    demo: bool = False
-    once: bool = False
-    grace_s: float = 10.0
 
 
 class Fleet:
@@ -72,6 +56,7 @@ class Fleet:
         self._children: dict[str, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None
+        self._held_back: dict[str, str] = {}  # workers that are up and cordoned or draining, by an earlier run's word
 
     def url(self, name: str) -> str:
         """Of the router or the orchestrator, once it has started."""
@@ -86,8 +71,8 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as self._group:
                 with self.steps:
-                    if names := left_out():
-                        self.steps.say(f"not used here: {', '.join(names)} (a fleet of `up` has its own settings)")
+                    for line in notices.told_of(self.options, os.environ):
+                        self.steps.say(line)
                     await self._bring_up()
                 if self.options.once:
                     for keeper in self._keepers:
@@ -102,13 +87,22 @@ class Fleet:
             self.steps.say("stopping: router, workers, orchestrator")
         for names in (["router"], self.workers, ["orchestrator"]):
             children = [self._children[name] for name in names if name in self._children]
-            grace_s = self.options.grace_s * (3 if names == self.workers else 1)  # an agent stops an engine in turn
+            grace_s = self._patience_s("workers" if names == self.workers else names[0])
             for child, went in zip(children, await asyncio.gather(*(c.stop(grace_s) for c in children)), strict=True):
                 if not went:
                     self.steps.say(f"{child.name}: did not stop within {grace_s:.0f} s and was killed")
         await asyncio.to_thread(self._guard.release)
         if self._children:
             self.steps.say(f"stopped in {time.monotonic() - began:.1f} s; nothing is left running")
+
+    def _patience_s(self, house: str) -> float:
+        """How long a service may take to stop: as long as a person gave it, and no less than usual."""
+        given, grace_s = self.options.of(house), self.options.grace_s
+        if house == "router":
+            return max(grace_s, given.number("drain_s", 0.0) + given.number("grace_s", grace_s))
+        if house == "workers":  # an agent stops an engine in turn
+            return max(3 * grace_s, given.number("engine_shutdown_s", 0.0) + 2 * grace_s)
+        return max(grace_s, given.number("stop_grace_s", 0.0))
 
     def kill(self) -> None:
         """Everything, at once."""
@@ -121,6 +115,8 @@ class Fleet:
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._headers()) as client:
             await self._serve("orchestrator", self._orchestrator)
             registered = await self._register(client, adapters)
+            for line in notices.known_before(await self._known(client), registered, base.asked_by):
+                self.steps.say(f"adapters: {line}")
             # The orchestrator hears its fleet out for some seconds before it is ready: the others start meanwhile.
             await self._serve("router", self._router)
             await self._start_workers(client, base, commands.rank_for(adapters.values()))
@@ -134,12 +130,14 @@ class Fleet:
             self.url("router"),
             self.url("orchestrator"),
             self._folder / "logs",
-            base.name,
+            base.asked_by,
             registered,
             has_keys=has_keys,
         )
-        if self.options.demo:
-            await demo.run(self.url("router"), self.token, base.name, registered)
+        if self.options.demo and self._are_all_held_back:
+            self.steps.say("demo: left out: every worker is cordoned or drained")
+        elif self.options.demo:
+            await demo.run(self.url("router"), self.token, base.asked_by, registered)
 
     def _prepare(self) -> tuple[commands.Base, dict[str, Path]]:
         """The base model's folder and the adapters' by lora_id; the tiny ones are made where none were given."""
@@ -153,14 +151,16 @@ class Fleet:
             model = tiny.make_model(self._folder / tiny.MODEL_NAME, progress=self.steps.say)
             if adapters is None:
                 tiny.make_adapters(self._adapters, progress=self.steps.say)
-        base = commands.Base(name=model_name(model), folder=model.resolve(), is_tiny=self.options.model is None)
+        said = self.options.said_of_workers()
+        name = str(said.get("served_model_name") or model_name(model))
+        asked_by = str(said.get("base_model") or name)
+        is_tiny = self.options.model is None
+        base = commands.Base(name=name, folder=model.resolve(), is_tiny=is_tiny, asked_by=asked_by)
         if self.options.adapters is None and not base.is_tiny:
             return base, {}  # the tiny model's adapters fit no other
-        for link in linked_folders(self._adapters):
-            self.steps.say(
-                f"adapters: {link} is a link, and left out: workers follow none; put the folder itself there"
-            )
-        return base, adapter_folders(self._adapters)
+        for line in shelf.remarks(self._adapters):
+            self.steps.say(f"adapters: {line}")
+        return base, shelf.adapter_folders(self._adapters)
 
     @property
     def _adapters(self) -> Path:
@@ -192,16 +192,25 @@ class Fleet:
     async def _worker_ready(self, client: httpx.AsyncClient, name: str) -> None:
         """Until the agent says so and the orchestrator has heard it. Raises Failure when the engine does not start."""
         began = time.monotonic()
-        while (now := await self._worker_state(client, name)) != "ready":
+        while (now := await self._worker_state(client, name)) not in _UP:
             # The agent would try again for ever. Here somebody waits, and a first start that fails seldom mends itself.
             if now.startswith("engine_down"):
-                raise Failure(f"{name}: {now}\nMore in {self._children[name].log_path}")
-            if time.monotonic() - began > _WITHIN_S[self.options.engine]:
+                words = self._folder / "workers" / name / "engine.log"
+                more = f"More in {self._children[name].log_path}"
+                raise Failure(f"{name}: {now}\nThe end of {words}:\n{tail_of(words)}\n{more}")
+            if time.monotonic() - began > self._start_within_s:
                 raise self._failed(self._children[name], f"is not ready in time (it is: {now.splitlines()[0]})")
-            self.steps.still(name, f"starting {self.options.engine}")
+            self.steps.still(name, notices.starting(self.options.engine, now))
             await asyncio.sleep(_POLL_S)
+        if now != "ready":
+            self._held_back[name] = now
+            self.steps.say(notices.held_back(name, now, self._command()))
         self._ports[name] = int(self._port_file(name).read_text())
         self.steps.done(name, f"ready after {time.monotonic() - began:.1f} s")
+
+    @property
+    def _start_within_s(self) -> float:
+        return max(_WITHIN_S[self.options.engine], self.options.of("workers").number("start_deadline_s", 0.0))
 
     async def _worker_state(self, client: httpx.AsyncClient, name: str) -> str:
         """`ready`, or what it is instead and why."""
@@ -209,13 +218,22 @@ class Fleet:
             return "starting"
         try:
             agent = await client.get(f"http://{commands.LOOPBACK}:{self._port_file(name).read_text()}/ready")
-            if not agent.is_success:
-                return str(agent.json()["error"]["message"])
+            # An agent that drains is up: the orchestrator has told it to, as it was told itself before.
+            if not agent.is_success and (message := str(agent.json()["error"]["message"])) != "draining":
+                return message
             items = (await client.get(f"{self.url('orchestrator')}/v1/workers")).json()["data"]
         except (httpx.HTTPError, ValueError, KeyError):
             return "starting"
-        state = next((str(item["state"]) for item in items if item["id"] == name), "not heard of")
-        return "ready" if state in ("ready", "cordoned", "draining") else state
+        return next((str(item["state"]) for item in items if item["id"] == name), "starting: not registered yet")
+
+    def _command(self) -> str:
+        """`lorafleet` with the flags that it needs to reach this fleet."""
+        where = "" if self._ports["orchestrator"] == 8080 else f" --orchestrator-url {self.url('orchestrator')}"
+        return f"lorafleet{where}{'' if self.options.key_file is None else ' --token KEY'}"
+
+    @property
+    def _are_all_held_back(self) -> bool:
+        return set(self._held_back) == set(self.workers)
 
     async def _register(self, client: httpx.AsyncClient, adapters: dict[str, Path]) -> list[str]:
         """Tell the orchestrator of each folder; the lora_ids it took. What it knows already is left as it is."""
@@ -233,6 +251,16 @@ class Fleet:
             self.steps.say(f"adapters: {len(taken)} of {len(adapters)} registered")
         return taken
 
+    async def _known(self, client: httpx.AsyncClient) -> dict[str, str | None]:
+        """lora_id -> base model, where one is known, of every adapter that is registered."""
+        found: dict[str, str | None] = {}
+        page: dict[str, Any] = {"next": ""}
+        while (cursor := page["next"]) is not None:
+            query = {"cursor": cursor} if cursor else {}
+            page = (await client.get(f"{self.url('orchestrator')}/v1/adapters", params=query)).raise_for_status().json()
+            found |= {item["lora_id"]: item.get("base_model") for item in page["data"]}
+        return found
+
     async def _inspected(self, client: httpx.AsyncClient, lora_ids: list[str]) -> None:
         """Until a worker has fetched and verified each adapter, or said what is wrong with it."""
         began = time.monotonic()
@@ -248,6 +276,10 @@ class Fleet:
                 elif item.get("state") == "failed":
                     waiting.discard(lora_id)
                     self.steps.say(f"adapter {lora_id}: failed: {item.get('error')}")
+            if waiting and self._are_all_held_back:
+                why = "every worker is cordoned or drained"
+                self.steps.done("adapters", f"{len(waiting)} not verified yet: {why}; they are once one is not")
+                return
             if waiting:
                 self.steps.still("adapters", f"being fetched and verified ({len(waiting)} to go)")
                 if time.monotonic() - began > _SERVER_WITHIN_S + 2 * len(lora_ids):
@@ -283,7 +315,10 @@ class Fleet:
 
     async def _start(self, name: str, command: Callable[[], list[str]]) -> None:
         log_path = self._folder / "logs" / f"{name}.log"
-        environment = clean_environment(self._mark) | commands.environment(name, self.token)
+        house = commands.house_of(name)
+        environment = clean_environment(self._mark, house) | commands.environment(name, self.token)
+        if house == "workers":
+            environment |= self._agents_environment(name)
         environment["VLLM_RPC_BASE_PATH"] = str(self._scratch)  # or its own sockets stay in /tmp when it is killed
         child = Child(name=name, command=command, environment=environment, log_path=log_path)
         log_path.write_bytes(b"")  # this run's only: a failure's tail must not be an older one's
@@ -330,7 +365,8 @@ class Fleet:
 
     def _router(self) -> list[str]:
         state_dir = self._folder / "router"
-        return commands.router(self._common("router"), self.url("orchestrator"), state_dir, self.options.grace_s)
+        said = self.options.of("router").values
+        return commands.router(self._common("router"), self.url("orchestrator"), state_dir, self.options.grace_s, said)
 
     def _agent(self, name: str, base: commands.Base, max_lora_rank: int) -> list[str]:
         return commands.agent(
@@ -341,14 +377,21 @@ class Fleet:
             max_loras=self.options.max_loras,
             max_lora_rank=max_lora_rank,
             orchestrator_url=self.url("orchestrator"),
-            adapters=self._adapters,
             folder=self._folder,
             sockets=self._scratch,
+            said=self.options.said_of_workers(),
         )
+
+    def _agents_environment(self, name: str) -> dict[str, str]:
+        options = self.options
+        roots, is_tiny = lora_roots(options, self._adapters), options.model is None
+        visible = {"CUDA_VISIBLE_DEVICES": options.devices[self.workers.index(name)]} if options.devices else {}
+        return commands.agents_environment(options.engine_words, roots, is_tiny=is_tiny) | visible
 
     def _common(self, name: str) -> list[str]:
         keys = [] if self.options.key_file is None else [self.options.key_file.resolve(), self._own_keys]
-        return commands.common(self._ports.get(name, 0), self._port_file(name), keys)
+        given = self.options.of(commands.house_of(name))
+        return commands.common(self._ports.get(name, 0), self._port_file(name), keys, given)
 
     @property
     def _own_keys(self) -> Path:
@@ -359,18 +402,6 @@ class Fleet:
 
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
-
-
-def adapter_folders(root: Path) -> dict[str, Path]:
-    """lora_id (the path below `root`) -> absolute folder, for every folder with an adapter_config.json."""
-    found = sorted(path.parent for path in root.resolve().rglob("adapter_config.json"))
-    return {folder.relative_to(root.resolve()).as_posix(): folder for folder in found if folder != root.resolve()}
-
-
-def linked_folders(root: Path) -> list[Path]:
-    """Links to folders with adapters in them, at any depth below `root`; these are not among `adapter_folders`."""
-    found = [Path(folder, name) for folder, names, _ in os.walk(root) for name in names]
-    return sorted(path for path in found if path.is_symlink() and next(path.rglob("adapter_config.json"), None))
 
 
 def model_name(folder: Path) -> str:

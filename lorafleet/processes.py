@@ -68,29 +68,31 @@ class Child:
             return False
         return True
 
-    def tail(self, lines: int = 12) -> str:
-        """The last lines of its log, indented, for a message about it."""
-        try:
-            text = self.log_path.read_text(errors="replace")
-        except OSError:
-            text = ""
-        last = [line[:300] for line in text.splitlines()[-lines:]] or ["(its log is empty)"]
-        return "\n".join(f"    {line}" for line in last)
+    def tail(self) -> str:
+        """The last lines of its log, for a message about it."""
+        return tail_of(self.log_path)
+
+
+def tail_of(log_path: Path, lines: int = 12) -> str:
+    """The last lines of a log, indented."""
+    try:
+        text = log_path.read_text(errors="replace")
+    except OSError:
+        text = ""
+    last = [line[:300] for line in text.splitlines()[-lines:]] or ["(its log is empty)"]
+    return "\n".join(f"    {line}" for line in last)
 
 
 def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def left_out() -> list[str]:
-    """Settings of houses in our environment, which no child gets."""
-    houses = tuple(f"LORAFLEET_{house}_" for house in ("ROUTER", "ORCHESTRATOR", "WORKERS"))
-    return sorted(name for name in os.environ if name.startswith(houses))
-
-
-def clean_environment(mark: str) -> dict[str, str]:
-    """Our environment without any setting of a house (a stray one would steer the fleet), and with the fleet's mark."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
+def clean_environment(mark: str, settings_of: str = "") -> dict[str, str]:
+    """Our environment with the fleet's mark, and of our settings those of one service, the child's, by its name."""
+    ours = f"LORAFLEET_{settings_of.upper()}_" if settings_of else "LORAFLEET_ none"
+    kept = {
+        name: value for name, value in os.environ.items() if name.startswith(ours) or not name.startswith("LORAFLEET_")
+    }
     # vLLM names its processes through setproctitle, which would write over the environment that the mark is read from.
     return kept | {MARK: mark, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
 

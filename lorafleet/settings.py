@@ -106,7 +106,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     peek = argparse.ArgumentParser(add_help=False)
     peek.add_argument("--config", default=os.environ.get(f"{prefix}CONFIG"))
     path = peek.parse_known_args(list(argv))[0].config
-    from_file = _read_yaml(Path(path)) if path else {}
+    from_file = read_file(Path(path)) if path else {}
 
     class Sourced(cls):  # type: ignore[valid-type,misc]
         @classmethod
@@ -187,7 +187,8 @@ def _flag(loc: tuple[int | str, ...]) -> str:
     return ".".join(_kebab(str(part)) for part in loc)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings of a `--config` file, by name with underscores. Raises SettingsError."""
     try:
         values = yamls.parsed(path.read_text()) or {}
     except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML

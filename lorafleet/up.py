@@ -10,10 +10,11 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lorafleet import commands, signals
+from lorafleet import commands, shelf, signals
+from lorafleet.asked import Options
 from lorafleet.auth import KeyFileError, Keys
 from lorafleet.failure import Failure
-from lorafleet.fleet import Fleet, Options
+from lorafleet.fleet import Fleet
 
 
 def run(options: Options) -> int:
@@ -46,16 +47,21 @@ def check(options: Options, *, has: Callable[[str], bool] = is_installed) -> Non
     if options.router_port and options.router_port == options.orchestrator_port:
         raise Failure(f"--router-port and --orchestrator-port are both {options.router_port}", status=2)
     if options.model is not None and not (options.model / "config.json").is_file():
-        raise Failure(
-            f"--model {options.model}: no config.json there; give the folder of a Hugging Face model", status=2
-        )
-    if options.adapters is not None and not options.adapters.is_dir():
-        raise Failure(f"--adapters {options.adapters}: no such folder", status=2)
+        raise Failure(f"--model {options.model}: no config.json there; {_model_to_give(options.model)}", status=2)
+    if options.adapters is not None and (wrong := shelf.what_is_wrong(options.adapters)):
+        raise Failure(f"--adapters {options.adapters}: {wrong}", status=2)
     if options.key_file is not None:
         try:
             Keys([options.key_file])
         except KeyFileError as exc:
             raise Failure(f"--key-file: {exc}", status=2) from exc
+
+
+def _model_to_give(model: Path) -> str:
+    """What to give in place of a folder that is no model's; a name of two parts is a hub's, where no folder has it."""
+    if len(model.parts) == 2 and not model.exists():
+        return f"give the folder of a Hugging Face model; `hf download {model}` fetches one of that name and prints it"
+    return "give the folder of a Hugging Face model"
 
 
 def _require_free(flag: str, port: int) -> None:

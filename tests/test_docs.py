@@ -1,6 +1,7 @@
 """The docs say what the code has: every setting, route, metric and error code."""
 
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import pytest
 import typer
 
 from docs.generate import document
+from lorafleet.asked import asked
 from lorafleet.cli import app as command_line
 from orchestrator.core import errors as orchestrator_errors
 from orchestrator.metrics import Metrics as OrchestratorMetrics
@@ -66,6 +68,28 @@ def test_every_command_and_its_flags_are_in_the_page_about_the_command_line():
     for name in ("up", "explain", "decisions"):
         flags = {flag for option in commands[name].params for flag in option.opts if flag.startswith("--")}
         assert sorted(flag for flag in flags if flag not in text) == []
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "quickstart.md"], ids=str)
+def test_every_line_that_starts_a_fleet_is_one_that_the_command_takes(page):
+    up = typer.main.get_command(command_line).commands["up"]
+    text = page.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^(?:LORAFLEET_\S+ )*lorafleet up (.+)$", text, re.MULTILINE) + re.findall(
+        r"`lorafleet up (-[^`]+ [^`]+)`", text
+    )
+    assert lines
+    for line in lines:
+        told = up.make_context("up", shlex.split(line, comments=True)).params
+        words = [*(told["engine_arg"] or ()), *(told["words"] or ())]
+        asked(
+            **{name: told[name] for name in ("workers", "model", "adapters", "max_loras", "devices", "demo", "once")},
+            engine=told["engine"] and told["engine"].value,
+            **dict.fromkeys(("router_port", "orchestrator_port", "key_file")),
+            state_dir=Path("/state"),
+            configs={},
+            words=words,
+            environment={},
+        )
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)

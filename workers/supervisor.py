@@ -10,13 +10,13 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import structlog
 
+from lorafleet.engine_words import value_of
 from lorafleet.sockets import bound
 from workers.agent import Agent
 from workers.config import WorkerSettings
@@ -252,8 +252,5 @@ def _make_private(folder: Path) -> None:
 
 def _port_of(command: Sequence[str]) -> int | None:
     """The port that a command of the user's own names."""
-    for word, following in pairwise((*command, "")):
-        text = following if word == "--port" else word.removeprefix("--port=") if word.startswith("--port=") else ""
-        if text.isdigit():
-            return int(text)
-    return None
+    said = value_of(command, "--port") or ""
+    return int(said) if said.isdigit() else None

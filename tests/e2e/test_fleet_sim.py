@@ -61,6 +61,24 @@ def ended_by(fleet: Fleet, how: signal.Signals) -> None:
     assert "nothing is left running" in fleet.said()
 
 
+def test_a_worker_drained_before_is_told_of_and_serves_once_uncordoned(tmp_path: Path) -> None:
+    state, empty = tmp_path / "state", tmp_path / "empty"
+    empty.mkdir()
+    with running(state, *FLAGS, "1", "--adapters", str(empty)) as fleet:
+        assert f"{empty} holds none" in fleet.said()
+        assert cli(fleet, "workers", "drain", "w0").returncode == 0
+        workers = f"{fleet.orchestrator}/v1/workers"
+        until(lambda: fleet.get(workers)["data"][0]["state"] == "draining", within_s=10, what="it drains")
+    with running(state, *FLAGS, "1", "--demo") as fleet:
+        until(lambda: "demo: left out: every worker" in fleet.said(), within_s=10, what="all is said")
+        (line,) = (line for line in fleet.said().splitlines() if "drained since an earlier run" in line)
+        assert "3 not verified yet" in fleet.said()
+        words = line.rpartition("to lift that: ")[2].split()
+        assert words[:3] == ["lorafleet", "--orchestrator-url", fleet.orchestrator]
+        assert cli(fleet, *words[3:]).returncode == 0
+        until(lambda: fleet.ask(prompt=fresh_prompt(), lora_id=SQL).is_success, within_s=30, what="an answer")
+
+
 def test_a_stop_works_though_children_are_dead_already(tmp_path: Path) -> None:
     with running(tmp_path / "state", *FLAGS, "1") as fleet:
         for word in ("router", "orchestrator", "workers"):
@@ -182,6 +200,7 @@ def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Pa
         assert fleet.process.wait(patience(60)) == 1
         assert "w0" in fleet.said()
         assert str(tmp_path / "state" / "logs" / "w0.log") in fleet.said()
+        assert str(tmp_path / "state" / "workers" / "w0" / "engine.log") in fleet.said()
     finally:
         left = kill(fleet)
     assert not left
@@ -270,3 +289,34 @@ def _as(fleet: Fleet, key: str) -> Fleet:
     return Fleet(
         fleet.process, fleet.tag, fleet.state_dir, fleet.errors, fleet.router, fleet.orchestrator, headers=headers
     )
+
+
+def test_arguments_settings_and_devices_reach_every_engine_of_the_fleet(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("first_sync_wait_s: 5\n")
+    flags = ("--devices", "7,8", "--router-config", str(file), "--engine-arg=--sim-seed", "--engine-arg=5")
+    words = ("--", "--max-loras", "3", "--served-model-name", "mine", "--enable-auto-tool-choice")
+    environment = {"LORAFLEET_WORKERS_MAX_LORA_RANK": "64"}
+    with running(tmp_path / "state", *FLAGS[:2], *flags, *words, environment=environment) as fleet:
+        engines = fleet.pids("-m", "workers.engines.sim")
+        visible = [(Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0") for pid in engines]
+        assert {name for names in visible for name in names if name.startswith(b"CUDA_")} == {
+            b"CUDA_VISIBLE_DEVICES=7",
+            b"CUDA_VISIBLE_DEVICES=8",
+        }
+        for metadata in fleet.workers().values():
+            lora = metadata["lora"]
+            assert (lora["max_loras"], lora["max_cpu_loras"], lora["max_lora_rank"]) == (3, 6, 64)
+        assert fleet.ask(prompt=fresh_prompt(), model="mine").is_success
+        assert "settings of the environment: LORAFLEET_WORKERS_MAX_LORA_RANK" in fleet.said()
+        assert f"settings of the router: {file}" in fleet.said()
+
+
+def test_an_engine_that_refuses_its_arguments_ends_the_start_with_its_words(tmp_path: Path) -> None:
+    fleet = start(tmp_path / "state", *FLAGS, "1", "--", "--no-such-flag")
+    try:
+        assert fleet.process.wait(patience(60)) == 1
+        assert "unrecognized arguments: --no-such-flag" in fleet.said()
+    finally:
+        left = kill(fleet)
+    assert not left

@@ -1,5 +1,7 @@
 """Two real vLLM workers on the CPU do what every fleet must do."""
 
+import functools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,10 +9,21 @@ import pytest
 
 from lorafleet import tiny
 from tests.e2e.fleets import Fleet, running
-from tests.e2e.scenarios import FleetSuite
+from tests.e2e.scenarios import SQL, FleetSuite
 from tests.e2e.shifting import FIVE, ShiftSuite
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+# As a person gives them: without these arguments of vLLM every client's tools are 400.
+TOOLS = ("--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+by_model = pytest.mark.parametrize("model", [SQL, pytest.param("tiny-qwen", marks=pytest.mark.thorough)])
+CITIES = ("Paris", "Rome")
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": list(CITIES)}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +33,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     for lora_id in FIVE[3:]:
         tiny.make_adapter(folder / "adapters", lora_id)
     flags = ["--engine", "vllm", "--workers", "2", "--max-loras", "2", "--adapters", str(folder / "adapters")]
-    with running(folder / "state", *flags, within_s=600) as fleet:
+    with running(folder / "state", *flags, *TOOLS, within_s=600) as fleet:
         yield fleet
 
 
@@ -30,6 +43,41 @@ class TestTwoVllmWorkers(FleetSuite):
     @pytest.mark.thorough  # another start of a real engine
     def test_a_killed_engine_comes_back_with_its_adapters(self, fleet: Fleet) -> None:
         super().test_a_killed_engine_comes_back_with_its_adapters(fleet)
+
+    @by_model
+    def test_openais_client_has_its_tools_called_and_may_leave_the_choice(self, fleet: Fleet, model: str) -> None:
+        from openai import OpenAI
+
+        # strict: the weights are random, and without it the arguments are any JSON.
+        function = {"name": "get_weather", "parameters": SCHEMA, "strict": True}
+        ask = functools.partial(
+            OpenAI(base_url=f"{fleet.router}/v1", api_key="any", max_retries=0).chat.completions.create,
+            model=model,
+            messages=[{"role": "user", "content": "How is the weather in Rome?"}],
+            tools=[{"type": "function", "function": function}],
+            temperature=0,
+        )
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            (call,) = ask(tool_choice=choice, max_tokens=500).choices[0].message.tool_calls
+            assert call.function.name == "get_weather"
+            assert json.loads(call.function.arguments)["city"] in CITIES
+        assert ask(tool_choice="auto", max_tokens=8).usage.completion_tokens == 8
+
+    @by_model
+    def test_anthropics_client_has_its_tools_called_and_may_leave_the_choice(self, fleet: Fleet, model: str) -> None:
+        from anthropic import Anthropic
+
+        ask = functools.partial(
+            Anthropic(base_url=fleet.router, api_key="any", max_retries=0).messages.create,
+            model=model,
+            messages=[{"role": "user", "content": "How is the weather in Rome?"}],
+            tools=[{"name": "get_weather", "input_schema": SCHEMA, "strict": True}],
+            extra_body={"temperature": 0},
+        )
+        for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+            (call,) = (block for block in ask(tool_choice=choice, max_tokens=500).content if block.type == "tool_use")
+            assert (call.name, call.input["city"] in CITIES) == ("get_weather", True)
+        assert ask(tool_choice={"type": "auto"}, max_tokens=8).usage.output_tokens == 8
 
 
 @pytest.mark.thorough

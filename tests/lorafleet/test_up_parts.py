@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from lorafleet import commands, welcome
+from lorafleet.asked import Options
 from lorafleet.failure import Failure
-from lorafleet.fleet import Options, adapter_folders, linked_folders, model_name
-from lorafleet.processes import Child, Guard, clean_environment, kill_marked, left_out, marked
+from lorafleet.fleet import model_name
+from lorafleet.notices import held_back, known_before, starting
+from lorafleet.processes import Child, Guard, clean_environment, kill_marked, marked
 from lorafleet.progress import Steps
 from lorafleet.up import check, run
 from tests.patience import until, wait_until
@@ -61,6 +63,13 @@ def test_a_wrong_flag_is_refused_by_name_before_anything_starts(
     assert failure.value.status == 2
 
 
+def test_a_hubs_name_for_a_model_is_told_how_to_become_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=r"`hf download Qwen/Qwen2.5-0.5B-Instruct` fetches"):
+        check(options(tmp_path, model=Path("Qwen/Qwen2.5-0.5B-Instruct")))
+    with pytest.raises(Failure, match=r"give the folder of a Hugging Face model$"):
+        check(options(tmp_path, model=tmp_path))
+
+
 def test_a_missing_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
@@ -68,25 +77,27 @@ def test_a_missing_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.M
         run(options(tmp_path, engine="vllm"))
 
 
-def test_an_adapters_name_is_its_path_below_the_folder(tmp_path: Path) -> None:
-    for name in ("sql/v1", "sql/v2", "plain"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "adapter_config.json").write_text("{}")
-    (tmp_path / "no-adapter").mkdir()
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert adapter_folders(tmp_path) == {name: tmp_path / name for name in ("plain", "sql/v1", "sql/v2")}
+def test_adapters_of_earlier_runs_are_told_of_with_those_of_another_base_model() -> None:
+    known = {"now/v1": "tiny", "old/v1": "tiny", "new/v1": None, **{f"o{number}": "other" for number in range(7)}}
+    same, foreign = known_before(known, ["now/v1"], "tiny")
+    assert same.endswith(": new/v1, old/v1")
+    assert "7 from earlier runs are of base model other" in foreign
+    assert "o0, o1, o2, o3, o4, ...;" in foreign
+    assert known_before({"now/v1": "tiny"}, ["now/v1"], "tiny") == []
 
 
-def test_links_to_folders_with_adapters_are_told_of_and_no_others(tmp_path: Path) -> None:
-    root, elsewhere = tmp_path / "adapters", tmp_path / "elsewhere"
-    for folder in (root / "team", elsewhere / "sql" / "v1", tmp_path / "empty"):
-        folder.mkdir(parents=True)
-    (elsewhere / "sql" / "v1" / "adapter_config.json").write_text("{}")
-    (root / "team" / "theirs").symlink_to(elsewhere)
-    (root / "v1").symlink_to(elsewhere / "sql" / "v1")
-    (root / "empty").symlink_to(tmp_path / "empty")
-    assert linked_folders(root) == [root / "team" / "theirs", root / "v1"]
-    assert adapter_folders(root) == {}
+def test_a_worker_that_is_held_back_is_told_with_the_command_that_lifts_it() -> None:
+    command = "lorafleet --orchestrator-url http://127.0.0.1:9 --token KEY"
+    for state, said in (("cordoned", "it is given no adapter"), ("draining", "it is up and takes no request")):
+        line = held_back("w3", state, command)
+        assert line.endswith(f"to lift that: {command} workers uncordon w3")
+        assert said in line
+
+
+def test_a_worker_that_starts_says_for_what_it_waits() -> None:
+    assert starting("vllm", "starting") == "starting vllm"
+    assert starting("vllm", "starting: not registered yet") == "starting vllm (not registered yet)"
+    assert starting("vllm", "lost\nmore") == "starting vllm (lost)"
 
 
 def test_a_base_model_has_its_folders_name_and_that_of_its_repository_in_a_hubs_cache(tmp_path: Path) -> None:
@@ -100,13 +111,28 @@ def test_a_base_model_has_its_folders_name_and_that_of_its_repository_in_a_hubs_
     assert model_name(tmp_path / "hub" / ".." / "qwen") == "qwen"
 
 
-@pytest.mark.parametrize(("ranks", "fits"), [([], 16), ([8], 16), ([8, 17], 32), ([64, 8], 64), ([1000], 512)])
-def test_the_engine_is_padded_to_the_largest_rank_that_is_needed(tmp_path: Path, ranks: list[int], fits: int) -> None:
+@pytest.mark.parametrize(
+    ("configs", "fits"),
+    [
+        ([], 16),
+        ([{"r": 8}], 16),
+        ([{"r": 8}, {"r": 17}], 32),
+        ([{"r": 64}, {"r": 8}], 64),
+        ([{"r": 1000}], 512),
+        ([{"r": 8, "rank_pattern": {"q_proj": 128}}, {"r": 32}], 128),
+        ([{"r": 64, "use_dora": True}, {"r": 8}], 16),  # no agent takes it
+        ([{"r": "many"}, {"r": 20}], 32),
+    ],
+)
+def test_the_engine_is_padded_to_the_largest_rank_that_an_agent_takes(
+    tmp_path: Path, configs: list[dict[str, object]], fits: int
+) -> None:
     folders = []
-    for index, rank in enumerate(ranks):
+    for index, config in enumerate(configs):
         folders.append(tmp_path / str(index))
         folders[-1].mkdir()
-        (folders[-1] / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        whole = {"peft_type": "LORA", "lora_alpha": 16, "target_modules": ["q_proj"]} | config
+        (folders[-1] / "adapter_config.json").write_text(json.dumps(whole))
     assert commands.rank_for([*folders, tmp_path / "missing"]) == fits
 
 
@@ -125,12 +151,16 @@ def test_without_an_adapter_no_line_to_try_is_there_twice() -> None:
     assert len(lines) == len(set(lines)) == 2
 
 
-def test_no_setting_of_ours_reaches_a_child_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORAFLEET_ROUTER_PORT", "1")
-    monkeypatch.setenv("LORAFLEET_TOKEN", "secret")
-    environment = clean_environment("mark")
-    assert {name for name in environment if name.startswith("LORAFLEET_")} == {"LORAFLEET_FLEET_MARK"}
-    assert left_out() == ["LORAFLEET_ROUTER_PORT"]
+def test_of_our_settings_a_child_gets_those_of_its_own_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LORAFLEET_ROUTER_PORT", "LORAFLEET_WORKERS_SEED", "LORAFLEET_TOKEN"):
+        monkeypatch.setenv(name, "1")
+
+    def ours(of: str) -> set[str]:
+        return {name for name in clean_environment("mark", of) if name.startswith("LORAFLEET_")}
+
+    assert ours("workers") == {"LORAFLEET_FLEET_MARK", "LORAFLEET_WORKERS_SEED"}
+    assert ours("router") == {"LORAFLEET_FLEET_MARK", "LORAFLEET_ROUTER_PORT"}
+    assert ours("") == {"LORAFLEET_FLEET_MARK"}
 
 
 def test_steps_are_whole_lines_with_the_time_where_nobody_watches() -> None:

@@ -43,7 +43,15 @@ def test_settings_that_agree_stay_as_they_are():
         ({}, ("--max-lora-rank", "12"), "max_lora_rank"),
         ({}, ("--kv-events-config", "{}"), "--kv-events-config"),
         ({}, ("--kv-events-config={}",), "--kv-events-config"),
+        ({}, ("--kv_events_config={}",), "--kv-events-config"),
+        ({}, ("--kv-events-config.publisher=null",), "--kv-events-config"),
         ({}, ("--no-enable-lora",), "--no-enable-lora"),
+        ({}, ("--api_key", "secret"), "--api-key.*no key for the engine"),
+        ({}, ("--uds", "/run/vllm"), "--uds.*host and port"),
+        ({}, ("--ssl-keyfile=k.pem",), "--ssl-keyfile.*plain HTTP"),
+        ({}, ("--ssl-certfile", "c.pem"), "--ssl-certfile.*plain HTTP"),
+        ({}, ("--headless",), "--headless.*API server"),
+        ({"max_loras": 4}, ("--max_loras", "8"), "--max-loras 8, the setting max_loras is 4"),
         ({}, ("--api-server-count", "2"), "--api-server-count 2"),
         ({}, ("--served-model-name", "a", "b", "--seed", "1"), "--served-model-name a b"),
         ({"engine_url": "http://127.0.0.1:1"}, (), "leave one out"),
@@ -57,6 +65,19 @@ def test_a_command_that_contradicts_is_refused_and_the_word_is_named(more, words
 def test_an_environment_that_forbids_loading_is_refused():
     with pytest.raises(CommandError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=0"):
         adopted(settings(), (), {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
+
+
+def test_a_key_for_the_engine_in_the_environment_is_refused():
+    with pytest.raises(CommandError, match=r"VLLM_API_KEY in the environment.*unset it") as refused:
+        adopted(settings(), (), {"VLLM_API_KEY": "secret"})
+    assert "secret" not in str(refused.value)
+    for engine, key in (("vllm", ""), ("sim", "secret"), ("sglang", "secret")):
+        assert adopted(settings(engine=engine), (), {"VLLM_API_KEY": key}).engine == engine
+
+
+def test_flags_with_underscores_are_the_flags_that_vllm_takes_them_for():
+    found = adopted(settings(), (*SERVE, "--max_loras", "7", "--max_cpu_loras=9", "--served_model_name", "m"), {})
+    assert (found.max_loras, found.max_cpu_loras, found.model_name) == (7, 9, "m")
 
 
 def test_ranks_are_given_one_api_server():

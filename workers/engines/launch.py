@@ -10,6 +10,7 @@ from pathlib import Path
 
 import structlog
 
+from lorafleet.engine_words import has
 from workers.config import WorkerSettings
 
 MODULES = {
@@ -59,7 +60,7 @@ def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequ
         environment = dict(_VLLM_ENVIRONMENT)
     added = []
     for flag, value in flags:
-        if not any(_has(base, name) for name in _ALIASES.get(flag, (flag,))) and not (
+        if not any(has(base, name) for name in _ALIASES.get(flag, (flag,))) and not (
             flag == "--model" and "serve" in base
         ):
             added += [flag] if value is None else [flag, value]
@@ -162,10 +163,6 @@ def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bo
         ("--kv-events-config", json.dumps(kv_config(settings, topic), separators=(",", ":"))),
         *((flag, str(value)) for flag, value in optional if value is not None),
     ]
-
-
-def _has(command: Sequence[str], flag: str) -> bool:
-    return any(word == flag or word.startswith(flag + "=") for word in command)
 
 
 def _version(distribution: str) -> str | None:

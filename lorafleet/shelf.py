@@ -1,0 +1,67 @@
+"""The folders of adapters below one folder: their names, and what somebody who put them there might miss."""
+
+import os
+from pathlib import Path
+
+from workers.core.peft import CONFIG_NAME
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+_WEIGHTS = (WEIGHTS_NAME, "adapter_model.bin")
+_MOST_NAMED = 5
+
+
+def adapter_folders(root: Path) -> dict[str, Path]:
+    """lora_id (the path below `root`) -> absolute folder, for every folder with an adapter_config.json."""
+    found = sorted(path.parent for path in root.resolve().rglob(CONFIG_NAME))
+    return {folder.relative_to(root.resolve()).as_posix(): folder for folder in found if folder != root.resolve()}
+
+
+def linked_folders(root: Path) -> list[Path]:
+    """Links to folders with adapters in them, at any depth below `root`; these are not among `adapter_folders`."""
+    found = [Path(folder, name) for folder, names, _ in os.walk(root) for name in names]
+    return sorted(path for path in found if path.is_symlink() and next(path.rglob(CONFIG_NAME), None))
+
+
+def what_is_wrong(root: Path) -> str:
+    """Why `root` cannot be a folder of adapters, and what to give instead; empty where it can."""
+    if not root.exists():
+        return "no such folder; give one with a folder for each adapter in it"
+    if not root.is_dir():
+        return "is a file; give a folder with a folder for each adapter in it"
+    if (root / CONFIG_NAME).is_file() and not adapter_folders(root):
+        whole = root.resolve()
+        return (
+            f"is one adapter itself ({CONFIG_NAME} is in it); give the folder that it lies in:"
+            f" --adapters {whole.parent}, where its name is {whole.name}"
+        )
+    return ""
+
+
+def remarks(root: Path) -> list[str]:
+    """A line for each thing below `root` that is no adapter and may be meant as one; one where there is no adapter."""
+    lines = [
+        f"{link} is a link, and left out: workers follow none; put the folder itself there"
+        for link in linked_folders(root)
+    ]
+    if not adapter_folders(root):
+        lines.append(
+            f"{root} holds none: expected is a folder for each, with {CONFIG_NAME} and {WEIGHTS_NAME} in it."
+            f" Put it there and start again, or register it meanwhile: lorafleet adapters add NAME {root}/NAME"
+        )
+    elif (root / CONFIG_NAME).is_file():
+        lines.append(
+            f"{root} is an adapter itself, and left out: an adapter's name is its path below that folder;"
+            " move its files into a folder of their own there"
+        )
+    bare = sorted({path.parent for name in _WEIGHTS for path in root.rglob(name)} - _with_config(root))
+    lines += [
+        f"{folder} has {' or '.join(_WEIGHTS)} and no {CONFIG_NAME}, and is left out: put the config beside the weights"
+        for folder in bare[:_MOST_NAMED]
+    ]
+    if more := bare[_MOST_NAMED:]:
+        lines.append(f"{len(more)} more folders have weights and no {CONFIG_NAME}, and are left out")
+    return lines
+
+
+def _with_config(root: Path) -> set[Path]:
+    return {path.parent for path in root.rglob(CONFIG_NAME)}

@@ -1,0 +1,223 @@
+"""What flags, arguments for engines, environment and files of `lorafleet up` add up to."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorafleet import commands
+from lorafleet.asked import Options, asked, device_groups, lora_roots, unread
+from lorafleet.failure import Failure
+from lorafleet.notices import told_of
+from lorafleet.settings import SettingsError, load
+from workers.config import WorkerSettings
+from workers.engines.adopt import adopted
+
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+
+def ask(*words: str, environment: dict[str, str] | None = None, **changes: Any) -> Options:
+    base = {
+        "engine": None, "workers": None, "model": None, "adapters": None, "max_loras": None, "router_port": None,
+        "orchestrator_port": None, "state_dir": Path("/state"), "key_file": None, "configs": {}, "devices": None,
+        "demo": False, "once": False,
+    }  # fmt: skip
+    return asked(**{**base, "words": words, "environment": environment or {}} | changes)
+
+
+def settings_of(
+    options: Options, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str] | None = None, rank: int = 16
+) -> WorkerSettings:
+    """The settings of the first agent of this fleet, as the agent itself reads them."""
+    is_tiny = options.model is None
+    base = commands.Base(name="tiny-qwen", folder=Path("/state/tiny-qwen"), is_tiny=is_tiny)
+    command = commands.agent(
+        commands.common(0, Path("/state/run/w0.port"), [], options.of("workers")),
+        name="w0",
+        engine=options.engine,
+        base=base,
+        max_loras=options.max_loras,
+        max_lora_rank=rank,
+        orchestrator_url="http://127.0.0.1:8080",
+        folder=Path("/state"),
+        sockets=Path("/tmp/lf"),
+        said=options.said_of_workers(),
+    )
+    lists = commands.agents_environment(options.engine_words, lora_roots(options, Path("/shelf")), is_tiny=is_tiny)
+    for name, value in {**(environment or {}), **lists}.items():
+        monkeypatch.setenv(name, value)
+    return adopted(load(WorkerSettings, command[3:], prog="workers"), (), {})
+
+
+def last(words: Sequence[str], flag: str) -> str:
+    return words[len(words) - 1 - words[::-1].index(flag) + 1]
+
+
+def test_arguments_for_the_engines_reach_each_engine_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*TOOLS, "--hf-overrides", '{"a": 1, "b": [2, 3]}', "--seed=7", "--allowed-origins", '["*"]')
+    assert settings_of(ask(*words), monkeypatch).engine_args == ("--dtype", "float32", *words)
+
+
+def test_without_any_word_the_agents_have_the_defaults_of_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ask()
+    found = settings_of(options, monkeypatch, rank=32)
+    assert (options.engine, options.workers, options.router_port, options.orchestrator_port) == ("vllm", 2, 8000, 8080)
+    assert (found.max_loras, found.max_cpu_loras, found.max_lora_rank, found.max_model_len) == (2, 4, 32, 4096)
+    assert (found.engine_output, found.log_format, found.lora_roots) == (False, "console", (Path("/shelf"),))
+
+
+def test_what_the_engines_arguments_say_is_what_the_agents_believe(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--max_loras", "8", "--max-lora-rank=64", "--served-model-name", "mine", "--max-model-len", "1024")
+    found = settings_of(ask(*words, "--dtype", "bfloat16"), monkeypatch)
+    assert (found.max_loras, found.max_cpu_loras, found.max_lora_rank, found.model_name) == (8, 16, 64, "mine")
+    assert found.max_model_len is None  # the engine says it
+    assert last(found.engine_args, "--dtype") == "bfloat16"
+    assert "float32" not in found.engine_args
+
+
+def test_settings_of_environment_and_file_come_before_the_defaults_of_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "workers.yaml"
+    file.write_text(f"max-lora-rank: 128\nlora_roots: [{tmp_path}]\nmax_loras: 3\nengine_args: [--seed, '1']\n")
+    environment = {"LORAFLEET_WORKERS_MAX_LORAS": "5", "LORAFLEET_WORKERS_ENGINE_OUTPUT": "true"}
+    options = ask("--dtype", "auto", environment=environment, configs={"workers": file})
+    found = settings_of(options, monkeypatch, environment)
+    assert (found.max_loras, found.max_cpu_loras, found.max_lora_rank) == (5, 10, 128)
+    assert (found.engine_output, found.lora_roots) == (True, (Path("/shelf"), tmp_path))
+    assert found.engine_args == ("--seed", "1", "--dtype", "auto")
+    by_flag = ask(environment=environment, configs={"workers": file}, max_loras=7)
+    assert settings_of(by_flag, monkeypatch, environment).max_loras == 7
+
+
+def test_a_folder_with_a_comma_in_its_name_is_one_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"LORAFLEET_WORKERS_LORA_ROOTS": '["/a,b"]'}
+    assert settings_of(ask(environment=environment), monkeypatch).lora_roots == (Path("/shelf"), Path("/a,b"))
+
+
+def test_a_file_is_named_by_the_environment_too(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("port: 8123\nmax_wait_s: 5\n")
+    options = ask(environment={"LORAFLEET_ROUTER_CONFIG": str(file)})
+    assert (options.router_port, options.of("router").config) == (8123, file)
+    words = commands.router(commands.common(0, Path("/p"), [], options.of("router")), "http://o", Path("/s"), 10, {})
+    assert last(words, "--config") == str(file)
+
+
+def test_flags_of_up_may_be_given_as_the_settings_that_they_are() -> None:
+    options = ask(
+        environment={
+            "LORAFLEET_WORKERS_ENGINE": "sim",
+            "LORAFLEET_WORKERS_MODEL": "/models/m",
+            "LORAFLEET_ROUTER_PORT": "0",
+            "LORAFLEET_ORCHESTRATOR_PORT": "9000",
+        }
+    )
+    assert (options.engine, options.model) == ("sim", Path("/models/m"))
+    assert (options.router_port, options.orchestrator_port) == (0, 9000)
+
+
+def test_the_defaults_of_up_for_a_router_give_way_to_what_is_said() -> None:
+    words = commands.router([], "http://o", Path("/s"), 10.0, {"grace_s": "60"})
+    assert "--grace-s" not in words
+    assert last(words, "--drain-s") == "0"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--port", "9000"), "--port cannot be given.*free port"),
+        (("--host=0.0.0.0",), "--host cannot be given.*loopback"),
+        (("--model", "m"), "--model cannot be given.*give --model of `lorafleet up`"),
+        (("--api-key", "x"), "--api-key.*leave it out"),
+        (("--kv_events_config.topic=x",), "--kv-events-config.*leave it out"),
+        (("--seed 1",), "each argument of an engine by itself: '--seed', '1'"),
+        (("./adapters",), "'./adapters': `lorafleet up` takes no such word.*behind `--`"),
+        (("--max-loras", "8"), "--max-loras is 4, and 8 by the engine's arguments: give only one"),
+    ],
+)
+def test_a_word_that_cannot_be_is_refused_with_the_reason(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(Failure, match=said) as failure:
+        ask(*words, max_loras=4)
+    assert failure.value.status == 2
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"LORAFLEET_WORKERS_INSTANCE_ID": "a"}, "LORAFLEET_WORKERS_INSTANCE_ID cannot be set.*w0, w1"),
+        ({"LORAFLEET_ROUTER_HOST": "0.0.0.0"}, "LORAFLEET_ROUTER_HOST cannot be set.*loopback"),
+        ({"LORAFLEET_ORCHESTRATOR_KEY_FILES": "k"}, "give --key-file"),
+        ({"LORAFLEET_ROUTER_PORT": "eight"}, "port 'eight' of the router"),
+        ({"LORAFLEET_WORKERS_ENGINE": "vlm"}, "engine 'vlm'.*did you mean vllm"),
+        ({"LORAFLEET_WORKERS_ENGINE_ARGS": "--seed 1"}, "a list is JSON"),
+        ({"LORAFLEET_WORKERS_ENGINE_ARGS": '["--seed", 1]'}, "expected is a list of texts"),
+        ({"LORAFLEET_WORKERS_ENGINE_ARGS": '["--port", "1"]'}, "--port cannot be given"),
+        ({"LORAFLEET_ROUTER_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
+        ({"VLLM_API_KEY": "secret"}, "VLLM_API_KEY.*unset it"),
+    ],
+)
+def test_a_setting_that_up_must_have_for_itself_is_refused_by_name(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(Failure, match=said) as failure:
+        ask(environment=environment)
+    assert failure.value.status == 2
+    assert "secret" not in str(failure.value)
+
+
+def test_a_files_setting_that_up_must_have_for_itself_is_refused_with_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "o.yaml"
+    file.write_text("store: /var/lib/fleet.db\n")
+    with pytest.raises(Failure, match=f"store in {file} cannot be set.*--state-dir"):
+        ask(configs={"orchestrator": file})
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers", "groups"),
+    [
+        ("0,1,2,3", None, ("0", "1", "2", "3")),
+        ("0,1,2,3", 2, ("0,1", "2,3")),
+        (" GPU-aa , MIG-bb", 1, ("GPU-aa,MIG-bb",)),
+        (None, None, ()),
+    ],
+)
+def test_devices_are_dealt_out_in_order_and_as_many_to_each_worker(
+    devices: str | None, workers: int | None, groups: tuple[str, ...]
+) -> None:
+    options = ask(devices=devices, workers=workers)
+    assert options.devices == groups
+    assert options.workers == (workers or len(groups) or 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers", "said"),
+    [
+        ("0,1,2", 2, "names 3 for 2 workers"),
+        ("0,,1", None, "commas"),
+        ("0,0", None, "0 is named twice"),
+        ("", 1, "give names"),
+    ],
+)
+def test_devices_that_cannot_be_dealt_out_are_refused(devices: str, workers: int | None, said: str) -> None:
+    with pytest.raises(Failure, match=said):
+        ask(devices=devices, workers=workers)
+
+
+def test_device_groups_keep_every_device_once() -> None:
+    assert device_groups([str(number) for number in range(12)], 3) == ("0,1,2,3", "4,5,6,7", "8,9,10,11")
+    with pytest.raises(SettingsError):
+        device_groups(["0"], 2)
+
+
+def test_what_steers_the_fleet_beside_its_flags_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("{}")
+    environment = {"LORAFLEET_WORKERS_SCRAPE_S": "2", "LORAFLEET_WORKER_DTYPE": "x", "LORAFLEET_TOKEN": "secret"}
+    lines = told_of(ask(engine="sim", environment=environment, configs={"router": file}), environment)
+    assert lines[0] == "settings of the environment: LORAFLEET_WORKERS_SCRAPE_S"
+    assert lines[1] == f"settings of the router: {file}"
+    assert lines[2].startswith("no service reads LORAFLEET_WORKER_DTYPE: settings begin with")
+    assert unread({"LORAFLEET_URL_ROUTER": "x"}) == []
+    assert json.dumps(lines).count("secret") == 0

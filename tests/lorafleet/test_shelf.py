@@ -1,0 +1,73 @@
+"""What `lorafleet up --adapters` finds below a folder, and what it says of the rest."""
+
+from pathlib import Path
+
+import pytest
+
+from lorafleet.shelf import CONFIG_NAME, WEIGHTS_NAME, adapter_folders, linked_folders, remarks, what_is_wrong
+
+
+def put(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_an_adapters_name_is_its_path_below_the_folder(tmp_path: Path) -> None:
+    for name in ("sql/v1", "sql/v2", "plain"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    (tmp_path / "no-adapter").mkdir()
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert adapter_folders(tmp_path) == {name: tmp_path / name for name in ("plain", "sql/v1", "sql/v2")}
+
+
+def test_links_to_folders_with_adapters_are_told_of_and_no_others(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "adapters", tmp_path / "elsewhere"
+    for folder in (root / "team", elsewhere / "sql" / "v1", tmp_path / "empty"):
+        folder.mkdir(parents=True)
+    (elsewhere / "sql" / "v1" / "adapter_config.json").write_text("{}")
+    (root / "team" / "theirs").symlink_to(elsewhere)
+    (root / "v1").symlink_to(elsewhere / "sql" / "v1")
+    (root / "empty").symlink_to(tmp_path / "empty")
+    assert linked_folders(root) == [root / "team" / "theirs", root / "v1"]
+    assert adapter_folders(root) == {}
+
+
+def test_a_folder_without_adapters_says_what_was_expected_and_what_to_do(tmp_path: Path) -> None:
+    (line,) = remarks(put(tmp_path / "empty" / "deeper").parent)
+    for said in (str(tmp_path / "empty"), "holds none", CONFIG_NAME, WEIGHTS_NAME, "lorafleet adapters add NAME"):
+        assert said in line
+
+
+def test_a_folder_of_sound_adapters_needs_no_remark(tmp_path: Path) -> None:
+    put(tmp_path / "sql" / "v1", CONFIG_NAME, WEIGHTS_NAME)
+    assert (remarks(tmp_path), what_is_wrong(tmp_path)) == ([], "")
+
+
+def test_weights_without_a_config_are_told_of_among_sound_adapters(tmp_path: Path) -> None:
+    put(tmp_path / "good", CONFIG_NAME, WEIGHTS_NAME)
+    for number in range(7):
+        put(tmp_path / f"bad{number}", "adapter_model.bin" if number else WEIGHTS_NAME)
+    lines = remarks(tmp_path)
+    assert [str(tmp_path / f"bad{number}") in line for number, line in enumerate(lines)] == [True] * 5 + [False]
+    assert lines[-1].startswith("2 more folders")
+
+
+def test_an_adapter_in_the_folder_itself_is_told_of_where_others_lie_below(tmp_path: Path) -> None:
+    put(tmp_path, CONFIG_NAME, WEIGHTS_NAME)
+    put(tmp_path / "checkpoint-100", CONFIG_NAME, WEIGHTS_NAME)
+    (line,) = remarks(tmp_path)
+    assert line.startswith(f"{tmp_path} is an adapter itself, and left out")
+    assert what_is_wrong(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("missing", "no such folder"), ("file", "is a file"), ("one", "--adapters {}, where its name is one")],
+)
+def test_what_is_no_folder_of_adapters_is_refused_with_what_to_give(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "file").write_text("")
+    put(tmp_path / "one", CONFIG_NAME, WEIGHTS_NAME)
+    assert said.format(tmp_path) in what_is_wrong(tmp_path / name)
