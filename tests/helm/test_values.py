@@ -11,6 +11,8 @@ import yaml
 from tests.helm.rendering import CHART, DRAWN, NAMESPACE, RELEASE, VALUES, helm_template, of_kind, one
 from tests.kube.binaries import helm, run
 
+pytestmark = pytest.mark.fleet
+
 REFUSED = {entry["what"]: entry for entry in yaml.safe_load((Path(__file__).parent / "refused.yaml").read_text())}
 
 

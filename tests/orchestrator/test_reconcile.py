@@ -14,6 +14,7 @@ from orchestrator.core.board import rendezvous
 from orchestrator.core.state import Want
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import patience
+from tests.properties import THOROUGH
 from tests.serving import serving
 from workers.wire import engine_name
 
@@ -775,9 +776,9 @@ async def test_whichever_call_of_a_whole_story_fails_the_next_passes_mend_it(ope
         verbs = [verb for verb, _ in made]
         assert {"inspect_lora", "load_lora", "unload_lora", "drain"} <= set(verbs), f"call {nth}"
         counts.append(len(verbs))
-        nth += 1
+        nth += 1 if THOROUGH else 3
         house.agents.clear()
-    assert len(counts) > 10
+    assert len(counts) > (10 if THOROUGH else 4)
 
 
 async def test_a_victim_is_drained_before_it_makes_room(house, clock):
