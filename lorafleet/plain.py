@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from lorafleet.kv.connectors import EngineSalt, Judgement, decided, learned
 from lorafleet.kv.sources import Sources, sources_of
 from lorafleet.rates import COUNTERS, Rates, Reading
 from lorafleet.urls import is_http, shown
-from lorafleet.vllm_page import Scrape, parse_metrics
+from lorafleet.vllm_page import SERVER_INFO, Scrape, parse_metrics, transfer_config
 from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
 Get = Callable[[str], Awaitable[bytes]]
@@ -43,14 +44,20 @@ class PlainEngine:
         node: str = "",
         kv_events: tuple[str, ...] = (),
         kv_replay: tuple[str, ...] = (),
+        salt: EngineSalt = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """kv_events, kv_replay: where its events are; empty: where the engine itself says that they are."""
+        """kv_events, kv_replay: where its events are; empty: where the engine itself says that they are.
+
+        salt  what its operator says of its KV connector
+        """
         self.worker_id = worker_id
         self.url = url.rstrip("/")
         self._get = get
         self._place = {"zone": zone, "node": node}
         self._given = (kv_events, kv_replay)
+        self._salt: EngineSalt = salt
+        self._connector: Mapping[str, Any] | None = None
         self._clock = clock
         self._load = EngineLoad()
         self._started_at: float | None = None
@@ -83,7 +90,7 @@ class PlainEngine:
             **self._place,
             model=ModelCard(name=name, base_model=name, runtime_config=_shape(base, scrape)),
             transport=self._kv.model_copy(update={"dialect": dialect}),
-            lora=_loras(name, paths, scrape),
+            lora=_loras(name, paths, scrape, self._judgement(scrape)),
             load=self._load.figures(now),
             agent_boot_id="none",
             engine_boot_id=f"{scrape.started_at:.2f}" + (f"+{self._repaths}" if self._repaths else ""),
@@ -93,10 +100,22 @@ class PlainEngine:
         if scrape.started_at != self._started_at:
             self._load, self._paths, self._repaths = EngineLoad(), {}, 0
             self._kv = await self._sources()
+            self._connector = await self._transfer_config()
             self._started_at = scrape.started_at
         self._repaths += any(self._paths.get(name, path) != path for name, path in paths.items())
         # Names that went are remembered: the blocks outlive the unload (vLLM 0.32, seen running).
         self._paths = {**self._paths, **paths}
+
+    def _judgement(self, scrape: Scrape) -> Judgement:
+        found = learned(self._connector, offloading=scrape.offloading, has_connector=scrape.has_connector)
+        return decided(self._salt, found)
+
+    async def _transfer_config(self) -> Mapping[str, Any] | None:
+        """Asked for once a start: the engine looks at its whole machine for the answer."""
+        try:
+            return transfer_config(await self._get(SERVER_INFO))
+        except (OSError, ValueError):
+            return None  # it tells that in its development mode alone
 
     async def _sources(self) -> Transport:
         """Where its KV events are; without any what it has cached is estimated.
@@ -226,7 +245,8 @@ def _shape(base: Mapping[str, Any], scrape: Scrape) -> RuntimeConfig:
     )
 
 
-def _loras(base_model: str, paths: Mapping[str, str], scrape: Scrape) -> LoraInfo:
+def _loras(base_model: str, paths: Mapping[str, str], scrape: Scrape, judgement: Judgement) -> LoraInfo:
+    refusal = judgement.refusal
     # Which of more than its slots are on the device is not told.
     location = "host" if 0 < scrape.max_loras < len(paths) else "device"
     loaded = tuple(
@@ -235,10 +255,11 @@ def _loras(base_model: str, paths: Mapping[str, str], scrape: Scrape) -> LoraInf
                 "lora_id": lora_id_of(name),
                 "digest": "",
                 "engine_name": name,
-                "state": "ready",
+                "state": "failed" if refusal else "ready",
                 "location": location,
                 "base_model": base_model,
                 "path": path,
+                "error": refusal or None,
             }
         )
         for name, path in sorted(paths.items())
@@ -248,5 +269,7 @@ def _loras(base_model: str, paths: Mapping[str, str], scrape: Scrape) -> LoraInf
         max_loras=scrape.max_loras,
         loaded_loras=loaded,
         list_age_s=0.0,
+        refusal=refusal,
+        is_salted=judgement.separation == "salted",
         capacity=LoraCapacity(loaded_count=len(loaded), device_slots=scrape.max_loras),
     )

@@ -88,11 +88,12 @@ def placements(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def workers(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Where a worker is, zone and node, only if any says so."""
+    """Where a worker is, zone and node, and why it takes no adapters, only if any says so."""
     found = sorted(items, key=lambda item: str(item["id"]))
     places = [name for name in ("zone", "node") if any(item[name] for item in found)]
+    refusals = ["takes no adapters"] if any(item.get("refusal") for item in found) else []
     return table(
-        ["worker", "state", *places, "base model", "adapters", "free slots", "agent", "engine"],
+        ["worker", "state", *places, "base model", "adapters", "free slots", "agent", "engine", *refusals],
         [
             (
                 item["id"],
@@ -103,6 +104,7 @@ def workers(items: Iterable[Mapping[str, Any]]) -> Table:
                 item["capacity"].get("available_slots"),
                 item["agent_url"],
                 item["engine_url"],
+                *(item.get("refusal", "") for _ in refusals),
             )
             for item in found
         ],

@@ -1,8 +1,10 @@
-"""One page of vLLM's /metrics, read: an agent does it beside its engine, a router where there is no agent."""
+"""What vLLM tells of itself, read: an agent does it beside its engine, a router where there is no agent."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,6 +32,15 @@ _WANTED = re.compile(
 )
 # Not among them: it has a series for every set of adapters that ever ran together.
 _MAX_LORAS = re.compile(r'^vllm:lora_requests_info\{(?:[^}\n]*,)?max_lora="(\d+)"', re.MULTILINE)
+# The first is there from the start where a connector loads; the second counts there alone, in older versions, too.
+_CONNECTOR = re.compile(
+    r"^vllm:num_requests_kv_fetch_by_stage\{|^vllm:external_prefix_cache_queries_total\{[^}\n]*\} (?!0\.0$)",
+    re.MULTILINE,
+)
+
+
+SERVER_INFO = "/server_info?config_format=json"
+"""Its whole configuration; vLLM 0.32 has it with VLLM_SERVER_DEV_MODE=1 (entrypoints/serve/dev/server_info)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,8 @@ class Scrape:
     first_tokens     of requests
     prefill_seconds  in which the device prefilled; vLLM does not count them
     max_loras        device slots for adapters, which vLLM tells once an adapter has run
+    offloading       backend of its --kv-offloading-size; empty: it has none
+    has_connector    it has a KV connector that loads, of whichever kind
     """
 
     running: int = 0
@@ -64,6 +77,8 @@ class Scrape:
     block_size: int = 0
     total_kv_blocks: int = 0
     max_loras: int = 0
+    offloading: str = ""
+    has_connector: bool = False
 
 
 def parse_metrics(page: str) -> Scrape:
@@ -100,7 +115,19 @@ def parse_metrics(page: str) -> Scrape:
         block_size=_number(cache.get("block_size")),
         total_kv_blocks=_number(cache.get("num_gpu_blocks")),
         max_loras=int(slots[1]) if slots else 0,
+        offloading=cache["kv_offloading_backend"] if cache.get("kv_offloading_size", "None") != "None" else "",
+        has_connector=_CONNECTOR.search(page) is not None,
     )
+
+
+def transfer_config(server_info: bytes) -> Mapping[str, Any] | None:
+    """The `kv_transfer_config` in a body of `SERVER_INFO`, empty where there is none; None: it is another body."""
+    try:
+        config = json.loads(server_info)["vllm_config"]
+        told = config["kv_transfer_config"] or {}
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return told if isinstance(told, dict) else None
 
 
 def _number(text: str | None) -> int:

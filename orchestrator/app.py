@@ -95,7 +95,7 @@ def build(
     store = Store(objects or settings.store, wall=wall)
     plain = PlainWorkers(
         lambda: _stock_engines(settings, finder),
-        Allowed(slots=settings.engine_slots, roots=settings.engine_roots),
+        Allowed(slots=settings.engine_slots, roots=settings.engine_roots, salt=settings.engine_salt),
         digest_of=lambda lora_id: adapter.digest if (adapter := store.adapters.get(lora_id)) else None,
         key=settings.engine_key,
         timeout_s=settings.probe_timeout_s,

@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lorafleet.kv.connectors import EngineSalt
 from lorafleet.plain import engines_by_id
 from lorafleet.settings import HouseSettings, Key, Url
 
@@ -53,6 +54,11 @@ class OrchestratorSettings(HouseSettings):
     )
     engine_key: Key = Field(
         default="", repr=False, description="bearer key for engines without an agent that want one: their --api-key"
+    )
+    engine_salt: EngineSalt = Field(
+        default="auto",
+        description="adapters at engines without an agent that have a KV connector, see docs/engines.md: auto, as they"
+        " tell; always or never salted; no_adapters",
     )
     advertise_url: Url = Field(
         default="", description="where other orchestrators reach this one; empty: http, at host and port"

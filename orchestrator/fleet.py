@@ -212,6 +212,7 @@ class Fleet:
             base_model=entry.report.model.base_model,
             slots=capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0,
             max_lora_rank=report.lora.max_lora_rank,
+            refusal=report.lora.refusal,
             held=held,
             zone=report.zone,
             node=report.node,
@@ -323,7 +324,7 @@ def _gist(report: Metadata) -> tuple[object, ...]:
     held = frozenset((lora.lora_id, lora.digest, lora.state) for lora in report.lora.loaded_loras)
     shape = (capacity.loaded_count + capacity.available_slots, report.lora.max_lora_rank, report.lora.enabled)
     who = (report.agent_url, report.transport.engine_url, report.engine_boot_id, report.zone, report.node)
-    return (report.state, report.is_warming, held, shape, who, report.model.base_model)
+    return (report.state, report.is_warming, held, shape, report.lora.refusal, who, report.model.base_model)
 
 
 def _with_loaded(report: Metadata, loaded: tuple[LoadedLora, ...]) -> Metadata:

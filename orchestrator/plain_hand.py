@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 import structlog
 
+from lorafleet.kv.connectors import EngineSalt
 from lorafleet.plain import PlainEngine
 from lorafleet.vllm_errors import is_ending
 from workers.wire import (
@@ -47,10 +48,14 @@ class PlainWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """What may be loaded into engines without an agent: so many adapters each, from below these folders of theirs."""
+    """What may be loaded into engines without an agent: so many adapters each, from below these folders of theirs.
+
+    salt  what their operator says of their KV connectors
+    """
 
     slots: int = 0
     roots: tuple[PurePosixPath, ...] = ()
+    salt: EngineSalt = "auto"
 
 
 class Refused(Exception):
@@ -79,25 +84,34 @@ class Hand:
         self._allowed = allowed
         self._digest_of = digest_of
         self._engine = PlainEngine(
-            worker.id, worker.engine_url, self._get, zone=worker.zone, node=worker.node, clock=clock
+            worker.id,
+            worker.engine_url,
+            self._get,
+            zone=worker.zone,
+            node=worker.node,
+            salt=allowed.salt,
+            clock=clock,
         )
         self._lock = asyncio.Lock()
         self._epoch = 0
         self._is_draining = False
         self._takes: tuple[str, bool] = ("", False)
+        self._refusal_told = ""
 
     async def metadata(self) -> Metadata:
         """Raises OSError, ValueError."""
         said = await self._engine.report()
         loaded = tuple(lora.model_copy(update={"digest": self._digest(lora)}) for lora in said.lora.loaded_loras)
         is_allowed = bool(self._allowed.slots and self._allowed.roots)
-        takes_loads = is_allowed and await self._takes_loads(said.engine_boot_id)
+        self._tell(said.lora.refusal)
+        takes_loads = is_allowed and not said.lora.refusal and await self._takes_loads(said.engine_boot_id)
         slots = max(self._allowed.slots, len(loaded)) if takes_loads else 0
         lora = said.lora.model_copy(
             update={
                 "enabled": takes_loads,
                 "max_cpu_loras": slots,
-                "max_lora_rank": _MOST_RANK if takes_loads else 0,
+                # Of one that refuses, too: it may look at adapters, and what is said of them is then why.
+                "max_lora_rank": _MOST_RANK if takes_loads or (is_allowed and said.lora.refusal) else 0,
                 "loaded_loras": loaded,
                 "capacity": LoraCapacity(
                     loaded_count=len(loaded), available_slots=max(0, slots - len(loaded)), host_slots=slots
@@ -129,7 +143,10 @@ class Hand:
             raise Refused(422, "source_unsupported", f"{ask.lora_id}: nobody knows its digest yet")
         name = engine_name(ask.lora_id, ask.digest)
         async with self._lock:
-            held = {lora.engine_name: lora for lora in (await self.metadata()).lora.loaded_loras}
+            lora = (await self.metadata()).lora
+            if lora.refusal:
+                raise Refused(409, "adapters_refused", f"worker {self.worker.id} takes no adapters: {lora.refusal}")
+            held = {lora.engine_name: lora for lora in lora.loaded_loras}
             if name not in held:
                 if ask.evict is not None and len(held) >= self._allowed.slots:
                     await self._unload(ask.evict)
@@ -164,6 +181,11 @@ class Hand:
     async def undrain(self, _ask: UndrainRequest, _epoch: int) -> Metadata:
         self._is_draining = False
         return await self.metadata()
+
+    def _tell(self, refusal: str) -> None:
+        if refusal and refusal != self._refusal_told:
+            log.warning("engine takes no adapters", worker_id=self.worker.id, reason=refusal)
+        self._refusal_told = refusal
 
     def _digest(self, lora: LoadedLora) -> str:
         """The registered one, where the engine's name says that it is; else what the name has of one."""

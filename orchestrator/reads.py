@@ -130,7 +130,7 @@ class Reads:
         found = {lora_id: why for lora_id in self._underway.failures.adapters if (why := self.quarantine(lora_id))}
         found |= {name: it.quarantine for name, it in self._store.adapters.items() if it.quarantine is not None}
         desired = self.view.desired
-        found |= {name: f"rank_too_big: {desired.unplaced.get(name, '')}" for name in desired.fits_nowhere}
+        found |= {name: f"{code}: {desired.unplaced.get(name, '')}" for name, code in desired.fits_nowhere.items()}
         return found
 
     def failed_count(self) -> int:

@@ -490,7 +490,11 @@ class AdoptRequest(_Written):
 
 
 class WorkerItem(_Wire):
-    """A worker. `is_terminating`: Kubernetes is ending its pod, and so it drains."""
+    """A worker.
+
+    is_terminating  Kubernetes is ending its pod, and so it drains
+    refusal         why it takes no adapters at all; empty: it takes them
+    """
 
     id: str
     agent_url: str
@@ -503,6 +507,7 @@ class WorkerItem(_Wire):
     adapters: tuple[str, ...]
     orphans: tuple[str, ...] = ()
     is_terminating: bool = False
+    refusal: str = ""
 
 
 class WorkerList(_Wire):

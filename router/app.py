@@ -413,6 +413,7 @@ def _discovery(
         ask_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
         listen=lambda url, path: stream(agents, url, path, token=own.key, idle_s=_LISTEN_IDLE_S),
         engine_key=config.engine_key,
+        engine_salt=config.engine_salt,
         orchestrator_url=config.orchestrator_url.rstrip("/"),
         engines=engines_by_id(config.engines),
         slices=slices,

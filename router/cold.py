@@ -317,6 +317,7 @@ class ColdStarts:
             raise ModelNotFound(f"adapter {lora_id!r} is no longer registered", param="lora_id")
         homes = self._homes(adapter)
         if not homes:
+            self._check_taken(adapter)
             raise NoReplica(f"no replica of {adapter.base_model!r} is there that could load adapter {lora_id!r}")
         wanted = LoadRequest(
             lora_id=lora_id,
@@ -347,6 +348,15 @@ class ColdStarts:
                 what = f"none of the {len(homes)} workers that take it has a free slot"
             self._note(lora_id, None, f"{what}, and nobody decides what makes room")
         return None
+
+    def _check_taken(self, adapter: Adapter) -> None:
+        """Raises NoCapacity where all workers of its base model take no adapters at all."""
+        replicas = self.discovery.fleet.roster(adapter.base_model or "").replicas
+        if replicas and all(replica.refusal for replica in replicas):
+            raise NoCapacity(
+                f"adapter {adapter.lora_id!r} fits on no worker: {replicas[0].id}: {replicas[0].refusal}",
+                retry_after_s=_OTHER_WORKER_S,
+            )
 
     async def _load_at(self, home: Replica, body: bytes) -> None:
         """Have this worker load it. Raises Refused, and EngineLost: at once where its agent says nothing to anybody."""
@@ -380,6 +390,7 @@ class ColdStarts:
             if replica.state == "ready"
             and not replica.is_ending
             and replica.agent_url
+            and not replica.refusal
             and adapter.rank <= (replica.max_lora_rank or inf)
         ]
         order = rendezvous_order(adapter.lora_id, able)

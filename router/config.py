@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, DirectoryPath, Field, NonNegativeFloat, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lorafleet.kv.connectors import EngineSalt
 from lorafleet.plain import engines_by_id
 from lorafleet.settings import HouseSettings, Key, Url
 from router.core.cost import Costs
@@ -42,6 +43,11 @@ class RouterSettings(HouseSettings):
     )
     engine_key: Key = Field(
         default="", repr=False, description="bearer key for engines without an agent that want one: their --api-key"
+    )
+    engine_salt: EngineSalt = Field(
+        default="auto",
+        description="adapters at engines without an agent that have a KV connector, see docs/engines.md: auto, as they"
+        " tell; always or never salted; no_adapters",
     )
     kube_selector: str = Field(
         default="",

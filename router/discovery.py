@@ -15,6 +15,7 @@ import structlog
 
 from lorafleet.kube.discovery import Slices
 from lorafleet.kube.slices import FoundWorker
+from lorafleet.kv.connectors import EngineSalt
 from lorafleet.loops import Changes, forever
 from lorafleet.plain import PlainEngine
 from orchestrator.wire import Catalog
@@ -63,6 +64,7 @@ class Discovery:
         ask_engine: Callable[..., Awaitable[bytes]],
         listen: Callable[[str, str], AbstractAsyncContextManager[Stream]],
         engine_key: str = "",
+        engine_salt: EngineSalt = "auto",
         orchestrator_url: str,
         engines: Mapping[str, str] = MappingProxyType({}),
         slices: Slices | None = None,
@@ -82,7 +84,7 @@ class Discovery:
 
         ask_engine        the same of an engine, without our own key: it is somebody else's. `token`: the key it wants
         listen            the stream that a GET of a path below a URL answers, of an agent or the orchestrator
-        engine_key        of engines without an agent
+        engine_key, engine_salt  of engines without an agent
         orchestrator_url  empty: there is none, and only `engines` are followed
         engines           worker id -> URL of engines that have no agent
         slices            the workers that Kubernetes names; followed for as long as this runs
@@ -106,6 +108,7 @@ class Discovery:
         self._ask_engine = ask_engine
         self._listen_to = listen
         self._engine_key = engine_key
+        self._engine_salt: EngineSalt = engine_salt
         self._url = orchestrator_url.rstrip("/")
         self._engines = engines
         self.slices = slices
@@ -362,6 +365,7 @@ class Discovery:
                 partial(self._ask_engine, follow.url, token=self._engine_key),
                 kv_events=worker.kv_events,
                 kv_replay=worker.kv_replay,
+                salt=self._engine_salt,
                 clock=self._clock,
             )
         self._follows[worker.id] = follow
@@ -399,6 +403,7 @@ class Discovery:
             self._rename(follow, metadata.instance_id)
             return
         before, follow.metadata = follow.metadata, placed(metadata, follow.named)
+        _tell_refusal(before, metadata)
         follow.asked_at, follow.heard_at = asked_at, self._clock()
         follow.is_answering, follow.engine_answers = True, True
         if follow.plain is not None and (before is None or before.lora != metadata.lora):
@@ -518,3 +523,8 @@ class Discovery:
         await forever(
             step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name), about=about
         )
+
+
+def _tell_refusal(before: Metadata | None, now: Metadata) -> None:
+    if now.lora.refusal and (before is None or before.lora.refusal != now.lora.refusal):
+        log.warning("engine takes no adapters", worker=now.instance_id, reason=now.lora.refusal)

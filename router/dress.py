@@ -7,8 +7,9 @@ from functools import lru_cache
 
 import msgspec
 
+from lorafleet.kv.blocks import adapter_salt
 from router.core.errors import BadBody, ReplicaUnreachable
-from router.surface.routes import PromptKind
+from router.surface.routes import PromptKind, Route
 
 Body = dict[str, msgspec.Raw]
 
@@ -128,6 +129,7 @@ class Wishes(msgspec.Struct, frozen=True):
     response_id  the id that a stored response shall have; empty: the engine chooses
     prompt       how the body holds its prompt, and `prompt_ids` its ids, if the engine shall not make them again;
                  see `may_send_ids`
+    cache_salt   in the place of the client's own; empty: that stays
     """
 
     ask_usage: bool = False
@@ -135,6 +137,7 @@ class Wishes(msgspec.Struct, frozen=True):
     response_id: str = ""
     prompt: PromptKind = "none"
     prompt_ids: "array[int] | None" = None
+    cache_salt: str = ""
 
 
 NO_WISHES = Wishes()
@@ -244,6 +247,26 @@ def dialect_of(kind: str, engine_name: str, path: str = "/v1/completions") -> Di
     return Dialect(_vllm_model, dress_sglang)
 
 
+def salt_for(route: Route, engine_name: str, cache_salt: object) -> str:
+    """The `cache_salt` of a body for an engine where prompts are salted; empty: it has none.
+
+    engine_name  of the adapter; empty for the base model
+    cache_salt   the client's own, decoded
+    raises       BadBody for a salt that is none, and for an adapter at a route whose body takes no salt: its answer
+                 could come from another adapter's KV
+    """
+    if not route.computes:
+        return ""
+    if engine_name and not route.takes_salt:
+        message = (
+            f"this adapter is served by engines that keep adapters apart by cache_salt, which {route.path} has not"
+        )
+        raise BadBody(f"{message}; there are /v1/chat/completions, /v1/completions and /v1/embeddings", param="model")
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise BadBody(f"cache_salt must be a text that is not empty, found {cache_salt!r}", param="cache_salt")
+    return adapter_salt(engine_name, cache_salt or "")
+
+
 def may_send_ids(kind: PromptKind, body: Body, *, prompt_tokens: int, max_model_len: int) -> bool:
     """Whether an engine given the prompt's ids answers exactly as it would the text, in vLLM 0.32 and 0.33.
 
@@ -271,6 +294,8 @@ def _plain(body: Body, model: str, wishes: Wishes) -> Body:
         for name in STRIPPED_FIELDS:
             dressed.pop(name, None)
     dressed["model"] = _quoted(model)
+    if wishes.cache_salt:
+        dressed["cache_salt"] = _quoted(wishes.cache_salt)
     if wishes.ask_usage:
         dressed["stream_options"] = _with(body.get("stream_options"), "include_usage", _TRUE)
     return dressed

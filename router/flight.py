@@ -1,9 +1,7 @@
 """A request at a replica, from dispatch to end: what it counts for, and what its answer teaches."""
 
-from collections.abc import Sequence
 from time import time
 
-from lorafleet.kv.blocks import BlockHash
 from router.core.decision import Decision
 from router.core.dispatch import Prompt
 from router.core.estimate import Guess
@@ -15,7 +13,6 @@ from router.tokens import Source
 
 # A request that had no more than this queued before it began as the index was when it was decided.
 _PROMPT_START_S = 0.1
-_NO_BLOCKS: Sequence[BlockHash] = ()
 
 
 class Flight:
@@ -71,7 +68,7 @@ class Flight:
         trust = "estimate" if is_approximate else parts.trust.state(worker)
         self.record = Record(request_id, time(), tokens_from, decision, trust, waited_s)
         parts.decisions.note(self.record, now)
-        self.hashes = prompt.chains.get(replica.block_size, _NO_BLOCKS)
+        self.hashes = prompt.chain(worker, replica.block_size)
         self._hold: Hold | None = None
         if self.hashes:
             self._index = parts.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)

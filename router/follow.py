@@ -49,7 +49,8 @@ def replica_from(
     follow: Follow, metadata: Metadata, *, state: ReplicaState, draining: frozenset[str], zone: str
 ) -> Replica:
     """A replica as its agent describes it; `draining` are engine names that the catalog says to avoid there."""
-    held = [lora for lora in metadata.lora.loaded_loras if lora.state in ("ready", "draining")]
+    loras = () if metadata.lora.refusal else metadata.lora.loaded_loras
+    held = [lora for lora in loras if lora.state in ("ready", "draining")]
     shape, load = metadata.model.runtime_config, metadata.load
     read_at, list_age_s = follow.heard_at - load.read_age_s, metadata.lora.list_age_s
     residents = MappingProxyType(
@@ -76,6 +77,8 @@ def replica_from(
         draining=draining | {lora.engine_name for lora in held if lora.state == "draining"},
         is_far=bool(zone and metadata.zone and metadata.zone != zone),
         is_suspect=metadata.is_suspect,
+        refusal=metadata.lora.refusal,
+        is_salted=metadata.lora.is_salted,
         report=Report(
             running=load.running,
             waiting=load.waiting,

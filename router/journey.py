@@ -26,7 +26,7 @@ from router.core.failures import Failure, excluded
 from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.quota import Granted
 from router.core.resolve import Target
-from router.dress import Wishes, dialect_of, may_send_ids
+from router.dress import Wishes, dialect_of, may_send_ids, salt_for
 from router.flight import Flight
 from router.parts import Parts
 from router.relay.attempt import Attempt, Call, Limits, open_attempt
@@ -565,6 +565,7 @@ class Journey(msgspec.Struct, eq=False):
             self._response_id(replica) if route.state == "makes" else "",
             route.prompt,
             tokens.ids if sends_ids else None,
+            salt_for(route, ask.engine_name, question.decoded.get("cache_salt")) if replica.is_salted else "",
         )
         door = door_of(replica, parts.config.engine_key)
         body = dialect.dress(question.fields, model, wishes)

@@ -16,6 +16,8 @@ def listed_adapters(reports: Iterable[Metadata], taken: Container[str]) -> Mappi
 
     A name that no registration could have is passed over: vLLM takes any, also one that would break our headers.
 
+    An engine that takes no adapters lists them with the reason; that counts where no other engine has the name.
+
     taken  names of the catalog's adapters and aliases, which mean those
     """
     found: dict[str, Adapter] = {}
@@ -25,9 +27,13 @@ def listed_adapters(reports: Iterable[Metadata], taken: Container[str]) -> Mappi
             if lora.engine_name != lora.lora_id or lora.lora_id in taken or not _is_lora_id(lora.lora_id):
                 continue
             known = found.get(lora.lora_id)
-            if known is None or base_model < (known.base_model or ""):
-                found[lora.lora_id] = Adapter(lora.lora_id, base_model, None, "", is_listed=True)
+            if known is None or _rank(base_model, lora.error) < _rank(known.base_model, known.error):
+                found[lora.lora_id] = Adapter(lora.lora_id, base_model, None, "", error=lora.error, is_listed=True)
     return found
+
+
+def _rank(base_model: str | None, error: str | None) -> tuple[bool, str]:
+    return error is not None, base_model or ""
 
 
 def _is_lora_id(name: str) -> bool:

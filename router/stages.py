@@ -1,7 +1,7 @@
 """read -> resolve -> tokenize -> hash -> match -> decide, one function a stage, and what they hand on."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import inf
 from random import getrandbits
@@ -11,11 +11,12 @@ import msgspec
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from lorafleet.auth import Caller
-from lorafleet.kv.blocks import BlockHash, root_hash
-from router.core.decision import Ask, too_short
-from router.core.dispatch import Match, Prompt, Ticket
+from lorafleet.kv.blocks import BlockHash, adapter_salt, root_hash
+from router.core.decision import NOTHING, Ask, too_short
+from router.core.dispatch import Chains, Match, Prompt, Ticket
 from router.core.errors import BadBody, ModelNotFound
 from router.core.fleet import Adapter, Excluded, Incarnation, Roster
+from router.core.index import WorkerId
 from router.core.mind import first_blocks
 from router.core.resolve import Target, resolve
 from router.dress import Body, asks_for_usage, refuse_steering
@@ -294,21 +295,22 @@ def asked(
     adapter, approximated = target.adapter, tokens.approximation
     roster = parts.discovery.fleet.roster(target.base_model)
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
-    chains: dict[int, Sequence[BlockHash]] = {}
+    chains: Chains = NOTHING
+    salted: Chains = NOTHING
     conversation = 0
     if tokens is not NO_TOKENS and reads_cache(question):
-        salt = question.decoded.get("cache_salt")
-        root = root_hash(target.base_model, engine_name, salt if isinstance(salt, str) else "")
+        given = question.decoded.get("cache_salt")
+        salt = given if isinstance(given, str) else ""
+        root = root_hash(target.base_model, engine_name, salt)
         if approximated is not None:
             root = approximate_root(root)
             conversation = approximated.conversation(root)
-        for block_size in roster.block_sizes:
-            if approximated is not None:
-                chains[block_size] = approximated.chain(block_size, root)
-            elif tokens.ids is not None:
-                chains[block_size] = parts.chains.chain(
-                    tokens.ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
-                )
+            chains = {block_size: approximated.chain(block_size, root) for block_size in roster.block_sizes}
+        elif tokens.ids is not None:
+            chains = _chains(parts, tokens, root, roster.block_sizes)
+            if roster.salted and (engine_name or salt):
+                root = root_hash(target.base_model, engine_name, adapter_salt(engine_name, salt))
+                salted = _chains(parts, tokens, root, roster.salted_block_sizes)
     prompt_tokens = sized(roster, question, tokens)
     total_tokens = _total(question, len(tokens.ids), roster) if tokens.ids is not None and roster.is_uneven else 0
     ask = Ask(
@@ -323,7 +325,15 @@ def asked(
         total_tokens,
         approximated is not None,
     )
-    return Prompt(ask, chains)
+    return Prompt(ask, chains, salted, roster.salted) if salted else Prompt(ask, chains)
+
+
+def _chains(parts: Parts, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> Chains:
+    assert tokens.ids is not None
+    return {
+        block_size: parts.chains.chain(tokens.ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept)
+        for block_size in block_sizes
+    }
 
 
 def _total(question: Question, prompt_tokens: int, roster: Roster) -> int:
@@ -382,17 +392,33 @@ def sized(roster: Roster, question: Question, tokens: Tokens) -> int:
 
 
 def match(feeds: Feeds, prompt: Prompt) -> Match:
-    """Every replica's contiguous cached blocks, at its own block size."""
-    ask = prompt.ask
+    """Every replica's contiguous cached blocks, at its own block size, and salted where its prompts are."""
+    ask, salted_at = prompt.ask, prompt.salted_at
     of = partial(feeds.match_approximate, conversation=ask.first_blocks) if ask.is_approximate else feeds.match
-    if len(prompt.chains) == 1:
+    if len(prompt.chains) == 1 and not prompt.salted:
         ((block_size, chain),) = prompt.chains.items()
         return of(ask.base_model, block_size, chain)
+    found = [of(ask.base_model, block_size, chain) for block_size, chain in prompt.chains.items()]
+    if prompt.salted:
+        # What a salted worker has of unsalted prompts came from elsewhere, and no request finds it.
+        found = [_of(matched, lambda worker: worker not in salted_at) for matched in found]
+        salted = [feeds.match(ask.base_model, block_size, chain) for block_size, chain in prompt.salted.items()]
+        found += [_of(matched, salted_at.__contains__) for matched in salted]
     whole = Match()
-    for block_size, chain in prompt.chains.items():
-        found = of(ask.base_model, block_size, chain)
-        whole = Match({**whole.depths, **found.depths}, {**whole.lower, **found.lower}, {**whole.ranks, **found.ranks})
+    for matched in found:
+        whole = Match(
+            {**whole.depths, **matched.depths}, {**whole.lower, **matched.lower}, {**whole.ranks, **matched.ranks}
+        )
     return whole
+
+
+def _of(matched: Match, is_one: Callable[[WorkerId], bool]) -> Match:
+    """The match of some of the workers."""
+    return Match(
+        {worker: blocks for worker, blocks in matched.depths.items() if is_one(worker)},
+        {worker: blocks for worker, blocks in matched.lower.items() if is_one(worker)},
+        {worker: rank for worker, rank in matched.ranks.items() if is_one(worker)},
+    )
 
 
 def decided_at_once(

@@ -13,6 +13,7 @@ import typer
 from docs.generate import document
 from lorafleet.asked import asked
 from lorafleet.cli import app as command_line
+from lorafleet.kv.connectors import CONNECTORS
 from orchestrator.core import errors as orchestrator_errors
 from orchestrator.metrics import Metrics as OrchestratorMetrics
 from router.app import build
@@ -47,6 +48,12 @@ def test_every_metric_is_in_the_operations_guide(metrics):
     text = (DOCS / "metrics.md").read_text()
     names = {family.name for family in metrics().registry.collect()}
     assert sorted(name for name in names if name not in text) == []
+
+
+def test_every_kv_connector_is_in_the_page_about_engines():
+    lines = set((DOCS / "engines.md").read_text().splitlines())
+    rows = {f"| `{name}` | {row.separation} | {row.key} |" for name, row in CONNECTORS.items()}
+    assert rows - lines == set()
 
 
 async def test_every_route_of_the_router_is_in_the_protocol():

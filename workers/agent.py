@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import structlog
 
+from lorafleet.kv.connectors import NO_CONNECTOR, Judgement, decided
 from lorafleet.vllm_page import Scrape
 from orchestrator.wire import UsageReport
 from workers.cache import Cache
@@ -60,9 +61,12 @@ class Agent:
         metrics: Metrics,
         boot_id: str,
         agent_url: str,
+        connector: Judgement | None = None,
         timers: Timers = TIMERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """connector: what the engine's command says of its KV connector; None: nothing, and the engine is asked."""
+        self._connector = connector
         self.settings = settings
         self.cache = cache
         self.library = library
@@ -102,6 +106,7 @@ class Agent:
             metrics=metrics,
             clock=clock,
         )
+        self.residency.judgement = decided(settings.engine_salt, connector or NO_CONNECTOR)
         self._clock = clock
         self._is_draining = False
         self._is_stopping = False
@@ -134,12 +139,15 @@ class Agent:
         self.cache.disk.engine_url = transport.engine_url
         self.residency.changed()
         await self._learn_shapes()
-        await self._loader.adopt()
-        await self._loader.restore()
-        is_new = not self.residency.slots.registered
-        await self._loader.preload()
-        if is_new:
-            await self._warm()
+        found = await engine.connector() if self._connector is None else self._connector
+        judgement = self.residency.judgement = decided(self.settings.engine_salt, found)
+        if judgement.reason:
+            log.info("KV connector", separation=judgement.separation, reason=judgement.reason)
+        if judgement.refusal:
+            log.error("engine takes no adapters", reason=judgement.refusal)
+            self.residency.begin(keeps_ghosts=engine.traits.keeps_ghosts)
+        else:
+            await self._load_what_should_be_there()
         if not self.library.looked.is_set():
             self.set_state("starting", "the adapters in lora_path are read")
             await self.library.looked.wait()
@@ -150,6 +158,14 @@ class Agent:
         self.set_state("ready")
         adapters = len(self.residency.slots.registered)
         log.info("ready", engine=engine.url, engine_boot_id=engine_boot_id, adapters=adapters)
+
+    async def _load_what_should_be_there(self) -> None:
+        await self._loader.adopt()
+        await self._loader.restore()
+        is_new = not self.residency.slots.registered
+        await self._loader.preload()
+        if is_new:
+            await self._warm()
 
     async def _learn_shapes(self) -> None:
         """Those of a base model that its engine fetches from a hub: before it is up there may be half of them."""
@@ -253,6 +269,8 @@ class Agent:
         if self.state != "ready" and not self.is_warming:
             reason = f": {self.state_reason}" if self.state_reason else ""
             raise EngineError("not_ready", f"this worker is {self.state}{reason}; try again soon", retry_after_s=5)
+        if refusal := self.residency.judgement.refusal:
+            raise EngineError("adapters_refused", f"this worker takes no adapters: {refusal}; load on another one")
         if self.link.suspicion:
             message = f"this worker takes no loads: {self.link.suspicion}; load on another one"
             raise EngineError("not_ready", message, retry_after_s=5)
@@ -327,7 +345,9 @@ class Agent:
         await self.cache.look()
         if await self.library.scan():
             self.residency.changed()
-        await self._loader.look(lambda: self.state in {"ready", "draining"})
+        # What an engine holds that takes none is nobody's: no request for it comes here.
+        if not self.residency.judgement.refusal:
+            await self._loader.look(lambda: self.state in {"ready", "draining"})
 
     async def tidy(self) -> None:
         """Save what is not yet, renew leases on what is wanted, keep the cache's limit, and forget what is gone."""

@@ -21,6 +21,7 @@ from lorafleet.auth import Keys, may_send, refuse_open_server
 from lorafleet.files import make_folder, write_whole
 from lorafleet.front.guard import guard
 from lorafleet.http import JsonBodies, add_routes, install_error_handlers
+from lorafleet.kv.connectors import Judgement
 from lorafleet.loops import forever
 from lorafleet.ownkey import OwnKey
 from lorafleet.serve import bind, serve
@@ -34,6 +35,7 @@ from workers.core.errors import WorkerError
 from workers.core.manifest import Rules
 from workers.core.retry import Retry
 from workers.disk import Disk
+from workers.engines.connector import named_connector
 from workers.events import Events
 from workers.heartbeat import Heartbeats
 from workers.library import Library
@@ -72,10 +74,11 @@ class Worker:
 
 
 def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (), timers: Timers = TIMERS) -> Worker:
-    """Everything, joined; the engine starts when the app is served. Raises KeyFileError, OSError."""
+    """Everything, joined; the engine starts when the app is served. Raises KeyFileError, OSError, CommandError."""
     keys, own = Keys(settings.key_files), OwnKey(settings.token, settings.token_file)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
+    connector = _connector_of(settings, own_command)
     locked = lock(settings.state)
     rng, metrics, boot_id = Random(), Metrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
@@ -102,6 +105,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
         metrics=metrics,
         boot_id=boot_id,
         agent_url=settings.advertise_url.rstrip("/") or _url(settings.host, port),
+        connector=connector,
         timers=timers,
     )
     echo = logs.other_output("lines of the engine's output").write_bytes if settings.engine_output else None
@@ -146,6 +150,13 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "drain"), most_values=_MOST_VALUES)
     guard(app, keys, allow_open=settings.allow_open)
     return Worker(app, agent)
+
+
+def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> Judgement | None:
+    """What the engine's command says of its KV connector; None: nothing. Raises CommandError."""
+    if settings.engine_url or settings.engine == "sglang":
+        return None
+    return named_connector((*own_command, *settings.engine_args))
 
 
 def _require_model(settings: WorkerSettings) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lorafleet.kv.connectors import EngineSalt
 from lorafleet.settings import HouseSettings, Url, whole_url
 from lorafleet.sockets import UNIX_PATH_BYTES
 from workers.engines.base import STATIC
@@ -62,6 +63,11 @@ class WorkerSettings(HouseSettings):
     engine_advertise_url: Url = Field(default="", description="engine URL that routers use, if not its own address")
     engine_args: tuple[str, ...] = Field(
         default=(), description='further engine arguments, each by itself, as a JSON list: ["--seed", "1"]'
+    )
+    engine_salt: EngineSalt = Field(
+        default="auto",
+        description="adapters at an engine with a KV connector, see docs/engines.md: auto, as its arguments say;"
+        " always or never salted; no_adapters",
     )
     engine_output: bool = Field(
         default=True, description="pass the engine's output on to stderr; it is in state_dir/engine.log, too"

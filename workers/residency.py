@@ -12,6 +12,7 @@ from statistics import median
 
 import structlog
 
+from lorafleet.kv.connectors import NO_CONNECTOR, Judgement
 from lorafleet.loops import Changes
 from workers.cache import Cache
 from workers.config import WorkerSettings
@@ -63,6 +64,8 @@ class Residency:
         self.changes = Changes()
         self.version = 0
         self.slots = Slots(settings.max_loras, settings.max_cpu_loras)
+        self.judgement: Judgement = NO_CONNECTOR
+        """What the engine's KV connector allows."""
         self._settings = settings
         self._cache = cache
         self._library = library
@@ -274,10 +277,10 @@ class Residency:
 
     def info(self) -> LoraInfo:
         """The adapters' part of the metadata."""
-        settings, slots = self._settings, self.slots
+        settings, slots, refusal = self._settings, self.slots, self.judgement.refusal
         count, digest = self._summary()
         return LoraInfo(
-            enabled=True,
+            enabled=not refusal,
             max_loras=settings.max_loras,
             max_cpu_loras=settings.max_cpu_loras,
             max_lora_rank=settings.max_lora_rank,
@@ -286,9 +289,11 @@ class Residency:
             available_digest=digest,
             loaded_loras=self.loaded(),
             list_age_s=None if self._listed_at is None else self._clock() - self._listed_at,
+            refusal=refusal,
+            is_salted=self.judgement.separation == "salted",
             capacity=LoraCapacity(
                 loaded_count=len(slots.registered),
-                available_slots=slots.free,
+                available_slots=0 if refusal else slots.free,
                 device_slots=settings.max_loras,
                 host_slots=settings.max_cpu_loras,
                 ghosts=slots.ghosts,

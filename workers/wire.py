@@ -122,6 +122,9 @@ class LoraInfo(_Wire):
     `GET /v1/metadata/loras`, and has changed when `available_digest` has.
 
     list_age_s  since the engine's own list was read, which `loaded_loras` agrees with; None: not known
+    refusal     why this worker takes no adapters at all, for people; empty: it takes them
+    is_salted   each request for an adapter needs its `cache_salt` (lorafleet/kv/blocks.py adapter_salt): the engine's
+                KV connector keeps adapters apart by nothing else
     """
 
     enabled: bool = False
@@ -133,6 +136,8 @@ class LoraInfo(_Wire):
     available_digest: str = ""
     loaded_loras: Annotated[tuple[LoadedLora, ...], FailFast()] = ()
     list_age_s: float | None = None
+    refusal: str = ""
+    is_salted: bool = False
     capacity: LoraCapacity = LoraCapacity()
 
 

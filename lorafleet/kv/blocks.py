@@ -1,5 +1,6 @@
 """Tokens -> chained block hashes, salted with everything that the engine salts its prefix cache with."""
 
+import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -21,12 +22,31 @@ def root_hash(base_model: str, engine_name: str = "", cache_salt: str = "") -> B
     engine_name  `lora_id@digest12`, or empty for the base model
     source       vLLM 0.32 v1/core/kv_cache_utils.py generate_block_hash_extra_keys: lora name and cache salt
     """
-    digest = bytearray()
-    for part in (base_model, engine_name, cache_salt):
+    return BlockHash(xxh3_64_intdigest(_joined(base_model, engine_name, cache_salt)))
+
+
+@lru_cache(maxsize=4096)
+def adapter_salt(engine_name: str, cache_salt: str = "") -> str:
+    """The `cache_salt` of a request at an engine whose KV connector knows a salt and no adapter.
+
+    engine_name  empty for the base model. A client's salt is changed there, too: it could be an adapter's
+    returns      64 hexadecimal digits; empty for the base model without a salt
+    source       vLLM 0.32 entrypoints/generate/base/protocol.py validate_cache_salt: at most 128 characters, no `@`
+                 and no `/`, both of which an engine's name for an adapter has; so a digest
+    """
+    if not engine_name and not cache_salt:
+        return ""
+    # Nobody may find another adapter's salt: block hashes, which only predict, do with less.
+    return hashlib.sha256(_joined(engine_name, cache_salt)).hexdigest()
+
+
+def _joined(*parts: str) -> bytes:
+    joined = bytearray()
+    for part in parts:
         data = part.encode()
         # Length first: without it ("ab", "c") and ("a", "bc") would share a cache.
-        digest += len(data).to_bytes(4, "big") + data
-    return BlockHash(xxh3_64_intdigest(bytes(digest)))
+        joined += len(data).to_bytes(4, "big") + data
+    return bytes(joined)
 
 
 def block_hashes(

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from lorafleet.auth import Keys, requires
 from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
 from orchestrator.api.views import Views
-from orchestrator.core.choose import fits_nowhere, most_ranks
+from orchestrator.core.choose import fits_nowhere, limits_of
 from orchestrator.core.errors import OrchestratorError, Permanent, RequestError, Transient, Unavailable
 from orchestrator.core.placement import rendezvous
 from orchestrator.core.state import Adapter
@@ -198,9 +198,9 @@ async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler
         raise RequestError(f"preflight failed: {exc}", code=exc.code, param="source") from exc
     except Transient as exc:
         raise Unavailable(f"worker {home.id} could not look at it: {exc}", code=exc.code) from exc
-    too_big = fits_nowhere(found, most_ranks(workers))
-    if too_big is not None:
-        raise RequestError(f"preflight failed: {too_big}", code="rank_too_big", param="source")
+    misfit = fits_nowhere(found, limits_of(workers))
+    if misfit is not None:
+        raise RequestError(f"preflight failed: {misfit.message}", code=misfit.code, param="source")
     return views.adapter(found, ready={})
 
 

@@ -84,6 +84,7 @@ class Views:
                 "adapters": sorted(lora.lora_id for lora in held),
                 "orphans": sorted(orphans),
                 "is_terminating": entry.is_terminating,
+                "refusal": report.lora.refusal,
             }
         )
 

@@ -9,6 +9,7 @@ already yields to one that is not, because the loads of one worker come one afte
 from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 from math import inf
+from typing import NamedTuple
 
 from orchestrator.core.board import Board, claim_of, loading_of
 from orchestrator.core.state import Adapter, Load, Worker
@@ -131,22 +132,49 @@ def _load(board: Board, adapter: Adapter, worker: Worker, homes: list[str], evic
     return Load(lora_id=adapter.lora_id, worker_id=worker.id, evict=evict, reason=reason)
 
 
-def most_ranks(workers: Iterable[Worker]) -> dict[str, int]:
-    """The largest rank that any of these workers takes, by base model."""
-    most: dict[str, int] = {}
+class Limit(NamedTuple):
+    """The most that any of a base model's workers takes: the rank, and why none takes an adapter (empty: one does)."""
+
+    max_lora_rank: int
+    refusal: str
+
+
+class Misfit(NamedTuple):
+    """Why no worker could hold an adapter."""
+
+    code: str
+    message: str
+
+
+def limits_of(workers: Iterable[Worker]) -> dict[str, Limit]:
+    """What these workers take, by base model."""
+    limits: dict[str, Limit] = {}
     for worker in workers:
-        most[worker.base_model] = max(worker.max_lora_rank, most.get(worker.base_model, 0))
-    return most
+        known = limits.get(worker.base_model)
+        refusal = f"{worker.id}: {worker.refusal}" if worker.refusal else ""
+        if known is None or (known.refusal and not refusal):
+            limits[worker.base_model] = Limit(worker.max_lora_rank, refusal)
+        elif bool(known.refusal) == bool(refusal):
+            limits[worker.base_model] = known._replace(max_lora_rank=max(worker.max_lora_rank, known.max_lora_rank))
+    return limits
 
 
-def fits_nowhere(adapter: Adapter, most: Mapping[str, int]) -> str | None:
-    """Why none of the workers that `most` is made of could ever hold the adapter; None while one could, or none serves
-    its base model.
+def fits_nowhere(adapter: Adapter, limits: Mapping[str, Limit]) -> Misfit | None:
+    """Why none of the workers that `limits` is made of could ever hold the adapter; None while one could, or none
+    serves its base model.
     """
-    limit = most.get(adapter.base_model or "")
-    if limit is None or (adapter.rank or 0) <= limit:
+    limit = limits.get(adapter.base_model or "")
+    if limit is None:
         return None
-    return f"rank {adapter.rank} is above every worker's max_lora_rank (at most {limit}); start a worker with more"
+    if limit.refusal:
+        message = f"no worker of {adapter.base_model} takes adapters ({limit.refusal}); start one that does"
+        return Misfit("adapters_refused", message)
+    if (adapter.rank or 0) <= limit.max_lora_rank:
+        return None
+    most = f"(at most {limit.max_lora_rank})"
+    return Misfit(
+        "rank_too_big", f"rank {adapter.rank} is above every worker's max_lora_rank {most}; start a worker with more"
+    )
 
 
 def why_not(board: Board, adapter: Adapter) -> str | None:
@@ -155,8 +183,8 @@ def why_not(board: Board, adapter: Adapter) -> str | None:
     fits = [w for w in ready if w.base_model == adapter.base_model]
     if not fits:
         return f"no ready worker serves {adapter.base_model}"
-    if (too_big := fits_nowhere(adapter, most_ranks(ready))) is not None:
-        return too_big
+    if (misfit := fits_nowhere(adapter, limits_of(ready))) is not None:
+        return misfit.message
     failures = [board.failed(adapter.lora_id, w.id) for w in fits]
     if all(failure is not None for failure in failures):
         return "; ".join(sorted({failure.message for failure in failures if failure is not None}))

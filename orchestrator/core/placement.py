@@ -12,7 +12,7 @@ from itertools import groupby, islice
 
 from orchestrator.core import storm
 from orchestrator.core.board import Board, is_same, rendezvous, usable_slots
-from orchestrator.core.choose import fits_nowhere, most_ranks, next_load, why_not
+from orchestrator.core.choose import Misfit, fits_nowhere, limits_of, next_load, why_not
 from orchestrator.core.moves import finished, new_moves, surplus, unfinished
 from orchestrator.core.state import (
     OCCUPYING,
@@ -72,8 +72,8 @@ class _Pass:
         board.needed = {lora_id: target.needed for lora_id, target in self.targets.items()}
         unplaced: dict[str, str] = {}
         loads = self._fill(unplaced)
-        too_big = self._too_big()
-        unplaced |= self._unserved() | too_big
+        misfits = self._misfits()
+        unplaced |= self._unserved() | {lora_id: misfit.message for lora_id, misfit in misfits.items()}
         removals = {(step.lora_id, step.worker_id): step for step in self._removals()}
         moves = unfinished(board)
         for step in self._calm_removals(moves):
@@ -92,7 +92,7 @@ class _Pass:
             removals=tuple(removals[pair] for pair in sorted(removals, key=lambda pair: (pair[1], pair[0]))),
             inspections=tuple(islice(self._inspections(), INSPECTIONS)),
             unplaced=unplaced,
-            fits_nowhere=frozenset(too_big),
+            fits_nowhere={lora_id: misfit.code for lora_id, misfit in misfits.items()},
             leaving=tuple(self._leaving()),
             frozen=why,
             memory=Memory(scales=scales, moves=moves, storm=kept),
@@ -228,15 +228,15 @@ class _Pass:
             if adapter.base_model is not None and adapter.base_model not in served
         }
 
-    def _too_big(self) -> dict[str, str]:
+    def _misfits(self) -> dict[str, Misfit]:
         """Adapters that no worker could hold, ready or not: one that starts, or is lost, may be back in a moment."""
-        most = most_ranks(self.board.workers)
+        limits = limits_of(self.board.workers)
         found = {}
         for adapter in self.board.intent.adapters.values():
             if adapter.is_inspected and not adapter.is_deleting and not self.board.copies(adapter.lora_id):
-                why = fits_nowhere(adapter, most)
-                if why is not None:
-                    found[adapter.lora_id] = why
+                misfit = fits_nowhere(adapter, limits)
+                if misfit is not None:
+                    found[adapter.lora_id] = misfit
         return found
 
     def _inspections(self) -> Iterable[Inspection]:

@@ -98,6 +98,7 @@ class Worker:
     base_model    by its name in the fleet
     reported_at   when the report was made, so that "nothing runs" can be told from "nothing ran a while ago"
     is_terminating  its pod is being ended: it is left alone, and what it holds is needed elsewhere
+    refusal       why it takes no adapters at all; empty: it takes them
     """
 
     id: str
@@ -105,6 +106,7 @@ class Worker:
     base_model: str
     slots: int
     max_lora_rank: int
+    refusal: str = ""
     held: Mapping[str, Held] = field(default_factory=dict)
     zone: str = ""
     node: str = ""
@@ -327,7 +329,7 @@ class Desired:
     removals: tuple[Removal, ...] = ()
     inspections: tuple[Inspection, ...] = ()
     unplaced: Mapping[str, str] = field(default_factory=dict)
-    fits_nowhere: frozenset[str] = frozenset()
+    fits_nowhere: Mapping[str, str] = field(default_factory=dict)
     leaving: tuple[str, ...] = ()
     frozen: str | None = None
     memory: Memory = field(default_factory=Memory)

@@ -27,6 +27,7 @@ from router.core.errors import NoReplica, Saturated
 from router.core.index import WorkerId
 
 Chains = Mapping[int, Sequence[BlockHash]]
+_NO_BLOCKS: Sequence[BlockHash] = ()
 # Those who would go to one replica; apart, those of them who want an adapter slot that is not free.
 _Line = tuple[WorkerId, bool]
 
@@ -53,10 +54,20 @@ class Prompt(msgspec.Struct, frozen=True):
     """A request's question and its block hashes, by block size; none when nothing is known of its prompt.
 
     Of an approximate prompt (`ask.is_approximate`) they are another kind of hashes, with an index of their own.
+
+    salted     the hashes where its prompt is salted (Replica.is_salted), and `salted_at` who that is; empty where the
+               salt changes nothing, and of an approximate prompt
     """
 
     ask: Ask
     chains: Chains = NOTHING
+    salted: Chains = NOTHING
+    salted_at: frozenset[WorkerId] = frozenset()
+
+    def chain(self, worker: WorkerId, block_size: int) -> Sequence[BlockHash]:
+        """Its blocks at this worker."""
+        chains = self.salted if worker in self.salted_at else self.chains
+        return chains.get(block_size, _NO_BLOCKS)
 
 
 class Match(msgspec.Struct, frozen=True):

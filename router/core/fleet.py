@@ -62,6 +62,8 @@ class Replica:
     is_far      it is in another zone than this router, as far as both are known
     is_suspect  its agent says that it hangs
     is_ending   Kubernetes is ending its pod; until it has ended, its engine answers
+    refusal     why it takes no adapters at all; empty: it takes them
+    is_salted   prompts there need a `cache_salt` that tells adapters apart (lorafleet/kv/blocks.py adapter_salt)
     """
 
     id: WorkerId
@@ -82,6 +84,8 @@ class Replica:
     is_far: bool = False
     is_suspect: bool = False
     is_ending: bool = False
+    refusal: str = ""
+    is_salted: bool = False
     report: Report = Report()
     model_name: str = ""
 
@@ -166,6 +170,16 @@ class Roster:
         return frozenset(replica.block_size for replica in self.replicas) - {0}
 
     @cached_property
+    def salted(self) -> frozenset[WorkerId]:
+        """Those where prompts are salted."""
+        return frozenset(replica.id for replica in self.replicas if replica.is_salted)
+
+    @cached_property
+    def salted_block_sizes(self) -> frozenset[int]:
+        """As `block_sizes`, of those where prompts are salted."""
+        return frozenset(replica.block_size for replica in self.replicas if replica.is_salted) - {0}
+
+    @cached_property
     def max_model_len(self) -> int:
         """The longest prompt, and its answer, that any replica takes, in tokens; 0 where none has said."""
         return max([replica.max_model_len for replica in self.replicas], default=0)
@@ -206,6 +220,8 @@ def rejection(replica: Replica, engine_name: str) -> str | None:
     """The filter that a replica fails, or None: it may run this adapter (the base model when empty)."""
     if replica.state != "ready":
         return replica.state
+    if engine_name and replica.refusal:
+        return f"takes no adapters: {replica.refusal}"
     if engine_name and engine_name not in replica.residents:
         return "adapter not resident"
     if engine_name in replica.draining:

@@ -90,6 +90,7 @@ class Route:
     begun         event types of a stream that come before the engine has done anything: they decide nothing, so they
                   wait for what follows
     ends          event types that only the last event of a stream has, where that is not `[DONE]` alone
+    takes_salt    its body has `cache_salt`, which reaches the engine's block hashes (vLLM 0.32, read in its source)
     lists         fields of the body that may hold several texts, of each of which the engine makes a sequence
     fields        of the body to decode; the rest is sent on without being looked at
     """
@@ -108,6 +109,7 @@ class Route:
     errors: ErrorShape = "openai"
     begun: frozenset[bytes] = frozenset()
     ends: frozenset[bytes] = frozenset()
+    takes_salt: bool = True
     lists: tuple[str, ...] = ()
     has_body: bool = field(init=False)
     computes: bool = field(init=False)
@@ -198,15 +200,16 @@ _ROWS = (
         summary="Embeddings, in Cohere's form",
         usage="none",
         echoes_model=False,
+        takes_salt=False,
         lists=("texts", "inputs"),
     ),
     Route(path="/pooling", summary="What the model's pooler gives", lists=("input",)),
     Route(path="/classify", summary="Classes of a text", lists=("input",)),
-    Route(path="/score", summary="Similarity of texts", lists=_SCORED),
-    Route(path="/v1/score", summary="Similarity of texts", lists=_SCORED),
-    Route(path="/rerank", summary="Documents by relevance to a query", lists=_SCORED),
-    Route(path="/v1/rerank", summary="Documents by relevance to a query", lists=_SCORED),
-    Route(path="/v2/rerank", summary="Documents by relevance to a query", lists=_SCORED),
+    Route(path="/score", summary="Similarity of texts", takes_salt=False, lists=_SCORED),
+    Route(path="/v1/score", summary="Similarity of texts", takes_salt=False, lists=_SCORED),
+    Route(path="/rerank", summary="Documents by relevance to a query", takes_salt=False, lists=_SCORED),
+    Route(path="/v1/rerank", summary="Documents by relevance to a query", takes_salt=False, lists=_SCORED),
+    Route(path="/v2/rerank", summary="Documents by relevance to a query", takes_salt=False, lists=_SCORED),
     Route(path="/generative_scoring", summary="Probability of labels as the next token", lists=_SCORED),
     Route(
         path="/v1/systemone",

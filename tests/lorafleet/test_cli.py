@@ -343,6 +343,11 @@ def test_zone_and_node_are_columns_only_where_a_worker_has_one(monkeypatch: pyte
         return {"zone", "node"} & set(printed(tables.workers(workers), 200, monkeypatch)[0].split())
 
     assert names(*WORKERS) == set()
+    refusing = WORKERS[0] | {"refusal": "its KV connector"}
+    assert "takes no adapters" not in "".join(printed(tables.workers(WORKERS), 200, monkeypatch))
+    lines = printed(tables.workers([refusing, WORKERS[1]]), 200, monkeypatch)
+    assert lines[0].endswith("takes no adapters")
+    assert [line.endswith("its KV connector") for line in lines[1:]] == [True, False]
     assert names(WORKERS[0], WORKERS[1] | {"zone": "eu-1a"}) == {"zone"}
 
 

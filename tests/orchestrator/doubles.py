@@ -26,6 +26,7 @@ class FakeAgent:
         self.slots = slots
         self.base_model = base_model
         self.max_lora_rank = max_lora_rank
+        self.refusal = ""
         self.zone = zone
         self.node = node
         self.state = "ready"
@@ -102,7 +103,8 @@ class FakeAgent:
             },
             "transport": {"engine_url": self.url},
             "lora": {
-                "enabled": True,
+                "enabled": not self.refusal,
+                "refusal": self.refusal,
                 "max_loras": 2,
                 "max_cpu_loras": self.slots,
                 "max_lora_rank": self.max_lora_rank,

@@ -303,7 +303,7 @@ def test_what_is_too_large_for_every_worker_is_told_whether_or_not_it_is_asked_f
     big = adapter("big", rank=128)
     for demand in (Demand(), want("big")):
         desired = place(intent(big, adapter("a")), fleet(worker("w0"), *others), demand, Rules(), NOW)
-        assert desired.fits_nowhere == (frozenset() if limit is None else {"big"})
+        assert desired.fits_nowhere == ({} if limit is None else {"big": "rank_too_big"})
         if limit is not None:
             assert f"rank 128 is above every worker's max_lora_rank (at most {limit})" in desired.unplaced["big"]
 
@@ -314,12 +314,42 @@ def test_what_is_too_large_for_every_worker_is_told_whether_or_not_it_is_asked_f
 )
 def test_nothing_else_is_said_to_fit_nowhere(changes):
     known = replace(adapter("big", rank=128), **changes)
-    assert place(intent(known), fleet(worker("w0")), want("big"), Rules(), NOW).fits_nowhere == frozenset()
+    assert place(intent(known), fleet(worker("w0")), want("big"), Rules(), NOW).fits_nowhere == {}
 
 
 def test_what_a_worker_holds_fits_there_whatever_it_says_of_ranks():
     desired = place(intent(adapter("big", rank=128)), fleet(worker("w0", held("big"))), Demand(), Rules(), NOW)
-    assert desired.fits_nowhere == frozenset()
+    assert desired.fits_nowhere == {}
+
+
+def refusing(name, **changes):
+    return worker(name, slots=0, refusal="its connector", **changes)
+
+
+@pytest.mark.parametrize(
+    ("others", "is_told"),
+    [
+        ([], True),
+        ([refusing("w1", max_lora_rank=256)], True),
+        ([worker("w1", base_model="llama")], True),
+        ([worker("w1", state="lost")], False),
+        ([worker("w1", held("b"), slots=1)], False),
+    ],
+)
+def test_worker_that_refuses_is_given_no_adapter_and_named_where_no_other_could_be(others, is_told):
+    for demand in (Demand(), want("a")):
+        desired = place(intent(adapter("a")), fleet(refusing("w0"), *others), demand, Rules(), NOW)
+        assert desired.loads == ()
+        assert desired.fits_nowhere == ({"a": "adapters_refused"} if is_told else {})
+        if is_told:
+            assert "no worker of qwen takes adapters (w0: its connector)" in desired.unplaced["a"]
+
+
+def test_adapter_goes_to_the_worker_that_takes_it_whatever_ranks_others_name():
+    observed = fleet(refusing("w0", max_lora_rank=256), worker("w1"))
+    desired = place(intent(adapter("a"), adapter("big", rank=128)), observed, want("a", "big"), Rules(), NOW)
+    assert [(load.lora_id, load.worker_id) for load in desired.loads] == [("a", "w1")]
+    assert "(at most 64)" in desired.unplaced["big"]
 
 
 def test_more_replicas_than_workers_that_can_have_one_are_not_said_to_lack_a_slot():

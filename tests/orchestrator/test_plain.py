@@ -1,5 +1,6 @@
 """Engines without an agent as workers: the orchestrator loads into them what lies on their own disks."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -8,6 +9,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
+from structlog.testing import capture_logs
 
 from lorafleet.tiny import make_adapter, make_model
 from orchestrator.config import OrchestratorSettings
@@ -15,6 +17,7 @@ from tests.engines import RunningEngine, start_engine
 from tests.orchestrator.conftest import House
 from tests.orchestrator.doubles import FakeAgent
 from tests.serving import serving
+from tests.workers.running import sim_inside
 
 DIGEST = "ab" * 32
 SQL = "team/sql"
@@ -140,6 +143,40 @@ async def test_what_an_engine_listed_from_its_start_is_nobodys_and_stays(house_o
     assert held(engine).keys() == {"own", f"{SQL}@{DIGEST[:12]}"}
     (item,) = (await house.http.get("/v1/workers")).json()["data"]
     assert item["orphans"] == ["own"]
+
+
+async def test_nothing_is_loaded_into_an_engine_that_does_not_tell_its_connector(house_of, model, shelf):
+    config = '{"kv_connector": "Mine", "kv_role": "kv_both"}'
+    async with sim_inside(model, "--kv-transfer-config", config) as url:
+        house = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=(shelf,))
+        await register(house, shelf)
+        with capture_logs() as logs:
+            await house.settle()
+        answer = (await house.ensure(SQL)).json()
+        assert answer["fits_nowhere"]
+        assert "engine_salt" in answer["error"]
+        (item,) = (await house.http.get("/v1/workers")).json()["data"]
+        assert "engine_salt" in item["refusal"]
+        told = [line for line in logs if line["event"] == "engine takes no adapters"]
+        assert [line["reason"] for line in told] == [item["refusal"]]
+        load = {"lora_id": SQL, "source": f"file://{shelf}/sql", "digest": DIGEST}
+        refused = await house.whole.plain.handle_async_request(
+            httpx.Request("POST", "plain://workers/e0/v1/admin/load_lora", json=load)
+        )
+        assert (refused.status_code, json.loads(refused.content)["error"]["code"]) == (409, "adapters_refused")
+        assert await models_of(url) == {"tiny-qwen"}
+
+        trusting = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=(shelf,), engine_salt="always")
+        await register(trusting, shelf)
+        await trusting.settle()
+        await trusting.ensure(SQL)
+        await trusting.settle()
+        assert (await trusting.adapter(SQL))["workers"] == ["e0"]
+
+
+async def models_of(url):
+    async with httpx.AsyncClient() as client:
+        return {model["id"] for model in (await client.get(f"{url}/v1/models")).json()["data"]}
 
 
 @pytest.mark.parametrize(

@@ -512,6 +512,27 @@ async def test_who_asks_for_an_adapter_that_fits_on_no_worker_is_told_at_once_an
     assert list(larger.loaded) == ["sql/v1"]
 
 
+async def test_who_asks_for_an_adapter_where_every_worker_refuses_them_is_told_why_at_once(house):
+    agent = await house.worker()
+    agent.refusal = "KV connector ExampleConnector"
+    await house.register(source="file:///sql")
+    await house.settle()
+    told = (await asyncio.wait_for(house.ensure(wait_s=600), patience(10))).json()
+    assert (told["fits_nowhere"], told["ready"], told["loading"]) == (True, [], [])
+    assert "(w0: KV connector ExampleConnector)" in told["error"]
+    assert "load_lora" not in {verb for verb, _ in agent.operations()}
+    (item,) = (await house.http.get("/v1/workers")).json()["data"]
+    assert (item["refusal"], item["adapters"]) == ("KV connector ExampleConnector", [])
+    (entry,) = (await house.http.get("/v1/catalog")).json()["adapters"]
+    assert "(w0: KV connector ExampleConnector)" in entry["error"]
+    dry = await house.http.post("/v1/adapters?dry_run=1", json={"lora_id": "b/v1", "source": "file:///b"})
+    assert (dry.status_code, dry.json()["error"]["code"]) == (400, "adapters_refused")
+
+    agent.refusal = ""
+    await house.settle()
+    assert (await house.ensure(wait_s=600)).json()["ready"] == ["w0"]
+
+
 async def test_what_is_deleted_and_registered_anew_is_not_held_to_what_failed_before(house):
     agent = await house.worker()
     agent.refuse["sql/v1"] = "source_not_found"

@@ -126,6 +126,8 @@ class Control:
     figures: Load = field(default_factory=Load)  # of every engine
     list_age_s: float | None = None  # of every engine's list
     max_loras: int = 2
+    salted: frozenset = frozenset()  # workers whose KV connector keeps adapters apart by salts alone
+    refusals: dict[str, str] = field(default_factory=dict)  # of workers that take no adapters
     max_lora_ranks: dict[str, int] = field(default_factory=dict)
     block_sizes: dict[str, int] = field(default_factory=dict)
     max_model_lens: dict[str, int] = field(default_factory=dict)
@@ -171,7 +173,9 @@ class Control:
             model=ModelCard(name=BASE, base_model=BASE, runtime_config=shape),
             transport=Transport(engine_url=self.workers[worker]),
             lora=LoraInfo(
-                enabled=True,
+                enabled=worker not in self.refusals,
+                refusal=self.refusals.get(worker, ""),
+                is_salted=worker in self.salted,
                 max_loras=self.max_loras,
                 max_cpu_loras=4,
                 max_lora_rank=self.max_lora_ranks.get(worker, 0),

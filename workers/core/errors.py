@@ -90,6 +90,7 @@ class EngineError(WorkerError):
     codes: ClassVar[Mapping[str, int]] = {
         "no_free_slot": 409,
         "adapter_refused": 422,
+        "adapters_refused": 409,
         "engine_failed": 503,
         "engine_unreachable": 503,
         "engine_timeout": 504,

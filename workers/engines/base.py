@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from lorafleet.kv.connectors import Judgement
 from lorafleet.kv.sources import Sources
 from lorafleet.vllm_page import Scrape
 
@@ -74,6 +75,9 @@ class Engine(Protocol):
 
     async def kv_sources(self) -> Sources:
         """Where its KV events are, of an engine that we did not start; nothing where it does not say."""
+
+    async def connector(self) -> Judgement:
+        """What it tells of its KV connector, of an engine whose command does not say."""
 
     async def boot_mark(self) -> str:
         """What tells this start of the engine from any other, where nobody gave it a boot id."""

@@ -23,6 +23,7 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorafleet.kv.connectors import NO_CONNECTOR, Judgement
 from lorafleet.kv.sources import Sources, sources_of
 from lorafleet.vllm_page import Scrape
 from workers.core.errors import EngineError
@@ -112,6 +113,15 @@ class SglangEngine(EngineClient):
         except (ValueError, TypeError):
             return Sources()
         return sources_of(httpx.URL(self.url).host, [told])
+
+    async def connector(self) -> Judgement:
+        """By its arguments: its own caches are kept apart by adapter, and of these two nobody has looked."""
+        info = await self._info()
+        for argument in ("enable_lmcache", "hicache_storage_backend"):
+            if info.get(argument):
+                flag = f"--{argument.replace('_', '-')}"
+                return Judgement("refused", f"how SGLang's {flag} keeps adapters apart is not known", is_known=False)
+        return NO_CONNECTOR
 
     async def scrape(self) -> Scrape:
         """Its counters are on one page, and who runs now on another: the gauge of that on the first is set every 40

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import httpx
 
+from lorafleet.kv.connectors import Judgement, learned
 from lorafleet.kv.sources import Sources, sources_of
 from lorafleet.vllm_errors import is_ending
-from lorafleet.vllm_page import Scrape, parse_metrics
+from lorafleet.vllm_page import SERVER_INFO, Scrape, parse_metrics, transfer_config
 from workers.core.errors import EngineError
 from workers.engines.base import Shape, Traits
 from workers.engines.client import MODELS_TIMEOUT_S, EngineClient
+
+_INFO_TIMEOUT_S = 30.0  # it looks at its whole machine for that, once
 
 
 class VllmEngine(EngineClient):
@@ -65,6 +68,13 @@ class VllmEngine(EngineClient):
         except (ValueError, KeyError, TypeError):
             return Sources()  # an older vLLM
         return sources_of(httpx.URL(self.url).host, told)
+
+    async def connector(self) -> Judgement:
+        """From its `/server_info` where it has one, else from its metrics."""
+        answer = await self._call("GET", SERVER_INFO, timeout_s=_INFO_TIMEOUT_S)
+        told = transfer_config(answer.content) if answer.is_success else None
+        scrape = await self.scrape()
+        return learned(told, offloading=scrape.offloading, has_connector=scrape.has_connector)
 
     async def scrape(self) -> Scrape:
         return parse_metrics(await self._metrics_page())

@@ -87,6 +87,11 @@ class Metrics:
             registry=self.registry,
         )
         self._waiting = {reason: by_reason.labels(**own, reason=reason) for reason in ("capacity", "deferred")}
+        if settings.has_connector:
+            fetches = "vllm:num_requests_kv_fetch_by_stage"
+            by_stage = Gauge(fetches, "Number of requests by KV load stage.", [*names, "stage"], registry=self.registry)
+            for stage in ("waiting_to_start", "in_progress", "completed_waiting"):
+                by_stage.labels(**own, stage=stage).set(0)
         self._loras = Gauge(
             "vllm:lora_requests_info",
             "Running stats on lora requests.",

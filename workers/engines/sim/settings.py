@@ -66,6 +66,7 @@ class Settings:
     shutdown_timeout: float
     kv_events: EventsConfig
     runtime_loras: bool
+    has_connector: bool
     int_block_hashes: bool
     dev_mode: bool
     sim_prefill_tokens_per_s: float
@@ -115,6 +116,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         shutdown_timeout=flags.shutdown_timeout,
         kv_events=kv_events,
         runtime_loras=_is_set(environment, "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0"),
+        has_connector=bool(flags.kv_transfer_config),
         int_block_hashes=_is_set(environment, "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1"),
         dev_mode=_is_set(environment, "VLLM_SERVER_DEV_MODE", "0"),
         sim_prefill_tokens_per_s=flags.sim_prefill_tokens_per_s,
@@ -144,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     vllm.add_argument("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False)
     vllm.add_argument("--shutdown-timeout", type=float, default=0.0)
     vllm.add_argument("--kv-events-config", default="{}")
+    vllm.add_argument("--kv-transfer-config", default="", help="shown in the metrics; nothing is transferred")
     for flag in IGNORED_WITH_VALUE:
         vllm.add_argument(flag, help=argparse.SUPPRESS)
     for flag in IGNORED_SWITCHES:

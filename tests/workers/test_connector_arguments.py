@@ -1,0 +1,122 @@
+"""The KV connector that an engine's command asks for, in each way in which vLLM can be told."""
+
+import asyncio
+import json
+import sys
+
+import pytest
+
+from tests.patience import patience
+from tests.workers.running import SIM, RunningWorker
+from workers.engines.adopt import CommandError
+from workers.engines.connector import named_connector
+
+SERVE = ("vllm", "serve", "/models/m")
+EXAMPLE = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
+SAFE = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'
+
+
+def separation(*words: str) -> str | None:
+    found = named_connector((*SERVE, *words))
+    return None if found is None else found.separation
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--kv-transfer-config", EXAMPLE),
+        ("--kv_transfer_config", EXAMPLE),
+        (f"--kv-transfer-config={EXAMPLE}",),
+        (f"--kv_transfer-config={EXAMPLE}",),
+        ("--kv-transfer", EXAMPLE),
+        ("--kv-t", EXAMPLE),
+        ("--kv-transfer-config.kv_connector", "ExampleConnector", "--kv-transfer-config.kv_role", "kv_both"),
+        ("--kv_transfer_config.kv_connector=ExampleConnector",),
+        # The last one counts; a field on its own comes after all others.
+        ("--kv-transfer-config", SAFE, "--kv-transfer-config", EXAMPLE),
+        ("--kv-transfer-config.kv_connector", "ExampleConnector", "--kv-transfer-config", SAFE),
+        ("--kv-transfer-config", '{"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"a": 80m}}'),
+    ],
+)
+def test_example_connector_is_refused_in_each_spelling(words):
+    assert separation(*words) == "refused"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ((), None),
+        (("--kv-events-config", "{}", "--kv-cache-dtype", "auto"), None),
+        (("--kv-transfer-config", "None"), None),
+        (("--kv-transfer-config", ""), None),
+        (("--kv-transfer-config", SAFE), "safe"),
+        (("--kv-transfer-config", EXAMPLE, "--kv-transfer-config", SAFE), "safe"),
+        (("--kv-offloading-size", "4"), "safe"),
+        (("--kv_offloading_size=4", "--kv-offloading-backend", "lmcache"), "salted"),
+        (("--kv-offloading-backend", "lmcache"), None),
+        # It writes its own connector over the other's name.
+        (("--kv-transfer-config", EXAMPLE, "--kv-offloading-size", "4"), "safe"),
+        (
+            ("--kv-transfer-config.kv_connector=MultiConnector",
+             '--kv-transfer-config.kv_connector_extra_config.connectors=[{"kv_connector": "LMCacheMPConnector"}]'),
+            "salted",
+        ),
+    ],
+)  # fmt: skip
+def test_other_words_say_what_they_say(words, found):
+    assert separation(*words) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "found"),
+    [
+        (f"kv-transfer-config: '{EXAMPLE}'", (), "refused"),
+        ("kv_transfer_config:\n  kv_connector: ExampleConnector\n  kv_role: kv_both", (), "refused"),
+        ("kv-transfer-config.kv_connector: ExampleConnector", (), "refused"),
+        ("kv-offloading-size: 4\nkv-offloading-backend: lmcache\nenforce-eager: true", (), "salted"),
+        (f"kv-transfer-config: '{EXAMPLE}'", ("--kv-transfer-config", SAFE), "safe"),
+        ("port: 8000\nserved-model-name: [a, b]", (), None),
+        ("", (), None),
+    ],
+)
+def test_config_file_is_read_and_the_command_line_comes_before_it(tmp_path, text, words, found):
+    (tmp_path / "vllm.yaml").write_text(text)
+    assert separation("--config", str(tmp_path / "vllm.yaml"), *words) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--kv-transfer-config", "{kv_connector"), "--kv-transfer-config '{kv_connector'"),
+        (("--kv-transfer-config",), None),
+        (("--kv-transfer-config", "[]"), "expected a JSON object"),
+        (("--kv-transfer-config.a=1", "--kv-transfer-config.a.b=2"), "--kv-transfer-config.a.b"),
+        (("--config", "/nowhere/vllm.yaml"), "--config /nowhere/vllm.yaml"),
+    ],
+)
+def test_argument_that_cannot_be_read_is_named(words, said):
+    if said is None:
+        assert separation(*words) is None  # vLLM says itself that its value is missing
+        return
+    with pytest.raises(CommandError, match=said.replace("{", r"\{")):
+        separation(*words)
+
+
+def test_config_file_that_is_no_mapping_is_named(tmp_path):
+    for text in ("- a", "a: ["):
+        (tmp_path / "vllm.yaml").write_text(text)
+        with pytest.raises(CommandError, match=f"--config {tmp_path}"):
+            separation("--config", str(tmp_path / "vllm.yaml"))
+
+
+@pytest.mark.fleet
+async def test_unreadable_connector_ends_the_start_with_one_line(agent_model, agent_adapters, tmp_path):
+    words = json.dumps(["--kv-transfer-config", "{kv_connector"])
+    worker = RunningWorker(agent_model, agent_adapters, tmp_path, *SIM, "--engine-args", words)
+    agent = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(agent.communicate(), patience(20))
+    assert agent.returncode == 2
+    assert b"--kv-transfer-config" in said
+    assert b"Traceback" not in said
