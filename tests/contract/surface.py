@@ -97,6 +97,13 @@ def assert_names_an_unknown_model(direct: Direct, route: Route) -> None:
     assert ("type" in answer.json()) == (route.errors == "anthropic")
 
 
+def assert_takes_a_salt(direct: Direct, route: Route) -> None:
+    """As the row says: vLLM refuses a salt with a slash, where its body has one, and ignores one that it has not."""
+    answer = direct.post(route.path, example(route.path) | {"cache_salt": "a/b"}, model=ENGINE_NAME)
+    if route.takes_salt and route.computes:
+        assert (answer.status_code, "cache_salt" in answer.text) == (400, True), answer.text
+
+
 def assert_no_route_is_forgotten(direct: Direct) -> None:
     """A route that is new in vLLM fails this: it is to be offered, or named among those that are not."""
     known = {path for _method, path in ROUTES} | {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"}

@@ -39,6 +39,7 @@ from tests.contract.surface import (
     assert_names_an_unknown_model,
     assert_no_route_is_forgotten,
     assert_same_through_a_router,
+    assert_takes_a_salt,
     assert_takes_its_example,
     example,
     holding,
@@ -80,6 +81,38 @@ def test_every_route_takes_its_example_for_the_base_model_and_for_an_adapter(dir
 @by_row
 def test_every_route_says_which_model_it_does_not_know(direct: Direct, route: Route) -> None:
     assert_names_an_unknown_model(direct, route)
+
+
+@by_row
+def test_body_of_every_route_has_a_salt_where_its_row_says_so(direct: Direct, route: Route) -> None:
+    assert_takes_a_salt(direct, route)
+
+
+def test_salt_keeps_prompts_apart_at_each_route_with_a_prompt(direct: Direct) -> None:
+    def hits() -> float:
+        lines = direct.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+    def asked(path: str, body: dict[str, Any], salt: str) -> float:
+        before = hits()
+        answer = direct.post(path, body | {"cache_salt": salt, "max_tokens": 2}, model=ENGINE_NAME)
+        assert answer.status_code == 200, answer.text
+        return hits() - before
+
+    text = "INSERT INTO salts VALUES ('sea', 'rock', 'none');\n" * 8
+    chat = [{"role": "user", "content": text}]
+    for number, (path, body) in enumerate(
+        [
+            ("/v1/chat/completions", {"messages": chat}),
+            ("/v1/chat/completions/batch", {"messages": [chat]}),
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/messages", {"messages": chat}),
+            ("/v1/responses", {"input": text}),
+            ("/generative_scoring", {"query": text, "items": [text], "label_token_ids": [300, 301]}),
+        ]
+    ):
+        first, second, other = (asked(path, body, salt) for salt in (f"a{number}", f"a{number}", f"b{number}"))
+        assert (path, first, second > 0, other) == (path, 0, True, 0)
 
 
 @pytest.mark.parametrize("route", STREAMED, ids=lambda route: route.path)

@@ -14,6 +14,7 @@ from tests.contract.surface import (
     assert_names_an_unknown_model,
     assert_no_route_is_forgotten,
     assert_same_through_a_router,
+    assert_takes_a_salt,
     assert_takes_its_example,
     example,
     holding,
@@ -46,6 +47,11 @@ def test_every_route_takes_its_example_for_the_base_model_and_for_an_adapter(dir
 @by_row
 def test_every_route_says_which_model_it_does_not_know(direct: Direct, route: Route) -> None:
     assert_names_an_unknown_model(direct, route)
+
+
+@by_row
+def test_body_of_every_route_has_a_salt_where_its_row_says_so(direct: Direct, route: Route) -> None:
+    assert_takes_a_salt(direct, route)
 
 
 def test_no_inference_route_of_the_engine_is_forgotten(direct: Direct) -> None:

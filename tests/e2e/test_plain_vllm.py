@@ -82,6 +82,43 @@ async def test_a_router_alone_serves_what_a_real_vllm_lists_and_knows_what_it_ha
         assert (await ask(client, "late")).status_code == 404
 
 
+async def test_predictions_stay_exact_on_a_real_vllm_whose_prompts_are_salted(engine) -> None:
+    settings = RouterSettings(
+        engines=(f"e0={engine.url}",), engine_key=KEY, engine_salt="always", metadata_poll_s=0.1, send_prompt_ids="all"
+    )
+    app, parts = build_router(settings)
+    async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url) as client:
+        await until(parts, parts.discovery.is_synced)
+        assert parts.discovery.fleet.replicas["e0"].is_salted
+        async with within(20):
+            while parts.trust.state("e0") != "exact":
+                await asyncio.sleep(0.02)
+        index = parts.feeds.index(BASE, 32)
+        text = "Salted by somebody, and by us. " * 20
+        # Another salt finds nothing, and each finds what it had itself.
+        for model, salt in (("own", None), ("own", "a"), ("own", "b"), (BASE, "a"), (BASE, None)):
+            for path, prompt in (
+                ("/v1/completions", {"prompt": text}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ):
+                body = (
+                    {"model": model, "max_tokens": 1, "temperature": 0}
+                    | prompt
+                    | ({"cache_salt": salt} if salt else {})
+                )
+                for is_second in (False, True):
+                    before = index.workers().get("e0", 0)
+                    answer = await client.post(path, json=body, timeout=60)
+                    assert answer.status_code == 200, answer.text
+                    details = answer.json()["usage"]["prompt_tokens_details"] or {}
+                    told = details.get("cached_tokens") or 0
+                    assert (model, salt, int(answer.headers["x-lorafleet-cached-tokens"])) == (model, salt, told)
+                    assert (told > 128) == is_second
+                    async with within(20):
+                        while not is_second and index.workers().get("e0", 0) == before:
+                            await asyncio.sleep(0.02)
+
+
 async def test_an_orchestrator_loads_into_a_real_vllm_from_its_own_disk_and_unloads_again(
     engine, shelf, tmp_path
 ) -> None:
