@@ -148,6 +148,9 @@ async def test_what_an_engine_listed_from_its_start_is_nobodys_and_stays(house_o
 async def test_nothing_is_loaded_into_an_engine_that_does_not_tell_its_connector(house_of, model, shelf):
     config = '{"kv_connector": "Mine", "kv_role": "kv_both"}'
     async with sim_inside(model, "--kv-transfer-config", config) as url:
+        own = {"lora_name": "own", "lora_path": str(shelf / "legal")}
+        async with httpx.AsyncClient() as client:
+            (await client.post(f"{url}/v1/load_lora_adapter", json=own)).raise_for_status()
         house = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=(shelf,))
         await register(house, shelf)
         with capture_logs() as logs:
@@ -157,6 +160,7 @@ async def test_nothing_is_loaded_into_an_engine_that_does_not_tell_its_connector
         assert "engine_salt" in answer["error"]
         (item,) = (await house.http.get("/v1/workers")).json()["data"]
         assert "engine_salt" in item["refusal"]
+        assert (item["adapters"], item["orphans"], item["capacity"]["available_slots"]) == ([], [], 0)
         told = [line for line in logs if line["event"] == "engine takes no adapters"]
         assert [line["reason"] for line in told] == [item["refusal"]]
         load = {"lora_id": SQL, "source": f"file://{shelf}/sql", "digest": DIGEST}
@@ -164,7 +168,7 @@ async def test_nothing_is_loaded_into_an_engine_that_does_not_tell_its_connector
             httpx.Request("POST", "plain://workers/e0/v1/admin/load_lora", json=load)
         )
         assert (refused.status_code, json.loads(refused.content)["error"]["code"]) == (409, "adapters_refused")
-        assert await models_of(url) == {"tiny-qwen"}
+        assert await models_of(url) == {"tiny-qwen", "own"}
 
         trusting = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=(shelf,), engine_salt="always")
         await register(trusting, shelf)

@@ -151,6 +151,7 @@ async def test_predictions_stay_exact_at_an_engine_that_is_salted(folders):
         (
             await engine.post("/v1/completions", json={"model": "sql", "prompt": LONG, "max_tokens": 1})
         ).raise_for_status()
+        await until(lambda: index.workers().get("e0", 0) > 10)
         for more in (
             {"model": "sql"},
             {"model": "sql", "cache_salt": "a"},
