@@ -46,6 +46,15 @@ async def test_adapters_and_clients_salts_are_salted_at_such_an_engine_alone():
             assert {body.get("cache_salt") for body in other.bodies[asked[1] :]} == {given}
 
 
+async def test_each_item_of_a_batch_is_salted_for_its_own_adapter():
+    control, engine = with_sql("w0"), Engine("w0")
+    control.salted = frozenset({"w0"})
+    async with fleet(engine, control=control) as (client, _, _):
+        await client.post("/generate", json={"text": ["a", "b"], "lora_path": ["sql/v1", None], "cache_salt": "pepper"})
+        salts = {body["model"]: body["cache_salt"] for body in engine.bodies}
+        assert salts == {SQL: adapter_salt(SQL, "pepper"), BASE: adapter_salt("", "pepper")}
+
+
 async def test_salt_that_is_none_is_refused_where_it_would_have_to_be_salted():
     control, engine = with_sql("w0"), Engine("w0")
     control.salted = frozenset({"w0"})

@@ -4,10 +4,15 @@ import sys
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from lorafleet.kv.connectors import CONNECTORS
+from tests.serving import serving
 from tests.workers.running import SIM, RunningWorker, code, post
+from workers.engines.kinds import connect
 from workers.wire import Metadata
 
 MODEL = "tiny-qwen"
@@ -80,6 +85,24 @@ async def test_engine_that_the_agent_starts_is_judged_by_its_command(agent_model
         assert (await post(client, "load_lora", lora_id="legal/v2")).status_code == 200
         found = (await told(client)).lora
         assert (found.refusal, found.is_salted) == ("", separation == "salted")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "separation"),
+    [
+        ({}, "safe"),
+        ({"enable_lmcache": False, "hicache_storage_backend": None}, "safe"),
+        ({"enable_lmcache": True}, "refused"),
+        ({"hicache_storage_backend": "file"}, "refused"),
+    ],
+)
+async def test_sglangs_outer_caches_count_as_connectors_that_are_not_known(arguments, separation):
+    app = Starlette(routes=[Route("/server_info", lambda _: JSONResponse({"page_size": 16, **arguments}))])
+    async with serving(app) as url:
+        engine = connect("sglang", url)
+        found = await engine.connector()
+        await engine.aclose()
+    assert (found.separation, found.is_known) == (separation, separation == "safe")
 
 
 @pytest.mark.fleet
