@@ -158,7 +158,7 @@ class Reads:
                     "agent_url": agent_url_of(entry.report),
                     "engine_url": "" if agent_url_of(entry.report) else entry.report.transport.engine_url,
                     "state": self._told_of(name, entry),
-                    "agent_boot_id": entry.report.agent_boot_id,
+                    "agent_boot_id": entry.report.agent_boot_id if agent_url_of(entry.report) else "",
                 }
             )
             for name, entry in self._fleet.entries.items()

@@ -111,7 +111,7 @@ async def test_routers_are_told_to_ask_the_engine_itself(house_of, engine):
     house = house_of(engine)
     await house.turn()
     (worker,) = (await house.http.get("/v1/catalog")).json()["workers"]
-    assert worker == {"id": "e0", "agent_url": "", "state": "ready", "engine_url": engine.url}
+    assert worker == {"id": "e0", "agent_url": "", "state": "ready", "engine_url": engine.url, "agent_boot_id": ""}
     (item,) = (await house.http.get("/v1/workers")).json()["data"]
     assert (item["agent_url"], item["engine_url"], item["base_model"]) == ("", engine.url, "tiny-qwen")
 
