@@ -1,10 +1,13 @@
-"""A request of the base model gets no adapter's weights, whatever it shares a batch with, on vLLM's own kernels."""
+"""On the CPU no request of the base model gets an adapter's weights, and no process of vLLM waits in a busy loop."""
 
 import asyncio
+import time
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -23,6 +26,24 @@ def test_vllm_finds_the_plugin():
     (where,) = named.values()
     module, _, function = where.partition(":")
     assert getattr(import_module(module), function) is vllm_cpu.register
+
+
+def test_an_engines_processes_sleep_while_they_wait_for_each_other():
+    looked = []
+    queues, another = SimpleNamespace(sched_yield=lambda: looked.append(1)), SimpleNamespace()
+    for each in (queues, another):
+        vllm_cpu._sleep_while_waiting(each)
+    began = time.monotonic()
+    queues.sched_yield()
+    assert time.monotonic() - began >= vllm_cpu._LOOK_EVERY_S
+    assert (looked, vars(another)) == ([], {})
+
+
+@pytest.mark.vllm
+def test_vllm_still_yields_where_it_waits_for_another_process():
+    (folder,) = find_spec("vllm").submodule_search_locations
+    text = (Path(folder) / "distributed" / "device_communicators" / "shm_broadcast.py").read_text()
+    assert "            sched_yield()\n" in text
 
 
 @pytest.fixture(scope="module")
