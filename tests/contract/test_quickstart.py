@@ -15,7 +15,7 @@ from tests.engines import Kind, RunningEngine
 from tests.patience import patience
 
 QUICKSTART = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(300)]
 
 
 def benchmark_command(**given: str) -> list[str]:
