@@ -1,6 +1,6 @@
 # make demo       a fleet on this machine with real vLLM on the CPU, asked a few questions; Ctrl-C stops it
 # make test       before each commit: the checks, and every test that a change needs, some on real vLLM
-# make test-fast  while you write: no vLLM (nor its 3 GB: make install-fast), no fleets of processes
+# make test-fast  while you write: no vLLM (nor its 3 GB: make install-fast), no fleets of processes, nothing slow
 # make test-all   before a release: everything, with long runs, kills, and the whole of vLLM's contract
 # make lint       the checks alone
 # make clean      everything made here
@@ -69,9 +69,9 @@ lint: $(FAST)
 test: $(STAMP) lint
 	$(PYTEST) -m 'not thorough'
 
-test-fast: JOBS := $(shell expr `nproc` \* 2)
+test-fast: JOBS := $(shell expr `nproc` \* 3)
 test-fast: $(FAST)
-	$(PYTEST) -m 'not thorough and not vllm and not fleet'
+	$(PYTEST) -m 'not thorough and not vllm and not fleet and not slow'
 
 test-all: $(STAMP) lint
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)

@@ -24,6 +24,7 @@ def test_the_quick_benchmark_writes_its_rows(tmp_path):
     assert moves["value"] == 0
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_rows_of_short_scenes(tmp_path, monkeypatch):
     def short(scene):
         trouble = {} if scene.flash is None else {"flash": (25, 35, 2.0), "lost": 40, "back": 50}

@@ -241,6 +241,7 @@ def test_a_client_that_waits_too_long_leaves_and_counts_as_failed():
 # --- policies ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", names())
 def test_every_policy_answers_everything_at_light_load_and_twice_the_same(policy):
     case = Case(capacity=150, load=0.3, routers=2, report_s=1.0)
@@ -331,6 +332,7 @@ def test_what_a_peer_forgets_it_counts_once():
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_quick_benchmark_ends_and_writes_its_rows(tmp_path):
     rows = rows_of("trace", tmp_path, "--policies", "kv_lora,dynamo")
     ours = [row for row in rows if row["what"].endswith("kv_lora: mean TTFT")]

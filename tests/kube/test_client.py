@@ -303,6 +303,7 @@ async def test_a_kubeconfig_of_https_brings_its_own_authority(tmp_path, api):
         await kube.close()
 
 
+@pytest.mark.slow
 async def test_neither_house_imports_what_only_a_laptop_needs():
     """Importing `kubernetes` costs each process 58 MB and 0.4 s (37.0, measured)."""
     code = "import router.app, orchestrator.app, sys; print(sorted({'kubernetes', 'aiohttp'} & sys.modules.keys()))"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -204,12 +205,14 @@ async def _is_right(script):
     return not await script.differences()
 
 
+@pytest.mark.slow
 @given(SCRIPTS, st.integers(0, 2**32))
 @settings(max_examples=examples(120), phases=(Phase.explicit, Phase.generate))
 def test_what_people_and_rest_asked_for_last_is_what_stands(groups, seed):
     assert asyncio.run(play(groups, seed)) == []
 
 
+@pytest.mark.slow
 async def test_forty_objects_applied_and_deleted_at_once_stay_deleted(kube, seats, people):
     kube.ours.faults.slow_down(random.Random(1), requests_s=0.1, answers_s=0.1, events_s=0.002)
     seat = await seats.lead(give_up_s=patience(10), call_s=patience(5))

@@ -348,6 +348,7 @@ async def test_what_the_last_leader_wrote_at_the_very_end_is_taken_over_by_the_n
     await until(lambda: new.store.adapters["sql/v1"] == changed)
 
 
+@pytest.mark.slow
 async def test_many_refused_objects_and_a_busy_store_cost_few_requests(seat, people, kube):
     server = kube.ours
     for number in range(100):

@@ -302,6 +302,7 @@ async def test_an_api_server_that_is_away_changes_nothing_and_is_asked_rarely(ku
         assert (await fleet.client.get("/ready")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_watch_that_falls_silent_is_noticed_and_meanwhile_requests_go_on(kube):
     async with running(kube, Engine("w0"), Engine("w1")) as fleet:
         await fleet.name("w0")
@@ -392,6 +393,7 @@ async def test_an_engine_that_has_no_agent_is_served_where_its_slice_says(kube, 
         engine.stop()
 
 
+@pytest.mark.slow
 async def test_three_hundred_endpoints_that_flap_cost_little_and_disturb_nobody(kube):
     """Nodes whose word comes and goes: slices are written, emptied, deleted and made again many times a second."""
     server, control, chance = kube.ours, Control(), random.Random(1)

@@ -80,6 +80,7 @@ def ask(run: Run, orchestrator: str) -> Run:
     return ask_it
 
 
+@pytest.mark.slow
 def test_an_adapter_is_added_listed_shown_and_removed(ask: Run, tmp_path: Path) -> None:
     ask("adapters", "add", "sql/v1", str(tmp_path), "--base-model", "tiny", "--tenant", "acme", "--loading", "eager")
     row = next(line for line in ask("adapters", "list").out.splitlines() if line.startswith("sql/v1"))
@@ -399,6 +400,7 @@ def test_the_address_comes_from_the_environment(run: Run, orchestrator: str, mon
     assert run("workers", "list").status == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [

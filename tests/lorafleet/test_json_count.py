@@ -65,6 +65,7 @@ async def test_an_agent_refuses_bodies_of_many_values_unread(path, tmp_path):
         assert (await refused(app, "/v1/admin/load_lora", large))[0] == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/adapters", "/v1/adapters:batch", "/v1/workers/register", "/v1/placements/plan"])
 async def test_an_orchestrator_refuses_bodies_of_many_values_unread(path, tmp_path):
     async with orchestrator(tmp_path) as app:

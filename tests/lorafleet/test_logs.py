@@ -103,6 +103,7 @@ def test_a_reader_that_stalls_holds_nobody_up_and_hears_later_how_much_it_missed
     assert len(lines) + sum(line["lines"] for line in dropped) in (MANY, MANY + 1)  # the last one may be among them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("raise ValueError", 1)])
 def test_a_reader_that_never_comes_back_does_not_keep_the_process_from_its_end(end, status):
     text = f"for n in range({MANY}): log.info('a line')\n{end}"

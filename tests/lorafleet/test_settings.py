@@ -126,6 +126,7 @@ def test_a_value_out_of_range_is_refused_and_named(argv):
         loaded(*argv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["[1]", "a: [", "3", "port: 2026-13-45", "a: " + "[" * 3000])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     (tmp_path / "c.yaml").write_text(text)

@@ -61,6 +61,7 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_many_makers_at_once_leave_one_whole_model(tmp_path):
     threads = [threading.Thread(target=tiny.make_adapter, args=(tmp_path, "a/v1")) for _ in range(6)]
     for thread in threads:

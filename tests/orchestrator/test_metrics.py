@@ -154,6 +154,7 @@ async def large(tmp_path):
     whole.store.close()
 
 
+@pytest.mark.slow
 async def test_a_pass_over_200_workers_and_10_000_adapters_takes_less_than_half_a_second_of_cpu(large):
     large.run_pass()  # the first one also makes every entry of the catalog
     took = []

@@ -782,6 +782,7 @@ async def _story(house, clock):
     return {name: sorted(agent.loaded) for name, agent in house.agents.items()}
 
 
+@pytest.mark.slow
 async def test_whichever_call_of_a_whole_story_fails_the_next_passes_mend_it(open_house, clock, tmp_path):
     counts, nth = [], 0
     agents = [FakeAgent(name, slots=2) for name in ("w0", "w1")]

@@ -205,6 +205,7 @@ async def test_a_hypothesis_about_what_is_not_there_is_refused_by_name(house, bo
     assert says in answer["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_however_many_plans_are_asked_for_the_lease_is_looked_at_meanwhile(house, tmp_path):
     await house.worker()
     with house.store.together():

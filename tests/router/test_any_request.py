@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
@@ -67,6 +68,7 @@ def statuses(operation, mode) -> set[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_no_request_is_answered_with_a_500():
     import schemathesis
     from schemathesis import GenerationMode

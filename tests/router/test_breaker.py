@@ -696,6 +696,7 @@ def test_retries_are_never_more_than_their_share_and_the_floor(rounds, share, fl
     assert granted <= share * requests + floor_per_s * (now + budget.window_s) + 1e-6
 
 
+@pytest.mark.slow
 def test_the_first_storm_after_a_quiet_day_is_bounded_as_every_other():
     fleet = Failing()
     for hour in range(24):

@@ -233,6 +233,7 @@ class Crowd(Fleet):
                 self.come(ticket.tenant, "x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", ["tenants", "adapters"])
 def test_of_those_who_came_once_few_are_remembered_while_the_line_never_empties_and_shares_stay_even(others):
     fleet, most = Crowd(), 0

@@ -47,6 +47,7 @@ SIZES = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(
     st.lists(SIZES, min_size=1, max_size=4),

@@ -427,6 +427,7 @@ def test_the_winner_is_never_dearer_than_a_tie_and_never_predicted_to_hold_all_o
     assert all(s.cached_tokens <= max(0, ask.prompt_tokens - 1) for s in decision.scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @given(moment=moments())
 def test_a_decision_replayed_from_its_record_is_the_same_decision(policy, moment):

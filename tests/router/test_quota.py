@@ -324,6 +324,7 @@ STEP = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(400))
 @given(st.lists(STEP, max_size=60), st.integers(1, 20), st.integers(1, 200), st.integers(1, 5))
 def test_several_processes_give_away_what_one_would(steps, requests, tokens, concurrent):

@@ -551,6 +551,7 @@ async def test_a_damaged_epoch_is_refused_in_one_line_that_says_what_to_do(worke
     assert b"Traceback" not in said
 
 
+@pytest.mark.slow
 async def test_hostile_files_in_the_adapter_folder_harm_no_other_adapter(worker, agent_model, tmp_path):
     folder = tmp_path / "shelf"
     make_adapter(folder, "fine/v1")
@@ -693,6 +694,7 @@ async def test_draining_waits_for_what_may_be_in_its_first_step(worker, tmp_path
         assert (await asked).status_code == 200
 
 
+@pytest.mark.slow
 async def test_draining_waits_for_what_is_in_no_count_but_goes_on_ending(worker):
     """So does a beam search of vLLM's: a request a token, each over with the step that it was begun in."""
     quiet_s = patience(0.2)

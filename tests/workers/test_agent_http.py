@@ -149,6 +149,7 @@ async def test_without_an_epoch_an_orchestrators_worker_only_fills_free_slots(wo
             assert (await post(client, "unload_lora", epoch=1, lora_id="sql-expert/v1")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_broken_adapters_are_refused_with_a_code_and_the_engine_goes_on(worker, tmp_path):
     root = tmp_path / "others"
     config = "adapter_config.json"

@@ -431,6 +431,7 @@ def digests(cache) -> set[str]:
     return {path.name for path in cache.iterdir() if not path.name.startswith(".")}
 
 
+@pytest.mark.slow
 async def test_a_full_cache_gives_up_the_oldest_says_so_and_refuses_with_numbers_what_cannot_fit(worker, tmp_path):
     size = sum(path.stat().st_size for path in make_adapter(tmp_path / "size", "x").iterdir())
     small = ("--max-disk-bytes", str(int(size * 2.5)), "--cache-grace-s", "1", "--lora-roots", str(tmp_path))
@@ -519,6 +520,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full_is_an_error_with_numbers_and_leaves_no_half_adapter(tmp_path):
     mount, adapters = tmp_path / "small", tmp_path / "adapters"
     mount.mkdir()

@@ -78,6 +78,7 @@ ENTRIES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(ENTRIES, ENTRIES)
 def test_two_sets_of_files_share_a_digest_only_if_they_are_equal(one, other):
     assert (digest(one) == digest(other)) == (set(one) == set(other))
@@ -449,6 +450,7 @@ def test_many_copies_of_embeddings_are_held_against_a_base_model_of_many_names_i
     assert time.process_time() - began < 0.5
 
 
+@pytest.mark.slow
 def test_more_patterns_than_can_be_held_against_all_modules_are_refused():
     many = {f"layers.{number}.q_proj": 8 for number in range(20_000)}
     held = {}

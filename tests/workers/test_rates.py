@@ -84,6 +84,7 @@ LEVELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", sample(list(LEVELS), 5))
 @pytest.mark.parametrize(("prefill", "token_s"), sample(SPEEDS, 1))
 def test_two_minutes_of_any_load_give_both_rates_within_a_tenth(level, prefill, token_s):
@@ -176,6 +177,7 @@ def tells(prompt: int, answer_: int, prefill: float, token_s: float) -> bool:
     return answer_ > 1 and prompt >= 64 and prompt / prefill >= max(0.01, 2 * token_s)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(80))
 @given(TWENTY, PREFILL, TOKEN_S)
 def test_twenty_requests_of_any_lengths_give_the_rate_or_leave_it_open(lengths, prefill, token_s):
@@ -185,6 +187,7 @@ def test_twenty_requests_of_any_lengths_give_the_rate_or_leave_it_open(lengths, 
     assert rate == 0.0 or prefill / 1.5 <= rate <= 1.5 * prefill
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(80))
 @given(TWENTY, PREFILL, TOKEN_S, st.integers(2, 20))
 def test_requests_beside_one_another_never_give_a_rate_far_from_the_true_one(lengths, prefill, token_s, users):

@@ -249,6 +249,7 @@ async def refusal(store, ref, **changes) -> SourceError:
     return caught.value
 
 
+@pytest.mark.slow
 @every
 async def test_an_adapter_arrives_byte_for_byte_and_nothing_else_does(store):
     found, transfer = await fetched(store, await put(store, "sql", ADAPTER | BESIDE))
@@ -362,6 +363,7 @@ async def killed_half_way(store, ref: str, after: int, kept: int) -> None:
     store.cable.stall_at, store.cable.carried = math.inf, 0
 
 
+@pytest.mark.slow
 @resuming
 async def test_a_later_fetch_goes_on_where_an_earlier_one_was_killed(store):
     ref = await put(store, "sql", ADAPTER)
@@ -372,6 +374,7 @@ async def test_a_later_fetch_goes_on_where_an_earlier_one_was_killed(store):
     assert 0 < store.cable.carried < 5 << 19
 
 
+@pytest.mark.slow
 @resuming
 async def test_what_an_earlier_fetch_left_of_another_version_is_not_gone_on_with(store):
     ref = await put(store, "sql", ADAPTER)

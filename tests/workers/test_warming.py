@@ -105,6 +105,7 @@ async def test_without_an_orchestrator_that_knows_of_warming_a_worker_is_ready_a
             await worker.ready(client, within_s=10)
 
 
+@pytest.mark.slow
 async def test_a_key_that_changes_in_its_file_is_brought_by_the_next_heartbeats(worker, tmp_path) -> None:
     orchestrator, file = Orchestrator(is_warm=True), tmp_path / "token"
     file.write_text("one")
