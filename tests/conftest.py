@@ -19,7 +19,11 @@ from tests.progress import Progress
 from tests.properties import THOROUGH
 
 # Groups begin in this order: the longest first, so that no worker is left alone with one of them at the end.
-_LONGEST_FIRST = ("tests/e2e/", "tests/workers/", "tests/kube/", "tests/contract/", "tests/helm/", "tests/benchmarks/")
+_LONGEST_FIRST = (
+    "tests/e2e/", "tests/workers/", "tests/kube/", "tests/contract/", "tests/helm/", "tests/router/faults/",
+    "tests/router/test_c", "tests/router/test_s", "tests/router/test_b", "tests/orchestrator/test_re",
+    "tests/lorafleet/test_c", "tests/lorafleet/test_l", "tests/benchmarks/",
+)  # fmt: skip
 
 # How long an example takes depends on who else uses the machine, and is no property of the code.
 # quick: the same examples in each run, so that no failure is chance. thorough: other examples in each run.

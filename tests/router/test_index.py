@@ -187,7 +187,7 @@ def run(hashes, having):
     return len(list(takewhile(having.__contains__, hashes)))
 
 
-TestIndex = IndexMachine.TestCase
+TestIndex = pytest.mark.slow(IndexMachine.TestCase)
 TestIndex.settings = settings(max_examples=examples(120), stateful_step_count=40)
 
 

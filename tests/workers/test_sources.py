@@ -197,7 +197,8 @@ class Folder(Store):
         return f"file://{self.tmp_path / name}"
 
 
-REMOTE = [Web, WebTar, WebZip, HuggingFace, S3, Google, Azure]
+SLOW_S3 = pytest.param(S3, marks=pytest.mark.slow)  # its client takes half a second for each test
+REMOTE = [Web, WebTar, WebZip, HuggingFace, SLOW_S3, Google, Azure]
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +250,6 @@ async def refusal(store, ref, **changes) -> SourceError:
     return caught.value
 
 
-@pytest.mark.slow
 @every
 async def test_an_adapter_arrives_byte_for_byte_and_nothing_else_does(store):
     found, transfer = await fetched(store, await put(store, "sql", ADAPTER | BESIDE))
@@ -308,7 +308,7 @@ async def test_a_connection_that_breaks_off_is_taken_up_again(store):
     assert transfer.progress.done_bytes == transfer.progress.total_bytes or transfer.progress.total_bytes is None
 
 
-@pytest.mark.parametrize("store", [Web, S3], indirect=True, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("store", [Web, SLOW_S3], indirect=True, ids=lambda cls: cls.__name__)
 async def test_a_source_that_never_answers_is_given_up_after_the_attempts_there_are(store):
     ref = await put(store, "sql", ADAPTER)
     store.cable.is_dead = True
@@ -363,7 +363,6 @@ async def killed_half_way(store, ref: str, after: int, kept: int) -> None:
     store.cable.stall_at, store.cable.carried = math.inf, 0
 
 
-@pytest.mark.slow
 @resuming
 async def test_a_later_fetch_goes_on_where_an_earlier_one_was_killed(store):
     ref = await put(store, "sql", ADAPTER)
@@ -374,7 +373,6 @@ async def test_a_later_fetch_goes_on_where_an_earlier_one_was_killed(store):
     assert 0 < store.cable.carried < 5 << 19
 
 
-@pytest.mark.slow
 @resuming
 async def test_what_an_earlier_fetch_left_of_another_version_is_not_gone_on_with(store):
     ref = await put(store, "sql", ADAPTER)
@@ -436,7 +434,7 @@ async def test_a_fetch_that_nobody_waits_for_ends_at_once(store):
             await task
 
 
-@pytest.mark.parametrize("store", [Web, HuggingFace, S3], indirect=True, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("store", [Web, HuggingFace, SLOW_S3], indirect=True, ids=lambda cls: cls.__name__)
 async def test_words_of_a_server_that_fails_are_repeated_in_no_message(store, caplog):
     caplog.set_level(logging.WARNING)
     ref = await put(store, "sql", ADAPTER)
