@@ -11,8 +11,8 @@ STATE  ?= .state
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
 FAST   := $(VENV)/installed-fast
-# Tests wait as much as they compute, so there is one worker more than there are cores.
-JOBS   ?= $(shell expr `nproc` + 1)
+# Tests wait as much as they compute, so there are more workers than cores.
+JOBS   ?= $(shell expr `nproc` \* 2)
 PYTEST  = $(BIN)/pytest --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
 
 # Tests start hundreds of processes: without the bytecode of the last one, each compiles the project anew.
