@@ -5,7 +5,7 @@ each mutated file, and prints one line a mutant and the share that was caught. D
 that file with `--plan FILE` in another checkout: both are then judged by the same mutants.
 
 The tests of a file are the test modules that import the file, directly or through the tests' own helpers. Where fewer
-than three do, those that import the file's importers are added, and so on; of more than sixteen, sixteen are drawn.
+than three do, those that import the file's importers are added, and so on; of more than sixteen, the nearest are taken.
 `--marks` says which of their tests run: by default those of `make test` that need no real vLLM.
 """
 
@@ -165,25 +165,30 @@ class Importers:
     def tests_of(self, file: str) -> list[str]:
         """The test files nearest to `file`, nearest first: at least three, where so many know of the file at all."""
         start = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        far = {start: 0}
+        # Imports of the product on the way, and then those of the tests' helpers.
+        far = {start: (0, 0)}
         todo = deque([start])
         while todo:
             module = todo.popleft()
+            of_product, of_tests = far[module]
             for importer in self._importers.get(module, ()):
-                distance = far[module] + (not importer.startswith("tests."))
-                if distance < far.get(importer, 99):
+                is_test = importer.startswith("tests.")
+                distance = of_product + (not is_test), of_tests + is_test
+                if distance < far.get(importer, (99, 0)):
                     far[importer] = distance
                     todo.append(importer)
-        tests: dict[int, list[str]] = {}
+        tests: dict[tuple[int, int], list[str]] = {}
         for name, distance in far.items():
             if name.startswith("tests.") and ".test_" in name:
                 tests.setdefault(distance, []).append(self._files[name])
         found: list[str] = []
+        last = 0
         for distance in sorted(tests):
-            if len(found) < ENOUGH_TEST_FILES:
-                found += sorted(tests[distance])
-        if len(found) > MOST_TEST_FILES:
-            return sorted(random.Random(file).sample(found, MOST_TEST_FILES))
+            is_another_import = bool(found) and distance[0] > last
+            if len(found) >= MOST_TEST_FILES or (is_another_import and len(found) >= ENOUGH_TEST_FILES):
+                break
+            files, last = sorted(tests[distance]), distance[0]
+            found += random.Random(file).sample(files, min(len(files), MOST_TEST_FILES - len(found)))
         return found
 
 
