@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from shutil import copytree, ignore_patterns
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Literal
 
 import pytest
@@ -195,8 +196,8 @@ class Importers:
 # --- running
 
 
-def judge(checkout: Path, mutant: Mutant, tests: Sequence[str], *, marks: str, cpu_s: int) -> Verdict:
-    """What the tests say of the mutant; the file is as before afterwards."""
+def judge(checkout: Path, mutant: Mutant, tests: Sequence[str], *, marks: str, cpu_s: int) -> tuple[Verdict, str]:
+    """What the tests say of the mutant, and which test failed; the file is as before afterwards."""
     path = checkout / mutant.file
     source = path.read_text()
     lines = source.splitlines(keepends=True)
@@ -209,29 +210,36 @@ def judge(checkout: Path, mutant: Mutant, tests: Sequence[str], *, marks: str, c
     limited = ["sh", "-c", f'ulimit -t {cpu_s}; exec "$@"', "sh", *command]
     # Bytecode is kept, or each mutant compiles and rewrites every test again.
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": ""}
-    with subprocess.Popen(
-        limited,
-        cwd=checkout,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as run:
+    with (
+        TemporaryFile("w+") as said,
+        subprocess.Popen(
+            limited,
+            cwd=checkout,
+            env=environment,
+            stdout=said,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as run,
+    ):
         try:
             status = run.wait(cpu_s * WALL_S_A_CPU_S)
         except subprocess.TimeoutExpired:
-            return "unfinished"
+            return "unfinished", ""
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
             _write(path, source)
+        said.seek(0)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said.read(), re.MULTILINE)
     if status == -signal.SIGXCPU:
-        return "unfinished"
+        return "unfinished", ""
     if status == pytest.ExitCode.USAGE_ERROR:
         raise SystemExit(
             f"pytest does not take {shlex.join(command)} in {checkout}: is a marker of --marks unknown there?"
         )
-    return "survived" if status in {0, 5} else "caught"
+    if status in {0, 5}:
+        return "survived", ""
+    return "caught", failed[0] if failed else f"pytest ended with status {status}"
 
 
 def _write(path: Path, text: str) -> None:
@@ -243,8 +251,11 @@ def _write(path: Path, text: str) -> None:
 
 def run_all(
     root: Path, mutants: Sequence[Mutant], *, jobs: int, marks: str, cpu_s: int
-) -> Iterator[tuple[Mutant, Verdict, float]]:
-    """Each mutant with its verdict and seconds, in the order of the plan; every job has a copy of the checkout."""
+) -> Iterator[tuple[Mutant, Verdict, str, float]]:
+    """Each mutant with its verdict, the test that failed, and seconds, in the order of the plan.
+
+    Every job has a copy of the checkout.
+    """
     importers = Importers(root)
     with TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         free: SimpleQueue[Path] = SimpleQueue()
@@ -253,26 +264,29 @@ def run_all(
             copytree(root, copy, ignore=ignore_patterns(".venv", ".git", ".*_cache", "__pycache__", ".state"))
             free.put(copy)
 
-        def one(mutant: Mutant) -> tuple[Mutant, Verdict, float]:
+        def one(mutant: Mutant) -> tuple[Mutant, Verdict, str, float]:
             checkout = free.get()
             began = time.monotonic()
             try:
                 tests = importers.tests_of(mutant.file)
-                verdict = judge(checkout, mutant, tests, marks=marks, cpu_s=cpu_s)
+                verdict, failed = judge(checkout, mutant, tests, marks=marks, cpu_s=cpu_s)
             finally:
                 free.put(checkout)
-            return mutant, verdict, time.monotonic() - began
+            return mutant, verdict, failed, time.monotonic() - began
 
         yield from pool.map(one, mutants)
 
 
-def report(results: Iterable[tuple[Mutant, Verdict, float]], total: int) -> None:
+def report(results: Iterable[tuple[Mutant, Verdict, str, float]], total: int) -> None:
     counts: Counter[tuple[str, str]] = Counter()
-    for at, (mutant, verdict, seconds) in enumerate(results, 1):
+    for at, (mutant, verdict, failed, seconds) in enumerate(results, 1):
         counts["all", verdict] += 1
         counts[mutant.file.partition("/")[0], verdict] += 1
         counts[mutant.kind, verdict] += 1
-        print(f"{at}/{total} {verdict:9} {seconds:5.0f} s  {mutant.file}:{mutant.line} {mutant.kind}:", flush=True)
+        print(
+            f"{at}/{total} {verdict:9} {seconds:5.0f} s  {mutant.file}:{mutant.line} {mutant.kind}: {failed}",
+            flush=True,
+        )
         print(f"    - {mutant.before.strip()}\n    + {mutant.after.strip()}", flush=True)
     for name in dict.fromkeys(name for name, _ in sorted(counts)):
         caught, of = counts[name, "caught"], sum(n for (other, _), n in counts.items() if other == name)
