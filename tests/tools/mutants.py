@@ -44,6 +44,7 @@ CLEANUPS = {"close", "aclose", "cancel", "release", "discard", "unlink", "termin
 Kind = Literal["comparison", "constant", "branch", "await", "cleanup"]
 # "unfinished": no test had failed when the time was over. That counts as not caught.
 Verdict = Literal["caught", "survived", "unfinished"]
+WHOLE_FLEETS = ("tests.e2e.", "tests.test_docs")  # they know of every file, and of none in particular
 ENOUGH_TEST_FILES = 3
 MOST_TEST_FILES = 16
 WALL_S_A_CPU_S = 15  # tests wait, and other processes share the cores
@@ -180,7 +181,7 @@ class Importers:
                     todo.append(importer)
         tests: dict[tuple[int, int], list[str]] = {}
         for name, distance in far.items():
-            if name.startswith("tests.") and ".test_" in name:
+            if name.startswith("tests.") and ".test_" in name and not name.startswith(WHOLE_FLEETS):
                 tests.setdefault(distance, []).append(self._files[name])
         found: list[str] = []
         last = 0
