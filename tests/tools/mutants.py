@@ -232,7 +232,7 @@ def judge(checkout: Path, mutant: Mutant, tests: Sequence[str], *, marks: str, c
             _write(path, source)
         said.seek(0)
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said.read(), re.MULTILINE)
-    if status == -signal.SIGXCPU:
+    if status in {-signal.SIGXCPU, -signal.SIGKILL}:  # the second where the limit is the hard one as well
         return "unfinished", ""
     if status == pytest.ExitCode.USAGE_ERROR:
         raise SystemExit(
