@@ -5,7 +5,8 @@ each mutated file, and prints one line a mutant and the share that was caught. D
 that file with `--plan FILE` in another checkout: both are then judged by the same mutants.
 
 The tests of a file are the test modules that import the file, directly or through the tests' own helpers. Where fewer
-than three do, those that import the file's importers are added, and so on; of more than sixteen, the nearest are taken.
+than three do, those that import the file's importers are added, and so on; of more than sixteen (or `--files`), the
+nearest are taken.
 `--marks` says which of their tests run: by default those of `make test` that need no real vLLM.
 """
 
@@ -164,7 +165,7 @@ class Importers:
             for imported in imports_of(path, root, set(self._files)):
                 self._importers.setdefault(imported, set()).add(module_of(path, root))
 
-    def tests_of(self, file: str) -> list[str]:
+    def tests_of(self, file: str, most: int = MOST_TEST_FILES) -> list[str]:
         """The test files nearest to `file`, nearest first: at least three, where so many know of the file at all."""
         start = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         # Imports of the product on the way, and then those of the tests' helpers.
@@ -187,10 +188,10 @@ class Importers:
         last = 0
         for distance in sorted(tests):
             is_another_import = bool(found) and distance[0] > last
-            if len(found) >= MOST_TEST_FILES or (is_another_import and len(found) >= ENOUGH_TEST_FILES):
+            if len(found) >= most or (is_another_import and len(found) >= ENOUGH_TEST_FILES):
                 break
             files, last = sorted(tests[distance]), distance[0]
-            found += random.Random(file).sample(files, min(len(files), MOST_TEST_FILES - len(found)))
+            found += random.Random(file).sample(files, min(len(files), most - len(found)))
         return found
 
 
@@ -251,7 +252,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def run_all(
-    root: Path, mutants: Sequence[Mutant], *, jobs: int, marks: str, cpu_s: int
+    root: Path, mutants: Sequence[Mutant], *, jobs: int, marks: str, cpu_s: int, files: int
 ) -> Iterator[tuple[Mutant, Verdict, str, float]]:
     """Each mutant with its verdict, the test that failed, and seconds, in the order of the plan.
 
@@ -269,7 +270,7 @@ def run_all(
             checkout = free.get()
             began = time.monotonic()
             try:
-                tests = importers.tests_of(mutant.file)
+                tests = importers.tests_of(mutant.file, files)
                 verdict, failed = judge(checkout, mutant, tests, marks=marks, cpu_s=cpu_s)
             finally:
                 free.put(checkout)
@@ -300,6 +301,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=120, help="how many mutants to draw (default: 120)")
     parser.add_argument("--jobs", type=int, default=1, help="how many run side by side (default: 1)")
     parser.add_argument("--cpu-s", type=int, default=60, help="CPU seconds of pytest a mutant (default: 60)")
+    parser.add_argument("--files", type=int, default=MOST_TEST_FILES, help="test files a mutant, at most")
     parser.add_argument("--marks", default=DEFAULT_MARKS, help=f"pytest's -m (default: {DEFAULT_MARKS!r})")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the drawn mutants, and run none")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="take the mutants from a saved file")
@@ -312,7 +314,7 @@ def main() -> None:
     if args.save:
         args.save.write_text(json.dumps([asdict(mutant) for mutant in mutants], indent=1))
         return
-    results = run_all(args.root, mutants, jobs=args.jobs, marks=args.marks, cpu_s=args.cpu_s)
+    results = run_all(args.root, mutants, jobs=args.jobs, marks=args.marks, cpu_s=args.cpu_s, files=args.files)
     report(results, len(mutants))
 
 
