@@ -225,7 +225,7 @@ MORE_COMPLETIONS: list[dict[str, Any]] = [
 
 def test_a_completion_is_the_same_for_its_ids(direct: Direct, tokenizer: ChatTokenizer) -> None:
     pairs = list(itertools.product(filter(None, COMPLETION_PROMPTS), MORE_COMPLETIONS))
-    for prompt, more in sample(pairs, len(MORE_COMPLETIONS) + 1):  # so that each prompt and each option has a turn
+    for prompt, more in sample(pairs, len(MORE_COMPLETIONS) // 2 + 1):
         body = {"prompt": prompt, "max_tokens": 6, "temperature": 0} | more
         if body.get("use_beam_search"):
             body["stream"] = False
