@@ -1,7 +1,7 @@
-"""What `lorafleet up` is asked for: its flags, arguments for the engines, and settings of its services.
+"""The options of `lorafleet up`: its flags, arguments for the engines, and settings of its services.
 
-Of one setting a flag of `up` counts first; then the engine's arguments, the environment, the service's file, and the
-default of `up` itself. What `up` has to set itself is refused, by name.
+The first source that has a setting counts: a flag of `up`, the engine's arguments, the environment, the service's file,
+the default of `up`. A setting that `up` must choose by itself, such as a port of an agent, is refused by name.
 """
 
 import json
@@ -157,7 +157,7 @@ def asked(
 
 def unread(environment: Mapping[str, str]) -> list[str]:
     """Variables that are named like settings of ours and that no service and no command reads."""
-    known = (*(_prefix(house) for house in HOUSES), *_OTHERS)
+    known = (*(prefix_of(house) for house in HOUSES), *_OTHERS)
     return sorted(name for name in environment if name.startswith("LORAFLEET_") and not name.startswith(known))
 
 
@@ -224,12 +224,13 @@ def _check_words(words: Sequence[str], max_loras: int | None, engine: str) -> No
         raise SettingsError(f"--max-loras is {max_loras}, and {said} by the engine's arguments: give only one")
 
 
-def _prefix(house: str) -> str:
+def prefix_of(house: str) -> str:
+    """How the variables begin that are settings of this service."""
     return f"LORAFLEET_{house.upper()}_"
 
 
 def _given(house: str, config: Path | None, environment: Mapping[str, str]) -> Given:
-    prefix = _prefix(house)
+    prefix = prefix_of(house)
     by_environment = {
         name.removeprefix(prefix).lower(): text for name, text in environment.items() if name.startswith(prefix)
     }
@@ -260,7 +261,7 @@ def _texts(values: Mapping[str, Any], name: str) -> list[str]:
             found = json.loads(found)
         except ValueError as exc:
             raise SettingsError(
-                f'{_prefix("workers")}{name.upper()}: a list is JSON: ["a", "b"]; found {found!r}'
+                f'{prefix_of("workers")}{name.upper()}: a list is JSON: ["a", "b"]; found {found!r}'
             ) from exc
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
         raise SettingsError(f'{name} of the workers: expected is a list of texts, as ["--seed", "1"]; found {found!r}')

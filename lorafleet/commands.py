@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lorafleet.asked import DEFAULT_SLOTS, NOTHING, Given
+from lorafleet.asked import DEFAULT_SLOTS, NOTHING, Given, prefix_of
 from lorafleet.engine_words import has
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, parse_config
@@ -47,7 +47,7 @@ def house_of(name: str) -> str:
 
 def environment(name: str, token: str) -> dict[str, str]:
     """The key for its own calls, where there is one: not on the command line, which everybody may read."""
-    return {f"LORAFLEET_{house_of(name).upper()}_TOKEN": token} if token else {}
+    return {f"{prefix_of(house_of(name))}TOKEN": token} if token else {}
 
 
 def agents_environment(engine_words: Sequence[str], lora_roots: Sequence[str], *, is_tiny: bool) -> dict[str, str]:
@@ -60,7 +60,7 @@ def agents_environment(engine_words: Sequence[str], lora_roots: Sequence[str], *
 
 
 def common(port: int, port_file: Path, key_files: Iterable[Path], given: Given = NOTHING) -> list[str]:
-    """What every house is told, and the file of settings that a person gave for it."""
+    """The flags that every service gets: its address and keys, and its file of settings where a person named one."""
     keys = [word for path in key_files for word in ("--key-files", str(path))]
     config = [] if given.config is None else ["--config", str(given.config)]
     words = _flags({"host": LOOPBACK, "port": port, "port_file": port_file}, {"log_format": "console"}, given.values)

@@ -3,7 +3,7 @@
 One rule for an agent's own engine command, its `engine_args`, and what `lorafleet up` is given for its engines.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, takewhile
 
 # An engine's flags -> the settings that say the same.
@@ -81,7 +81,7 @@ def refuse(words: Sequence[str], engine: str, environment: Mapping[str, str]) ->
 
 
 def said(words: Sequence[str], engine: str) -> dict[str, str]:
-    """Setting -> what the engine's arguments say for it, of the settings that an agent and its engine must agree on."""
+    """Setting -> its value in the engine's arguments, of the settings that an agent and its engine must agree on."""
     found = {name: text for flag, name in SAME[engine].items() if (text := value_of(words, flag)) is not None}
     of_both = value_of(words, BASE_INCLUDED) if engine == "sglang" else None
     if of_both is not None and of_both.isdigit():
@@ -121,10 +121,15 @@ def values_of(words: Sequence[str], flag: str) -> list[str]:
 
 
 def value_of(words: Sequence[str], flag: str) -> str | None:
-    """What the last such flag says, which is the one that counts; None where there is none."""
+    """The value of the last such flag, because the last one counts; None where the flag is not given."""
+    return last_value(words, lambda word: flag_of(word) == flag)
+
+
+def last_value(words: Sequence[str], is_flag: Callable[[str], bool]) -> str | None:
+    """The value of the last word for which `is_flag` is true: behind its `=`, or else the next word."""
     found = None
     for word, following in pairwise((*words, "")):
-        if flag_of(word) == flag:
+        if is_flag(word):
             _, is_joined, value = word.partition("=")
             found = value if is_joined else following
     return found

@@ -41,7 +41,7 @@ def make_folder(folder: Path, setting: str) -> None:
 
 
 def stamp_of(file: Path) -> Stamp | None:
-    """What changes when the file does; None where the file cannot be looked at.
+    """A mark of the file's present content, another one after each change; None where its state cannot be asked for.
 
     Links are followed: Kubernetes updates a mounted Secret by moving a link.
     """

@@ -96,7 +96,7 @@ class Fleet:
             self.steps.say(f"stopped in {time.monotonic() - began:.1f} s; nothing is left running")
 
     def _patience_s(self, house: str) -> float:
-        """How long a service may take to stop: as long as a person gave it, and no less than usual."""
+        """Seconds that a service may take to stop: those of its own settings, and at least the usual ones."""
         given, grace_s = self.options.of(house), self.options.grace_s
         if house == "router":
             return max(grace_s, given.number("drain_s", 0.0) + given.number("grace_s", grace_s))

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from lorafleet.asked import HOUSES, Options, unread
+from lorafleet.asked import HOUSES, Options, prefix_of, unread
 
 _MOST_NAMED = 5
 
@@ -11,7 +11,7 @@ _MOST_NAMED = 5
 def told_of(options: Options, environment: Mapping[str, str]) -> list[str]:
     """A line for each thing beside the flags of `up` that steers this fleet, or that somebody may think does."""
     lines = []
-    given = {f"LORAFLEET_{house.upper()}_" for house in HOUSES}
+    given = {prefix_of(house) for house in HOUSES}
     if names := sorted(name for name in environment if name.startswith(tuple(given))):
         lines.append(f"settings of the environment: {', '.join(names)}")
     lines += [f"settings of the {house}: {path}" for house in HOUSES if (path := options.of(house).config)]

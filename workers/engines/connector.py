@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet import yamls
+from lorafleet.engine_words import last_value
 from lorafleet.kv.connectors import Judgement, judged, offloaded
 from workers.engines.adopt import CommandError
 
@@ -96,13 +97,8 @@ def _value(text: str) -> Any:
 
 
 def _last(words: Sequence[str], flag: str) -> str | None:
-    """What the last such flag says, which is the one that counts."""
-    found = None
-    for word, following in pairwise((*words, "")):
-        head, equals, value = word.partition("=")
-        if _is(head, flag):
-            found = value if equals else following
-    return found
+    """The value of the last such flag, in any spelling that `_is` knows; None where the flag is not given."""
+    return last_value(words, lambda word: _is(word.partition("=")[0], flag))
 
 
 def _is(word: str, flag: str) -> bool:
