@@ -1,4 +1,4 @@
-"""Other ways to know which worker holds which blocks, measured beside `router.core.index`.
+"""Other ways to know which worker holds which blocks, measured beside `router.core.kv.index`.
 
 All answer {worker: contiguous prefix depth in blocks}. `FlatMap` and `GallopingMap` are the two designs that lost;
 `DynamoTree` is the peers' compiled one, where it is installed (`pip install ai-dynamo-runtime`).

@@ -36,13 +36,13 @@ from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import Ledger, Tier
 from orchestrator.wire import Catalog, CatalogAdapter
-from router.catalog import named_by
-from router.core.decision import Decision
-from router.core.dispatch import Match, Prompt
 from router.core.fleet import Fleet
-from router.core.index import KvIndex, WorkerId
-from router.core.mind import Mind
+from router.core.kv.index import KvIndex, WorkerId
+from router.core.queue.fair_queue import Match, Prompt
 from router.core.resolve import resolve
+from router.core.schedule.decision import Decision
+from router.core.scheduler import Mind
+from router.fleet.catalog import named_by
 from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes
 
 

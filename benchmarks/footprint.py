@@ -13,7 +13,7 @@ from random import Random
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
 from lorafleet.kv.events import Batch, Stored
 from lorafleet.kv.ledger import Ledger, Tier
-from router.core.index import KvIndex, WorkerId
+from router.core.kv.index import KvIndex, WorkerId
 
 _WORKERS, _PROMPT_BLOCKS, _EVENT_BLOCKS, _BLOCK_SIZE = 64, 512, 16, 16
 

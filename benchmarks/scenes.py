@@ -5,12 +5,12 @@ from random import Random
 from types import MappingProxyType
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.decision import Ask, Decision
-from router.core.dispatch import Prompt
 from router.core.fleet import Adapter, Fleet, Replica, Report, Resident
-from router.core.index import WorkerId
-from router.core.mind import Mind, first_blocks
+from router.core.kv.index import WorkerId
+from router.core.queue.fair_queue import Prompt
 from router.core.resolve import resolve
+from router.core.schedule.decision import Ask, Decision
+from router.core.scheduler import Mind, first_blocks
 
 BASE, PROMPT_TOKENS, BLOCK_SIZE, EVENT_BLOCKS = "m", 8192, 16, 16
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE

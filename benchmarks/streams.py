@@ -38,11 +38,11 @@ from benchmarks.scenes import (
     worker_id,
 )
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.mind import Mind
-from router.kv_events import Feeds, Source
-from router.metrics import Metrics
-from router.relay.upstream import Pool
-from router.stages import match
+from router.core.scheduler import Mind
+from router.http.engine_pool import Pool
+from router.kv.feeds import Feeds, Source
+from router.request.stages import match
+from router.telemetry.metrics import Metrics
 from workers.wire import KV_HASHING, KvChange, KvFrame, KvRank, KvSnapshot, pack_hashes
 
 _REPLICAS, _ADAPTERS, _PROMPTS = 64, 1_000, 64

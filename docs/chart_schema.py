@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lorafleet.settings import HouseSettings
+from lorafleet.service.settings import HouseSettings
 from orchestrator.config import OrchestratorSettings
 from orchestrator.wire import AdapterSpec
 from router.config import RouterSettings

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from docs.chart_schema import HOUSES, SCHEMA, schema_with_settings
-from lorafleet.settings import HouseSettings
+from lorafleet.service.settings import HouseSettings
 
 TARGET = Path(__file__).parent / "configuration.md"
 

@@ -1,5 +1,5 @@
 """`python -m lorafleet`, where the console script is not on the path."""
 
-from lorafleet.cli import main
+from lorafleet.cli.main import main
 
 main()

@@ -2,10 +2,11 @@
 
 import sys
 
-from lorafleet import logs, serve
-from lorafleet.auth import KeyFileError
+from lorafleet.http_server import serve
 from lorafleet.kube.errors import KubeConfigError
-from lorafleet.settings import load_or_exit
+from lorafleet.service import logs
+from lorafleet.service.auth import KeyFileError
+from lorafleet.service.settings import load_or_exit
 from orchestrator.app import main
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.errors import StoreError, Unavailable

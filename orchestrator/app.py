@@ -14,40 +14,40 @@ import httpx
 import structlog
 from fastapi import FastAPI
 
-from lorafleet.auth import Keys, may_send, refuse_open_server
-from lorafleet.front.guard import guard
-from lorafleet.http import JsonBodies, add_routes, install_error_handlers
+from lorafleet.engine.agentless import engines_by_id
+from lorafleet.http_server.guard import guard
+from lorafleet.http_server.serve import bind, serve
 from lorafleet.kube.client import Kube, connect
 from lorafleet.kube.discovery import Slices
-from lorafleet.loops import forever
-from lorafleet.ownkey import OwnKey
-from lorafleet.plain import engines_by_id
-from lorafleet.serve import bind, serve
-from lorafleet.transport import Transport
-from orchestrator.agents import Agents
+from lorafleet.service.auth import Keys, may_send, refuse_open_server
+from lorafleet.service.http import JsonBodies, add_routes, install_error_handlers
+from lorafleet.service.loops import forever
+from lorafleet.service.own_key import OwnKey
+from lorafleet.service.transport import Transport
+from orchestrator.agentless.engine import Allowed, PlainWorker
+from orchestrator.agentless.transport import SCHEME, PlainWorkers
 from orchestrator.api import build_router
 from orchestrator.api.examples import with_examples
-from orchestrator.catalog import CatalogBook
 from orchestrator.config import OrchestratorSettings
 from orchestrator.configmaps.backend import ConfigMaps
-from orchestrator.configmaps.intake import Intake
-from orchestrator.configmaps.notices import Notices
+from orchestrator.configmaps.edits import Intake
+from orchestrator.configmaps.events import Notices
 from orchestrator.configmaps.verdicts import Verdicts
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorError
-from orchestrator.fleet import Fleet
-from orchestrator.forward import Forwarder
-from orchestrator.found import Finder
-from orchestrator.kube_lease import KubeLease
-from orchestrator.leadership import Leadership
-from orchestrator.lease import FileLease, Lease
+from orchestrator.intent.registry import Registry
+from orchestrator.leadership.file_lease import FileLease, Lease
+from orchestrator.leadership.forward import Forwarder
+from orchestrator.leadership.kube_lease import KubeLease
+from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import Metrics
-from orchestrator.plain import SCHEME, PlainWorkers
-from orchestrator.plain_hand import Allowed, PlainWorker
-from orchestrator.reconcile import Reconciler
-from orchestrator.registry import Registry
-from orchestrator.standby import Standby
-from orchestrator.store import Store
+from orchestrator.reconcile.agent_client import Agents
+from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.reconcile.kube_workers import Finder
+from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.reconcile.standby import Standby
+from orchestrator.reconcile.worker_reports import Fleet
+from orchestrator.store.store import Store
 
 log = structlog.get_logger()
 

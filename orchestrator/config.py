@@ -6,9 +6,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lorafleet.engine.agentless import engines_by_id
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.plain import engines_by_id
-from lorafleet.settings import HouseSettings, Key, Url
+from lorafleet.service.settings import HouseSettings, Key, Url
 
 
 class OrchestratorSettings(HouseSettings):

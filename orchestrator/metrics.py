@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from orchestrator.core.pools import Pool
+from orchestrator.core.placement.pools import Pool
 
 MOST_SERIES = 200
 """Adapters with series of their own; a guess at what a dashboard can bear, nothing measured."""

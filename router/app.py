@@ -20,59 +20,60 @@ import structlog
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from lorafleet import logs, serve
-from lorafleet.auth import KeyFileError, Keys, refuse_open_server
-from lorafleet.files import make_folder
-from lorafleet.front.connection import Front, FrontLimits, front
-from lorafleet.front.cross_site import site_check
-from lorafleet.front.guard import guard
-from lorafleet.front.outbox import Outbox
-from lorafleet.http import add_routes, install_error_handlers
+from lorafleet.engine.agentless import engines_by_id, tells_start
+from lorafleet.http_server import serve
+from lorafleet.http_server.connection import Front, FrontLimits, front
+from lorafleet.http_server.cross_site import site_check
+from lorafleet.http_server.guard import guard
+from lorafleet.http_server.outbox import Outbox
 from lorafleet.kube.access import ACCOUNT, source
 from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
 from lorafleet.kube.errors import KubeConfigError, KubeError
-from lorafleet.loops import forever
-from lorafleet.ownkey import OwnKey
-from lorafleet.plain import engines_by_id, tells_start
-from lorafleet.settings import load_or_exit
-from lorafleet.transport import Transport
-from router import multi
-from router.accounts import SharedAccounts
-from router.api import answers, control_routes, describe_inference, exposed, health_routes
-from router.background import Background
-from router.cold import ColdStarts
+from lorafleet.service import logs
+from lorafleet.service.auth import KeyFileError, Keys, refuse_open_server
+from lorafleet.service.files import make_folder
+from lorafleet.service.http import add_routes, install_error_handlers
+from lorafleet.service.loops import forever
+from lorafleet.service.own_key import OwnKey
+from lorafleet.service.settings import load_or_exit
+from lorafleet.service.transport import Transport
+from router.api.control import answers, control_routes, describe_inference, exposed, health_routes
 from router.config import RouterSettings
-from router.core.breaker import Breaker, BreakerRules, State
-from router.core.budget import RetryBudget
-from router.core.cost import Costs
-from router.core.deadly import Deadly
 from router.core.errors import RouterError
+from router.core.failover.circuit_breaker import Breaker, BreakerRules, State
+from router.core.failover.poison import Deadly
+from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Incarnation, Replica
-from router.core.index import WorkerId
-from router.core.load import LoadBook
-from router.core.mind import Mind, Shadowed
-from router.core.policies import POLICIES
-from router.core.quota import Quotas
-from router.core.trust import Trust
-from router.discovery import Discovery
-from router.inference import Inference
-from router.kv_events import Feeds
-from router.looks import Finding, Looks
-from router.metrics import Metrics
-from router.multi import Member
-from router.parts import Parts
-from router.relay.attempt import Attempt
-from router.relay.fetch import fetch, stream
-from router.relay.refusals import error_body
-from router.relay.upstream import Pool
-from router.siblings import Siblings
-from router.stages import match
-from router.surface.origins import of_middleware, told
-from router.tokens import Tokenizers
-from router.tracing import TracingUnavailable, tracer
-from router.usage import Usage, send_usage
-from router.waiting import WaitingRoom
+from router.core.kv.index import WorkerId
+from router.core.kv.prediction_accuracy import Trust
+from router.core.queue.quota import Quotas
+from router.core.schedule.cost import Costs
+from router.core.schedule.load import LoadBook
+from router.core.schedule.policies import POLICIES
+from router.core.scheduler import Mind, Shadowed
+from router.fleet.discovery import Discovery
+from router.fleet.health_probe import Finding, Looks
+from router.fleet.usage_report import Usage, send_usage
+from router.http.engine_pool import Pool
+from router.http.error_shapes import error_body
+from router.http.fetch import fetch, stream
+from router.kv.feeds import Feeds
+from router.processes import supervisor
+from router.processes.aggregate import Siblings
+from router.processes.shared_quotas import SharedAccounts
+from router.processes.supervisor import Member
+from router.protocols.cors import of_middleware, told
+from router.request.background import Background
+from router.request.cold_starts import ColdStarts
+from router.request.engine_attempt import Attempt
+from router.request.handler import Inference
+from router.request.queue import WaitingRoom
+from router.request.services import Parts
+from router.request.stages import match
+from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import TracingUnavailable, tracer
+from router.tokenizing.tokenizers import Tokenizers
 from workers.wire import Metadata
 
 log = structlog.get_logger()
@@ -545,12 +546,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     config = load_or_exit(RouterSettings, args, prog="python -m router")
     logs.configure("router", log_format=config.log_format, level=config.log_level)
-    me = multi.member()
+    me = supervisor.member()
     try:
         if me is None and config.processes > 1:
             sys.exit(
-                multi.run(
-                    multi.command_of(args),
+                supervisor.run(
+                    supervisor.command_of(args),
                     config.processes,
                     host=config.host,
                     port=config.port,
@@ -576,7 +577,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         serve.run(
             lambda: serve.serve(
-                multi.Joining(app, me, sock, synced=synced) if me else app,
+                supervisor.Joining(app, me, sock, synced=synced) if me else app,
                 sock,
                 http=app.state.http,
                 port_file=None if me else config.port_file,

@@ -8,10 +8,10 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, DirectoryPath, Field, NonNegativeFloat, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lorafleet.engine.agentless import engines_by_id
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.plain import engines_by_id
-from lorafleet.settings import HouseSettings, Key, Url
-from router.core.cost import Costs
+from lorafleet.service.settings import HouseSettings, Key, Url
+from router.core.schedule.cost import Costs
 
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+")
 
@@ -171,7 +171,7 @@ class RouterSettings(HouseSettings):
     )
     costs: dict[str, NonNegativeFloat] = Field(
         default={},
-        description="other numbers in the cost model, by name: temperature_s, kappa_min, ... (router/core/cost.py)",
+        description="other numbers in the cost model, by name: temperature_s, kappa_min, ... (schedule/cost.py)",
     )
     late_binding_s: float = Field(
         default=1.0,

@@ -46,7 +46,7 @@ class RouteAnswer(_Wire):
     tokens_from           approximate: both counts of the prompt are estimates, four bytes a token
     trust                 exact, degraded or estimate: how far the winner's prediction was to be believed
     waited_s, first_data_s   for room in the router; from dispatch to the first data, null while there is none
-    record                the decision as data: `router.core.record.replayed` makes it again
+    record                the decision as data: `router.core.schedule.record.replayed` makes it again
     """
 
     request_id: str

@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.chat import ChatTokenizer
+from lorafleet.tokenizer.chat import ChatTokenizer
 
 WEATHER = {
     "type": "function",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lorafleet.sockets import bound
+from lorafleet.service.sockets import bound
 from tests.patience import patience
 
 Kind = Literal["sim", "vllm", "sglang"]

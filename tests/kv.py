@@ -9,13 +9,13 @@ import zmq
 import zmq.asyncio
 from fastapi import FastAPI
 
-from lorafleet.auth import Keys
-from lorafleet.http import install_error_handlers
 from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.service.auth import Keys
+from lorafleet.service.http import install_error_handlers
 from tests.serving import serving
+from workers.agent.kv_ledger import KvLedgers
 from workers.api import kv_routes
 from workers.core.errors import EngineError, WorkerError
-from workers.kv import KvLedgers
 from workers.metrics import Metrics
 from workers.wire import Transport
 

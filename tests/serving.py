@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from lorafleet.serve import bind
+from lorafleet.http_server.serve import bind
 from tests.patience import patience
 
 _GRACE_S = 0.2

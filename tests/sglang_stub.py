@@ -32,7 +32,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.chat import ChatTokenizer
+from lorafleet.tokenizer.chat import ChatTokenizer
 from workers.engines.sim.publisher import Publisher
 from workers.engines.sim.settings import EventsConfig
 

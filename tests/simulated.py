@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from math import inf
 
-from lorafleet.rates import Reading
+from lorafleet.engine.rates import Reading
 from workers.engines.sim.blocks import BlockPool, Chain, Root
 from workers.engines.sim.timing import Batch, Ended, Job, Pace, Step
 

@@ -11,15 +11,15 @@ import pytest
 import typer
 
 from docs.generate import document
-from lorafleet.asked import asked
-from lorafleet.cli import app as command_line
+from lorafleet.cli.main import app as command_line
 from lorafleet.kv.connectors import CONNECTORS
+from lorafleet.local.options import asked
 from orchestrator.core import errors as orchestrator_errors
 from orchestrator.metrics import Metrics as OrchestratorMetrics
 from router.app import build
 from router.config import RouterSettings
 from router.core.errors import RouterError
-from router.metrics import Metrics as RouterMetrics
+from router.telemetry.metrics import Metrics as RouterMetrics
 from router.wire import RouteAnswer, ScoreItem
 from workers.core.errors import WorkerError
 from workers.metrics import Metrics as WorkersMetrics

@@ -3,9 +3,10 @@
 import os
 import sys
 
-from lorafleet import logs, serve
-from lorafleet.auth import KeyFileError
-from lorafleet.settings import SettingsError, load_or_exit
+from lorafleet.http_server import serve
+from lorafleet.service import logs
+from lorafleet.service.auth import KeyFileError
+from lorafleet.service.settings import SettingsError, load_or_exit
 from workers.app import main
 from workers.config import WorkerSettings
 from workers.engines.adopt import CommandError, adopted

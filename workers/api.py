@@ -7,13 +7,13 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.params import Depends as Depended
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from lorafleet.auth import Caller, Keys, check_scope, of_metrics, requires
-from lorafleet.chat import read_files
-from lorafleet.http import add_routes
+from lorafleet.service.auth import Caller, Keys, check_scope, of_metrics, requires
+from lorafleet.service.http import add_routes
+from lorafleet.tokenizer.chat import read_files
 from orchestrator.wire import UsageReport
-from workers.agent import Agent
+from workers.agent.agent import Agent
 from workers.core.errors import EngineError, RequestError
-from workers.verify import model_folder
+from workers.storage.verify import model_folder
 from workers.wire import (
     AvailableLora,
     AvailableLoras,

@@ -16,33 +16,31 @@ import httpx
 import structlog
 from fastapi import FastAPI
 
-from lorafleet import logs
-from lorafleet.auth import Keys, may_send, refuse_open_server
-from lorafleet.files import make_folder, write_whole
-from lorafleet.front.guard import guard
-from lorafleet.http import JsonBodies, add_routes, install_error_handlers
+from lorafleet.http_server.guard import guard
+from lorafleet.http_server.serve import bind, serve
 from lorafleet.kv.connectors import Judgement
-from lorafleet.loops import forever
-from lorafleet.ownkey import OwnKey
-from lorafleet.serve import bind, serve
-from lorafleet.transport import Transport
-from workers.agent import Agent
+from lorafleet.service import logs
+from lorafleet.service.auth import Keys, may_send, refuse_open_server
+from lorafleet.service.files import make_folder, write_whole
+from lorafleet.service.http import JsonBodies, add_routes, install_error_handlers
+from lorafleet.service.loops import forever
+from lorafleet.service.own_key import OwnKey
+from lorafleet.service.transport import Transport
+from workers.agent.agent import Agent
+from workers.agent.events import Events
+from workers.agent.heartbeat import Heartbeats
+from workers.agent.inventory import timestamp
+from workers.agent.records import Records
+from workers.agent.supervisor import Supervisor
 from workers.api import build_router
-from workers.cache import Cache
 from workers.config import TIMERS, Timers, WorkerSettings
 from workers.core.addresses import parse_networks
 from workers.core.errors import WorkerError
 from workers.core.manifest import Rules
 from workers.core.retry import Retry
-from workers.disk import Disk
 from workers.engines.connector import named_connector
-from workers.events import Events
-from workers.heartbeat import Heartbeats
-from workers.library import Library
 from workers.metrics import Metrics
 from workers.plugin import LoraManager
-from workers.records import Records
-from workers.residency import timestamp
 from workers.sources.base import PLUGIN, Limits, Source
 from workers.sources.guard import GuardedTransport
 from workers.sources.hub import HubSource
@@ -50,8 +48,10 @@ from workers.sources.local import LocalSource
 from workers.sources.objects import ObjectSource
 from workers.sources.plugged import PluginSource, installed, listener, manager_of
 from workers.sources.web import WebSource
-from workers.supervisor import Supervisor
-from workers.verify import known_base_model
+from workers.storage.cache import Cache
+from workers.storage.disk import Disk
+from workers.storage.local_adapters import Library
+from workers.storage.verify import known_base_model
 
 log = structlog.get_logger()
 

@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.settings import HouseSettings, Url, whole_url
-from lorafleet.sockets import UNIX_PATH_BYTES
+from lorafleet.service.settings import HouseSettings, Url, whole_url
+from lorafleet.service.sockets import UNIX_PATH_BYTES
 from workers.engines.base import STATIC
 
 

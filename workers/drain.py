@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from lorafleet.urls import plain_key
+from lorafleet.service.urls import plain_key
 
 # Routers hear of it at once, and look by themselves every second: what one of them was sending arrives within this.
 _HEARD_S = 2.0

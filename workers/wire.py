@@ -57,7 +57,7 @@ class Transport(_Wire):
     """Where the engine is. `kv_events` and `kv_replay` hold one ZMQ endpoint a data-parallel rank.
 
     `dialect` is the engine's kind. A newer agent may name one that the reader has never heard of: the rest of what it
-    says stands, and whoever would have to speak to such an engine refuses (`router/dress.py`).
+    says stands, and whoever would have to speak to such an engine refuses (`router/request/engine_body.py`).
     `kv_ledger` is the hashing version of the ledger that the agent keeps of its engine's blocks; 0: it keeps none.
     """
 

@@ -19,7 +19,7 @@ from statistics import median
 import httpx
 
 from benchmarks.report import Row
-from lorafleet.tiny import make_adapter, make_model
+from lorafleet.local.tiny_model import make_adapter, make_model
 
 LOAD_REACH_MS = 20.0
 RESTORE_REACH = 1.2

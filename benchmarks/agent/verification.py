@@ -12,7 +12,7 @@ from statistics import median
 from benchmarks.report import Row
 from workers.core.base_model import BaseModel, base_model
 from workers.core.manifest import CONFIG_NAME, WEIGHTS_NAME, Rules
-from workers.verify import describe, read_entry
+from workers.storage.verify import describe, read_entry
 
 HEADER_REACH_MS = 10.0
 _CHUNK = 1 << 20

@@ -3,7 +3,7 @@
 from benchmarks.placement.world import Copy, World
 from benchmarks.placement.world import Worker as Engine
 from orchestrator.core.demand import DemandBook, Hold, Use
-from orchestrator.core.placement import place
+from orchestrator.core.placement.place import place
 from orchestrator.core.plan import Action, diff
 from orchestrator.core.state import Adapter, Desired, Held, Intent, Observed, Pair, Rules, Want, Worker
 

@@ -10,7 +10,7 @@ from math import ceil, exp
 from typing import Any
 
 from benchmarks.placement.world import Worker, World
-from orchestrator.core.placement import rendezvous
+from orchestrator.core.placement.place import rendezvous
 
 WINDOW_S = 60.0
 

@@ -24,8 +24,8 @@ from benchmarks.relay.contenders import CONTENDERS, EXACT, HOW_TO_ADD, Contender
 from benchmarks.relay.machine import busy_s, cores, described, own_s, stolen_s
 from benchmarks.relay.rows import GROUPS, Scene
 from benchmarks.report import Row, show
-from lorafleet.processes import Guard, clean_environment
-from lorafleet.tiny import make_model
+from lorafleet.local.processes import Guard, clean_environment
+from lorafleet.local.tiny_model import make_model
 
 _HOT_SPOTS = 25
 

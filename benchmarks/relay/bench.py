@@ -23,7 +23,7 @@ from benchmarks.relay.fleet import Spec
 from benchmarks.relay.machine import cpu_ns, pinned, resident_mb
 from benchmarks.relay.prompts import Ask, Requests, Shape, long_seen, shape
 from benchmarks.scenes import lora_id
-from lorafleet.chat import ChatTokenizer
+from lorafleet.tokenizer.chat import ChatTokenizer
 
 _KNOWN_S = 20.0
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from importlib import resources
 from itertools import count, takewhile
 
 from benchmarks.scenes import BLOCK_SIZE
-from lorafleet.chat import ChatTokenizer
-from lorafleet.tiny import MODEL_NAME
+from lorafleet.local.tiny_model import MODEL_NAME
+from lorafleet.tokenizer.chat import ChatTokenizer
 
 BASE = MODEL_NAME
 PACE_PER_S = 20

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from benchmarks.trace.engine import NEVER, Engine, Hardware, Job
 from benchmarks.trace.workload import ADAPTERS, Request
-from lorafleet.rates import Rates
-from lorafleet.rates import Reading as RateReading
+from lorafleet.engine.rates import Rates
+from lorafleet.engine.rates import Reading as RateReading
 from workers.core.slots import Location, Slots
 
 Changes = list[tuple[int, bool]]

@@ -10,8 +10,8 @@ from benchmarks.trace.fleet import Fleet, Router, Setting
 from benchmarks.trace.ours import Ours
 from benchmarks.trace.peers import PEERS, Peer
 from benchmarks.trace.workload import Line, Request, requests_of
-from router.core.cost import Costs
-from router.core.policies import POLICIES
+from router.core.schedule.cost import Costs
+from router.core.schedule.policies import POLICIES
 
 # A request is good when it meets both.
 TTFT_BASE_S, TTFT_TOKEN_S, INTER_TOKEN_S = 1.0, 0.1 / 1000, 0.1

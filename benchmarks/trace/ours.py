@@ -7,15 +7,15 @@ from types import MappingProxyType
 from benchmarks.trace.fleet import Changes, Fleet, Reading
 from benchmarks.trace.workload import ADAPTERS, BLOCK, Request
 from lorafleet.kv.blocks import BlockHash
-from router.core.cost import Costs
-from router.core.decision import Ask, Decision
-from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import NoReplica
 from router.core.fleet import AdapterLocation, Replica, Report, Resident, Roster
-from router.core.index import Hold, KvIndex, WorkerId
-from router.core.load import InFlight
-from router.core.mind import Mind
-from router.core.policies import POLICIES
+from router.core.kv.index import Hold, KvIndex, WorkerId
+from router.core.queue.fair_queue import Match, Prompt, Ticket
+from router.core.schedule.cost import Costs
+from router.core.schedule.decision import Ask, Decision
+from router.core.schedule.load import InFlight
+from router.core.schedule.policies import POLICIES
+from router.core.scheduler import Mind
 
 MODEL = "base"
 # What just has been sent counts as stored until its first token, and for as long after that.

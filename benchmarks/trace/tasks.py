@@ -7,7 +7,7 @@ from benchmarks.trace.engine import Hardware
 from benchmarks.trace.ideals import Ideals, ideals
 from benchmarks.trace.measure import Case, Figures, run
 from benchmarks.trace.workload import Line, requests_of
-from router.core.cost import Costs
+from router.core.schedule.cost import Costs
 
 
 @dataclass(frozen=True, slots=True)

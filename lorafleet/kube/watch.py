@@ -16,7 +16,7 @@ import structlog
 
 from lorafleet.kube.client import Json, Kube
 from lorafleet.kube.errors import Gone, KubeError, Unreachable, refusal
-from lorafleet.loops import backoff_s
+from lorafleet.service.loops import backoff_s
 
 log = structlog.get_logger()
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from fastapi import APIRouter
 
-from lorafleet.auth import Keys, of_metrics
-from lorafleet.http import add_routes
+from lorafleet.service.auth import Keys, of_metrics
+from lorafleet.service.http import add_routes
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes
 from orchestrator.api.fleet import fleet_routes, heartbeat_routes, worker_routes
@@ -21,9 +21,9 @@ from orchestrator.api.rollouts import rollout_routes
 from orchestrator.api.routers import router_routes
 from orchestrator.api.ui import ui_routes
 from orchestrator.api.views import Views
+from orchestrator.intent.registry import Registry
 from orchestrator.metrics import Metrics
-from orchestrator.reconcile import Reconciler
-from orchestrator.registry import Registry
+from orchestrator.reconcile.reconciler import Reconciler
 
 
 def build_router(

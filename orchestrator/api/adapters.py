@@ -7,15 +7,15 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Query, Response
 from pydantic import BaseModel, Field
 
-from lorafleet.auth import Keys, requires
+from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
 from orchestrator.api.views import Views
-from orchestrator.core.choose import fits_nowhere, limits_of
 from orchestrator.core.errors import OrchestratorError, Permanent, RequestError, Transient, Unavailable
-from orchestrator.core.placement import rendezvous
+from orchestrator.core.placement.choose import fits_nowhere, limits_of
+from orchestrator.core.placement.place import rendezvous
 from orchestrator.core.state import Adapter
-from orchestrator.reconcile import Reconciler
-from orchestrator.registry import Registry, new_adapter
+from orchestrator.intent.registry import Registry, new_adapter
+from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import (
     AdapterBatch,
     AdapterItem,

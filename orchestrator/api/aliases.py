@@ -4,13 +4,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Response
 
-from lorafleet.auth import Keys, requires
+from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
 from orchestrator.api.history import ALIAS_KINDS, HistoryCursor, history_page
 from orchestrator.api.rollouts import pending_of
-from orchestrator.catalog import alias_item
-from orchestrator.reconcile import Reconciler
-from orchestrator.registry import Registry
+from orchestrator.intent.registry import Registry
+from orchestrator.reconcile.catalog import alias_item
+from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import AliasItem, AliasList, AliasSpec, HistoryList
 
 ALIAS_EXAMPLE = {"targets": [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_id": "sql-expert/v2", "weight": 1}]}

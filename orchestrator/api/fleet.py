@@ -4,12 +4,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends
 
-from lorafleet.auth import Keys, requires
+from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Actor, Cursor, Limit, page_of
 from orchestrator.api.views import Views
 from orchestrator.core.errors import Conflict
-from orchestrator.reconcile import Reconciler
-from orchestrator.registry import Registry
+from orchestrator.intent.registry import Registry
+from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Heartbeat, HeartbeatAnswer, WorkerDrain, WorkerItem, WorkerList
 
 

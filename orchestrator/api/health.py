@@ -8,7 +8,7 @@ from fastapi.responses import PlainTextResponse
 
 from orchestrator.core.errors import Unavailable
 from orchestrator.metrics import Metrics
-from orchestrator.reconcile import Reconciler
+from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Status
 
 

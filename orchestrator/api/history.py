@@ -10,11 +10,11 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import FileResponse
 from starlette.background import BackgroundTask
 
-from lorafleet.auth import Keys, requires
+from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Limit
-from orchestrator.backend import Entry
 from orchestrator.core.errors import RequestError
-from orchestrator.store import KINDS, Store
+from orchestrator.store.backend import Entry
+from orchestrator.store.store import KINDS, Store
 from orchestrator.wire import HistoryItem, HistoryList
 
 BACKUP_TYPES = {".db": "application/vnd.sqlite3", ".json": "application/vnd.lorafleet.backup+json"}

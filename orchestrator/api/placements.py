@@ -8,15 +8,15 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Query
 from pydantic import BaseModel
 
-from lorafleet.auth import Keys, requires
+from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Actor, Cursor, Limit, page_of
 from orchestrator.api.views import Views
 from orchestrator.core.errors import NotFound, RequestError
+from orchestrator.core.placement.what_if import Hypothesis, Scene, what_if
 from orchestrator.core.state import Adapter, Intent, Rules
-from orchestrator.core.what_if import Hypothesis, Scene, what_if
-from orchestrator.orphans import adopt, orphans
-from orchestrator.reconcile import Reconciler
-from orchestrator.registry import Registry, changed_policy, new_adapter
+from orchestrator.intent.orphans import adopt, orphans
+from orchestrator.intent.registry import Registry, changed_policy, new_adapter
+from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import (
     AdoptRequest,
     BatchAnswer,

@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Response
 
-from lorafleet.auth import Keys, requires
+from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Actor, IfMatch
-from orchestrator.reconcile import Reconciler
-from orchestrator.registry import Registry
+from orchestrator.intent.registry import Registry
+from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Policy
 
 POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}

@@ -5,12 +5,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Response
 
-from lorafleet.auth import Keys, requires
+from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Actor
 from orchestrator.core.rollout import Guard, Rollout, Step, Tally, Targets, targets_now
-from orchestrator.reconcile import Reconciler
-from orchestrator.registry import Registry
-from orchestrator.rollouts import Rollouts
+from orchestrator.intent.registry import Registry
+from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.reconcile.rollouts import Rollouts
 from orchestrator.wire import (
     AliasPending,
     AliasTarget,

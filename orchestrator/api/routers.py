@@ -8,14 +8,14 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from lorafleet.auth import Keys, requires
+from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Actor
 from orchestrator.api.views import Views
 from orchestrator.core.demand import ASKS_S, Hold, Use
 from orchestrator.core.errors import Conflict, NotFound
 from orchestrator.core.state import Adapter
-from orchestrator.reconcile import Reconciler
-from orchestrator.registry import Registry
+from orchestrator.intent.registry import Registry
+from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import AdapterHold, AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
 
 

@@ -3,18 +3,18 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
-from orchestrator.core.board import is_placeable, usable_slots
+from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound
+from orchestrator.core.placement.context import is_placeable, usable_slots
+from orchestrator.core.placement.pools import Member, Need, Pool, engine_wait_s, pools
+from orchestrator.core.placement.what_if import Outcome, Step
 from orchestrator.core.plan import Action
-from orchestrator.core.pools import Member, Need, Pool, engine_wait_s, pools
 from orchestrator.core.state import OCCUPYING, Adapter, Desired
-from orchestrator.core.what_if import Outcome, Step
-from orchestrator.fleet import state_of
+from orchestrator.intent.orphans import is_orphan
+from orchestrator.intent.registry import policy_of
 from orchestrator.metrics import Counts
-from orchestrator.orphans import is_orphan
-from orchestrator.plain import agent_url_of
-from orchestrator.reconcile import Reconciler
-from orchestrator.registry import policy_of
+from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.reconcile.worker_reports import state_of
 from orchestrator.wire import (
     ActionItem,
     AdapterItem,

@@ -13,14 +13,14 @@ import msgspec
 from lorafleet.kube.client import Kube
 from lorafleet.kube.errors import KubeError
 from lorafleet.kube.watch import follow
-from orchestrator.backend import Change, Entry, Stored, Subject
-from orchestrator.configmaps.drafts import KINDS, Drafts, Taken
 from orchestrator.configmaps.journal import Journal
 from orchestrator.configmaps.mirror import Mirror
 from orchestrator.configmaps.objects import FLEET, kind_of, mark_of, rollout_of, text_of, uid_of, version_of
+from orchestrator.configmaps.rendering import KINDS, Drafts, Taken
 from orchestrator.configmaps.tables import SHARDS, Known, Tables, counters_in, known_in, read, row_of, shard_of
 from orchestrator.configmaps.writer import Key, Writer
 from orchestrator.core.errors import Conflict, OrchestratorError, StoreError, Unavailable
+from orchestrator.store.backend import Change, Entry, Stored, Subject
 
 _HISTORY_AFTER_S = 2.0  # so that a burst of loads is one write of a part; a crash may lose this much of the history
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 import msgspec
 
 from lorafleet.kube.client import Json
-from orchestrator.backend import Entry
 from orchestrator.configmaps.objects import name_of, new_object
+from orchestrator.store.backend import Entry
 
 RINGS = ("changes", "loads")
 PARTS = 8

@@ -15,12 +15,12 @@ import xxhash
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lorafleet.http import said_wrong
 from lorafleet.kube.client import Json
+from lorafleet.service.http import said_wrong
 from orchestrator.core.errors import RequestError, StoreError
 from orchestrator.core.rollout import Rollout, Targets, as_json
 from orchestrator.core.state import Adapter, Rules
-from orchestrator.typed import rollout_in
+from orchestrator.store.typed import rollout_in
 from orchestrator.wire import AdapterPolicy, AdapterSpec, AliasSpec, LoraId, Policy, SecretRef
 
 KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"

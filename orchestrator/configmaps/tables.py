@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from lorafleet.kube.client import Json
-from orchestrator.backend import Change, Stored, Tombstone, WorkerIntent
 from orchestrator.configmaps.mirror import Mirror
 from orchestrator.configmaps.objects import (
     AdapterRecord,
@@ -24,6 +23,7 @@ from orchestrator.configmaps.objects import (
 from orchestrator.core.errors import StoreError
 from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import Adapter, Rules
+from orchestrator.store.backend import Change, Stored, Tombstone, WorkerIntent
 
 SCHEMA = 1
 SHARDS = "0123456789abcdef"

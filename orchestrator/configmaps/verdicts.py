@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from orchestrator.configmaps.backend import ConfigMaps
-from orchestrator.configmaps.notices import Notices, reason_of
+from orchestrator.configmaps.events import Notices, reason_of
 from orchestrator.configmaps.objects import STATUS, annotation
 from orchestrator.core.state import Adapter
 

@@ -17,7 +17,7 @@ import structlog
 from lorafleet.kube.client import Json, Kube
 from lorafleet.kube.errors import Conflict as Collision
 from lorafleet.kube.errors import Forbidden, KubeError, NotFound, Unreachable
-from lorafleet.loops import backoff_s
+from lorafleet.service.loops import backoff_s
 from orchestrator.configmaps.mirror import Mirror
 from orchestrator.configmaps.objects import lean, name_of
 from orchestrator.core.errors import OrchestratorError, StoreError, Unavailable

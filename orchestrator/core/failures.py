@@ -4,7 +4,7 @@ from collections.abc import Set
 from random import Random
 from typing import Literal
 
-from orchestrator.core.board import is_same
+from orchestrator.core.placement.context import is_same
 from orchestrator.core.state import Adapter, Failure, Observed, Pair
 
 ANYWHERE = ""

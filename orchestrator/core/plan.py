@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.core.demand import Router
+from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
 from orchestrator.core.state import Desired, Observed, Pair, Rules, Worker
-from orchestrator.core.warm import LOADS_AT_ONCE, WARMING
 
 Operation = Literal["inspect", "load", "drain", "unload"]
 

@@ -8,7 +8,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
 
-from router.core.index import WorkerId
+from router.core.kv.index import WorkerId
 
 ReplicaState = Literal["ready", "starting", "draining", "unreachable"]
 AdapterLocation = Literal["device", "host", "disk", "remote"]

@@ -17,7 +17,7 @@ from benchmarks.trace.ideals import ideals
 from benchmarks.trace.measure import Case, figures, names, run
 from benchmarks.trace.peers import PEERS, CacheAware, Dynamo, LlmD, StackKvAware, StackPrefixAware
 from benchmarks.trace.workload import BLOCK, TICK_S, Request, drawn, key, read, requests_of
-from router.core.cost import Costs
+from router.core.schedule.cost import Costs
 from tests.benchmarks.smoke import rows_of
 from tests.patience import patience
 

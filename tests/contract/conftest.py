@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from lorafleet.tiny import make_adapters, make_model
+from lorafleet.local.tiny_model import make_adapters, make_model
 from tests.contract.surface import GENERATE_FLAGS, STORE
 from tests.engines import Kind, RunningEngine, start_engine
 from tests.patience import patience

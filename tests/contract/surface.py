@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import msgspec
 
+from router.api.openapi import EXAMPLES
 from router.app import build
 from router.config import RouterSettings
-from router.dress import Body, Wishes, dress_vllm
-from router.surface.openapi import EXAMPLES
-from router.surface.routes import ROUTES, Route
-from router.surface.usage import usage_of
+from router.protocols.routes import ROUTES, Route
+from router.protocols.usage import usage_of
+from router.request.engine_body import Body, Wishes, dress_vllm
 from tests.engines import RunningEngine
 from tests.patience import until
 from tests.router.doubles import BASE, DIGEST, Control

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from lorafleet.tiny import make_adapter
+from lorafleet.local.tiny_model import make_adapter
 from tests.contract.conftest import Bench
 from tests.patience import within
 from tests.workers.kills import SLOTS, trial

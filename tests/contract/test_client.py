@@ -17,7 +17,7 @@ import zmq.asyncio
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import TRAITS, Ledger, Tier
-from router.dress import NO_WISHES, dialect_of
+from router.request.engine_body import NO_WISHES, dialect_of
 from tests.contract.conftest import FRESH
 from tests.engines import Kind, RunningEngine
 from tests.patience import within

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from lorafleet.chat import ChatTokenizer
+from lorafleet.tokenizer.chat import ChatTokenizer
 from tests.bodies import assert_same_tokens_as_engine
 from tests.contract import golden
 from tests.contract.conftest import EVENT_WITHIN_MS, Bench

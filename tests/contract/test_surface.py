@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from anthropic import AsyncAnthropic, BadRequestError, NotFoundError
 
-from lorafleet.chat import ChatTokenizer
-from router.dress import may_send_ids
-from router.surface.generate import Growing, join, split
-from router.surface.prompts import prompt_body
-from router.surface.routes import ROUTES, Route, is_begun_only
-from router.surface.stored import tagged_response_id, worker_of
-from router.surface.usage import usage_of, usage_of_events
+from lorafleet.tokenizer.chat import ChatTokenizer
+from router.protocols.prompts import prompt_body
+from router.protocols.routes import ROUTES, Route, is_begun_only
+from router.protocols.sglang_generate import Growing, join, split
+from router.protocols.stored_responses import tagged_response_id, worker_of
+from router.protocols.usage import usage_of, usage_of_events
+from router.request.engine_body import may_send_ids
 from tests.bodies import CHAT_BODIES, COMPLETION_PROMPTS, WEATHER
 from tests.contract.prompt_bodies import (
     CUSTOM,

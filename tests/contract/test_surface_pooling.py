@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router.surface.routes import ROUTES, Route
+from router.protocols.routes import ROUTES, Route
 from tests.contract.surface import (
     ENGINE_NAME,
     POOLING,

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet import tiny
+from lorafleet.local import tiny_model
 from tests.patience import patience, wait_until
 
 READY = re.compile(r"^ready router=(http://127\.0\.0\.1:\d+) orchestrator=(http://127\.0\.0\.1:\d+)$")
@@ -127,8 +127,8 @@ def start(
 def _made() -> "tempfile.TemporaryDirectory[str]":
     """A state folder with the tiny model and its adapters in it, as `up` makes them."""
     folder = tempfile.TemporaryDirectory(prefix="e2e-")
-    tiny.make_model(Path(folder.name) / tiny.MODEL_NAME)
-    tiny.make_adapters(Path(folder.name) / "adapters")
+    tiny_model.make_model(Path(folder.name) / tiny_model.MODEL_NAME)
+    tiny_model.make_adapters(Path(folder.name) / "adapters")
     return folder
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import yaml
 
-from lorafleet import tiny
+from lorafleet.local import tiny_model
 from tests.e2e.scenarios import fresh_prompt
 from tests.kube.binaries import helm, kubectl, run
 from tests.kube.controller import Controller
@@ -210,6 +210,6 @@ async def _asked(client: httpx.AsyncClient, url: str, body: dict[str, Any], sent
 
 def _made_model(folder: Path) -> Path:
     folder.mkdir()
-    tiny.make_model(folder / BASE)
-    tiny.make_adapters(folder / "adapters")
+    tiny_model.make_model(folder / BASE)
+    tiny_model.make_adapters(folder / "adapters")
     return folder

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from router.dress import dialect_of
+from router.request.engine_body import dialect_of
 from tests.e2e.fleets import Fleet, chat, until
 
 SQL, PYTHON, COLD = "sql-expert/v1", "python-expert/v1", "cold/v1"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from lorafleet.kv.blocks import adapter_salt
-from lorafleet.tiny import make_adapter, make_model
+from lorafleet.local.tiny_model import make_adapter, make_model
 from router.app import build as build_router
 from router.config import RouterSettings
 from tests.engines import RunningEngine, start_engine

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet import tiny
+from lorafleet.local import tiny_model
 from tests.e2e.fleets import Fleet, running, until
 from tests.e2e.scenarios import COLD, PYTHON, SQL, FleetSuite, cached, fresh_prompt, predicted, text
 
@@ -29,8 +29,8 @@ STUB = {
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("sglang")
-    tiny.make_adapters(folder / "adapters")
-    tiny.make_adapter(folder / "adapters", COLD)
+    tiny_model.make_adapters(folder / "adapters")
+    tiny_model.make_adapter(folder / "adapters", COLD)
     flags = ("--engine", "sglang", "--workers", "2", "--adapters", str(folder / "adapters"))
     engine = {} if IS_REAL else STUB
     with running(folder / "state", *flags, environment=engine, within_s=600 if IS_REAL else 60) as fleet:

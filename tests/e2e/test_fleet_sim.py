@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from lorafleet import tiny
-from lorafleet.keys import add_key
+from lorafleet.cli.keys import add_key
+from lorafleet.local import tiny_model
 from tests.e2e.fleets import Fleet, chat, is_free, kill, read_line, running, start, until, wait_ready
 from tests.e2e.scenarios import COLD, SQL, FleetSuite, cli, fresh_prompt, text
 from tests.patience import patience
@@ -26,8 +26,8 @@ FLAGS = ("--engine", "sim", "--workers")
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("sim")
-    tiny.make_adapters(folder / "adapters")
-    tiny.make_adapter(folder / "adapters", COLD)
+    tiny_model.make_adapters(folder / "adapters")
+    tiny_model.make_adapter(folder / "adapters", COLD)
     with running(folder / "state", *FLAGS, str(WORKERS), "--adapters", str(folder / "adapters")) as fleet:
         yield fleet
 
@@ -121,10 +121,10 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sound adapter, one without tensors, one that calls the base model as a hub does, and one of another."""
     folder = tmp_path_factory.mktemp("small") / "adapters"
-    tiny.make_adapter(folder, "good/v1")
-    (tiny.make_adapter(folder, "bad/v1") / "adapter_model.safetensors").write_bytes(b"no tensors at all")
-    tiny.make_adapter(folder, "hub/v1", base_model="Org/Tiny-Qwen")
-    tiny.make_adapter(folder, "other/v1", base_model="org/other")
+    tiny_model.make_adapter(folder, "good/v1")
+    (tiny_model.make_adapter(folder, "bad/v1") / "adapter_model.safetensors").write_bytes(b"no tensors at all")
+    tiny_model.make_adapter(folder, "hub/v1", base_model="Org/Tiny-Qwen")
+    tiny_model.make_adapter(folder, "other/v1", base_model="org/other")
     return folder
 
 

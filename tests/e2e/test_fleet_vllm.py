@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet import tiny
+from lorafleet.local import tiny_model
 from tests.e2e.fleets import Fleet, running
 from tests.e2e.scenarios import SQL, FleetSuite
 from tests.e2e.shifting import FIVE, ShiftSuite
@@ -29,9 +29,9 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("vllm")
-    tiny.make_adapters(folder / "adapters")
+    tiny_model.make_adapters(folder / "adapters")
     for lora_id in FIVE[3:]:
-        tiny.make_adapter(folder / "adapters", lora_id)
+        tiny_model.make_adapter(folder / "adapters", lora_id)
     flags = ["--engine", "vllm", "--workers", "2", "--max-loras", "2", "--adapters", str(folder / "adapters")]
     with running(folder / "state", *flags, *TOOLS, within_s=600) as fleet:
         yield fleet

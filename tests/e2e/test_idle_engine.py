@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from lorafleet.tiny import make_model
+from lorafleet.local.tiny_model import make_model
 from router.app import build
 from router.config import RouterSettings
 from tests.e2e.scenarios import fresh_prompt

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet import tiny
+from lorafleet.local import tiny_model
 from tests.e2e.fleets import Fleet, running, until
 from tests.e2e.scenarios import fresh_prompt
 from tests.e2e.shifting import FIVE, ShiftSuite
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.fleet
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("shift")
-    tiny.make_adapters(folder / "adapters")
+    tiny_model.make_adapters(folder / "adapters")
     for lora_id in FIVE[3:]:
-        tiny.make_adapter(folder / "adapters", lora_id)
+        tiny_model.make_adapter(folder / "adapters", lora_id)
     flags = ["--engine", "sim", "--workers", "2", "--max-loras", "2", "--adapters", str(folder / "adapters")]
     with running(folder / "state", *flags) as fleet:
         yield fleet

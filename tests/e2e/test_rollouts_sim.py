@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet import tiny
+from lorafleet.local import tiny_model
 from tests.e2e.fleets import Fleet, chat, running, until
 from tests.e2e.scenarios import fresh_prompt
 from tests.patience import patience
@@ -27,7 +27,7 @@ STEPS = [{"weight": 0.4, "for_s": 0.5}, {"weight": 0.8, "for_s": 0.5}]
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("rollouts")
     for lora_id in (V1, SOUND, SLOW, FAILING):
-        config = tiny.make_adapter(folder / "adapters", lora_id) / "adapter_config.json"
+        config = tiny_model.make_adapter(folder / "adapters", lora_id) / "adapter_config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"sim": FAULTS.get(lora_id, {})}))
     flags = ("--engine", "sim", "--workers", "2", "--adapters", str(folder / "adapters"))
     with running(folder / "state", *flags) as fleet:

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet.tiny import make_adapter, make_model
+from lorafleet.local.tiny_model import make_adapter, make_model
 from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router

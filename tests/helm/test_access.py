@@ -3,13 +3,13 @@
 import pytest
 import yaml
 
-from lorafleet.auth import SCOPES, Keys, hash_key
+from lorafleet.service.auth import SCOPES, Keys, hash_key
 from tests.helm.rendering import NAMESPACE, VALUES, containers, manifests, of_kind, one, pod_templates, secret
 from tests.helm.test_settings import mounted
 
 cases = pytest.mark.parametrize("case", VALUES)
 
-# What routers and orchestrators ask of the API server (lorafleet/kube, orchestrator/kube_lease.py, configmaps).
+# What routers and orchestrators ask of the API server (lorafleet/kube, leadership/kube_lease.py, configmaps).
 LEASES, CONFIGMAPS, EVENTS, SLICES = (
     ("coordination.k8s.io", "leases"), ("", "configmaps"), ("", "events"), ("discovery.k8s.io", "endpointslices"),
 )  # fmt: skip

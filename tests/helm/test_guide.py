@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from docs.chart_schema import HOUSES
-from lorafleet.auth import Keys, hash_key
-from lorafleet.settings import load
+from lorafleet.service.auth import Keys, hash_key
+from lorafleet.service.settings import load
 from orchestrator.wire import AdapterSpec
 from tests.helm.rendering import helm_template, manifests, of_kind
 from tests.helm.test_monitoring import known

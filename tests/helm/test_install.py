@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lorafleet.auth import hash_key
+from lorafleet.service.auth import hash_key
 from tests.helm.kinds import KINDS
 from tests.helm.releases import Release
 from tests.helm.rendering import CHART, DRAWN, RELEASE, VALUES, manifests

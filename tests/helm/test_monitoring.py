@@ -6,7 +6,7 @@ import re
 import pytest
 
 from orchestrator.metrics import Metrics as OrchestratorMetrics
-from router.metrics import Metrics as RouterMetrics
+from router.telemetry.metrics import Metrics as RouterMetrics
 from tests.helm.rendering import CHART, VALUES, containers, helm_template, of_kind, one, pod_templates, secret
 from tests.test_docs import DOCS
 from workers.metrics import Metrics as WorkersMetrics

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from docs.chart_schema import GIVEN, HOUSES, SCHEMA, schema_with_settings
-from lorafleet.settings import load
+from lorafleet.service.settings import load
 from tests.helm.rendering import VALUES, containers, helm_template, one, pod_templates
 from tests.patience import patience
 
@@ -151,7 +151,7 @@ def test_a_pod_is_given_longer_to_end_than_it_takes(case, monkeypatch):
             takes_s = float(seen["LORAFLEET_ORCHESTRATOR_STOP_GRACE_S"]) + 5
         elif house == "workers":
             hook = container["lifecycle"]["preStop"]["exec"]["command"]
-            # workers/supervisor.py gives the engine 10 s more before it kills it.
+            # workers/agent/supervisor.py gives the engine 10 s more before it kills it.
             takes_s = (
                 float(hook[hook.index("--deadline-s") + 1])
                 + float(seen["LORAFLEET_WORKERS_STOP_GRACE_S"])

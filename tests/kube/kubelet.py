@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.processes import Child, clean_environment, kill_marked, marked
+from lorafleet.local.processes import Child, clean_environment, kill_marked, marked
 from tests.kube import podspec
 from tests.kube.podspec import Place
 from tests.kube.store import Object

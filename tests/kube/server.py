@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 from aiohttp import web
 
-from lorafleet.sockets import bound
+from lorafleet.service.sockets import bound
 from tests.kube import certificates
 from tests.kube.faults import Faults
 from tests.kube.handlers import Asked, Handlers

@@ -7,14 +7,14 @@ import yaml
 
 from lorafleet.kube.client import connect
 from orchestrator.configmaps.backend import ConfigMaps
-from orchestrator.configmaps.intake import Intake
-from orchestrator.configmaps.notices import Notices
+from orchestrator.configmaps.edits import Intake
+from orchestrator.configmaps.events import Notices
 from orchestrator.configmaps.objects import FLEET as FLEET_LABEL
 from orchestrator.configmaps.objects import KIND, STATUS
 from orchestrator.core.lease import Hold
-from orchestrator.kube_lease import KubeLease
-from orchestrator.registry import Registry
-from orchestrator.store import Store
+from orchestrator.intent.registry import Registry
+from orchestrator.leadership.kube_lease import KubeLease
+from orchestrator.store.store import Store
 from tests.patience import until
 
 FLEET = "lorafleet"

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from lorafleet.http_server.serve import bind
 from lorafleet.kube.client import Kube, connect
 from lorafleet.kube.errors import Conflict, Forbidden, Gone, KubeConfigError, KubeError, NotFound, Unreachable
-from lorafleet.serve import bind
 from tests.kube.certificates import Certificate, made_for
 from tests.patience import patience
 from tests.serving import serving

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lorafleet.http_server.serve import bind
 from lorafleet.kube.watch import Times
-from lorafleet.serve import bind
-from lorafleet.tiny import make_model
+from lorafleet.local.tiny_model import make_model
 from router.app import build
 from router.config import RouterSettings
 from tests.engines import start_engine

@@ -12,12 +12,12 @@ from lorafleet.kube.access import KubeConfig
 from lorafleet.kube.client import opened
 from lorafleet.kube.discovery import Slices
 from lorafleet.kube.watch import Times
-from lorafleet.ownkey import OwnKey
-from lorafleet.tiny import make_model
-from orchestrator.agents import Agents
+from lorafleet.local.tiny_model import make_model
+from lorafleet.service.own_key import OwnKey
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
-from orchestrator.found import Finder
+from orchestrator.reconcile.agent_client import Agents
+from orchestrator.reconcile.kube_workers import Finder
 from tests.engines import start_engine
 from tests.kube.places import LABELS, SELECTOR, drop_slice, put_slice, slice_of
 from tests.orchestrator.conftest import Clock, House

@@ -10,8 +10,8 @@ import pytest
 from lorafleet.kube.client import connect
 from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import Hold
-from orchestrator.kube_lease import ANNOTATION, KubeLease, hold_of
-from orchestrator.leadership import Leadership
+from orchestrator.leadership.kube_lease import ANNOTATION, KubeLease, hold_of
+from orchestrator.leadership.leadership import Leadership
 from tests.patience import patience, until, within
 
 NAME = "lorafleet"

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from lorafleet.kube.client import connect
-from lorafleet.tiny import make_adapter, make_model
+from lorafleet.local.tiny_model import make_adapter, make_model
 from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router

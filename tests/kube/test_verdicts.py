@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from orchestrator.configmaps.notices import Notices
+from orchestrator.configmaps.events import Notices
 from orchestrator.configmaps.verdicts import Verdicts
 from tests.patience import until
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lorafleet import commands
-from lorafleet.asked import Options, asked, device_groups, lora_roots, unread
-from lorafleet.failure import Failure
-from lorafleet.notices import told_of
-from lorafleet.settings import SettingsError, load
+from lorafleet.local import commands
+from lorafleet.local.notices import told_of
+from lorafleet.local.options import Options, asked, device_groups, lora_roots, unread
+from lorafleet.service.failure import Failure
+from lorafleet.service.settings import SettingsError, load
 from workers.config import WorkerSettings
 from workers.engines.adopt import adopted
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from lorafleet.auth import (
+from lorafleet.cli.keys import add_key
+from lorafleet.service.auth import (
     OPEN,
     Caller,
     KeyFileError,
@@ -21,9 +22,8 @@ from lorafleet.auth import (
     refuse_open_server,
     requires,
 )
-from lorafleet.failure import Failure
-from lorafleet.http import HttpError, install_error_handlers
-from lorafleet.keys import add_key
+from lorafleet.service.failure import Failure
+from lorafleet.service.http import HttpError, install_error_handlers
 from tests.serving import serving
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.chat import ChatTokenizer, Untokenizable, read_files
-from lorafleet.tiny import make_model
+from lorafleet.local.tiny_model import make_model
+from lorafleet.tokenizer.chat import ChatTokenizer, Untokenizable, read_files
 from tests.bodies import CHAT_BODIES, COMPLETION_PROMPTS
 
 HI = [{"role": "user", "content": "Hi"}]

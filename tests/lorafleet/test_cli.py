@@ -23,11 +23,13 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from lorafleet import cli, demo, tables
-from lorafleet.auth import Keys, hash_key
+from lorafleet.cli import main as cli
+from lorafleet.cli import tables
+from lorafleet.local import demo
+from lorafleet.service.auth import Keys, hash_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
-from orchestrator.store import Store
+from orchestrator.store.store import Store
 from tests.e2e.fleets import running
 from tests.patience import patience, wait_until
 from tests.serving import serving_in_thread
@@ -655,7 +657,7 @@ def test_every_part_that_a_record_lacks_is_a_400_that_says_what_is_expected(rout
 
 def test_help_imports_nothing_heavy() -> None:
     heavy = "httpx fastapi numpy uvicorn aiohttp tokenizers rich.table"
-    code = f"import sys, lorafleet.cli; print([m for m in '{heavy}'.split() if m in sys.modules])"
+    code = f"import sys, lorafleet.cli.main; print([m for m in '{heavy}'.split() if m in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
 

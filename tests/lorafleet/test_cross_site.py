@@ -6,9 +6,9 @@ import math
 import httpx
 import pytest
 
-from lorafleet.auth import hash_key
-from lorafleet.front.cross_site import site_check
-from lorafleet.http import HttpError
+from lorafleet.http_server.cross_site import site_check
+from lorafleet.service.auth import hash_key
+from lorafleet.service.http import HttpError
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.router.doubles import CHAT, Engine, error_of, fleet

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from lorafleet.cuts import Cuts
-from lorafleet.tiny import make_model
+from lorafleet.local.tiny_model import make_model
+from lorafleet.tokenizer.split_points import Cuts
 from tests.properties import examples
 
 CORPUS = [
@@ -177,7 +177,7 @@ def test_an_unknown_pre_tokenizer_and_dropout_have_no_cuts():
 
 
 def test_special_tokens_around_a_prompt_are_never_repeated_for_its_pieces(tmp_path):
-    from lorafleet.chat import ChatTokenizer
+    from lorafleet.tokenizer.chat import ChatTokenizer
 
     frame = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     framed = ChatTokenizer.from_files({"tokenizer.json": bpe(post=frame)})

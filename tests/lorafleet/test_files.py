@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.failure import Failure
-from lorafleet.files import what_failed, write_whole
-from lorafleet.fleet import Fleet
-from lorafleet.keys import add_key
+from lorafleet.cli.keys import add_key
+from lorafleet.local.fleet import Fleet
+from lorafleet.service.failure import Failure
+from lorafleet.service.files import what_failed, write_whole
 from tests.lorafleet.test_up_parts import options
 
 

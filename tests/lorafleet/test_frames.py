@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lorafleet.chat import ChatTokenizer, read_files
-from lorafleet.tiny import make_model
+from lorafleet.local.tiny_model import make_model
+from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from tests.properties import examples
 
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"

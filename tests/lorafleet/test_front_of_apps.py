@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from lorafleet import serve
-from lorafleet.front.connection import Front, FrontLimits, front_of_app
+from lorafleet.http_server import serve
+from lorafleet.http_server.connection import Front, FrontLimits, front_of_app
 from tests.lorafleet.test_serve import length
 from tests.patience import within
 from tests.router.relay.wires import Client, error_of

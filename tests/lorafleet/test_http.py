@@ -3,7 +3,7 @@
 import httpx
 from fastapi import APIRouter, FastAPI
 
-from lorafleet.http import add_routes
+from lorafleet.service.http import add_routes
 
 
 async def test_a_route_is_served_as_it_was_made():

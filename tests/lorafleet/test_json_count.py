@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lorafleet.json_count import ITEMS, VALUES, has_more
+from lorafleet.service.json_count import ITEMS, VALUES, has_more
 from orchestrator.wire import AdapterUse, Heartbeat, UsageReport
 from tests.lorafleet.test_cross_site import agent, orchestrator
 from tests.properties import examples

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lorafleet.engine.metrics_page import parse_metrics, transfer_config
 from lorafleet.kv.blocks import adapter_salt
 from lorafleet.kv.connectors import CONNECTORS, NO_CONNECTOR, OUTSIDE, Connector, decided, judged, learned
-from lorafleet.vllm_page import parse_metrics, transfer_config
 
 SPEC = importlib.util.find_spec("vllm")
 PACKAGE = Path(SPEC.origin).parent if SPEC is not None and SPEC.origin else None

@@ -9,7 +9,7 @@ from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import Ledger
 from lorafleet.kv.subscribe import Endpoint, Hub
-from lorafleet.tiny import make_adapter, make_model
+from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import start_engine
 from tests.patience import patience, until
 

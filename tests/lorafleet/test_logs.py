@@ -9,7 +9,7 @@ import textwrap
 import pytest
 from structlog.testing import capture_logs
 
-from lorafleet.loops import log
+from lorafleet.service.loops import log
 from tests.patience import wait_until
 
 BEGIN = """

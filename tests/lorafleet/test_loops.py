@@ -6,7 +6,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from lorafleet.loops import Changes, Later, backoff_s, forever
+from lorafleet.service.loops import Changes, Later, backoff_s, forever
 from tests.patience import patience, until, within
 
 

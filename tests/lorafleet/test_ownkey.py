@@ -6,9 +6,9 @@ import sys
 import httpx
 import pytest
 
-from lorafleet.auth import KeyFileError
-from lorafleet.ownkey import OwnKey
-from lorafleet.tiny import make_model
+from lorafleet.local.tiny_model import make_model
+from lorafleet.service.auth import KeyFileError
+from lorafleet.service.own_key import OwnKey
 from tests.patience import patience
 
 

@@ -7,7 +7,7 @@ import sys
 import httpx
 import pytest
 
-from lorafleet import serve
+from lorafleet.http_server import serve
 from tests.lorafleet.forks import Forks
 from tests.patience import within
 

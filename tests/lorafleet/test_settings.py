@@ -2,9 +2,9 @@ import pytest
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from lorafleet.client import Api
-from lorafleet.failure import Failure
-from lorafleet.settings import HouseSettings, SettingsError, load, load_or_exit
+from lorafleet.cli.client import Api
+from lorafleet.service.failure import Failure
+from lorafleet.service.settings import HouseSettings, SettingsError, load, load_or_exit
 from orchestrator.config import OrchestratorSettings
 from router.config import RouterSettings
 from workers.config import WorkerSettings

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.shelf import CONFIG_NAME, WEIGHTS_NAME, adapter_folders, linked_folders, remarks, what_is_wrong
+from lorafleet.local.adapter_folders import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    adapter_folders,
+    linked_folders,
+    remarks,
+    what_is_wrong,
+)
 
 
 def put(folder: Path, *names: str) -> Path:

@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from lorafleet.sockets import socket_folder
+from lorafleet.service.sockets import socket_folder
 
 
 @pytest.mark.parametrize("depth", [1, 60, 75, 90, 200])

@@ -4,7 +4,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from lorafleet import tally
+from lorafleet.service import fast_metrics
 
 SEEN = (0.0, 0.005, 0.01, 0.010001, 0.5, 7.0, 100.0)
 
@@ -36,13 +36,13 @@ def exposed(kind):
 
 
 def test_what_is_exposed_is_what_prometheus_own_client_exposes():
-    assert exposed(tally) == exposed(prometheus_client)
+    assert exposed(fast_metrics) == exposed(prometheus_client)
 
 
 def test_a_name_is_taken_once_and_labels_are_as_many_as_their_names():
     registry = CollectorRegistry()
-    counter = tally.Counter("x", "X.", ("one",), registry=registry)
+    counter = fast_metrics.Counter("x", "X.", ("one",), registry=registry)
     with pytest.raises(ValueError, match="Duplicated"):
-        tally.Counter("x", "X.", registry=registry)
+        fast_metrics.Counter("x", "X.", registry=registry)
     with pytest.raises(ValueError, match="labels"):
         counter.labels("a", "b")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lorafleet import tiny
+from lorafleet.local import tiny_model
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -27,32 +27,32 @@ def tensors(path: Path) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("tiny")
-    tiny.make_model(root / "model")
-    tiny.make_adapters(root / "adapters")
+    tiny_model.make_model(root / "model")
+    tiny_model.make_adapters(root / "adapters")
     return root
 
 
 def test_the_same_seeds_give_the_same_bytes(made, tmp_path):
-    tiny._tokenizer.cache_clear()
-    tiny._word_tokens.cache_clear()
-    tiny._head.cache_clear()
-    tiny.make_model(tmp_path / "model")
-    tiny.make_adapters(tmp_path / "adapters")
+    tiny_model._tokenizer.cache_clear()
+    tiny_model._word_tokens.cache_clear()
+    tiny_model._head.cache_clear()
+    tiny_model.make_model(tmp_path / "model")
+    tiny_model.make_adapters(tmp_path / "adapters")
     assert digests(tmp_path) == digests(made)
 
 
 def test_a_second_call_makes_nothing(made):
     before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
     said: list[str] = []
-    tiny.make_model(made / "model", progress=said.append)
-    tiny.make_adapters(made / "adapters", progress=said.append)
+    tiny_model.make_model(made / "model", progress=said.append)
+    tiny_model.make_adapters(made / "adapters", progress=said.append)
     assert said == []
     assert before == {path: path.stat().st_mtime_ns for path in made.rglob("*")}
 
 
 def test_a_failure_half_way_leaves_nothing_behind(tmp_path):
     def fill_the_disk():
-        with tiny._whole(tmp_path / "model") as folder:
+        with tiny_model._whole(tmp_path / "model") as folder:
             (folder / "config.json").write_text("{}")
             raise OSError(28, "No space left on device")
 
@@ -63,7 +63,7 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.slow
 def test_many_makers_at_once_leave_one_whole_model(tmp_path):
-    threads = [threading.Thread(target=tiny.make_adapter, args=(tmp_path, "a/v1")) for _ in range(6)]
+    threads = [threading.Thread(target=tiny_model.make_adapter, args=(tmp_path, "a/v1")) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -115,10 +115,10 @@ def test_an_adapter_targets_every_projection_in_its_real_shape(made, lora_id, ra
 
 
 def test_every_name_and_every_seed_is_another_adapter(tmp_path):
-    tiny.make_adapter(tmp_path, "a")
-    tiny.make_adapter(tmp_path, "b")
-    tiny.make_adapter(tmp_path, "c", seed=1)
-    tiny.make_adapter(tmp_path, "d", seed=1)
+    tiny_model.make_adapter(tmp_path, "a")
+    tiny_model.make_adapter(tmp_path, "b")
+    tiny_model.make_adapter(tmp_path, "c", seed=1)
+    tiny_model.make_adapter(tmp_path, "d", seed=1)
     weights = {name: digests(tmp_path / name)["adapter_model.safetensors"] for name in "abcd"}
     assert weights["c"] == weights["d"]
     assert len(set(weights.values())) == 3
@@ -126,13 +126,13 @@ def test_every_name_and_every_seed_is_another_adapter(tmp_path):
 
 def test_an_unknown_section_is_refused_with_those_there_are(tmp_path):
     with pytest.raises(ValueError, match=r"poetry.*legal"):
-        tiny.make_adapter(tmp_path, "a", section="poetry")
+        tiny_model.make_adapter(tmp_path, "a", section="poetry")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_says_what_it_made(tmp_path, capsys):
-    assert tiny.main([str(tmp_path)]) == 0
+    assert tiny_model.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert str(tmp_path / "tiny-qwen") in said
-    assert all(lora_id in said for lora_id in tiny.ADAPTERS)
-    assert tiny.main([]) == 2
+    assert all(lora_id in said for lora_id in tiny_model.ADAPTERS)
+    assert tiny_model.main([]) == 2

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from lorafleet.transport import Transport
+from lorafleet.service.transport import Transport
 from tests.patience import within
 from tests.serving import serving
 

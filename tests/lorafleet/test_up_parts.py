@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet import commands, welcome
-from lorafleet.asked import Options
-from lorafleet.failure import Failure
-from lorafleet.fleet import model_name
-from lorafleet.notices import held_back, known_before, starting
-from lorafleet.processes import Child, Guard, clean_environment, kill_marked, marked
-from lorafleet.progress import Steps
-from lorafleet.up import check, run
+from lorafleet.local import commands, welcome
+from lorafleet.local.fleet import model_name
+from lorafleet.local.notices import held_back, known_before, starting
+from lorafleet.local.options import Options
+from lorafleet.local.processes import Child, Guard, clean_environment, kill_marked, marked
+from lorafleet.local.progress import Steps
+from lorafleet.local.up import check, run
+from lorafleet.service.failure import Failure
 from tests.patience import until, wait_until
 from tests.workers.running import is_running
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from lorafleet import words as words_module
-from lorafleet.words import MAX_CHARS, Words
+from lorafleet.tokenizer import ascii_bpe
+from lorafleet.tokenizer.ascii_bpe import MAX_CHARS, Words
 from tests.properties import examples
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -109,7 +109,7 @@ def test_what_stands_between_spaces_is_split_once_in_a_long_text():
 
 
 def test_short_texts_between_markers_are_split_once(monkeypatch):
-    monkeypatch.setattr(words_module, "_MAX_WHOLE", 10)
+    monkeypatch.setattr(ascii_bpe, "_MAX_WHOLE", 10)
     words = Words.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
@@ -152,7 +152,7 @@ def test_of_many_new_words_some_are_learned_each_time_until_all_are_known():
 
 
 def test_the_table_is_bounded_in_words_and_in_their_length(monkeypatch):
-    monkeypatch.setattr(words_module, "_MAX_WORDS", 50)
+    monkeypatch.setattr(ascii_bpe, "_MAX_WORDS", 50)
     words = Words.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):

@@ -6,7 +6,7 @@ import hashlib
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from lorafleet.http import envelope
+from lorafleet.service.http import envelope
 from workers.wire import engine_name
 
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from orchestrator.core.lease import Hold
-from orchestrator.forward import FORWARDED, Forwarder
+from orchestrator.leadership.forward import FORWARDED, Forwarder
 from orchestrator.metrics import Metrics
 from tests.patience import patience, until, within
 from tests.serving import serving

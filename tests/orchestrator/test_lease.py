@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from orchestrator.core.errors import LeaseUnreachable, StoreError
 from orchestrator.core.lease import Candidate, Hold
-from orchestrator.leadership import Leadership
-from orchestrator.lease import FileLease
+from orchestrator.leadership.file_lease import FileLease
+from orchestrator.leadership.leadership import Leadership
 from tests.patience import patience, until
 from tests.properties import examples
 
@@ -378,7 +378,7 @@ async def test_a_file_that_is_no_lease_is_named_and_left_alone(tmp_path):
 HOLD_IT = """
 import sys, time
 from pathlib import Path
-from orchestrator.lease import FileLease
+from orchestrator.leadership.file_lease import FileLease
 FileLease(Path(sys.argv[1]), holder="it")
 print("held", flush=True)
 time.sleep(60)

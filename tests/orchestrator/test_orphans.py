@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.store import Store
+from orchestrator.store.store import Store
 
 
 async def filled(house, count=4):

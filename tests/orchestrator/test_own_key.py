@@ -3,9 +3,9 @@
 import httpx
 import pytest
 
-from lorafleet.ownkey import OwnKey
-from orchestrator.agents import Agents
+from lorafleet.service.own_key import OwnKey
 from orchestrator.core.errors import Transient
+from orchestrator.reconcile.agent_client import Agents
 
 
 async def test_agents_are_asked_with_the_key_that_is_in_the_file_now(tmp_path):

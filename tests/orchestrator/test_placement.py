@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.placement import place, usable_slots
+from orchestrator.core.placement.place import place, usable_slots
+from orchestrator.core.placement.targets import shares
+from orchestrator.core.placement.victims import PATIENCE_S
 from orchestrator.core.state import Adapter, Demand, Desired, Held, Intent, Observed, Rules, Want, Worker
-from orchestrator.core.targets import shares
-from orchestrator.core.victims import PATIENCE_S
 from tests.properties import examples
 
 NOW = 10_000.0

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core import storm
-from orchestrator.core.placement import place
+from orchestrator.core.placement import churn
+from orchestrator.core.placement.place import place
+from orchestrator.core.placement.tenant_order import TURN_S
 from orchestrator.core.state import Demand, Held, Memory, Observed, Rules, Scale, Storm, Want
-from orchestrator.core.turns import TURN_S
 from tests.orchestrator.test_placement import NOW, adapter, applied, fleet, held, intent, want, worker
 from tests.properties import examples
 
@@ -376,16 +376,16 @@ def test_any_number_of_moves_may_be_allowed():
 def test_a_storm_ends_only_when_half_of_what_is_allowed_is_left_of_it():
     rules = Rules(storm_window_s=60.0, storm_moves_per_worker=4)
     calm = Storm(counts=((0, 3), (30, 5)))
-    assert storm.is_frozen(calm, rules, 2, 40.0)
-    assert not storm.is_frozen(calm, rules, 2, 60.0)
-    assert storm.is_frozen(replace(calm, frozen_since=40.0), rules, 2, 60.0)
-    assert not storm.is_frozen(replace(calm, frozen_since=40.0), rules, 2, 90.0)
+    assert churn.is_frozen(calm, rules, 2, 40.0)
+    assert not churn.is_frozen(calm, rules, 2, 60.0)
+    assert churn.is_frozen(replace(calm, frozen_since=40.0), rules, 2, 60.0)
+    assert not churn.is_frozen(replace(calm, frozen_since=40.0), rules, 2, 90.0)
 
 
 def test_a_step_that_takes_many_passes_is_counted_once():
     steps = frozenset({("a", "w0", "load")})
-    once = storm.watched(Storm(), steps, RULES, is_held=False, now=10.0)
-    assert storm.churn(storm.watched(once, steps, RULES, is_held=False, now=11.0), RULES, 11.0) == 1
+    once = churn.watched(Storm(), steps, RULES, is_held=False, now=10.0)
+    assert churn.churn(churn.watched(once, steps, RULES, is_held=False, now=11.0), RULES, 11.0) == 1
 
 
 def test_demand_that_turns_over_all_the_time_is_stopped_by_the_storm():

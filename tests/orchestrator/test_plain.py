@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
-from lorafleet.tiny import make_adapter, make_model
+from lorafleet.local.tiny_model import make_adapter, make_model
 from orchestrator.config import OrchestratorSettings
 from tests.engines import RunningEngine, start_engine
 from tests.orchestrator.conftest import House

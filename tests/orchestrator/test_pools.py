@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.pools import Member, Need, QueueBook, engine_wait_s, pools
+from orchestrator.core.placement.pools import Member, Need, QueueBook, engine_wait_s, pools
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_metrics import series
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from orchestrator.core.board import rendezvous
+from orchestrator.core.placement.context import rendezvous
 from orchestrator.core.state import Want
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import patience

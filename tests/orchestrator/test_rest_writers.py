@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from lorafleet.auth import hash_key
+from lorafleet.service.auth import hash_key
 
 
 def code(answer):

@@ -27,7 +27,7 @@ from orchestrator.core.rollout import (
     with_last_step,
     worse,
 )
-from orchestrator.typed import rollout_in
+from orchestrator.store.typed import rollout_in
 from tests.properties import examples
 
 OLD, NEW = "sql/v1", "sql/v2"

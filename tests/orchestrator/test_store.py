@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.backend import WorkerIntent
 from orchestrator.core.errors import LeaseUnreachable, StoreError
 from orchestrator.core.state import Adapter, Rules
-from orchestrator.lease import FileLease
-from orchestrator.sqlite import SCHEMA, SqliteFile, no_space
-from orchestrator.store import Store
+from orchestrator.leadership.file_lease import FileLease
+from orchestrator.store.backend import WorkerIntent
+from orchestrator.store.sqlite import SCHEMA, SqliteFile, no_space
+from orchestrator.store.store import Store
 from tests.orchestrator.test_store_contract import ADAPTER
 
 

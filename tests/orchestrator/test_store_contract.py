@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from lorafleet.kube.client import connect
-from orchestrator.backend import WorkerIntent
 from orchestrator.core.errors import StoreError
 from orchestrator.core.rollout import Guard, Rollout, Step, Tally
 from orchestrator.core.state import Adapter, Rules
-from orchestrator.store import Store
+from orchestrator.store.backend import WorkerIntent
+from orchestrator.store.store import Store
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)
 from tests.kube.stores import Seats
 from tests.patience import until

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.placement import place
+from orchestrator.core.placement.place import place
+from orchestrator.core.placement.targets import due, shares, stand
 from orchestrator.core.state import Demand, Memory, Observed, Rules, Scale
-from orchestrator.core.targets import due, shares, stand
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples
 

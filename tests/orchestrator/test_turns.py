@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.demand import DemandBook
-from orchestrator.core.placement import place
+from orchestrator.core.placement.place import place
+from orchestrator.core.placement.tenant_order import TURN_S
 from orchestrator.core.state import Demand, Rules, Want
-from orchestrator.core.turns import TURN_S
 from tests.orchestrator.test_placement import NOW, adapter, fleet, intent, worker
 from tests.properties import examples
 

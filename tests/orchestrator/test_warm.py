@@ -5,10 +5,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.board import usable_slots
-from orchestrator.core.placement import place
+from orchestrator.core.placement.context import usable_slots
+from orchestrator.core.placement.place import place
+from orchestrator.core.placement.warm_up import WARMING, warm_shares
 from orchestrator.core.state import Demand, Rules
-from orchestrator.core.warm import WARMING, warm_shares
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples

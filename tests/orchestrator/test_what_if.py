@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.core.placement.what_if import Hypothesis, Scene, what_if
 from orchestrator.core.state import Adapter, Demand, Held, Intent, Observed, Rules, Want, Worker
-from orchestrator.core.what_if import Hypothesis, Scene, what_if
-from orchestrator.lease import FileLease
+from orchestrator.leadership.file_lease import FileLease
 from tests.patience import until
 
 NOW = 10_000.0

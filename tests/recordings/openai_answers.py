@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.tiny import make_adapters, make_model
+from lorafleet.local.tiny_model import make_adapters, make_model
 
 FILE = Path(__file__).parent / "openai-answers-vllm-0.32.0.json"
 USER = [{"role": "user", "content": "Which customers ordered twice?"}]

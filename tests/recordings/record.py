@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import zmq
 
-from lorafleet.tiny import make_adapters, make_model
+from lorafleet.local.tiny_model import make_adapters, make_model
 from tests.engines import start_engine
 from tests.recordings.recording import VLLM, Asked, Heard, Recording
 

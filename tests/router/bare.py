@@ -14,9 +14,9 @@ from pathlib import Path
 for _unneeded in ("pygments", "rich", "watchfiles"):
     sys.modules[_unneeded] = None
 
-from lorafleet import serve  # noqa: E402
-from router import multi  # noqa: E402
-from router.siblings import Siblings  # noqa: E402
+from lorafleet.http_server import serve  # noqa: E402
+from router.processes import supervisor  # noqa: E402
+from router.processes.aggregate import Siblings  # noqa: E402
 from tests.router.variables import REFUSES_TO_START  # noqa: E402
 
 
@@ -29,17 +29,17 @@ def main() -> None:
     for name in ("--drain-s", "--grace-s", "--forced-s"):
         parser.add_argument(name, type=float, default=0.1)
     flags = parser.parse_args()
-    if multi.ENVIRONMENT not in os.environ:
+    if supervisor.ENVIRONMENT not in os.environ:
         sys.exit(parent(flags))
     if os.environ.get(REFUSES_TO_START):
         sys.exit(7)
-    me = multi.member()
+    me = supervisor.member()
     sock = me.bind()
     app = App(me, flags)
 
     async def synced(_within_s: float) -> None: ...
 
-    joining = multi.Joining(app, me, sock, synced=synced)
+    joining = supervisor.Joining(app, me, sock, synced=synced)
     within = {"drain_s": flags.drain_s, "grace_s": flags.grace_s}
     serve.run(lambda: serve.serve(joining, sock, **within))
 
@@ -49,7 +49,7 @@ def parent(flags: argparse.Namespace) -> int | str:
     command = [sys.executable, "-m", "tests.router.bare", *sys.argv[1:]]
     where = {"host": "127.0.0.1", "port": flags.port, "port_file": flags.port_file}
     try:
-        return multi.run(command, flags.processes, **where, **within)
+        return supervisor.run(command, flags.processes, **where, **within)
     except OSError as exc:
         return f"bare: {exc}"
 
@@ -57,7 +57,7 @@ def parent(flags: argparse.Namespace) -> int | str:
 class App:
     """Says who it is, asks its siblings, streams, and hangs."""
 
-    def __init__(self, me: multi.Member, flags: argparse.Namespace) -> None:
+    def __init__(self, me: supervisor.Member, flags: argparse.Namespace) -> None:
         self.me, self.flags = me, flags
         self.siblings = Siblings(Path(me.folder), me.slot, metrics=bytes, answers={"who": self.told})
 

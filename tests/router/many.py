@@ -7,10 +7,11 @@ import sys
 for _unneeded in ("pygments", "rich", "watchfiles"):
     sys.modules[_unneeded] = None
 
-from lorafleet import logs, serve  # noqa: E402
-from lorafleet.settings import load_or_exit  # noqa: E402
-from router import multi  # noqa: E402
+from lorafleet.http_server import serve  # noqa: E402
+from lorafleet.service import logs  # noqa: E402
+from lorafleet.service.settings import load_or_exit  # noqa: E402
 from router.config import RouterSettings  # noqa: E402
+from router.processes import supervisor  # noqa: E402
 from tests.router.variables import JOIN_WITHIN_S  # noqa: E402
 
 
@@ -18,7 +19,7 @@ def main() -> None:
     processes, *argv = sys.argv[1:]
     config = load_or_exit(RouterSettings, argv, prog="many")
     logs.configure("router", log_format="console")
-    me = multi.member()
+    me = supervisor.member()
     if me is not None:
         serve_as(me, config)
         return
@@ -26,12 +27,12 @@ def main() -> None:
     where = {"host": config.host, "port": config.port, "port_file": config.port_file}
     within = {"drain_s": config.drain_s, "stop_s": config.drain_s + config.grace_s}
     try:
-        sys.exit(multi.run(command, int(processes), **where, **within))
+        sys.exit(supervisor.run(command, int(processes), **where, **within))
     except OSError as exc:
         sys.exit(f"many: {exc}")
 
 
-def serve_as(me: multi.Member, config: RouterSettings) -> None:
+def serve_as(me: supervisor.Member, config: RouterSettings) -> None:
     from router.app import build  # their parent needs none of it
 
     app, parts = build(config, me)
@@ -45,12 +46,12 @@ def serve_as(me: multi.Member, config: RouterSettings) -> None:
         parts.stopping = True
 
     within = {"within_s": float(os.environ[JOIN_WITHIN_S])} if JOIN_WITHIN_S in os.environ else {}
-    joining = multi.Joining(app, me, sock, synced=synced, **within)
+    joining = supervisor.Joining(app, me, sock, synced=synced, **within)
     within = {"drain_s": config.drain_s, "grace_s": config.grace_s}
     serve.run(lambda: serve.serve(joining, sock, http=app.state.http, **within, on_stop=stopping))
 
 
-def more_routes(app, me: multi.Member) -> None:
+def more_routes(app, me: supervisor.Member) -> None:
     from starlette.responses import Response
 
     siblings = app.state.siblings

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.core.admission import Bounds, Drain, Room, wait_s
-from router.core.decision import Ask
-from router.core.dispatch import Prompt, Ticket
 from router.core.errors import DeadlineExceeded, Saturated
 from router.core.fleet import Roster
-from router.metrics import Metrics
-from router.usage import Holds
-from router.waiting import WaitingRoom
+from router.core.queue.admission import Bounds, Drain, Room, wait_s
+from router.core.queue.fair_queue import Prompt, Ticket
+from router.core.schedule.decision import Ask
+from router.fleet.usage_report import Holds
+from router.request.queue import WaitingRoom
+from router.telemetry.metrics import Metrics
 from tests.patience import patience, within
 from tests.properties import examples
 from tests.router.test_dispatch import RATE, Fleet

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
-from router.surface.approximate import Approximation, approximate_root, approximation
-from router.surface.routes import ROUTES
+from router.protocols.routes import ROUTES
+from router.tokenizing.approximate import Approximation, approximate_root, approximation
 from tests.patience import until
 from tests.properties import examples
 from tests.router.doubles import BASE, CHAT, Control, Engine, fleet, sample_value, with_sql

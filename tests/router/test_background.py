@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.auth import hash_key
-from router.background import Background
+from lorafleet.service.auth import hash_key
 from router.core.errors import Saturated
 from router.core.fleet import Report
-from router.relay.fetch import Refused
-from router.relay.upstream import EngineLost
+from router.http.engine_pool import EngineLost
+from router.http.fetch import Refused
+from router.request.background import Background
 from tests.patience import until
 from tests.router.doubles import BASE, Control, Engine, error_of, fleet
 from tests.router.test_policy import a_replica

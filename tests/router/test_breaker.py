@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.breaker import ANSWERED, COUNTED, Breaker, BreakerRules
-from router.core.budget import RetryBudget
-from router.core.decision import Ask
 from router.core.errors import NoReplica
+from router.core.failover.circuit_breaker import ANSWERED, COUNTED, Breaker, BreakerRules
+from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Roster
-from router.core.policies import POLICIES
-from router.core.record import record_of, replayed
+from router.core.schedule.decision import Ask
+from router.core.schedule.policies import POLICIES
+from router.core.schedule.record import record_of, replayed
 from tests.router.test_dispatch import Fleet
 from tests.router.test_policy import SQL, a_replica, choose
 

@@ -1,7 +1,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from router.catalog import read_catalog
+from router.fleet.catalog import read_catalog
 
 
 @pytest.mark.parametrize("name", ["nothing", "x" * 300, "no-folder/catalog.json", "broken"])

@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
 from orchestrator.wire import Draining
-from router.core.breaker import BreakerRules
+from router.core.failover.circuit_breaker import BreakerRules
 from tests.patience import patience, until
 from tests.router.doubles import BASE, DIGEST, Control, Engine, chunk, error_of, fleet
 from workers.wire import Load

@@ -8,15 +8,15 @@ import pytest
 from starlette.responses import JSONResponse, Response
 from structlog.testing import capture_logs
 
-from lorafleet.loops import Changes
-from router.cold import ColdStarts
-from router.core.admission import Bounds, Room
+from lorafleet.service.loops import Changes
 from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, ModelNotFound, NoCapacity, Saturated
 from router.core.fleet import Adapter, Fleet
-from router.core.homes import rendezvous_order
-from router.metrics import Metrics
-from router.relay.fetch import Refused
-from router.relay.upstream import EngineLost
+from router.core.queue.admission import Bounds, Room
+from router.core.schedule.rendezvous import rendezvous_order
+from router.http.engine_pool import EngineLost
+from router.http.fetch import Refused
+from router.request.cold_starts import ColdStarts
+from router.telemetry.metrics import Metrics
 from tests.patience import patience, until, within
 from tests.router.doubles import CHAT, DIGEST, Control, Engine, error_of, fleet, with_sql
 from tests.router.test_background import Hurried
@@ -302,7 +302,7 @@ async def test_the_next_home_is_asked_unless_the_adapter_itself_was_refused(trou
 
 
 async def test_an_agent_that_hangs_keeps_no_adapter_from_the_next_home(monkeypatch):
-    monkeypatch.setattr("router.cold._ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr("router.request.cold_starts._ASK_AGAIN_S", 0.001)
     replicas = [a_replica(f"w{n}") for n in range(2)]
     first, second = rendezvous_order("sql/v1", replicas)
     known, asked = Known(*replicas), []
@@ -325,7 +325,7 @@ async def test_an_agent_that_hangs_keeps_no_adapter_from_the_next_home(monkeypat
 
 
 async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr("router.cold._ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr("router.request.cold_starts._ASK_AGAIN_S", 0.001)
     asked, trouble = [], [EngineLost("connection", "refused")]
 
     async def post(url, path, *, body, timeout_s):

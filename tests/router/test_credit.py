@@ -1,5 +1,5 @@
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.credit import Credit
+from router.core.kv.cache_disclosure import Credit
 
 
 def prompt(n, start=0):

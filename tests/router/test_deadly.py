@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
-from router.core.deadly import Deadly
 from router.core.errors import HeldBack
-from router.stages import digest_of, read
-from router.surface.routes import ROUTES
-from router.surface.stored import tagged_response_id
+from router.core.failover.poison import Deadly
+from router.protocols.routes import ROUTES
+from router.protocols.stored_responses import tagged_response_id
+from router.request.stages import digest_of, read
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, error_of, fleet, with_sql
 from workers.wire import engine_name

@@ -5,7 +5,7 @@ import json
 import pytest
 from starlette.responses import JSONResponse
 
-from router.relay.refusals import enveloped
+from router.http.error_shapes import enveloped
 from tests.patience import patience
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, fleet, with_sql
 from workers.wire import Metadata, engine_name

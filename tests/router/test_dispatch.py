@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.cost import Costs
-from router.core.decision import Ask, Decision
-from router.core.dispatch import Match, Prompt, Ticket
 from router.core.errors import NoReplica
 from router.core.fleet import Report, Roster
-from router.core.mind import Mind, first_blocks
-from router.core.policies import POLICIES
+from router.core.queue.fair_queue import Match, Prompt, Ticket
+from router.core.schedule.cost import Costs
+from router.core.schedule.decision import Ask, Decision
+from router.core.schedule.policies import POLICIES
+from router.core.scheduler import Mind, first_blocks
 from tests.router.test_policy import SQL, a_replica
 
 RATE = 10_000  # tokens per second

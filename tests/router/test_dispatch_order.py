@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core import dispatch
-from router.core.decision import Ask, Decision
-from router.core.dispatch import _LOOKED_AT, _MOST_LAG_S, Prompt, Ticket
 from router.core.errors import NoReplica
 from router.core.fleet import Roster
-from router.core.policies.kv_lora import KvLora
+from router.core.queue import fair_queue
+from router.core.queue.fair_queue import _LOOKED_AT, _MOST_LAG_S, Prompt, Ticket
+from router.core.schedule.decision import Ask, Decision
+from router.core.schedule.policies.kv_lora import KvLora
 from tests.router.test_dispatch import Fleet
 from tests.router.test_policy import a_replica
 
@@ -41,7 +41,7 @@ def finish_at(fleet, worker):
 
 @pytest.mark.parametrize("looked_over", [1000, MANY], ids=["in sight", "far behind"])
 def test_a_replica_does_not_idle_behind_a_long_line_for_another_one(looked_over, monkeypatch):
-    monkeypatch.setattr(dispatch, "_LOOKED_OVER", looked_over)
+    monkeypatch.setattr(fair_queue, "_LOOKED_OVER", looked_over)
     fleet = a_fleet()
     before = len(fleet.mind.waiting)
     tickets = [fleet.ask("z", "b@0", seconds=0.9) for _ in range(8)]

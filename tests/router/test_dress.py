@@ -8,7 +8,7 @@ import pytest
 from router.core.errors import BadBody, ModelNotFound, ReplicaUnreachable
 from router.core.fleet import Adapter, Fleet, Replica
 from router.core.resolve import resolve
-from router.dress import (
+from router.request.engine_body import (
     FORWARDED_HEADERS,
     REFUSED_EXTRA_ARGS,
     REFUSED_FIELDS,

@@ -5,7 +5,7 @@ import socket
 import pytest
 from pydantic import ValidationError
 
-from lorafleet.plain import engines_by_id
+from lorafleet.engine.agentless import engines_by_id
 from orchestrator.config import OrchestratorSettings
 from router.config import RouterSettings
 from tests.router.test_plain_engines import BASE, Guarded, ask, routing

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.estimate import Estimate, Guess
-from router.core.index import KvIndex, WorkerId
+from router.core.kv.estimate import Estimate, Guess
+from router.core.kv.index import KvIndex, WorkerId
 from tests.properties import examples
 
 W, OTHER = WorkerId("w0"), WorkerId("w1")

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorafleet.rates import USUAL_PREFILL_TOKENS_PER_S
-from router.core.cost import Costs
+from lorafleet.engine.rates import USUAL_PREFILL_TOKENS_PER_S
 from router.core.errors import Saturated
 from router.core.fleet import Report, Roster
+from router.core.schedule.cost import Costs
 from tests.properties import examples
 from tests.router.test_dispatch import Fleet
 from tests.router.town import Asked, Town

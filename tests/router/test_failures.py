@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from router.core.failures import ENDS, Failure, excluded
+from router.core.failover.exclusions import ENDS, Failure, excluded
 from router.core.fleet import Report
-from router.relay import attempt
+from router.request import engine_attempt
 from tests.router.test_policy import SQL, a_replica
 
 W0 = ("w0", "one")
@@ -56,4 +56,4 @@ def test_every_reason_of_a_failed_attempt_has_its_end_and_its_line_in_the_docs()
     table = text[text.index("| `retries{reason}` |") :].partition("\n\n")[0]
     documented = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     assert documented == set(ENDS)
-    assert set(attempt._LOST) <= set(ENDS)
+    assert set(engine_attempt._LOST) <= set(ENDS)

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
-from lorafleet.auth import hash_key
-from router.core.dispatch import Prompt
-from router.flight import Flight
-from router.parts import Decisions
-from router.tokens import Tokenizers
+from lorafleet.service.auth import hash_key
+from router.core.queue.fair_queue import Prompt
+from router.request.dispatched import Flight
+from router.request.services import Decisions
+from router.tokenizing.tokenizers import Tokenizers
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, with_sql
 from tests.serving import client_of

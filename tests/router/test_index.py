@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.index import TIERS, KvIndex
+from router.core.kv.index import TIERS, KvIndex
 from tests.properties import examples
 
 ROOT = root_hash("m")

@@ -12,13 +12,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from lorafleet.sockets import bound
-from router.core.dispatch import Match
-from router.core.trust import Trust
-from router.kv_events import Feeds
-from router.kv_feed import Source, member
-from router.metrics import Metrics
-from router.relay.upstream import Pool
+from lorafleet.service.sockets import bound
+from router.core.kv.prediction_accuracy import Trust
+from router.core.queue.fair_queue import Match
+from router.http.engine_pool import Pool
+from router.kv.feed import Source, member
+from router.kv.feeds import Feeds
+from router.telemetry.metrics import Metrics
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
 from tests.patience import patience, until, within
 from tests.serving import serving

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.fleet import Report
-from router.core.load import LoadBook, Loads, Own
+from router.core.schedule.load import LoadBook, Loads, Own
 from tests.router.test_policy import OTHERS, SQL, a_replica
 
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from router.looks import Looks
-from router.relay.fetch import Refused
-from router.relay.upstream import EngineLost
+from router.fleet.health_probe import Looks
+from router.http.engine_pool import EngineLost
+from router.http.fetch import Refused
 from tests.patience import until
 from tests.router.test_policy import a_replica
 

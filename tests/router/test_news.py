@@ -3,7 +3,7 @@
 import asyncio
 
 from orchestrator.wire import AliasItem, AliasTarget
-from router.surface.stored import tagged_response_id
+from router.protocols.stored_responses import tagged_response_id
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, Control, Engine, error_of, fleet, with_sql
 from tests.router.test_background import RESPONSES, Keeper

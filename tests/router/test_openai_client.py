@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from lorafleet.auth import hash_key
+from lorafleet.service.auth import hash_key
 from tests.patience import until
 from tests.recordings.openai_answers import ASKED, recorded
 from tests.router.doubles import BASE, Control

@@ -5,9 +5,9 @@ import contextlib
 import pytest
 from pydantic import ValidationError
 
-from lorafleet.auth import hash_key
+from lorafleet.service.auth import hash_key
 from router.config import RouterSettings
-from router.surface.origins import SHOWN
+from router.protocols.cors import SHOWN
 from tests.router.doubles import CHAT, Engine, echo, error_of, fleet
 
 PAGE, OTHER = "https://app.example", "https://evil.example"

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from router.core.admission import Foresight, Promises
+from router.core.queue.admission import Foresight, Promises
 from tests.router.town import Asked, Town
 
 MOST_WAIT_S = 15.0

@@ -14,13 +14,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from structlog.testing import capture_logs
 
-from lorafleet.plain import PlainEngine, engines_by_id, start_of, tells_start
-from lorafleet.settings import load as load_settings
-from lorafleet.tiny import make_adapters, make_model
+from lorafleet.engine.agentless import PlainEngine, engines_by_id, start_of, tells_start
+from lorafleet.local.tiny_model import make_adapters, make_model
+from lorafleet.service.settings import load as load_settings
 from orchestrator.wire import CatalogWorker
 from router.app import build
 from router.config import RouterSettings
-from router.listed import listed_adapters
+from router.fleet.discovered_adapters import listed_adapters
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience, until
 from tests.router.doubles import Control, Engine, error_of, fleet

@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from orchestrator.core.placement import rendezvous
+from orchestrator.core.placement.place import rendezvous
 from router.config import RouterSettings
-from router.core.cost import Costs, Score, context, decode_s, kappa, move_s, prefill_rate, zone_s
-from router.core.decision import Ask, Scene, decide
-from router.core.dispatch import Match, Prompt
 from router.core.errors import NoReplica
 from router.core.fleet import Replica, Report, Resident, Roster
-from router.core.homes import rendezvous_order
-from router.core.load import Loads, Own
-from router.core.mind import Mind
-from router.core.policies import POLICIES
-from router.core.policies.kv_lora import KvLora, within_slots
-from router.core.record import record_of, replayed
-from router.core.trust import hit_tokens
+from router.core.kv.prediction_accuracy import hit_tokens
+from router.core.queue.fair_queue import Match, Prompt
+from router.core.schedule.cost import Costs, Score, context, decode_s, kappa, move_s, prefill_rate, zone_s
+from router.core.schedule.decision import Ask, Scene, decide
+from router.core.schedule.load import Loads, Own
+from router.core.schedule.policies import POLICIES
+from router.core.schedule.policies.kv_lora import KvLora, within_slots
+from router.core.schedule.record import record_of, replayed
+from router.core.schedule.rendezvous import rendezvous_order
+from router.core.scheduler import Mind
 from tests.properties import examples
 
 SQL = "sql/v1@aaaaaaaaaaaa"

@@ -33,7 +33,7 @@ def test_nothing_is_loaded_that_only_terminals_need() -> None:
 _ENDS = """
 import asyncio
 from router import app
-from router.discovery import Discovery
+from router.fleet.discovery import Discovery
 
 async def run(self):
     await asyncio.sleep(0)

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
 from structlog.testing import capture_logs
 
-from lorafleet.auth import KeyLimits, Keys, hash_key
-from router import accounts
-from router.accounts import SharedAccounts, shared_memory
+from lorafleet.service.auth import KeyLimits, Keys, hash_key
 from router.core.errors import RateLimited
-from router.core.quota import Left, Quotas, header_block, shown_s
+from router.core.queue.quota import Left, Quotas, header_block, shown_s
+from router.processes import shared_quotas
+from router.processes.shared_quotas import SharedAccounts, shared_memory
 from tests.patience import until
 from tests.properties import examples
 from tests.router.doubles import BASE, Engine, chunk, echo, fleet
@@ -460,7 +460,7 @@ def test_what_a_process_took_stays_taken_when_another_takes_its_place_and_nobody
 
 
 def test_accounts_of_the_process_before_are_forgotten_like_others_when_the_table_is_full(monkeypatch):
-    monkeypatch.setattr(accounts, "_MOST", 12)
+    monkeypatch.setattr(shared_quotas, "_MOST", 12)
     limits = KeyLimits(requests_per_minute=1)
     descriptor = shared_memory(2)
     dead = Quotas(SharedAccounts(descriptor, 0, 2))
@@ -481,9 +481,13 @@ def test_accounts_of_the_process_before_are_forgotten_like_others_when_the_table
 
 def test_keys_whose_cells_meet_have_accounts_of_their_own():
     names = map("k{}".format, count())
-    last = list(islice((name for name in names if accounts._tag(name) % accounts._CELLS == accounts._CELLS - 1), 3))
+    last = list(
+        islice(
+            (name for name in names if shared_quotas._tag(name) % shared_quotas._CELLS == shared_quotas._CELLS - 1), 3
+        )
+    )
     with processes(2) as (here, there):
-        keys = [*last, *islice(names, accounts._MOST - len(last))]
+        keys = [*last, *islice(names, shared_quotas._MOST - len(last))]
         told = {key: Left(float(number), number, 1.0, 2.0, number) for number, key in enumerate(keys)}
         for key, left in told.items():
             there.leave(key, left)
@@ -492,7 +496,7 @@ def test_keys_whose_cells_meet_have_accounts_of_their_own():
 
 
 def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypatch):
-    monkeypatch.setattr(accounts, "_MOST", 12)
+    monkeypatch.setattr(shared_quotas, "_MOST", 12)
     limits = KeyLimits(requests_per_minute=1)
     with processes(2) as (here, there), capture_logs() as logs:
         quotas, other = Quotas(here), Quotas(there)
@@ -510,7 +514,7 @@ def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypat
 
 
 def test_a_table_that_is_full_keeps_who_is_at_work_or_in_debt_however_long_ago_that_was_told(monkeypatch):
-    monkeypatch.setattr(accounts, "_MOST", 7)
+    monkeypatch.setattr(shared_quotas, "_MOST", 7)
     long_ago = {
         "at work": Left(0.0, 1, 5.0, 5.0, 1),
         "owes tokens": Left(0.0, 1, 5.0, -5.0, 0),

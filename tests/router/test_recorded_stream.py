@@ -12,8 +12,8 @@ import pytest
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import Ledger
-from router.core.index import KvIndex, WorkerId
-from router.core.trust import Trust, hit_tokens
+from router.core.kv.index import KvIndex, WorkerId
+from router.core.kv.prediction_accuracy import Trust, hit_tokens
 from tests.recordings.recording import Asked, Heard, load
 
 RECORDING = load()

@@ -11,11 +11,11 @@ import pytest
 from starlette.responses import JSONResponse
 
 from lorafleet.kv.blocks import adapter_salt
-from lorafleet.tiny import make_adapters, make_model
+from lorafleet.local.tiny_model import make_adapters, make_model
 from orchestrator.wire import EnsureAnswer
 from router.core.errors import BadBody
-from router.dress import NO_WISHES, Wishes, dialect_of, salt_for
-from router.surface.routes import ROUTES
+from router.protocols.routes import ROUTES
+from router.request.engine_body import NO_WISHES, Wishes, dialect_of, salt_for
 from tests.patience import until
 from tests.router.doubles import BASE, DIGEST, Engine, error_of, fleet, with_sql
 from tests.router.test_plain_engines import ask, routing

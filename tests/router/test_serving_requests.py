@@ -9,15 +9,15 @@ import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from structlog.testing import capture_logs
 
-from lorafleet.auth import hash_key
-from lorafleet.front.connection import front
+from lorafleet.http_server.connection import front
 from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.service.auth import hash_key
 from orchestrator.wire import Draining
-from router.core.dispatch import Dispatcher
 from router.core.errors import RequestError, RouterError, Unavailable
-from router.dress import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
-from router.surface.routes import ROUTES
-from router.surface.stored import tagged_response_id
+from router.core.queue.fair_queue import Dispatcher
+from router.protocols.routes import ROUTES
+from router.protocols.stored_responses import tagged_response_id
+from router.request.engine_body import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from tests.patience import patience, until
 from tests.router.doubles import BASE, CHAT, DIGEST, UNHEARD, Control, Engine, chunk, echo, error_of, fleet, with_sql
 from tests.serving import serving

@@ -11,10 +11,10 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from structlog.testing import capture_logs
 
-from router import siblings
-from router.api import answers, control_routes
-from router.metrics import Metrics
-from router.siblings import Siblings
+from router.api.control import answers, control_routes
+from router.processes import aggregate
+from router.processes.aggregate import Siblings
+from router.telemetry.metrics import Metrics
 from tests.patience import until, within
 from tests.router.doubles import CHAT, Engine, fleet, sample_value
 
@@ -70,7 +70,7 @@ async def test_one_process_shows_exactly_what_prometheus_client_writes(tmp_path)
         a.took.observe(0.25)
         a.waiting.set(float("inf"))
         told = await a.place.metrics()
-        assert told == siblings._OWN.format(processes="1.0").encode() + generate_latest(a.registry)
+        assert told == aggregate._OWN.format(processes="1.0").encode() + generate_latest(a.registry)
 
 
 async def test_of_two_creation_times_the_earlier_is_shown(tmp_path):
@@ -310,4 +310,4 @@ async def test_decisions_of_a_silent_process_are_reported_missing(tmp_path):
 
 def test_every_gauge_is_listed_as_a_sum_or_a_largest():
     gauges = {family.name for family in Metrics().registry.collect() if family.type == "gauge"}
-    assert gauges - siblings.SUMMED - siblings.LARGEST == set(), "say in router/siblings.py how it adds up"
+    assert gauges - aggregate.SUMMED - aggregate.LARGEST == set(), "say in router/processes/aggregate.py how it adds up"

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.chat import ChatTokenizer, Untokenizable, read_files
-from lorafleet.tiny import make_model
+from lorafleet.local.tiny_model import make_model
+from lorafleet.tokenizer.chat import ChatTokenizer, Untokenizable, read_files
+from router.api.openapi import EXAMPLES, openapi_paths
 from router.core.errors import BadBody, RequestError
-from router.dress import Body, dress_vllm, refuse_steering
-from router.surface.bodies import check_items
-from router.surface.generate import split
-from router.surface.openapi import EXAMPLES, openapi_paths
-from router.surface.prompts import chat_of_messages, chat_of_responses, prompt_body
-from router.surface.routes import ROUTES, find, is_begun_only, response_id_of, route_of, sequences_of
-from router.surface.stored import ResponseNotFound, gone, stored_at, tagged_response_id, worker_of
-from router.surface.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
+from router.protocols.bodies import check_items
+from router.protocols.prompts import chat_of_messages, chat_of_responses, prompt_body
+from router.protocols.routes import ROUTES, find, is_begun_only, response_id_of, route_of, sequences_of
+from router.protocols.sglang_generate import split
+from router.protocols.stored_responses import ResponseNotFound, gone, stored_at, tagged_response_id, worker_of
+from router.protocols.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
+from router.request.engine_body import Body, dress_vllm, refuse_steering
 from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, UNKNOWN_MESSAGES, UNKNOWN_RESPONSES
 
 USER = {"role": "user", "content": "Hi"}

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
-from router.surface.generate import Growing, join, split
+from router.protocols.sglang_generate import Growing, join, split
 
 SQL = "sql-expert/v1"
 

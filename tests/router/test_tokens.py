@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from lorafleet.chat import ChatTokenizer, read_files
 from lorafleet.kv.blocks import block_hashes, root_hash
-from lorafleet.tiny import make_model
-from router.metrics import Metrics
-from router.pieces import ChainCache, PieceCache
-from router.tokens import Tokenizers, Tokens
+from lorafleet.local.tiny_model import make_model
+from lorafleet.tokenizer.chat import ChatTokenizer, read_files
+from router.telemetry.metrics import Metrics
+from router.tokenizing.prompt_cache import ChainCache, PieceCache
+from router.tokenizing.tokenizers import Tokenizers, Tokens
 from tests.patience import patience, until, within
 from tests.properties import examples
 from tests.router.doubles import Control, Engine, fleet

@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from router import tracing
-from router.tracing import Tracer, TracingUnavailable, tracer
+from router.telemetry import tracing
+from router.telemetry.tracing import Tracer, TracingUnavailable, tracer
 from tests.patience import patience, until, within
 from tests.router.doubles import BASE, Engine, fleet, with_sql
 from tests.router.doubles import CHAT as ASK

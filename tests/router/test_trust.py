@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.index import WorkerId
-from router.core.trust import Trust, hit_tokens
+from router.core.kv.index import WorkerId
+from router.core.kv.prediction_accuracy import Trust, hit_tokens
 
 W, OTHER = WorkerId("w0"), WorkerId("w1")
 

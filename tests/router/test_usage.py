@@ -8,8 +8,8 @@ import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from orchestrator.wire import UsageReport
-from router.core.load import LoadBook
-from router.usage import Holds, Usage
+from router.core.schedule.load import LoadBook
+from router.fleet.usage_report import Holds, Usage
 from tests.patience import patience, until
 from tests.router.doubles import CHAT, Engine, chunk, error_of, fleet, with_sql
 

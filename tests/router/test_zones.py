@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.cost import Costs
-from router.core.decision import Ask, decide
-from router.core.load import Own
-from router.core.policies.kv_lora import KvLora
-from router.core.record import record_of, replayed
+from router.core.schedule.cost import Costs
+from router.core.schedule.decision import Ask, decide
+from router.core.schedule.load import Own
+from router.core.schedule.policies.kv_lora import KvLora
+from router.core.schedule.record import record_of, replayed
 from tests.router.doubles import CHAT, Control, Engine, fleet
 from tests.router.test_policy import a_replica, choose, queued
 

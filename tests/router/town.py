@@ -7,18 +7,18 @@ from itertools import count
 from math import inf
 from random import Random
 
-from lorafleet.rates import Rates
-from router.core.decision import Ask, Decision
-from router.core.dispatch import Match, Prompt, Ticket
+from lorafleet.engine.rates import Rates
 from router.core.errors import Saturated
 from router.core.fleet import Report, Roster
-from router.core.load import InFlight
-from router.core.mind import Mind
+from router.core.queue.fair_queue import Match, Prompt, Ticket
+from router.core.schedule.decision import Ask, Decision
+from router.core.schedule.load import InFlight
+from router.core.scheduler import Mind
 from tests.router.test_policy import a_replica
 from tests.simulated import SimulatedEngine
 from workers.engines.sim.timing import Job
 
-# As router/waiting.py looks while somebody waits, and as routers read reports.
+# As router/request/queue.py looks while somebody waits, and as routers read reports.
 _LOOK_EVERY_S = 0.02
 _REPORT_EVERY_S = 1.0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lorafleet.tiny import FEED_FORWARD, HIDDEN, LAYERS, MODEL_NAME, VOCABULARY
+from lorafleet.local.tiny_model import FEED_FORWARD, HIDDEN, LAYERS, MODEL_NAME, VOCABULARY
 from workers.core.tensors import MAX_HEADER_BYTES
 
 MAX_RANK = 16

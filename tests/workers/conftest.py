@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.tiny import make_adapter, make_adapters, make_model
+from lorafleet.local.tiny_model import make_adapter, make_adapters, make_model
 from tests.workers.running import SIM, RunningWorker
 
 

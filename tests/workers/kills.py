@@ -27,13 +27,13 @@ from statistics import median
 
 import httpx
 
-from lorafleet.tiny import make_adapter, make_model
+from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import Kind, RunningEngine, start_engine
 from tests.patience import within
 from tests.workers.running import SIM, RunningWorker, code, post
 from tests.workers.source_servers import Cable, Site, certificate, files_of
-from workers.cache import is_intact
-from workers.disk import is_leftover
+from workers.storage.cache import is_intact
+from workers.storage.disk import is_leftover
 
 LOCAL = ("alpha/v1", "beta/v1", "gamma/v1")
 REMOTE = ("delta/v1", "epsilon/v1", "zeta/v1")

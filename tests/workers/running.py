@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 
-from lorafleet.serve import bind, configured
-from lorafleet.settings import load
+from lorafleet.http_server.serve import bind, configured
+from lorafleet.service.settings import load
 from tests.patience import patience, until
 from tests.serving import serving
 from workers.app import build

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet.tiny import make_adapter
+from lorafleet.local.tiny_model import make_adapter
 from tests.engines import start_engine
 from tests.patience import patience, until, within
 from tests.properties import sample
@@ -579,7 +579,7 @@ async def test_a_full_worker_says_yes_to_what_it_already_holds(worker):
 
 
 async def test_an_epoch_is_believed_only_of_those_who_may_also_unload_and_only_if_it_can_be_one(worker, tmp_path):
-    from lorafleet.auth import hash_key
+    from lorafleet.service.auth import hash_key
 
     keys = tmp_path / "keys.yaml"
     rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in ("load", "admin")]

@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from lorafleet.auth import SCOPES, hash_key
-from lorafleet.tiny import make_adapter
+from lorafleet.local.tiny_model import make_adapter
+from lorafleet.service.auth import SCOPES, hash_key
 from orchestrator.wire import Heartbeat
 from tests.patience import patience, until, within
 from tests.serving import serving

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.tiny import MODEL_NAME
+from lorafleet.local.tiny_model import MODEL_NAME
 from tests.workers.broken import BROKEN, CONFIG, GOOD, MAX_RANK, pairs, safetensors_header
 from workers.core.base_model import base_model
 from workers.core.errors import SourceError
 from workers.core.manifest import Rules
-from workers.verify import describe, read_base_model, read_manifest
+from workers.storage.verify import describe, read_base_model, read_manifest
 
 
 @pytest.fixture(scope="module")

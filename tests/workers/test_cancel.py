@@ -6,7 +6,7 @@ import contextlib
 import httpx
 import pytest
 
-from lorafleet.tiny import make_adapter
+from lorafleet.local.tiny_model import make_adapter
 from tests.patience import patience, until, within
 from tests.workers.kills import remote
 from tests.workers.running import code, loaded, post

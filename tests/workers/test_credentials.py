@@ -6,23 +6,23 @@ import shutil
 import httpx
 import pytest
 
-from lorafleet.tiny import make_adapter
+from lorafleet.local.tiny_model import make_adapter
 from tests.workers.test_sources import ADAPTER, HuggingFace, Web, limits
-from workers.cache import Cache
+from workers.agent.engine_link import Link
+from workers.agent.events import Events
+from workers.agent.installer import Intake
+from workers.agent.inventory import Residency, timestamp
+from workers.agent.records import Records
 from workers.config import WorkerSettings
 from workers.core.errors import SourceError
 from workers.core.manifest import Rules
-from workers.credentials import Credentials
-from workers.disk import Disk
-from workers.events import Events
-from workers.intake import Intake
-from workers.library import Library
-from workers.link import Link
 from workers.metrics import Metrics
-from workers.records import Records
-from workers.residency import Residency, timestamp
 from workers.sources.base import Transfer
 from workers.sources.web import WebSource
+from workers.storage.cache import Cache
+from workers.storage.credentials import Credentials
+from workers.storage.disk import Disk
+from workers.storage.local_adapters import Library
 from workers.wire import InspectRequest, LoadRequest
 
 TOKEN = "hunter2-of-acme"

@@ -14,25 +14,25 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.tiny import make_adapter
+from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until, within
 from tests.workers.running import SIM, RunningWorker, code, loaded, post
+from workers.agent.engine_link import Link
+from workers.agent.events import Events
+from workers.agent.installer import Intake
+from workers.agent.inventory import Residency, timestamp
+from workers.agent.records import Record, Records
 from workers.app import disk_of
-from workers.cache import Cache
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
+from workers.core.eviction import Folder, to_free
 from workers.core.manifest import Manifest, Rules
-from workers.core.shelf import Folder, to_free
-from workers.credentials import Credentials
-from workers.disk import Disk
-from workers.events import Events
-from workers.intake import Intake
-from workers.library import Library
-from workers.link import Link
 from workers.metrics import Metrics
-from workers.records import Record, Records
-from workers.residency import Residency, timestamp
 from workers.sources.local import LocalSource
+from workers.storage.cache import Cache
+from workers.storage.credentials import Credentials
+from workers.storage.disk import Disk
+from workers.storage.local_adapters import Library
 from workers.wire import InspectRequest
 
 NOBODY: frozenset[str] = frozenset()
@@ -498,10 +498,10 @@ async def test_three_agents_share_one_folder_and_none_takes_from_another(agent_m
 SMALL_DISK = """
 import asyncio, sys
 from pathlib import Path
-from workers.cache import Cache
+from workers.storage.cache import Cache
 from workers.core.errors import EngineError, SourceError
 from workers.core.manifest import Rules
-from workers.disk import Disk
+from workers.storage.disk import Disk
 from workers.sources.local import LocalSource
 
 async def main(mount, adapters):

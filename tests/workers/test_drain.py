@@ -7,7 +7,7 @@ import sys
 import httpx
 import pytest
 
-from lorafleet.auth import hash_key
+from lorafleet.service.auth import hash_key
 from tests.patience import patience
 from workers.config import Timers
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from lorafleet.http import envelope
-from lorafleet.vllm_page import parse_metrics
+from lorafleet.engine.metrics_page import parse_metrics
+from lorafleet.service.http import envelope
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, RequestError, SourceError, WorkerError
 from workers.engines.launch import launch

@@ -10,15 +10,15 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.tiny import make_model
-from orchestrator.agents import CONTENT_CODES
+from lorafleet.local.tiny_model import make_model
+from orchestrator.reconcile.agent_client import CONTENT_CODES
 from tests.patience import patience
 from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
 from workers.core.manifest import FileEntry, Rules, digest, inspect, is_same_base
 from workers.core.peft import is_quick, parse_config
 from workers.core.tensors import MAX_HEADER_BYTES, Tensor, header_bytes, parse_header
-from workers.verify import read_base_model
+from workers.storage.verify import read_base_model
 
 CONFIG = {
     "peft_type": "LORA",

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.tiny import make_adapter
+from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until
-from workers.cache import Cache
 from workers.core.errors import SourceError
 from workers.core.manifest import Rules
-from workers.disk import Disk
-from workers.pickled import unpickled
 from workers.sources.local import LocalSource
-from workers.verify import read_manifest
+from workers.storage.cache import Cache
+from workers.storage.disk import Disk
+from workers.storage.pickled import unpickled
+from workers.storage.verify import read_manifest
 
 pytestmark = pytest.mark.fleet  # each conversion is a process that takes seconds to start
 

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorafleet.plain import EngineLoad
-from lorafleet.rates import USUAL_PREFILL_TOKENS_PER_S, Rates, Reading
-from lorafleet.vllm_page import Scrape
-from router.core.cost import Costs
+from lorafleet.engine.agentless import EngineLoad
+from lorafleet.engine.metrics_page import Scrape
+from lorafleet.engine.rates import USUAL_PREFILL_TOKENS_PER_S, Rates, Reading
+from router.core.schedule.cost import Costs
 from tests.patience import patience, until
 from tests.properties import examples, sample
 from tests.simulated import SimulatedEngine
 from tests.workers.running import post
 from workers import wire
+from workers.agent.engine_link import Link
 from workers.config import WorkerSettings
-from workers.link import Link
 from workers.metrics import Metrics
 
 Lengths = Callable[[Random], float]

@@ -11,8 +11,8 @@ import pytest
 from orchestrator.wire import UsageReport
 from tests.patience import until, within
 from tests.workers.running import RunningWorker, post
-from workers.records import Record, Records
-from workers.usage import Usage
+from workers.agent.records import Record, Records
+from workers.agent.usage import Usage
 from workers.wire import AvailableLoras, Metadata
 
 

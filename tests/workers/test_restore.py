@@ -11,14 +11,14 @@ import httpx
 import pytest
 from aiohttp import web
 
-from lorafleet.tiny import make_adapter
+from lorafleet.local.tiny_model import make_adapter
 from tests.engines import start_engine
 from tests.patience import until
 from tests.workers.kills import SlowCable, remote
 from tests.workers.running import SIM, RunningWorker, loaded, post
 from workers.core.manifest import Rules
-from workers.library import Library
-from workers.verify import read_manifest
+from workers.storage.local_adapters import Library
+from workers.storage.verify import read_manifest
 
 
 @pytest.mark.fleet

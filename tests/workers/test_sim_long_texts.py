@@ -6,7 +6,7 @@ import threading
 import httpx
 import pytest
 
-from lorafleet.tiny import make_model
+from lorafleet.local.tiny_model import make_model
 from tests.patience import within
 from workers.engines.sim.__main__ import service_of
 from workers.engines.sim.app import make_app

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet.tiny import make_adapters, make_model
+from lorafleet.local.tiny_model import make_adapters, make_model
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience, wait_until
 from workers.engines.sim.settings import parse

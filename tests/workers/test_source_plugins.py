@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.settings import SettingsError
+from lorafleet.service.settings import SettingsError
 from tests.workers.plugins import AsyncShelf, Shelf
 from tests.workers.running import code, loaded, post, sse
 from tests.workers.source_servers import SECRET, Hub, Site

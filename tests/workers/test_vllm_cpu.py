@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from lorafleet.tiny import make_adapter, make_model
+from lorafleet.engine import vllm_cpu
+from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import RunningEngine, start_engine
-from workers.engines import vllm_cpu
 
 ROOT = Path(__file__).parents[2]
 BASE, FIRST, LAST = "tiny-qwen", "first", "last"
@@ -53,7 +53,7 @@ def engine(tmp_path_factory) -> Iterator[RunningEngine]:
     found = folder / "plugin-1.dist-info"
     found.mkdir()
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
-    (found / "entry_points.txt").write_text("[vllm.general_plugins]\nlorafleet = workers.engines.vllm_cpu:register\n")
+    (found / "entry_points.txt").write_text("[vllm.general_plugins]\nlorafleet = lorafleet.engine.vllm_cpu:register\n")
     adapters = [make_adapter(folder, name) for name in (FIRST, LAST)]
     flags = ("--dtype", "float32", "--lora-modules", *(f"{path.name}={path}" for path in adapters))
     environment = {"PYTHONPATH": f"{ROOT}:{folder}"}

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from lorafleet.tiny import make_adapters, make_model
+from lorafleet.local.tiny_model import make_adapters, make_model
 from tests.patience import within
 from tests.serving import serving
 from tests.workers.running import SIM, RunningWorker, code, loaded, post

@@ -8,8 +8,8 @@ from typing import Any
 
 import structlog
 
-from lorafleet import engine_words
-from lorafleet.engine_words import EngineWordsError, value_of
+from lorafleet.engine import arguments
+from lorafleet.engine.arguments import EngineWordsError, value_of
 from workers.config import WorkerSettings
 
 log = structlog.get_logger()
@@ -27,12 +27,12 @@ def adopted(settings: WorkerSettings, own_command: Sequence[str], environment: M
         return settings
     words = (*own_command, *settings.engine_args)
     try:
-        engine_words.refuse(words, settings.engine, environment)
+        arguments.refuse(words, settings.engine, environment)
     except EngineWordsError as exc:
         raise CommandError(str(exc)) from exc
-    flags = {name: flag for flag, name in engine_words.SAME[settings.engine].items()}
+    flags = {name: flag for flag, name in arguments.SAME[settings.engine].items()}
     changes: dict[str, Any] = {}
-    for name, said in engine_words.said(words, settings.engine).items():
+    for name, said in arguments.said(words, settings.engine).items():
         ours = getattr(settings, name)
         if said == str(ours):
             continue

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from lorafleet.engine.metrics_page import Scrape
 from lorafleet.kv.connectors import Judgement
 from lorafleet.kv.sources import Sources
-from lorafleet.vllm_page import Scrape
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.transport import Transport
+from lorafleet.service.transport import Transport
 from workers.core.errors import EngineError
 
 MODELS_TIMEOUT_S = 10.0

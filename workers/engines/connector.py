@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lorafleet import yamls
-from lorafleet.engine_words import last_value
+from lorafleet.engine.arguments import last_value
 from lorafleet.kv.connectors import Judgement, judged, offloaded
+from lorafleet.service import yamls
 from workers.engines.adopt import CommandError
 
 _CONFIG = "--kv-transfer-config"

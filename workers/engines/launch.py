@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from lorafleet.engine_words import has
+from lorafleet.engine.arguments import has
 from workers.config import WorkerSettings
 
 MODULES = {

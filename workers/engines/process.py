@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import structlog
 
-from lorafleet.sockets import bound
+from lorafleet.service.sockets import bound
 from workers.engines.launch import Launch
 
 log = structlog.get_logger()

@@ -2,8 +2,8 @@
 
 What a client of it must know, read in its source and seen running:
 - A model's bare name is not looked at: an adapter is chosen by `base:adapter` alone, and what has no colon is answered
-  by the base model, with 200 (entrypoints/openai/serving_base.py). So the router writes the name (`router/dress.py`),
-  and the engine's list, not a try, says what is there.
+  by the base model, with 200 (entrypoints/openai/serving_base.py). So the router writes the name
+  (`router/request/engine_body.py`), and the engine's list, not a try, says what is there.
 - An unloaded name stays known: the next request that says it loads it again from its path
   (managers/tokenizer_manager.py `lora_ref_cache`). The list shows that, and the agent reads the list again and again.
 - Each load has a new id, which seeds the hashes of the adapter's blocks; an unload says nothing in the KV events
@@ -23,9 +23,9 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorafleet.engine.metrics_page import Scrape
 from lorafleet.kv.connectors import NO_CONNECTOR, Judgement
 from lorafleet.kv.sources import Sources, sources_of
-from lorafleet.vllm_page import Scrape
 from workers.core.errors import EngineError
 from workers.engines.base import Shape, Traits
 from workers.engines.client import METRICS_TIMEOUT_S, EngineClient

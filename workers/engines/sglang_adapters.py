@@ -12,7 +12,7 @@ from typing import Any
 from workers.core.errors import SourceError
 from workers.core.manifest import WEIGHTS_NAME
 from workers.core.peft import CONFIG_NAME
-from workers.verify import read_base_model, read_tensors
+from workers.storage.verify import read_base_model, read_tensors
 
 _A = (".lora_A.weight", ".lora_embedding_A")
 _PREFIX = "base_model.model."

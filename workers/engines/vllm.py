@@ -4,10 +4,10 @@ from pathlib import Path
 
 import httpx
 
+from lorafleet.engine.metrics_page import SERVER_INFO, Scrape, parse_metrics, transfer_config
+from lorafleet.engine.vllm_errors import is_ending
 from lorafleet.kv.connectors import Judgement, learned
 from lorafleet.kv.sources import Sources, sources_of
-from lorafleet.vllm_errors import is_ending
-from lorafleet.vllm_page import SERVER_INFO, Scrape, parse_metrics, transfer_config
 from workers.core.errors import EngineError
 from workers.engines.base import Shape, Traits
 from workers.engines.client import MODELS_TIMEOUT_S, EngineClient

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from lorafleet.files import mode_of
+from lorafleet.service.files import mode_of
 from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_names
 from workers.sources.base import Transfer, settled

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from lorafleet.settings import SettingsError
+from lorafleet.service.settings import SettingsError
 from workers.core.errors import SourceError, WorkerError
 from workers.core.references import shown
 from workers.plugin import LoraEvent, LoraEventType, LoraManager, LoraModel

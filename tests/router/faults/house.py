@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 
 import router
-from lorafleet.front.connection import Front
+from lorafleet.http_server.connection import Front
 from router.app import build
 from router.config import RouterSettings
-from router.parts import Parts
-from router.relay.upstream import Origin
+from router.http.engine_pool import Origin
+from router.request.services import Parts
 from tests.patience import patience, until
 from tests.router.doubles import BASE, Control, chunk
 from tests.router.relay.wires import Client, Engine, reset

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lorafleet.vllm_errors import DEAD, SHUTTING_DOWN
+from lorafleet.engine.vllm_errors import DEAD, SHUTTING_DOWN
 from tests.lorafleet.test_auth import no_more_files
 from tests.patience import patience, until, within
 from tests.router.doubles import UNHEARD, Control, with_sql

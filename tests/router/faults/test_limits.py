@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from lorafleet.auth import hash_key
-from lorafleet.http import HttpError
-from router.surface.stored import tagged_response_id
+from lorafleet.service.auth import hash_key
+from lorafleet.service.http import HttpError
+from router.protocols.stored_responses import tagged_response_id
 from tests.patience import patience, until
 from tests.router.doubles import BASE, UNHEARD, Control
 from tests.router.faults.house import (

@@ -7,12 +7,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from router.core.errors import ReplicaUnreachable
-from router.relay import attempt as attempts
-from router.relay.attempt import Attempt, Call, Limits, open_attempt
-from router.relay.events import MAX_EVENT_BYTES, Echo
-from router.relay.upstream import Origin, Pool
-from router.surface.routes import ROUTES
-from router.surface.usage import EngineUsage
+from router.http.engine_pool import Origin, Pool
+from router.http.sse import MAX_EVENT_BYTES, Echo
+from router.protocols.routes import ROUTES
+from router.protocols.usage import EngineUsage
+from router.request import engine_attempt
+from router.request.engine_attempt import Attempt, Call, Limits, open_attempt
 from tests.patience import patience, until
 from tests.router.relay.wires import Engine, finished
 from tests.serving import serving
@@ -162,7 +162,7 @@ async def test_a_used_connection_that_breaks_off_at_work_or_inside_its_answer_is
     works_s, said, monkeypatch
 ):
     if works_s:
-        monkeypatch.setattr(attempts, "_AT_ONCE_S", works_s / 2)
+        monkeypatch.setattr(engine_attempt, "_AT_ONCE_S", works_s / 2)
 
     async def script(engine, reader, writer):
         await engine.request(reader)

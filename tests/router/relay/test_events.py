@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.relay.events import Undated, event_error, has_first_event, refusal_event
+from router.http.sse import Undated, event_error, has_first_event, refusal_event
 
 DATE = b"0123456789ab"
 

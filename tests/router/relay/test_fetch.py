@@ -5,8 +5,8 @@ from math import inf
 
 import pytest
 
-from router.relay.fetch import Refused, fetch, stream
-from router.relay.upstream import EngineLost, Origin, Pool
+from router.http.engine_pool import EngineLost, Origin, Pool
+from router.http.fetch import Refused, fetch, stream
 from tests.patience import patience, until, within
 from tests.router.relay.wires import Engine, finished
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from lorafleet.front import outbox
-from lorafleet.front.outbox import Outbox
+from lorafleet.http_server import outbox
+from lorafleet.http_server.outbox import Outbox
 from tests.patience import patience
 from tests.router.relay.wires import HOT, fronted, post
 

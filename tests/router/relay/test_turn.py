@@ -4,9 +4,9 @@ another's.
 
 import contextlib
 
-from lorafleet.front import turn as turns
-from lorafleet.front.outbox import Outbox
-from lorafleet.front.turn import Turn
+from lorafleet.http_server import batches
+from lorafleet.http_server.batches import Turn
+from lorafleet.http_server.outbox import Outbox
 from tests.router.relay.test_outbox import Loop as Bare
 from tests.router.relay.test_outbox import Transport
 
@@ -71,9 +71,9 @@ def test_what_is_answered_goes_on_before_others_are_begun_and_its_answer_is_on_i
 
 def test_a_crowd_is_begun_a_few_at_a_time_and_the_sockets_are_looked_at_in_between():
     loop, turn, noted = Loop(), Turn(Outbox()), []
-    for name in range(2 * turns._MOST + 1):
+    for name in range(2 * batches._MOST + 1):
         turn.begin(Request(name, noted, None), loop)
-    for most in (turns._MOST, 2 * turns._MOST, 2 * turns._MOST + 1):
+    for most in (batches._MOST, 2 * batches._MOST, 2 * batches._MOST + 1):
         loop.turn()
         assert [name for name, _ in noted] == list(range(most))
     assert not loop.soon
@@ -85,7 +85,7 @@ def test_a_crowd_is_begun_a_few_at_a_time_and_the_sockets_are_looked_at_in_betwe
 def test_long_prompts_come_fewer_at_a_time():
     loop, turn, noted = Loop(), Turn(Outbox()), []
     for name in range(4):
-        turn.begin(Request(name, noted, None, body=bytes(turns._MOST_BYTES // 2 + 1)), loop)
+        turn.begin(Request(name, noted, None, body=bytes(batches._MOST_BYTES // 2 + 1)), loop)
     loop.turn()
     assert len(noted) == 2
     turn.begin(Request(4, noted, None), loop)

@@ -7,7 +7,7 @@ import ssl
 
 import pytest
 
-from router.relay.upstream import Connection, EngineLost, Origin, Pool
+from router.http.engine_pool import Connection, EngineLost, Origin, Pool
 from tests.patience import patience, until
 from tests.router.relay.wires import Engine, Heard, finished, saying
 

@@ -7,10 +7,10 @@ import socket
 import struct
 from dataclasses import dataclass, field
 
-from lorafleet.auth import OPEN
-from lorafleet.front.connection import Exchange, Front, FrontLimits, front
-from router.relay.refusals import error_body
-from router.relay.upstream import EngineLost
+from lorafleet.http_server.connection import Exchange, Front, FrontLimits, front
+from lorafleet.service.auth import OPEN
+from router.http.engine_pool import EngineLost
+from router.http.error_shapes import error_body
 from tests.patience import until, within
 from tests.serving import serving
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from lorafleet.chat import ChatTokenizer
+from lorafleet.tokenizer.chat import ChatTokenizer
 from workers.engines.sim.app import VERSION, Service, make_app
 from workers.engines.sim.engine import Engine
 from workers.engines.sim.metrics import Metrics

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.chat import ChatTokenizer, Untokenizable
+from lorafleet.tokenizer.chat import ChatTokenizer, Untokenizable
 from workers.engines.sim import answers, bodies
 from workers.engines.sim.adapters import Adapter, AdapterRefused, NoAdapterFound
 from workers.engines.sim.bodies import Refused

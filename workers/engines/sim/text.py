@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from lorafleet.chat import ChatTokenizer
+from lorafleet.tokenizer.chat import ChatTokenizer
 from workers.engines.sim.timing import Ended
 
 WORD = re.compile(r" [a-z]{2,}")

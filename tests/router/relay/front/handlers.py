@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from lorafleet.front.connection import FrontLimits
+from lorafleet.http_server.connection import FrontLimits
 from tests.patience import until
 from tests.router.relay.wires import HOT, fronted, length, post
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 from structlog.testing import capture_logs
 
-from lorafleet.front.turn import Turn
+from lorafleet.http_server.batches import Turn
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import LARGE, Calls, Work, failing
 from tests.router.relay.wires import HOT, fronted, length, post, reset

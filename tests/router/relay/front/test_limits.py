@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lorafleet.auth import Caller
+from lorafleet.service.auth import Caller
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import CHUNKED, Calls, Work
 from tests.router.relay.wires import COLD, HOT, MESSAGES, error_of, fronted, post

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from lorafleet.front.connection import FrontLimits
+from lorafleet.http_server.connection import FrontLimits
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import LARGE, Calls, Work, large_of, look_later, say_last
 from tests.router.relay.wires import COLD, HOT, fronted, post

@@ -7,8 +7,8 @@ import json
 import pytest
 from structlog.testing import capture_logs
 
-from lorafleet import serve
-from lorafleet.front.connection import FrontLimits, front
+from lorafleet.http_server import serve
+from lorafleet.http_server.connection import FrontLimits, front
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import (
     LARGE,

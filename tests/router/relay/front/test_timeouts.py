@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lorafleet.front.connection import FrontLimits
+from lorafleet.http_server.connection import FrontLimits
 from tests.patience import until
 from tests.router.relay.front.handlers import Work
 from tests.router.relay.wires import COLD, HOT, error_of, fronted, post

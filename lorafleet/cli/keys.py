@@ -1,0 +1,71 @@
+"""New keys for a key file: the key is shown once, the file gets its hash."""
+
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import yaml
+
+from lorafleet.service.auth import SCOPES, KeyFileError, Keys, hash_key, new_key
+from lorafleet.service.failure import Failure
+from lorafleet.service.files import mode_of, what_failed, write_whole
+
+
+def add_key(
+    path: Path,
+    tenant: str | None,
+    scopes: Sequence[str],
+    note: str = "",
+    limits: Mapping[str, float | None] = MappingProxyType({}),
+) -> str:
+    """A fresh key, whose hash is now the file's last entry. Servers see either the old file or the new one, whole.
+
+    limits  by the names of KeyLimits; None is none
+
+    Raises Failure for an unknown scope, a tenant's key with a scope that holds for the whole fleet, a limit below 1,
+    or a file that is no key file.
+    """
+    if unknown := sorted(set(scopes) - set(SCOPES)):
+        raise Failure(f"--scopes: {', '.join(unknown)} unknown; known: {', '.join(SCOPES)}", status=2)
+    if not scopes:
+        raise Failure(f"--scopes: none given; known: {', '.join(SCOPES)}", status=2)
+    # Whose key it is bounds what it may infer with, and nothing else: `admin` is the whole fleet's.
+    if tenant is not None and (beyond := sorted(set(scopes) - {"infer"})):
+        raise Failure(
+            f"--tenant {tenant} --scopes {','.join(scopes)}: {', '.join(beyond)} would hold for the whole fleet, not"
+            f" for {tenant} alone. Expected --tenant {tenant} --scopes infer, for a key of the tenant; or"
+            f" --scopes {','.join(scopes)} without --tenant, for a key of the fleet's operators",
+            status=2,
+        )
+    given = {name: value for name, value in limits.items() if value is not None}
+    for name, value in given.items():
+        if value < 1:
+            raise Failure(f"--{name.replace('_', '-')}: must be at least 1, found {value:g}", status=2)
+    key = new_key()
+    entry = {"sha256": hash_key(key), "tenant": tenant, "scopes": list(scopes), "note": note, "limits": given}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _append(path, {name: value for name, value in entry.items() if value})
+    except OSError as exc:
+        raise Failure(f"--file {path}: {what_failed(exc, path.absolute().parent)}") from exc
+    except KeyFileError as exc:
+        raise Failure(f"--file: {exc}") from exc
+    return key
+
+
+def _append(path: Path, entry: dict[str, object]) -> None:
+    # Two of us at once would lose a key without the lock; it is on the folder, because the file is replaced.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        mode = mode_of(path)
+        before = path.read_text() if mode else ""
+        if before.strip():
+            Keys([path])  # refuses what no server would read
+        entries = (yaml.safe_load(before) or {}).get("keys", [])
+        after = yaml.safe_dump({"keys": [*entries, entry]}, sort_keys=False)
+        write_whole(path, after.encode(), mode=mode & 0o777 if mode else 0o600)
+    finally:
+        os.close(folder)

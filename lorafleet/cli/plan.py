@@ -1,0 +1,212 @@
+"""`lorafleet plan`, `orphans`, `history`, `backup`: what would happen, what nobody asked for, who changed what."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lorafleet.service.failure import Failure
+
+app = typer.Typer(no_args_is_help=True)
+orphans_app = typer.Typer(no_args_is_help=True, help="Orphans: what workers hold and nobody registered.")
+app.add_typer(orphans_app, name="orphans")
+
+
+@app.command()
+def plan(  # noqa: PLR0917  (Typer passes by name)
+    context: typer.Context,
+    demand: Annotated[
+        list[str] | None, typer.Option(help="LORA_ID=x10 (times now) or LORA_ID=3.5 (requests a second); repeat")
+    ] = None,
+    without_worker: Annotated[list[str] | None, typer.Option(help="as if this worker were lost; repeat")] = None,
+    more_workers: Annotated[
+        list[str] | None, typer.Option(help="N, or N:WORKER for N more like that one; repeat")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the global policy; repeat")] = None,
+    adapter_policy: Annotated[
+        list[str] | None, typer.Option(help="LORA_ID:NAME=VALUE of one adapter's policy; repeat")
+    ] = None,
+    passes: Annotated[int, typer.Option(min=1, max=200, help="how far ahead to look, at most")] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="the orchestrator's whole answer")] = False,
+) -> None:
+    """What would be done, why, and at what cost, if that were so. Does nothing.
+
+    Without a flag: the next pass, as things are. With one: every pass from now on until nothing is left to do. Bytes
+    are the adapters' own, seconds the middle of the loads measured so far; drains are taken to end at once.
+
+    Examples:
+
+      lorafleet plan
+
+      lorafleet plan --demand sql-expert/v1=x10
+
+      lorafleet plan --without-worker w0 --more-workers 2:w1
+
+      lorafleet plan --policy reserve_slots=0 --adapter-policy legal/v2:min_replicas=3
+    """
+    from lorafleet.cli import tables  # noqa: PLC0415  (`lorafleet --help` must not wait for rich tables)
+    from lorafleet.local.progress import Steps  # noqa: PLC0415
+
+    body = {
+        "demand": dict(map(_demand, demand or ())),
+        "workers_gone": without_worker or [],
+        "workers_more": [_more(text) for text in more_workers or ()],
+        "policy": dict(map(setting, policy or ())),
+        "adapter_policies": _adapter_policies(adapter_policy or ()),
+    }
+    is_supposed = any(body.values())
+    with context.obj.orchestrator() as api, Steps() as steps, steps.step("plan", "running the passes to come"):
+        answer = api.call("POST", "/v1/placements/plan", body | {"passes": passes} if is_supposed else None)
+    if as_json:
+        typer.echo(_json(answer))
+        return
+    if answer["actions"]:
+        tables.show(tables.plan(answer["actions"]))
+    for line in tables.plan_lines(answer):
+        typer.echo(line)
+
+
+@orphans_app.command("list")
+def orphans_list(context: typer.Context) -> None:
+    """What workers hold and nobody registered: after a lost, exchanged or restored store, all that it does not know.
+
+    Example: lorafleet orphans list
+    """
+    from lorafleet.cli import tables  # noqa: PLC0415
+
+    with context.obj.orchestrator() as api:
+        tables.show(tables.orphans(api.every("/v1/orphans")))
+
+
+@orphans_app.command("adopt")
+def orphans_adopt(
+    context: typer.Context,
+    lora_ids: Annotated[list[str] | None, typer.Argument(help="which; default: all", show_default=False)] = None,
+    tenant: Annotated[list[str] | None, typer.Option(help="who may use them; repeat; default: operators only")] = None,
+    everyone: Annotated[bool, typer.Option("--everyone", help="every tenant may")] = False,
+) -> None:
+    """Register orphans as they are, under their own names; nothing is loaded or unloaded.
+
+    Whose they were went with the store: without --tenant or --everyone no tenant may use them yet. Where no keys are
+    needed, everyone may anyway.
+
+    Examples:
+
+      lorafleet orphans adopt
+
+      lorafleet orphans adopt sql-expert/v1 legal/v2 --tenant acme
+    """
+    body = {"lora_ids": lora_ids or None, "tenants": None if everyone else tenant or []}
+    with context.obj.orchestrator() as api:
+        results = api.call("POST", "/v1/orphans/adopt", body)["data"]
+    refused = [item for item in results if item["status"] >= 400]
+    typer.echo(f"{len(results) - len(refused)} adopted")
+    for item in refused:
+        typer.echo(f"{item['lora_id']}: {item['error']}")
+    # Without names, those that cannot be adopted are news; with names, a wish that was not met.
+    if refused and lora_ids:
+        raise Failure(f"{len(refused)} of {len(results)} not adopted")
+
+
+@app.command()
+def history(
+    context: typer.Context,
+    subject: Annotated[
+        str | None, typer.Argument(help="a lora_id, an alias or a worker; default: all", show_default=False)
+    ] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="such as alias_set or policy_changed; repeat")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000)] = 20,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Who changed what, newest first: adapters, aliases, policy, workers.
+
+    Examples:
+
+      lorafleet history sql-expert
+
+      lorafleet history --kind policy_changed --limit 5
+    """
+    from lorafleet.cli import tables  # noqa: PLC0415
+
+    with context.obj.orchestrator() as api:
+        answer = api.call("GET", "/v1/history", subject=subject, kind=kind, limit=limit)
+    if as_json:
+        typer.echo(_json(answer))
+    else:
+        tables.show(tables.history(answer["data"]))
+
+
+@app.command()
+def backup(
+    context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file; what is there is never overwritten")]
+) -> None:
+    """Copy the orchestrator's store while it is in use. To restore: start an orchestrator with `--store` on the copy.
+
+    Left out is what would take something from a fleet: deletions, drains and rollouts under way.
+
+    Example: lorafleet backup lorafleet-2026-11-21.db
+    """
+    from lorafleet.service import files  # noqa: PLC0415
+
+    with context.obj.orchestrator() as api:
+        content = api.download("/v1/backup")
+    try:
+        if file.exists() or file.is_symlink():
+            raise Failure(f"{file}: is there already; name a new file")
+        files.write_whole(file, content)
+    except OSError as exc:
+        hint = "" if files.is_full(exc) else "; name a new file in a folder that can be written"
+        raise Failure(f"{file}: {files.what_failed(exc, file.absolute().parent)}{hint}") from exc
+    typer.echo(f"{file}: {len(content):,} bytes")
+
+
+def _demand(text: str) -> tuple[str, dict[str, float]]:
+    lora_id, _, amount = text.rpartition("=")
+    try:
+        if amount.startswith("x"):
+            return lora_id, {"factor": float(amount[1:])}
+        return lora_id, {"requests_per_s": float(amount)}
+    except ValueError as exc:
+        raise Failure(f"{text}: write LORA_ID=x10 or LORA_ID=3.5", status=2) from exc
+
+
+def _more(text: str) -> dict[str, Any]:
+    count, _, like = text.partition(":")
+    if not count.isdigit():
+        raise Failure(f"{text}: write N, or N:WORKER", status=2)
+    return {"count": int(count), "like": like or None}
+
+
+def setting(text: str, names: str = "lorafleet policy show") -> tuple[str, Any]:
+    """`name=value` as a field's name and what the value is in YAML. Raises Failure.
+
+    names  the command that has the names
+    """
+    from lorafleet.service import yamls  # noqa: PLC0415
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise Failure(f"{text}: write NAME=VALUE; `{names}` has the names", status=2)
+    try:
+        return name.strip().replace("-", "_"), yamls.parsed(value)
+    except yamls.BadYaml as exc:
+        raise Failure(
+            f"{text[:200]}: the value is not YAML ({str(exc).splitlines()[0]}); put text in quotes", status=2
+        ) from exc
+
+
+def _adapter_policies(texts: list[str] | tuple[()]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        lora_id, colon, change = text.partition(":")
+        if not colon:
+            raise Failure(f"{text}: write LORA_ID:NAME=VALUE", status=2)
+        name, value = setting(change)
+        found.setdefault(lora_id, {})[name] = value
+    return found
+
+
+def _json(what: Any) -> str:
+    import json  # noqa: PLC0415
+
+    return json.dumps(what, indent=2)

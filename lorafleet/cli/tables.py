@@ -1,0 +1,297 @@
+"""What the CLI prints: lists as tables, single things as `name: value` lines."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from lorafleet.service.failure import printable
+
+_WIDE = 4000
+_TIME = "time (UTC)"
+_FILLING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
+
+
+def console() -> Console:
+    """Where tables go; wide when nobody sees it, so that a pipe gets whole rows."""
+    made = Console(markup=False, highlight=False)
+    if not made.is_terminal:
+        made.width = _WIDE
+    return made
+
+
+def show(what: RenderableType) -> None:
+    """Print it; cells break between words only, so that names, ids and URLs can be copied at any width of terminal."""
+    out = console()
+    # Where that does not fit, a row is one line, which the terminal wraps: with broken cells nobody could read it.
+    if out.measure(what, options=out.options.update(width=_WIDE)).minimum > out.width:
+        out.width = _WIDE
+    with out.capture() as printed:
+        out.print(what, crop=False)
+    # Without what fills the last column: a terminal would wrap that, too.
+    out.file.write(_FILLING.sub(r"\1", printed.get()))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
+    """A table. Numbers stand right; neither they nor times are broken across lines, nor any word."""
+    body = [[printable(_text(cell)) for cell in row] for row in rows]
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        cells = [row[index] for row in body]
+        is_number = bool(body) and all(map(_is_number, cells))
+        whole = cells if is_number or name == _TIME else [word for cell in cells for word in cell.split()]
+        least = max(map(len, [*whole, *name.split()]), default=0)
+        made.add_column(name, justify="right" if is_number else "left", overflow="fold", min_width=least)
+    for row in body:
+        made.add_row(*row)
+    return made
+
+
+def adapters(items: Iterable[Mapping[str, Any]]) -> Table:
+    return table(
+        ["lora_id", "state", "ready", "desired", "rank", "digest", "workers", "tenants", "error"],
+        [
+            (
+                item["lora_id"],
+                item["state"],
+                item["replicas"]["ready"],
+                item["replicas"]["desired"],
+                item["rank"],
+                (item["digest"] or "")[:12],
+                ", ".join(item["workers"]),
+                "everyone" if item["tenants"] is None else ", ".join(item["tenants"]),
+                item.get("error"),
+            )
+            for item in items
+        ],
+    )
+
+
+def aliases(items: Iterable[Mapping[str, Any]]) -> Table:
+    def targets(item: Mapping[str, Any]) -> str:
+        return ", ".join(f"{target['lora_id']} ({target['weight']:g})" for target in item["targets"])
+
+    return table(["alias", "targets (weight)"], [(item["name"], targets(item)) for item in items])
+
+
+def placements(items: Iterable[Mapping[str, Any]]) -> Table:
+    return table(
+        ["lora_id", "worker", "state", "location", "desired"],
+        [
+            (i["lora_id"], i["worker_id"], i["state"], i["location"], "yes" if i["desired"] else "no")
+            for i in sorted(items, key=lambda item: (item["lora_id"], item["worker_id"]))
+        ],
+    )
+
+
+def workers(items: Iterable[Mapping[str, Any]]) -> Table:
+    """Where a worker is, zone and node, and why it takes no adapters, only if any says so."""
+    found = sorted(items, key=lambda item: str(item["id"]))
+    places = [name for name in ("zone", "node") if any(item[name] for item in found)]
+    refusals = ["takes no adapters"] if any(item.get("refusal") for item in found) else []
+    return table(
+        ["worker", "state", *places, "base model", "adapters", "free slots", "agent", "engine", *refusals],
+        [
+            (
+                item["id"],
+                f"{item['state']}, pod ends" if item.get("is_terminating") else item["state"],
+                *(item[name] for name in places),
+                item["base_model"],
+                ", ".join(item["adapters"]),
+                item["capacity"].get("available_slots"),
+                item["agent_url"],
+                item["engine_url"],
+                *(item.get("refusal", "") for _ in refusals),
+            )
+            for item in found
+        ],
+    )
+
+
+def plan(actions: Iterable[Mapping[str, Any]]) -> Table:
+    return table(
+        ["pass", "operation", "adapter", "worker", "instead of", "bytes", "seconds", "why"],
+        [
+            (
+                item["turn"],
+                item["operation"],
+                item["lora_id"] or "(all)",
+                item["worker_id"],
+                item["evict"],
+                item["size_bytes"],
+                item["seconds"],
+                item["reason"],
+            )
+            for item in actions
+        ],
+    )
+
+
+def plan_lines(answer: Mapping[str, Any]) -> list[str]:
+    """What a plan comes to, below its table."""
+    cost = answer["cost"]
+    lines = [
+        f"{cost['loads']} loads, {cost['unloads']} unloads; {cost['bytes']:,} bytes; about {cost['seconds']:.1f} s"
+    ]
+    changes = [f"{name} {change['before']} -> {change['after']}" for name, change in answer["targets"].items()]
+    if changes:
+        lines.append("replicas wanted: " + ", ".join(changes))
+    lines += [f"no place for {name}: {why}" for name, why in sorted(answer["reasons"].items())]
+    if answer["is_settled"] is False:
+        lines.append("more would follow: look further ahead with --passes")
+    return lines
+
+
+def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
+    return table(
+        ["lora_id", "digest", "workers", "base model", "rank", "source", "cannot be adopted because"],
+        [
+            (
+                item["lora_id"],
+                item["digest"][:12],
+                ", ".join(item["workers"]),
+                item["base_model"],
+                item["rank"],
+                item["source"],
+                item["problem"],
+            )
+            for item in items
+        ],
+    )
+
+
+def history(items: Iterable[Mapping[str, Any]]) -> Table:
+    return table(
+        [_TIME, "what", "of", "by", "details"],
+        [(_time(item["at"]), item["kind"], item["subject"], item["actor"], item["body"]) for item in items],
+    )
+
+
+def fields(item: Mapping[str, Any]) -> Table:
+    """One thing, a line a field."""
+    return table(["field", "value"], list(item.items()))
+
+
+def decision(answer: Mapping[str, Any]) -> Table:
+    """Every replica's terms of `POST /v1/route`, the winner first."""
+    scored = sorted(answer["scores"], key=lambda score: (not score["winner"], score["passed_over"], score["cost_s"]))
+    # Whatever terms this router's cost model has, in its order.
+    terms = [name for name in scored[0] if name.endswith("_s")] if scored else []
+    figures = ["depth_blocks", "cached_tokens", *terms]
+    rows = [[_mark(score), score["worker_id"], score["trust"], *(score[name] for name in figures)] for score in scored]
+    names = ["cached blocks", "cached tokens", *(name.removesuffix("_s") + " s" for name in terms)]
+    return table(["", "worker", "trust", *names], rows)
+
+
+def _mark(score: Mapping[str, Any]) -> str:
+    return "->" if score["winner"] else "x" if score["passed_over"] else ""
+
+
+def left_out(answer: Mapping[str, Any]) -> list[str]:
+    """A line for each reason why replicas were not considered, with their names."""
+    reasons: dict[str, list[str]] = {}
+    for score in answer["scores"]:
+        if score["passed_over"]:
+            reasons.setdefault("passed over (x), its adapter slots are all in use", []).append(score["worker_id"])
+    for item in answer["rejected"]:
+        reasons.setdefault(item["reason"], []).append(item["worker_id"])
+    return [f"not considered: {reason}: {', '.join(sorted(workers))}" for reason, workers in reasons.items()]
+
+
+def headline(answer: Mapping[str, Any]) -> str:
+    """A decision in a sentence or two: what went where by which rule, and what came of it where that is known."""
+    if answer["worker_id"] is None:
+        return f"{answer['adapter']}: no worker can take it now ({answer['prompt_tokens']} prompt tokens)"
+    said = (
+        f"{answer['adapter']} on {answer['worker_id']} by {answer['policy']}:"
+        f" {answer['cached_tokens']} of {answer['prompt_tokens']} prompt tokens cached"
+        f" ({answer['trust'] or 'trust unknown'}; tokens from {answer['tokens_from']};"
+        f" kappa {answer['kappa']:.2f}, rho {answer['rho']:.3f})"
+    )
+    if answer.get("first_data_s") is not None:
+        cached = answer["engine_cached_tokens"]
+        said += (
+            f"\nwaited {_text(answer['waited_s'])} s here, first data {_text(answer['first_data_s'])} s after that;"
+            f" the engine {'did not say what it had cached' if cached is None else f'had {cached} tokens cached'}"
+        )
+    return said
+
+
+def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
+    """Decisions and what came of them, a line each."""
+    return table(
+        [
+            _TIME,
+            "adapter",
+            "worker",
+            "prompt",
+            "predicted",
+            "engine's",
+            "trust",
+            "waited s",
+            "first data s",
+            "request",
+        ],
+        [
+            (
+                _time(item["at"]),
+                item["adapter"],
+                item["worker_id"],
+                item["prompt_tokens"],
+                item["cached_tokens"],
+                item["engine_cached_tokens"],
+                item["trust"],
+                item["waited_s"],
+                item["first_data_s"],
+                item["request_id"],
+            )
+            for item in items
+        ],
+    )
+
+
+def replays(first: Iterable[Mapping[str, Any]], again: Iterable[Mapping[str, Any]]) -> Table:
+    """Recorded decisions beside the same ones made again; costs by the same cost model."""
+
+    def cost_s(item: Mapping[str, Any], worker: object) -> object:
+        return next((score["cost_s"] for score in item["scores"] if score["worker_id"] == worker), None)
+
+    return table(
+        ["request", "adapter", "decided", "again", "cost s", "again cost s"],
+        [
+            (
+                now["request_id"],
+                now["adapter"],
+                then.get("worker_id"),
+                now["worker_id"],
+                cost_s(now, then.get("worker_id")),
+                cost_s(now, now["worker_id"]),
+            )
+            for then, now in zip(first, again, strict=True)
+        ],
+    )
+
+
+def _time(at: str) -> str:
+    return datetime.fromisoformat(at).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")
+
+
+def _text(cell: object) -> str:
+    match cell:
+        case None:
+            return "-"
+        case float():
+            return f"{cell:.4f}"
+        case Mapping():
+            return ", ".join(f"{name}={_text(value)}" for name, value in cell.items())
+        case list() | tuple():
+            return ", ".join(map(str, cell))
+        case _:
+            return str(cell)
+
+
+def _is_number(text: str) -> bool:
+    return text in ("-", "") or text.replace(".", "", 1).isdigit()

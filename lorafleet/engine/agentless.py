@@ -1,0 +1,275 @@
+"""A stock vLLM that has no agent, asked over its own HTTP: what it says becomes the report that an agent would give.
+
+Nobody reads the files behind such an engine's adapters. So their digest is not known, and what tells one from another
+is the engine's own name for it: reports carry `digest` empty, and the engine counts as another boot when a name gets
+another path, because its cached blocks are then no longer those of that name. Its start stays the same: see `start_of`.
+"""
+
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from lorafleet.engine.metrics_page import SERVER_INFO, Scrape, parse_metrics, transfer_config
+from lorafleet.engine.rates import COUNTERS, Rates, Reading
+from lorafleet.kv.connectors import EngineSalt, Judgement, decided, learned
+from lorafleet.kv.sources import Sources, sources_of
+from lorafleet.service.urls import is_http, shown
+from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
+
+Get = Callable[[str], Awaitable[bytes]]
+"""The body that a GET of a path answers; raises OSError when there is none, or its status is not 200."""
+
+# vLLM tells it nowhere; its default is 256, on large GPUs 1,024. Too few would have requests wait for nothing.
+_MAX_NUM_SEQS = 256
+# What the fleet itself calls an adapter, see workers/wire.py engine_name.
+_OURS = re.compile(r"(.+)@[0-9a-f]{12}")
+# What JSON and figures of another kind than expected run into.
+_ODD = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
+
+
+class PlainEngine:
+    """One engine, asked again and again. Adapters are believed only of a vLLM: others answer for names they lack."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        url: str,
+        get: Get,
+        *,
+        zone: str = "",
+        node: str = "",
+        kv_events: tuple[str, ...] = (),
+        kv_replay: tuple[str, ...] = (),
+        salt: EngineSalt = "auto",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """kv_events, kv_replay: where its events are; empty: where the engine itself says that they are.
+
+        salt  what its operator says of its KV connector
+        """
+        self.worker_id = worker_id
+        self.url = url.rstrip("/")
+        self._get = get
+        self._place = {"zone": zone, "node": node}
+        self._given = (kv_events, kv_replay)
+        self._salt: EngineSalt = salt
+        self._connector: Mapping[str, Any] | None = None
+        self._clock = clock
+        self._load = EngineLoad()
+        self._started_at: float | None = None
+        self._kv = Transport(engine_url=self.url)
+        self._paths: Mapping[str, str] = {}
+        self._repaths = 0
+
+    async def report(self) -> Metadata:
+        """What it is, holds and does now. Raises OSError when it cannot be asked, ValueError for what is no vLLM's."""
+        try:
+            return await self._report()
+        except _ODD as exc:
+            raise ValueError(f"{self.url} answers what no vLLM does: {exc!r}") from exc
+
+    async def _report(self) -> Metadata:
+        await self._get("/health")
+        models = _models(await self._get("/v1/models"), self.url)
+        scrape = parse_metrics((await self._get("/metrics")).decode())
+        base = next((model for model in models if not model.get("parent")), None)
+        if base is None:
+            raise ValueError(f"{self.url}/v1/models lists no base model")
+        dialect = str(base.get("owned_by") or "unknown")
+        paths = {str(m["id"]): str(m.get("root") or "") for m in models if m.get("parent") and dialect == "vllm"}
+        await self._note(scrape, paths)
+        now = self._clock()
+        self._load.add(scrape, now)
+        name = str(base["id"])
+        return Metadata(
+            instance_id=self.worker_id,
+            **self._place,
+            model=ModelCard(name=name, base_model=name, runtime_config=_shape(base, scrape)),
+            transport=self._kv.model_copy(update={"dialect": dialect}),
+            lora=_loras(name, paths, scrape, self._judgement(scrape)),
+            load=self._load.figures(now),
+            agent_boot_id="none",
+            engine_boot_id=f"{scrape.started_at:.2f}" + (f"+{self._repaths}" if self._repaths else ""),
+        )
+
+    async def _note(self, scrape: Scrape, paths: Mapping[str, str]) -> None:
+        if scrape.started_at != self._started_at:
+            self._load, self._paths, self._repaths = EngineLoad(), {}, 0
+            self._kv = await self._sources()
+            self._connector = await self._transfer_config()
+            self._started_at = scrape.started_at
+        self._repaths += any(self._paths.get(name, path) != path for name, path in paths.items())
+        # Names that went are remembered: the blocks outlive the unload (vLLM 0.32, seen running).
+        self._paths = {**self._paths, **paths}
+
+    def _judgement(self, scrape: Scrape) -> Judgement:
+        found = learned(self._connector, offloading=scrape.offloading, has_connector=scrape.has_connector)
+        return decided(self._salt, found)
+
+    async def _transfer_config(self) -> Mapping[str, Any] | None:
+        """Asked for once a start: the engine looks at its whole machine for the answer."""
+        try:
+            return transfer_config(await self._get(SERVER_INFO))
+        except (OSError, ValueError):
+            return None  # it tells that in its development mode alone
+
+    async def _sources(self) -> Transport:
+        """Where its KV events are; without any what it has cached is estimated.
+
+        source  vLLM 0.32 entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig, ports resolved
+        """
+        events, replay = self._given
+        found = Sources(events, replay if len(replay) == len(events) else ())
+        if not events:
+            try:
+                ranks = json.loads(await self._get("/kv_event_sources"))
+                told = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
+                found = sources_of(urlsplit(self.url).hostname or "", told)
+            except (OSError, ValueError, *_ODD):
+                pass  # an older vLLM, or another engine
+        return Transport(engine_url=self.url, kv_events=found.events, kv_replay=found.replay, kv_topic=found.topic)
+
+
+class EngineLoad:
+    """The last reading of one engine's metrics, and what all of them taught; an agent tells the same of its own.
+
+    rates     may be begun anew
+    read_at   of the last reading
+    moved_at  when one last differed from the one before: then something was computed. None where none ever did: an
+              engine may be told to count nothing
+    """
+
+    def __init__(self) -> None:
+        self.rates = Rates()
+        self._scrape = Scrape()
+        self.read_at: float | None = None
+        self.moved_at: float | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something ran or waited there at the last reading."""
+        return self._scrape.running + self._scrape.waiting > 0
+
+    def add(self, scrape: Scrape, at_s: float) -> None:
+        """Learn from the next reading, made at `at_s`."""
+        if self.read_at is not None and scrape != self._scrape:
+            self.moved_at = at_s
+        self._scrape, self.read_at = scrape, at_s
+        counted = {name: getattr(scrape, name) for name in COUNTERS}
+        self.rates.add(Reading(at_s=at_s, running=scrape.running, **counted))
+
+    def forget_reading(self) -> None:
+        """The engine is gone, and what ran there; what was learned of it stays."""
+        self._scrape, self.read_at, self.moved_at = Scrape(), None, None
+
+    def figures(self, now: float, *, load_seconds: float = 0.0) -> Load:
+        """As a report has them. `load_seconds`: of an adapter, measured by whoever loads them."""
+        scrape, rates = self._scrape, self.rates
+        return Load(
+            running=scrape.running,
+            waiting=scrape.waiting,
+            waiting_for_slot=scrape.waiting_for_slot,
+            kv_usage=scrape.kv_usage,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
+            decode_tokens_per_s=rates.decode_tokens_per_s,
+            inter_token_s=rates.inter_token_s,
+            mean_output_tokens=rates.mean_output_tokens,
+            mean_request_s=rates.mean_request_s,
+            load_seconds=load_seconds,
+            read_age_s=0.0 if self.read_at is None else now - self.read_at,
+            still_s=None if self.read_at is None or self.moved_at is None else self.read_at - self.moved_at,
+        )
+
+
+def engines_by_id(named: Iterable[str]) -> dict[str, str]:
+    """worker id -> URL of `url` or `id=url`; without a name the worker is called by its host and port.
+
+    raises  ValueError, naming the one that is wrong
+    """
+    found: dict[str, str] = {}
+    for name in named:
+        id_, equals, url = name.rpartition("=")
+        is_url = is_http(url)
+        id_ = id_ or (urlsplit(url).netloc if is_url and not equals else "")
+        if is_url and not equals and not _ID.fullmatch(id_):
+            example = "v6" if "[" in id_ else "w0"
+            raise ValueError(
+                f"engines: {url!r} needs an id, because {id_!r} cannot be one (letters, digits and .:_-, at most 100):"
+                f" give it as {example}={url}"
+            )
+        if not is_url or not _ID.fullmatch(id_):
+            raise ValueError(
+                f"engines: {shown(name)!r} must be http://host:port or id=http://host:port,"
+                " the id of letters, digits and .:_-"
+            )
+        if id_ in found:
+            raise ValueError(f"engines: {id_!r} is named twice; give one of them another id, as id={url}")
+        found[id_] = url.rstrip("/")
+    return found
+
+
+def start_of(engine_boot_id: str) -> str:
+    """What such an engine's boot ids have in common, from one start of its process to the next."""
+    return engine_boot_id.partition("+")[0]
+
+
+def tells_start(engine_boot_id: str) -> bool:
+    """Whether this boot id changes with every start of the engine: some /metrics do not say when that was."""
+    return not engine_boot_id.startswith("0.00")
+
+
+def lora_id_of(engine_name: str) -> str:
+    """The adapter that an engine's name stands for; only a name that the fleet gave has a digest behind it."""
+    ours = _OURS.fullmatch(engine_name)
+    return ours[1] if ours else engine_name
+
+
+def _models(body: bytes, url: str) -> list[Mapping[str, Any]]:
+    try:
+        return [dict(item) for item in json.loads(body)["data"] if isinstance(item["id"], str)]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ValueError(f"{url}/v1/models is no list of models: {body[:100]!r}") from exc
+
+
+def _shape(base: Mapping[str, Any], scrape: Scrape) -> RuntimeConfig:
+    return RuntimeConfig(
+        block_size=scrape.block_size,
+        total_kv_blocks=scrape.total_kv_blocks,
+        max_num_seqs=_MAX_NUM_SEQS,
+        max_num_batched_tokens=0,
+        max_model_len=int(base.get("max_model_len") or 0),
+    )
+
+
+def _loras(base_model: str, paths: Mapping[str, str], scrape: Scrape, judgement: Judgement) -> LoraInfo:
+    refusal = judgement.refusal
+    # Which of more than its slots are on the device is not told.
+    location = "host" if 0 < scrape.max_loras < len(paths) else "device"
+    loaded = tuple(
+        LoadedLora.model_validate(
+            {
+                "lora_id": lora_id_of(name),
+                "digest": "",
+                "engine_name": name,
+                "state": "failed" if refusal else "ready",
+                "location": location,
+                "base_model": base_model,
+                "path": path,
+                "error": refusal or None,
+            }
+        )
+        for name, path in sorted(paths.items())
+    )
+    return LoraInfo(
+        enabled=False,  # nobody loads there
+        max_loras=scrape.max_loras,
+        loaded_loras=loaded,
+        list_age_s=0.0,
+        refusal=refusal,
+        is_salted=judgement.separation == "salted",
+        capacity=LoraCapacity(loaded_count=len(loaded), device_slots=scrape.max_loras),
+    )

@@ -1,0 +1,78 @@
+"""Requests that a page of another origin has a browser send: they may change nothing here.
+
+A page may post to any address that its reader's browser reaches, without being asked and without a key: the answer is
+kept from it, but the worker is drained by then. Browsers say where such a request comes from.
+
+source  https://www.w3.org/TR/fetch-metadata, https://fetch.spec.whatwg.org; Go 1.25 net/http CrossOriginProtection
+        has the same rule
+"""
+
+from collections.abc import Callable, Collection, Mapping
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lorafleet.service.http import HttpError, error_response
+
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_OWN_SITES = frozenset({b"same-origin", b"none"})  # none: the reader's own doing
+_ANY = "*"
+
+# (method, headers by their names in lower case); raises HttpError 403 `cross_site`.
+SiteCheck = Callable[[str, Mapping[bytes, bytes]], None]
+
+
+def site_check(allowed: Collection[str] = (), *, trusts_asked: bool = False) -> SiteCheck:
+    """The check of a service, where pages of these origins may do what any client may; `*` is all.
+
+    trusts_asked  a request that a browser sends only after it has asked whether it may is not looked at: one with a
+                  key, or with JSON where its origin alone is told. Some programs that are no page name an origin, too
+    """
+    if _ANY in allowed:
+        return lambda _method, _headers: None
+    known = frozenset(origin.encode() for origin in allowed)
+
+    def check(method: str, headers: Mapping[bytes, bytes]) -> None:
+        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+        if method in _SAFE or site in _OWN_SITES or (site is None and origin is None) or origin in known:
+            return
+        if trusts_asked and (b"authorization" in headers or (site is None and _is_json(headers))):
+            return
+        if site is None and origin is not None and _host_of(origin) == headers.get(b"host", b"").lower():
+            return
+        raise HttpError(403, "cross_site", _refusal(origin or b"another site", trusts_asked))
+
+    return check
+
+
+def _is_json(headers: Mapping[bytes, bytes]) -> bool:
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
+
+
+def _host_of(origin: bytes) -> bytes:
+    return origin.partition(b"://")[2].lower()
+
+
+def _refusal(origin: bytes, may_be_allowed: bool) -> str:
+    shown = ascii(origin[:100].decode("latin-1"))[1:-1]
+    advice = "name it in --allowed-origins if it may" if may_be_allowed else "send this from a program instead"
+    return (
+        f"a page of {shown} sent this, and pages of other origins may change nothing here: {advice}; a proxy in"
+        " front must pass the Host header on"
+    )
+
+
+class CheckSite:
+    """ASGI middleware: `check` looks at each request first."""
+
+    def __init__(self, app: ASGIApp, *, check: SiteCheck) -> None:
+        self._app = app
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope["method"], dict(scope["headers"]))
+            except HttpError as exc:
+                await error_response(exc)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

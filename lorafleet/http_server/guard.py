@@ -1,0 +1,19 @@
+"""The checks that every service runs on a request before its routes: Host, cross-site origin, HEAD and slashes."""
+
+from fastapi import FastAPI
+
+from lorafleet.http_server.cross_site import CheckSite, SiteCheck, site_check
+from lorafleet.http_server.lenient import Lenient
+from lorafleet.service.auth import Keys, host_check
+from lorafleet.service.http import CheckHost
+
+
+def guard(app: FastAPI, keys: Keys, *, allow_open: bool, may_ask: SiteCheck | None = None) -> None:
+    """Add the checks as the outermost middleware: they run before all middleware that the app has so far.
+
+    allow_open  accept any Host on a server without keys, because something else guards the server
+    may_ask     decides which cross-site requests pass; None: those that change nothing
+    """
+    app.add_middleware(Lenient)
+    app.add_middleware(CheckSite, check=may_ask or site_check())
+    app.add_middleware(CheckHost, check=host_check(keys, allow_open=allow_open))

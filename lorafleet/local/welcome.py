@@ -1,0 +1,44 @@
+"""The ready line, and what to try first."""
+
+# ruff: noqa: T201  (standard output is where a person and a script wait for this)
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lorafleet.local import demo
+
+
+def show(
+    router: str, orchestrator: str, logs: Path, base_model: str, lora_ids: Sequence[str], *, has_keys: bool
+) -> None:
+    """One line `ready router=... orchestrator=...`, then addresses and commands to paste."""
+    print(f"ready router={router} orchestrator={orchestrator}")
+    rows = [
+        ("router", f"{router}/v1", "OpenAI's API: the base URL for any client"),
+        ("models", f"{router}/v1/models", "the base model and the adapters"),
+        ("orchestrator", f"{orchestrator}/docs", "adapters, placements, workers, policy over REST"),
+        ("logs", str(logs), "one file a process"),
+    ]
+    width = max(len(where) for _, where, _ in rows)
+    for name, where, what in rows:
+        print(f"  {name:<13} {where:<{width}}  {what}")
+    print("\nTry:")
+    for line in curl_lines(router, base_model, lora_ids, has_keys=has_keys):
+        print(f"  {line}")
+    print(flush=True)
+
+
+def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_keys: bool) -> list[str]:
+    """Commands to paste: the base model, an adapter where there is one, and why a request goes where it goes."""
+    key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
+    adapters = demo.shown(lora_ids)[:1]
+
+    def line(path: str, model: str, more: str = "") -> str:
+        message = '"messages": [{"role": "user", "content": "Which customers paid late?"}]'
+        body = f'{{"model": "{model}", {message}{more}}}'
+        return f"curl -s {router}{path}{key} -H 'content-type: application/json' -d '{body}'"
+
+    return [
+        *(line("/v1/chat/completions", model, ', "max_tokens": 24') for model in (base_model, *adapters)),
+        line("/v1/route", *(adapters or [base_model])),
+    ]

@@ -1,0 +1,207 @@
+"""Settings of a house: flag > environment variable `LORAFLEET_<HOUSE>_<NAME>` > `--config file.yaml` > default."""
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast, get_origin
+
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+from pydantic_settings.exceptions import SettingsError as Unparsed
+
+from lorafleet.service import yamls
+from lorafleet.service.urls import is_http, plain_key, shown
+
+S = TypeVar("S", bound="HouseSettings")
+
+
+class SettingsError(Exception):
+    """A setting is unknown or out of range; the message names it and says what would do."""
+
+
+def whole_url(text: str) -> str:
+    """The same; raises ValueError for what is no address. Empty is none."""
+    if text and not is_http(text):
+        raise ValueError(f"{shown(text)!r} must be an address, as http://host:port or https://host:port")
+    return text
+
+
+Url = Annotated[str, AfterValidator(whole_url)]
+Key = Annotated[str, AfterValidator(plain_key)]
+
+
+class HouseSettings(BaseSettings):
+    """What every house can be told. Subclasses set `env_prefix` and add their own; all are frozen."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", nested_model_default_partial_update=True)
+
+    config: Path | None = Field(default=None, description="YAML file with any of these settings")
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    key_files: tuple[Path, ...] = Field(default=(), description="hashed API keys; re-read when they change")
+    allow_open: bool = Field(
+        default=False, description="serve without keys on an address that is not loopback, and under any name"
+    )
+    metrics_need_key: bool = Field(
+        default=False, description="answer `/metrics` to keys with the scope `metrics` alone; else to everybody"
+    )
+    token: Key = Field(default="", description="bearer key for our own calls to other houses", repr=False)
+    token_file: Path | None = Field(
+        default=None, description="file with that key, which comes before `token`; re-read when it changes"
+    )
+    log_format: str = Field(default="json", pattern="^(json|console)$", description="json or console")
+    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$", description="least level logged")
+    port_file: Path | None = Field(default=None, description="write the listening port here once serving")
+
+
+class _Values(PydanticBaseSettingsSource):
+    """Settings from an already parsed mapping."""
+
+    def __init__(self, settings_cls: type[BaseSettings], values: dict[str, Any]) -> None:
+        super().__init__(settings_cls)
+        self._values = values
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002  (the base's signature)
+        return self._values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self._values
+
+
+class _Environment(EnvSettingsSource):
+    """Settings from environment variables. Raises SettingsError for a list or a mapping that is no JSON."""
+
+    def decode_complex_value(self, field_name: str, field: Any, value: Any) -> Any:
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError as exc:
+            is_mapping = get_origin(field.annotation) is dict
+            expected = (
+                """a mapping is JSON: '{"NAME": VALUE}'""" if is_mapping else f"a list is JSON: '{_listed(value)}'"
+            )
+            raise SettingsError(f"{self.env_prefix}{field_name.upper()}: {expected}, found {value!r}") from exc
+
+
+def _listed(text: str) -> str:
+    return json.dumps([item.strip() for item in text.strip("[]").split(",")])
+
+
+def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
+    """The settings that flags, environment and file add up to.
+
+    raises SettingsError naming every unknown or wrong setting; `--help` prints and exits 0
+    """
+    prefix = cls.model_config["env_prefix"]
+    _refuse_unknown_environment(cls, prefix)
+    peek = argparse.ArgumentParser(add_help=False)
+    peek.add_argument("--config", default=os.environ.get(f"{prefix}CONFIG"))
+    path = peek.parse_known_args(list(argv))[0].config
+    from_file = read_file(Path(path)) if path else {}
+
+    class Sourced(cls):  # type: ignore[valid-type,misc]
+        @classmethod
+        def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, **_: Any) -> tuple[Any, ...]:
+            flags: Any = CliSettingsSource(
+                settings_cls,
+                cli_prog_name=prog,
+                cli_parse_args=list(argv),
+                cli_kebab_case=True,
+                cli_implicit_flags=True,
+                cli_hide_none_type=True,
+                cli_avoid_json=True,
+                cli_exit_on_error=False,  # argparse would print a hundred flags above what is wrong
+            )
+            return init_settings, flags, _Environment(settings_cls), _Values(settings_cls, from_file)
+
+    Sourced.__doc__ = cls.__doc__
+    try:
+        found = Sourced()
+    except ValidationError as exc:
+        problems = "; ".join(_problem(error, cls.model_fields) for error in exc.errors())
+        raise SettingsError(f"{problems} (see `{prog} --help`)") from exc
+    except Unparsed as exc:  # a flag that there is not, or without its value; a flag's list or mapping
+        raise SettingsError(f"{_misread(str(exc), cls.model_fields)} (see `{prog} --help`)") from exc
+    return cast("S", found)
+
+
+def load_or_exit(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
+    """`load` for a process's main: a wrong setting is one line on stderr and exit status 2."""
+    try:
+        return load(cls, argv, prog=prog)
+    except SettingsError as exc:
+        print(f"{prog}: {exc}", file=sys.stderr)  # noqa: T201  (logging is not set up before the settings are)
+        raise SystemExit(2) from exc
+
+
+# For pydantic's, which speak of Python to people who write JSON or YAML.
+_OUR_WORDS = {"extra_forbidden": "there is no such field", "tuple_type": "Input should be a list"}
+
+
+def what_is_wrong(error: Mapping[str, Any]) -> str:
+    """The message of one of pydantic's findings; of a check of ours, without the words that pydantic puts before it."""
+    if error["type"] in _OUR_WORDS:
+        return _OUR_WORDS[error["type"]]
+    return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` with the known name that is most like this one; empty where none is."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _problem(error: Mapping[str, Any], known: Iterable[str]) -> str:
+    where = _flag(error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{where}: there is no such setting{did_you_mean(where, map(_kebab, known))}"
+    return ": ".join(filter(None, (where, what_is_wrong(error))))
+
+
+def _misread(found: str, known: Iterable[str]) -> str:
+    """What argparse found, with the flag that may have been meant."""
+    name, no_pair, _ = found.removeprefix("Parsing error encountered for ").partition(": not enough values")
+    if no_pair:
+        return f"{_kebab(name)}: expected NAME=VALUE, the flag once for each"
+    said = found.removeprefix("error parsing CLI: ")
+    _, _, rest = said.partition("unrecognized arguments: ")
+    name = rest.partition("=")[0].partition(" ")[0]
+    meant = did_you_mean(name.removeprefix("--"), map(_kebab, known))  # dashes would make any two names alike
+    return said + meant.replace("mean ", "mean --")
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _flag(loc: tuple[int | str, ...]) -> str:
+    return ".".join(_kebab(str(part)) for part in loc)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings of a `--config` file, by name with underscores. Raises SettingsError."""
+    try:
+        values = yamls.parsed(path.read_text()) or {}
+    except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
+        raise SettingsError(f"--config {path}: {exc}") from exc
+    if not isinstance(values, dict):
+        raise SettingsError(f"--config {path}: expected a mapping of settings, found {type(values).__name__}")
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+def _refuse_unknown_environment(cls: type[HouseSettings], prefix: str) -> None:
+    known = {prefix + name.upper() for name in cls.model_fields}
+    unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
+    if unknown:
+        meant = did_you_mean(unknown[0].removeprefix(prefix), map(str.upper, cls.model_fields))
+        named = meant.replace("mean ", f"mean {prefix}") or f"; known: {', '.join(sorted(known))}"
+        raise SettingsError(f"unknown environment {', '.join(unknown)}{named}")

@@ -1,0 +1,238 @@
+"""What an agent does, done from afar for one engine that has none: reports, loads from its own disk, unloads."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from urllib.parse import unquote, urlsplit
+
+import httpx
+import structlog
+
+from lorafleet.engine.agentless import PlainEngine
+from lorafleet.engine.vllm_errors import is_ending
+from lorafleet.kv.connectors import EngineSalt
+from workers.wire import (
+    AvailableLora,
+    ClaimRequest,
+    DrainAnswer,
+    DrainRequest,
+    InspectRequest,
+    LoadedLora,
+    LoadedLoras,
+    LoadRequest,
+    LoraCapacity,
+    Metadata,
+    UndrainRequest,
+    UnloadRequest,
+    engine_name,
+)
+
+log = structlog.get_logger()
+
+# Any that vLLM takes: its own limit is not told, and it refuses what is above.
+_MOST_RANK = 512
+_ENGINE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainWorker:
+    """An engine without an agent, as somebody names it."""
+
+    id: str
+    engine_url: str
+    pool: str = ""
+    zone: str = ""
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """What may be loaded into engines without an agent: so many adapters each, from below these folders of theirs.
+
+    salt  what their operator says of their KV connectors
+    """
+
+    slots: int = 0
+    roots: tuple[PurePosixPath, ...] = ()
+    salt: EngineSalt = "auto"
+
+
+class Refused(Exception):
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class Hand:
+    """One engine's part of the agent's interface: a method a call, named as the route is."""
+
+    def __init__(
+        self,
+        worker: PlainWorker,
+        address: str,
+        client: httpx.AsyncClient,
+        allowed: Allowed,
+        *,
+        digest_of: Callable[[str], str | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.worker = worker
+        self._address = address
+        self._client = client
+        self._allowed = allowed
+        self._digest_of = digest_of
+        self._engine = PlainEngine(
+            worker.id,
+            worker.engine_url,
+            self._get,
+            zone=worker.zone,
+            node=worker.node,
+            salt=allowed.salt,
+            clock=clock,
+        )
+        self._lock = asyncio.Lock()
+        self._epoch = 0
+        self._is_draining = False
+        self._takes: tuple[str, bool] = ("", False)
+        self._refusal_told = ""
+
+    async def metadata(self) -> Metadata:
+        """Raises OSError, ValueError."""
+        said = await self._engine.report()
+        loaded = tuple(lora.model_copy(update={"digest": self._digest(lora)}) for lora in said.lora.loaded_loras)
+        is_allowed = bool(self._allowed.slots and self._allowed.roots)
+        self._tell(said.lora.refusal)
+        takes_loads = is_allowed and not said.lora.refusal and await self._takes_loads(said.engine_boot_id)
+        slots = max(self._allowed.slots, len(loaded)) if takes_loads else 0
+        lora = said.lora.model_copy(
+            update={
+                "enabled": takes_loads,
+                "max_cpu_loras": slots,
+                # Of one that refuses, too: it may look at adapters, and what is said of them is then why.
+                "max_lora_rank": _MOST_RANK if takes_loads or (is_allowed and said.lora.refusal) else 0,
+                "loaded_loras": loaded,
+                "capacity": LoraCapacity(
+                    loaded_count=len(loaded), available_slots=max(0, slots - len(loaded)), host_slots=slots
+                ),
+            }
+        )
+        state = {"state": "draining"} if self._is_draining else {}
+        address = {"agent_url": self._address, "pool": self.worker.pool, "epoch": self._epoch}
+        return said.model_copy(update={"lora": lora} | state | address)
+
+    async def claim(self, _ask: ClaimRequest, epoch: int) -> Metadata:
+        self._epoch = max(self._epoch, epoch)
+        return await self.metadata()
+
+    async def inspect_lora(self, ask: InspectRequest, _epoch: int) -> AvailableLora:
+        path = self._path(ask.source)
+        if ask.digest is None:
+            message = (
+                f"worker {self.worker.id} has no agent, so nobody can read {ask.source} there: register {ask.lora_id}"
+                " with its digest, or let a worker that has an agent inspect it"
+            )
+            raise Refused(422, "source_unsupported", message)
+        base_model = ask.base_model or (await self.metadata()).model.base_model
+        return AvailableLora(lora_id=ask.lora_id, path=path, base_model=base_model, rank=0, digest=ask.digest)
+
+    async def load_lora(self, ask: LoadRequest, _epoch: int) -> LoadedLora:
+        path = self._path(ask.source or "")
+        if ask.digest is None:
+            raise Refused(422, "source_unsupported", f"{ask.lora_id}: nobody knows its digest yet")
+        name = engine_name(ask.lora_id, ask.digest)
+        async with self._lock:
+            lora = (await self.metadata()).lora
+            if lora.refusal:
+                raise Refused(409, "adapters_refused", f"worker {self.worker.id} takes no adapters: {lora.refusal}")
+            held = {lora.engine_name: lora for lora in lora.loaded_loras}
+            if name not in held:
+                if ask.evict is not None and len(held) >= self._allowed.slots:
+                    await self._unload(ask.evict)
+                refusal = await self._refusal(
+                    "load_lora_adapter", {"lora_name": name, "lora_path": path}, what=f"load {name}"
+                )
+                held = {lora.engine_name: lora for lora in (await self.metadata()).lora.loaded_loras}
+                if name not in held:  # by its own list: vLLM refuses also what somebody has just loaded
+                    no = f"load {name}: the engine said yes, but does not list it"
+                    raise refusal or Refused(422, "adapter_refused", no)
+        return held[name]
+
+    async def unload_lora(self, ask: UnloadRequest, _epoch: int) -> LoadedLoras:
+        async with self._lock:
+            found = [
+                lora.engine_name
+                for lora in (await self.metadata()).lora.loaded_loras
+                if lora.lora_id == ask.lora_id and ask.digest in {None, lora.digest}
+            ]
+            for name in found:
+                await self._unload(name)
+        if not found:
+            raise Refused(404, "not_loaded", f"adapter {ask.lora_id!r} is not loaded on {self.worker.id}")
+        return LoadedLoras(data=(await self.metadata()).lora.loaded_loras)
+
+    async def drain(self, _ask: DrainRequest, _epoch: int) -> DrainAnswer:
+        """Routers send it nothing new; it does not hear of it itself."""
+        self._is_draining = True
+        load = (await self.metadata()).load
+        return DrainAnswer(is_drained=not load.running + load.waiting, running=load.running, waiting=load.waiting)
+
+    async def undrain(self, _ask: UndrainRequest, _epoch: int) -> Metadata:
+        self._is_draining = False
+        return await self.metadata()
+
+    def _tell(self, refusal: str) -> None:
+        if refusal and refusal != self._refusal_told:
+            log.warning("engine takes no adapters", worker_id=self.worker.id, reason=refusal)
+        self._refusal_told = refusal
+
+    def _digest(self, lora: LoadedLora) -> str:
+        """The registered one, where the engine's name says that it is; else what the name has of one."""
+        known, told = self._digest_of(lora.lora_id), lora.engine_name.removeprefix(lora.lora_id).removeprefix("@")
+        return known if known is not None and told and known.startswith(told) else told
+
+    def _path(self, source: str) -> str:
+        """The folder on the engine's own disk that a source names; raises Refused for any other source."""
+        parts = urlsplit(source)
+        path = PurePosixPath(unquote(parts.path))
+        is_local = parts.scheme == "file" and not parts.netloc and path.is_absolute() and ".." not in path.parts
+        if not is_local or not any(path.is_relative_to(root) for root in self._allowed.roots):
+            below = ", ".join(f"file://{root}" for root in self._allowed.roots) or "nothing: engine_roots names none"
+            message = f"{source!r}: worker {self.worker.id} has no agent, fetches nothing, and loads from below {below}"
+            raise Refused(422, "source_unsupported", message)
+        return str(path)
+
+    async def _takes_loads(self, boot_id: str) -> bool:
+        """Whether VLLM_ALLOW_RUNTIME_LORA_UPDATING is set there: without it there is no such route, for any method."""
+        if self._takes[0] != boot_id:
+            answer = await self._client.get(f"{self.worker.engine_url}/v1/load_lora_adapter")
+            self._takes = boot_id, answer.status_code == httpx.codes.METHOD_NOT_ALLOWED
+            if not self._takes[1]:
+                why = "no route to load adapters: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                log.warning("engine takes no adapters", worker_id=self.worker.id, status=answer.status_code, reason=why)
+        return self._takes[1]
+
+    async def _unload(self, name: str) -> None:
+        refusal = await self._refusal("unload_lora_adapter", {"lora_name": name}, what=f"unload {name}")
+        if refusal is not None and refusal.code != "source_not_found":  # gone already
+            raise Refused(503, "engine_failed", str(refusal))
+
+    async def _refusal(self, route: str, body: Mapping[str, str], *, what: str) -> Refused | None:
+        answer = await self._client.post(f"{self.worker.engine_url}/v1/{route}", json=body, timeout=_ENGINE_S)
+        if answer.is_success:
+            return None
+        message = f"{what}: the engine answered {answer.status_code}: {answer.text[:500]}"
+        # Only these speak of the adapter (vLLM 0.32, seen running); whatever else it is, it may pass.
+        codes = {400: "adapter_refused", 404: "source_not_found", 500: "adapter_refused"}
+        code = "engine_failed" if is_ending(answer.text) else codes.get(answer.status_code, "engine_unreachable")
+        return Refused(422, code, message)
+
+    async def _get(self, path: str) -> bytes:
+        try:
+            answer = await self._client.get(self.worker.engine_url + path)
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            raise ConnectionError(f"{self.worker.engine_url}{path}: {exc!r}") from exc
+        if answer.status_code != httpx.codes.OK:
+            raise ConnectionError(f"GET {self.worker.engine_url}{path}: {answer.status_code}")
+        return answer.content

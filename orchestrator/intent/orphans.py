@@ -1,0 +1,104 @@
+"""What workers hold and no store knows: kept as it is, listed, and registered again on request.
+
+An orphan is what is left when a store was lost, put back from a backup, or exchanged for another one.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from orchestrator.core.errors import Conflict, NotFound, OrchestratorError
+from orchestrator.core.state import OCCUPYING, Adapter
+from orchestrator.intent.registry import Registry
+from orchestrator.reconcile.worker_reports import Fleet
+from orchestrator.store.store import Store
+from orchestrator.wire import AdoptRequest, BatchResult, OrphanItem, checked_lora_id
+from workers.wire import LoadedLora
+
+
+def is_orphan(lora: LoadedLora, store: Store) -> bool:
+    """Whether it is there without being meant. What is being inspected may yet turn out to be it."""
+    known = store.adapters.get(lora.lora_id)
+    if known is not None:
+        return known.digest is not None and known.digest != lora.digest
+    return store.tombstones.get(lora.lora_id) != lora.digest
+
+
+def orphans(fleet: Fleet, store: Store) -> list[OrphanItem]:
+    """By lora_id and digest, each with all workers that hold it."""
+    found: dict[tuple[str, str], list[tuple[str, LoadedLora]]] = {}
+    for worker_id, entry in sorted(fleet.entries.items()):
+        if entry.reach != "lost":
+            for lora in entry.report.lora.loaded_loras:
+                if lora.state in OCCUPYING and is_orphan(lora, store):
+                    found.setdefault((lora.lora_id, lora.digest), []).append((worker_id, lora))
+    digests: dict[str, int] = {}
+    for lora_id, _ in found:
+        digests[lora_id] = digests.get(lora_id, 0) + 1
+    return [_item(copies, digests[lora_id], store) for (lora_id, _), copies in sorted(found.items())]
+
+
+def adopt(ask: AdoptRequest, fleet: Fleet, store: Store, registry: Registry, actor: str) -> list[BatchResult]:
+    """Register them as they are, under their own names; nothing is loaded or unloaded. One result each."""
+    there = orphans(fleet, store)
+    wanted = there if ask.lora_ids is None else [item for item in there if item.lora_id in set(ask.lora_ids)]
+    with store.together():
+        results = [_adopted(item, ask.tenants, registry, actor) for item in wanted]
+    return [*results, *_missing(ask.lora_ids or (), {item.lora_id for item in there})]
+
+
+def _adopted(item: OrphanItem, tenants: tuple[str, ...] | None, registry: Registry, actor: str) -> BatchResult:
+    try:
+        if item.problem is not None:
+            raise Conflict(item.problem, code="not_adoptable")
+        registry.adopt(
+            Adapter(
+                lora_id=item.lora_id,
+                source=item.source,
+                base_model=item.base_model,
+                digest=item.digest,
+                rank=item.rank,
+                size_bytes=item.size_bytes,
+                tenants=None if tenants is None else tuple(sorted(set(tenants))),
+            ),
+            actor,
+        )
+    except OrchestratorError as exc:
+        return BatchResult(lora_id=item.lora_id, status=exc.status, code=exc.code, error=str(exc))
+    return BatchResult(lora_id=item.lora_id, status=201)
+
+
+def _missing(asked: Iterable[str], there: set[str]) -> Iterator[BatchResult]:
+    for lora_id in asked:
+        if lora_id not in there:
+            error = NotFound(f"no worker holds an orphan {lora_id!r}; GET /v1/orphans lists them", code="not_adoptable")
+            yield BatchResult(lora_id=lora_id, status=error.status, code=error.code, error=str(error))
+
+
+def _item(copies: list[tuple[str, LoadedLora]], versions: int, store: Store) -> OrphanItem:
+    lora = next((lora for _, lora in copies if lora.source), copies[0][1])
+    return OrphanItem(
+        lora_id=lora.lora_id,
+        digest=lora.digest,
+        engine_name=lora.engine_name,
+        base_model=lora.base_model,
+        rank=lora.rank,
+        size_bytes=lora.size_bytes or None,
+        source=lora.source,
+        workers=tuple(worker_id for worker_id, _ in copies),
+        problem=_problem(lora, versions, store),
+    )
+
+
+def _problem(lora: LoadedLora, versions: int, store: Store) -> str | None:
+    """Why this cannot be registered as it is; None when it can."""
+    known = store.adapters.get(lora.lora_id)
+    if known is not None:
+        return f"{lora.lora_id!r} is registered with digest {known.digest}; this is {lora.digest or 'unknown'}"
+    if versions > 1:
+        return f"workers hold {versions} digests of {lora.lora_id!r}; register the one that is meant"
+    if not lora.digest or not lora.source or not lora.base_model:
+        return "the worker does not say which source, digest and base model it has; register it by hand"
+    try:
+        checked_lora_id(lora.lora_id)
+    except ValueError as exc:
+        return str(exc)
+    return None

@@ -1,0 +1,404 @@
+"""Changes of intent: register, change, delete, alias, cordon, policy. Each checks its names, then writes the store.
+
+Nothing here talks to a worker; the next pass does what has to be done.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from lorafleet.service.http import said_wrong
+from orchestrator.core.errors import Conflict, NotFound, RequestError, Stale, Unconditional
+from orchestrator.core.source_rules import secret_part, without_secrets
+from orchestrator.core.state import Adapter, Rules
+from orchestrator.reconcile.rollouts import Rollouts
+from orchestrator.reconcile.worker_reports import Fleet
+from orchestrator.store.backend import WorkerIntent
+from orchestrator.store.store import NOBODY, Store
+from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpec, Policy, SecretRef, checked_lora_id
+
+_IMMUTABLE = ("source", "digest", "base_model")
+
+
+class Registry:
+    """Intent as REST callers change it. `forget_failures`: told of an adapter that workers are asked for otherwise."""
+
+    def __init__(
+        self,
+        store: Store,
+        fleet: Fleet,
+        rollouts: Rollouts,
+        *,
+        forget_failures: Callable[[str], None],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._rollouts = rollouts
+        self._forget_failures = forget_failures
+        self._wall = wall
+
+    def adapter(self, lora_id: str) -> Adapter:
+        """Raises NotFound."""
+        found = self._store.adapters.get(lora_id)
+        if found is None:
+            raise NotFound(f"adapter {lora_id!r} is not registered; POST /v1/adapters registers one", param="lora_id")
+        return found
+
+    def check(self, spec: AdapterSpec) -> Adapter | None:
+        """What is registered and equal to this spec, else None.
+
+        Raises Conflict when it cannot be registered, RequestError for a source with credentials in it.
+        """
+        known = self._store.adapters.get(spec.lora_id)
+        if known is None:
+            self._require_free(spec.lora_id, "lora_id")
+            _require_no_secret(spec.source)
+            return None
+        _require_same(known, spec)
+        wanted = replace(known, tenants=_sorted(spec.tenants), secret=_secret(spec.secret_ref))
+        if _with_policy(wanted, spec.policy) != known:
+            message = (
+                f"{spec.lora_id!r} is registered with another policy, tenants or secret;"
+                f" PATCH /v1/adapters/{spec.lora_id} changes those"
+            )
+            raise Conflict(message, code="already_registered", param="lora_id")
+        return known
+
+    def register(self, spec: AdapterSpec, actor: str = NOBODY) -> tuple[Adapter, bool]:
+        """The adapter, and whether it is new. Raises Conflict."""
+        known = self.check(spec)
+        if known is not None:
+            return self._fill_in(known, spec), False
+        adapter = new_adapter(spec)
+        with self._store.together():
+            self._store.put_adapter(adapter)
+            body = spec.model_dump(mode="json", exclude_defaults=True, exclude={"lora_id"})
+            self._store.record("adapter_registered", spec.lora_id, body, actor)
+        return adapter, True
+
+    def declare(self, spec: AdapterSpec, actor: str = NOBODY) -> None:
+        """Have it be as this says: registered if it is new, else changed where that may be.
+
+        Raises Conflict, RequestError.
+        """
+        known = self._store.adapters.get(spec.lora_id)
+        if known is None:
+            self.register(spec, actor)
+            return
+        _require_same(known, spec)
+        whole = AdapterPatch(
+            policy=AdapterPolicy(**spec.policy.model_dump()), tenants=spec.tenants, secret_ref=spec.secret_ref
+        )
+        with self._store.together():
+            self._fill_in(known, spec)
+            self.patch(spec.lora_id, whole, actor)
+
+    def adopt(self, adapter: Adapter, actor: str = NOBODY) -> None:
+        """Register what a worker holds already, with all that its agent found. Raises Conflict."""
+        self._require_free(adapter.lora_id, "lora_id")
+        with self._store.together():
+            self._store.put_adapter(adapter)
+            kept = ("source", "base_model", "digest", "tenants")
+            body = {name: getattr(adapter, name) for name in kept}
+            self._store.record("adapter_adopted", adapter.lora_id, body, actor)
+
+    def _fill_in(self, known: Adapter, spec: AdapterSpec) -> Adapter:
+        """Said now what was left open then; an inspection that finds something else will say so."""
+        filled = replace(known, digest=known.digest or spec.digest, base_model=known.base_model or spec.base_model)
+        if filled != known:
+            self._store.put_adapter(filled)
+            self._forget_failures(known.lora_id)
+        return filled
+
+    def patch(self, lora_id: str, patch: AdapterPatch, actor: str = NOBODY, *, if_match: str | None = None) -> Adapter:
+        """Policy fields that are named change, the others stay; so do tenants. Raises NotFound, Stale."""
+        before = adapter = self.adapter(lora_id)
+        _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
+        if patch.policy is not None:
+            for name in patch.policy.model_fields_set:
+                adapter = replace(adapter, **{name: getattr(patch.policy, name)})
+        if "tenants" in patch.model_fields_set:
+            adapter = replace(adapter, tenants=_sorted(patch.tenants))
+        if "secret_ref" in patch.model_fields_set:
+            adapter = replace(adapter, secret=_secret(patch.secret_ref))
+        if (adapter.min_replicas, adapter.max_replicas) != (before.min_replicas, before.max_replicas):
+            _check_bounds(adapter, self._store.rules)
+        if adapter != before:
+            with self._store.together():
+                self._store.put_adapter(adapter)
+                self._store.record("adapter_changed", lora_id, _changes(asdict(before), asdict(adapter)), actor)
+        if adapter.secret != before.secret:
+            self._forget_failures(lora_id)
+        return adapter
+
+    def delete(self, lora_id: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
+        """Mark it; it goes when no worker holds it any more.
+
+        Raises NotFound, Conflict while an alias points at it, Stale.
+        """
+        adapter = self.adapter(lora_id)
+        _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
+        names = [name for name, targets in self._store.aliases.items() if any(t[0] == lora_id for t in targets)]
+        going = [r for r in self._store.rollouts.values() if r.is_active and lora_id in r.old_ids | r.new_ids]
+        names = sorted({*names, *(rollout.alias for rollout in going)})
+        if names:
+            message = f"{lora_id!r} is the target of alias {', '.join(map(repr, names))}; change or delete that first"
+            raise Conflict(message, code="in_use", param="lora_id")
+        if not adapter.is_deleting:
+            with self._store.together():
+                self._store.put_adapter(replace(adapter, is_deleting=True))
+                self._store.record("adapter_deleted", lora_id, {"digest": adapter.digest}, actor)
+
+    def unquarantine(self, lora_id: str, actor: str = NOBODY) -> Adapter:
+        """Forget why it failed. What an agent once found of its bytes stays: those may not change."""
+        before = self.adapter(lora_id)
+        adapter = replace(before, quarantine=None)
+        if before.quarantine is not None:
+            with self._store.together():
+                self._store.put_adapter(adapter)
+                self._store.record("adapter_retried", lora_id, {"quarantine": before.quarantine}, actor)
+        return adapter
+
+    @staticmethod
+    def adapter_etag(adapter: Adapter) -> str:
+        """Of what callers may change of it; what agents find and report leaves it as it is."""
+        return _etag([adapter.lora_id, adapter.source, adapter.tenants, adapter.secret, asdict_policy(adapter)])
+
+    def put_alias(self, name: str, spec: AliasSpec, actor: str = NOBODY, *, if_match: str | None = None) -> bool:
+        """Whether it is new; one that is there shifts when the targets are placed.
+
+        Raises Conflict for a taken name and while a rollout is under way, NotFound for a target that is not
+        registered, Stale.
+        """
+        self.require_name(name)
+        _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
+        is_new = name not in self._store.aliases
+        if is_new:
+            self._require_free(name, "name")
+        for target in spec.targets:
+            self._require_target(target.lora_id, "targets")
+        if not sum(target.weight for target in spec.targets) > 0:
+            raise RequestError("at least one target needs a weight above 0", param="targets")
+        self._rollouts.point(name, _targets(spec), actor, place_s=spec.place_s)
+        return is_new
+
+    def rollout_target(self, name: str, to: str) -> None:
+        """Raises NotFound for an alias or a target that is not there, Conflict for one that is being deleted."""
+        self.alias(name)
+        self._require_target(to, "to")
+
+    def _require_target(self, lora_id: str, param: str) -> None:
+        if self.adapter(lora_id).is_deleting:
+            message = f"{lora_id!r} is being deleted and cannot be a target"
+            raise Conflict(message, code="adapter_deleting", param=param)
+
+    def alias_etag(self, name: str) -> str | None:
+        """None while there is no such alias."""
+        targets, under_way = self._store.aliases.get(name), self._store.rollouts.get(name)
+        going = under_way.after if under_way is not None and under_way.is_active else None
+        return None if targets is None else _etag([name, targets, going])
+
+    def alias(self, name: str) -> tuple[tuple[str, float], ...]:
+        """Raises NotFound."""
+        found = self._store.aliases.get(name)
+        if found is None:
+            raise NotFound(f"alias {name!r} does not exist", code="alias_not_found", param="name")
+        return found
+
+    def drop_alias(self, name: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
+        """Raises NotFound, Stale."""
+        was = self.alias(name)
+        _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
+        with self._store.together():
+            self._store.drop_alias(name)
+            self._store.record("alias_deleted", name, {"was": was}, actor)
+
+    @staticmethod
+    def require_name(name: str) -> None:
+        """Raises RequestError when this cannot be an alias's name."""
+        try:
+            checked_lora_id(name)
+        except ValueError as exc:
+            raise RequestError(str(exc).replace("lora_id", "alias", 1), param="name") from exc
+
+    def _require_free(self, name: str, param: str) -> None:
+        taken = None
+        if name in self._store.aliases:
+            taken = "an alias"
+        elif name in self._store.adapters:
+            taken = "an adapter"
+        elif name in self._fleet.base_model_names():
+            taken = "a base model that a worker serves"
+        if taken is not None:
+            raise Conflict(f"{name!r} is the name of {taken}; choose another", code="name_taken", param=param)
+
+    def policy_etag(self) -> str:
+        return _etag(asdict(self._store.rules))
+
+    def policy(self) -> Policy:
+        return Policy.model_validate(asdict(self._store.rules))
+
+    def put_policy(self, policy: Policy, if_match: str | None, actor: str = NOBODY) -> Policy:
+        """Raises Stale when the policy is no longer the one that the caller saw, Unconditional when it does not say."""
+        if if_match is None:
+            raise Unconditional(
+                "PUT replaces the whole policy, so it needs If-Match with the ETag that GET /v1/policy answered"
+                " (or * for whatever is there); PATCH changes only what it names"
+            )
+        return self._replace_policy(policy, if_match, actor)
+
+    def patch_policy(self, changes: dict[str, Any], if_match: str | None, actor: str = NOBODY) -> Policy:
+        """Raises RequestError like `changed_policy`, Stale like `put_policy`."""
+        return self._replace_policy(changed_policy(self._store.rules, changes), if_match, actor)
+
+    def _replace_policy(self, policy: Policy, if_match: str | None, actor: str) -> Policy:
+        _require_match(if_match, self.policy_etag(), "the policy")
+        if policy.min_replicas > policy.max_replicas:
+            raise RequestError(_BOUNDS.format(policy.min_replicas, policy.max_replicas), param="min_replicas")
+        before, rules = self._store.rules, Rules(**policy.model_dump())
+        if rules != before:
+            with self._store.together():
+                self._store.put_rules(rules)
+                self._store.record("policy_changed", "", _changes(asdict(before), asdict(rules)), actor)
+        return policy
+
+    def set_worker(
+        self, worker_id: str, state: str | None, *, drain_s: float | None = None, actor: str = NOBODY
+    ) -> None:
+        """cordoned, draining, or None for neither. Raises NotFound."""
+        if worker_id not in self._fleet.entries and worker_id not in self._store.workers:
+            known = ", ".join(sorted(self._fleet.entries)) or "none"
+            raise NotFound(f"worker {worker_id!r} has not registered; known: {known}", code="worker_not_found")
+        until = None if drain_s is None else self._wall() + drain_s
+        intent = None if state is None else WorkerIntent(state, until)
+        if intent == self._store.workers.get(worker_id):
+            return
+        with self._store.together():
+            self._store.put_worker(worker_id, intent)
+            self._store.record(f"worker_{state or 'uncordoned'}", worker_id, {"drain_s": drain_s}, actor)
+
+
+def _require_no_secret(source: str) -> None:
+    part = secret_part(source)
+    if part is not None:
+        raise RequestError(
+            f"source {without_secrets(source)} has {part} with it: credentials would be stored and shown, and signed"
+            " addresses expire; register the plain address, and give credentials to the workers (secretRef)",
+            code="source_has_credentials",
+            param="source",
+        )
+
+
+def _require_same(known: Adapter, spec: AdapterSpec) -> None:
+    """Raises Conflict where what is registered cannot become this."""
+    if known.is_deleting:
+        message = f"adapter {spec.lora_id!r} is being deleted; register it again when that is done"
+        raise Conflict(message, code="adapter_deleting", param="lora_id")
+    for name in _IMMUTABLE:
+        said, is_ = getattr(spec, name), getattr(known, name)
+        if said is not None and is_ is not None and said != is_:
+            raise Conflict(
+                f"{spec.lora_id!r} is registered with {name} {is_!r}, which cannot change to {said!r}: register"
+                f" a new version (such as {_next_version(spec.lora_id)!r}) and point an alias at it",
+                code="immutable",
+                param=name,
+            )
+
+
+_BOUNDS = "min_replicas {} is above max_replicas {}"
+
+
+def new_adapter(spec: AdapterSpec) -> Adapter:
+    """The adapter that a spec describes; nothing of it is inspected yet."""
+    adapter = Adapter(
+        lora_id=spec.lora_id,
+        source=spec.source,
+        base_model=spec.base_model,
+        digest=spec.digest,
+        tenants=_sorted(spec.tenants),
+        secret=_secret(spec.secret_ref),
+    )
+    return _with_policy(adapter, spec.policy)
+
+
+def policy_of(adapter: Adapter) -> AdapterPolicy:
+    """The wire's form of an adapter's own policy."""
+    return AdapterPolicy.model_validate(asdict_policy(adapter))
+
+
+def changed_policy(rules: Rules, changes: dict[str, Any]) -> Policy:
+    """The global policy with these changes. Raises RequestError: what is wrong, and of an unknown name those known."""
+    if unknown := sorted(changes.keys() - Policy.model_fields.keys()):
+        raise RequestError(
+            f"{', '.join(unknown)}: not in the policy; known: {', '.join(Policy.model_fields)}", param=unknown[0]
+        )
+    try:
+        return Policy.model_validate(asdict(rules) | changes)
+    except ValidationError as exc:
+        where = ".".join(str(part) for part in exc.errors()[0]["loc"])
+        raise RequestError(said_wrong(exc.errors()), param=where) from exc
+
+
+def asdict_policy(adapter: Adapter) -> dict[str, Any]:
+    """Its own policy by field."""
+    return {name: getattr(adapter, name) for name in AdapterPolicy.model_fields}
+
+
+def _targets(spec: AliasSpec) -> tuple[tuple[str, float], ...]:
+    return tuple((target.lora_id, target.weight) for target in spec.targets)
+
+
+def _etag(what: object) -> str:
+    return f'"{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}"'
+
+
+def _require_match(if_match: str | None, etag: str | None, what: str) -> None:
+    if if_match is None:
+        return
+    asked = {tag.strip().removeprefix("W/") for tag in if_match.split(",")}
+    if etag is None or (etag not in asked and "*" not in asked):
+        now = "does not exist" if etag is None else f"is {etag} now"
+        raise Stale(f"{what} {now}, If-Match says {if_match}: read it again and decide again", param="If-Match")
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
+    """name -> [before, after], of what differs."""
+    return {name: [before[name], after[name]] for name in after if before[name] != after[name]}
+
+
+def _with_policy(adapter: Adapter, policy: AdapterPolicy) -> Adapter:
+    adapter = replace(adapter, **{name: getattr(policy, name) for name in AdapterPolicy.model_fields})
+    _check_bounds(adapter, None)
+    return adapter
+
+
+def _check_bounds(adapter: Adapter, rules: Rules | None) -> None:
+    least = adapter.min_replicas if adapter.min_replicas is not None or rules is None else rules.min_replicas
+    most = adapter.max_replicas if adapter.max_replicas is not None or rules is None else rules.max_replicas
+    is_own = adapter.min_replicas is not None or adapter.max_replicas is not None
+    if is_own and least is not None and most is not None and least > most:
+        raise RequestError(_BOUNDS.format(least, most), param="policy.min_replicas")
+
+
+def _secret(ref: SecretRef | None) -> str | None:
+    return None if ref is None else str(ref)
+
+
+def _sorted(tenants: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    return None if tenants is None else tuple(sorted(set(tenants)))
+
+
+def _next_version(lora_id: str) -> str:
+    name, slash, version = lora_id.rpartition("/")
+    if slash and version.startswith("v") and version[1:].isdigit():
+        return f"{name}/v{int(version[1:]) + 1}"
+    return f"{lora_id}/v2"
+
+
+assert {f.name for f in fields(Rules)} == set(Policy.model_fields), "core and wire disagree on the policy's fields"

@@ -1,0 +1,185 @@
+"""The client of the workers' agents: one method a call, foreign failures translated once.
+
+What kind of failure it was is decided by the agent's error code.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from lorafleet.service.own_key import OwnKey
+from orchestrator.core.errors import LeaseLost, Permanent, Transient
+from workers.wire import (
+    AvailableLora,
+    ClaimRequest,
+    DrainRequest,
+    InspectRequest,
+    LoadedLora,
+    LoadRequest,
+    Metadata,
+    UndrainRequest,
+    UnloadRequest,
+)
+
+M = TypeVar("M", bound=BaseModel)
+
+SOURCE_CODES = frozenset(
+    {
+        "source_address_forbidden",
+        "source_extra_missing",
+        "source_forbidden",
+        "source_invalid",
+        "source_not_found",
+        "source_too_big",
+        "source_unauthorized",
+        "source_unsafe",
+        "source_unsupported",
+    }
+)
+"""Agent error codes (workers/core/errors.py) for what a worker finds at a source: another one may find more there."""
+
+CONTENT_CODES = frozenset(
+    {
+        "adapter_config_invalid",
+        "adapter_incomplete",
+        "adapter_invalid",
+        "adapter_pickled",
+        "adapter_refused",
+        "base_model_mismatch",
+        "bias_unsupported",
+        "digest_mismatch",
+        "dora_unsupported",
+        "dtype_unsupported",
+        "invalid_lora_id",
+        "module_unknown",
+        "module_unsupported",
+        "module_untargeted",
+        "modules_to_save_unsupported",
+        "modules_unmatched",
+        "peft_feature_unsupported",
+        "peft_type_unsupported",
+        "rank_mismatch",
+        "shape_mismatch",
+        "tensor_unexpected",
+        "tensor_unpaired",
+        "weights_corrupt",
+        "weights_empty",
+    }
+)
+"""Those for what is wrong with the bytes that it did find.
+
+Everything else is the worker's trouble of the moment; so are `disk_full` and `rank_too_big`, which another worker
+may have room for.
+"""
+
+
+class Agents:
+    """Calls agents; every action carries our epoch and an idempotency key that says which action it is."""
+
+    def __init__(self, client: httpx.AsyncClient, *, own: OwnKey, epoch: Callable[[], int]) -> None:
+        """`epoch`: ours, asked for right before each action; raises LeaseLost when we may not act."""
+        self._client = client
+        self._epoch = epoch
+        self.own = own
+
+    async def metadata(self, agent_url: str, *, timeout_s: float) -> Metadata:
+        """Raises Transient when the agent does not answer with its metadata."""
+        return _parsed(Metadata, await self._call("GET", agent_url, "/metadata", timeout_s=timeout_s))
+
+    async def claim(self, agent_url: str, *, key: str, timeout_s: float) -> Metadata:
+        """Have the agent refuse every older epoch from now on; its state after that. Raises Transient, LeaseLost."""
+        return _parsed(Metadata, await self._act(agent_url, "claim", ClaimRequest(), key=key, timeout_s=timeout_s))
+
+    async def inspect(self, agent_url: str, ask: InspectRequest, *, key: str, timeout_s: float) -> AvailableLora:
+        """Raises Permanent for what is wrong with source or bytes, Transient for everything else, LeaseLost."""
+        return _parsed(AvailableLora, await self._act(agent_url, "inspect_lora", ask, key=key, timeout_s=timeout_s))
+
+    async def check_source(self, agent_url: str, source: str, *, timeout_s: float) -> None:
+        """Raises Permanent where the worker's settings forbid it, Transient where the agent does not say."""
+        await self._call("GET", agent_url, f"/v1/admin/source?source={quote(source, safe='')}", timeout_s=timeout_s)
+
+    async def load(self, agent_url: str, ask: LoadRequest, *, key: str, timeout_s: float) -> LoadedLora:
+        """Raises Permanent for what is wrong with source or bytes, Transient for everything else, LeaseLost."""
+        return _parsed(LoadedLora, await self._act(agent_url, "load_lora", ask, key=key, timeout_s=timeout_s))
+
+    async def unload(self, agent_url: str, ask: UnloadRequest, *, key: str, timeout_s: float) -> None:
+        """Done, also when the agent does not hold it (404). Raises Transient."""
+        await self._act(agent_url, "unload_lora", ask, key=key, timeout_s=timeout_s, also=frozenset({404}))
+
+    async def drain(self, agent_url: str, ask: DrainRequest, *, key: str, timeout_s: float) -> None:
+        """The whole worker. Raises Transient."""
+        await self._act(agent_url, "drain", ask, key=key, timeout_s=timeout_s)
+
+    async def undrain(self, agent_url: str, *, key: str, timeout_s: float) -> None:
+        """The whole worker, used again. Raises Transient, also for an agent that knows no such call."""
+        await self._act(agent_url, "undrain", UndrainRequest(), key=key, timeout_s=timeout_s)
+
+    async def engine_models(self, engine_url: str, *, timeout_s: float) -> frozenset[str] | None:
+        """Names that the engine serves; None when it is up but will not say. Raises Transient when it is not up."""
+        await self._call("GET", engine_url, "/health", timeout_s=timeout_s, headers={})
+        try:
+            answer = await self._call("GET", engine_url, "/v1/models", timeout_s=timeout_s, headers={})
+            return frozenset(str(item["id"]) for item in answer.json()["data"])
+        except (Transient, Permanent, ValueError, KeyError, TypeError):
+            return None
+
+    async def _act(
+        self,
+        agent_url: str,
+        verb: str,
+        ask: BaseModel,
+        *,
+        key: str,
+        timeout_s: float,
+        also: frozenset[int] = frozenset(),
+    ) -> httpx.Response:
+        headers = {"x-lorafleet-epoch": str(self._epoch()), "x-lorafleet-idempotency-key": key} | self.own.headers
+        body = ask.model_dump(mode="json", exclude_none=True)
+        path = f"/v1/admin/{verb}"
+        return await self._call("POST", agent_url, path, timeout_s=timeout_s, body=body, headers=headers, also=also)
+
+    async def _call(
+        self,
+        method: str,
+        base_url: str,
+        path: str,
+        *,
+        timeout_s: float,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        also: frozenset[int] = frozenset(),
+    ) -> httpx.Response:
+        url = base_url.rstrip("/") + path
+        headers = self.own.headers if headers is None else headers
+        try:
+            answer = await self._client.request(method, url, json=body, headers=headers, timeout=timeout_s)
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            raise Transient(f"{method} {url}: {exc!r}", code="worker_unreachable") from exc
+        if answer.is_success or answer.status_code in also:
+            return answer
+        raise _refusal(method, url, answer)
+
+
+def _refusal(method: str, url: str, answer: httpx.Response) -> Transient | Permanent | LeaseLost:
+    code, message = "worker_failed", f"{method} {url}: HTTP {answer.status_code}"
+    try:
+        error = from_json(answer.content)["error"]  # stricter than Python's own: what it takes can be said again
+        code, message = str(error["code"] or code), str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"{message}: {answer.text[:200]!r}"
+    if code == "stale_epoch":
+        return LeaseLost(message)
+    if code in CONTENT_CODES or code in SOURCE_CODES:
+        return Permanent(message, code=code)
+    return Transient(message, code=code)
+
+
+def _parsed(cls: type[M], answer: httpx.Response) -> M:
+    try:
+        return cls.model_validate_json(answer.content)
+    except ValidationError as exc:
+        raise Transient(f"{answer.request.url}: not a {cls.__name__}: {exc}", code="worker_speaks_nonsense") from exc

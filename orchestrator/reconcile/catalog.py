@@ -1,0 +1,157 @@
+"""What routers follow: the catalog at one revision, and the events that lead from revision to revision.
+
+Every event takes a new revision, so an event's id says exactly how much of the story a follower knows.
+"""
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime
+
+from lorafleet.service.loops import Changes
+from orchestrator.core.errors import Expired
+from orchestrator.core.state import Adapter
+from orchestrator.store.store import Store
+from orchestrator.wire import AliasItem, AliasTarget, Catalog, CatalogAdapter, CatalogWorker, Draining, FleetEvent
+
+
+class CatalogBook:
+    """The current catalog and the recent events. One writer: the event loop."""
+
+    def __init__(self, store: Store, *, wall: Callable[[], float], buffer: int) -> None:
+        self._store = store
+        self._wall = wall
+        self._events: deque[FleetEvent] = deque(maxlen=buffer)
+        self._oldest = store.revision
+        self._adapters: dict[str, CatalogAdapter] = {}
+        self._made_of: dict[str, tuple[Adapter, str, str | None]] = {}
+        self._aliases: dict[str, AliasItem] = {}
+        self._workers: dict[str, CatalogWorker] = {}
+        self._draining: tuple[Draining, ...] = ()
+        self._body: tuple[int, bytes] = (-1, b"")
+        self.changed = Changes()
+
+    @property
+    def revision(self) -> int:
+        return self._store.revision
+
+    def begin(self) -> None:
+        """A term begins: what another leader may have told before it is not known here."""
+        self._events.clear()
+        self._oldest = self.revision
+
+    def emit(self, kind: str, *, lora_id: str | None = None, worker_id: str | None = None, message: str = "") -> int:
+        """Add an event; returns the revision that it made."""
+        if len(self._events) == self._events.maxlen:
+            self._oldest = self._events[0].id
+        revision = self._store.next_revision()
+        at = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        self._events.append(
+            FleetEvent(id=revision, type=kind, at=at, lora_id=lora_id, worker_id=worker_id, message=message)
+        )
+        self.changed.notify()
+        return revision
+
+    def refresh(
+        self,
+        states: Mapping[str, tuple[str, str | None]],
+        workers: Mapping[str, CatalogWorker],
+        draining: tuple[Draining, ...],
+    ) -> None:
+        """Make the catalog agree with these, with one event for each thing that differs.
+
+        states   lora_id -> (adapter state, error)
+        """
+        self._refresh_adapters(states)
+        self._refresh_aliases()
+        for name in sorted(self._workers.keys() | workers.keys()):
+            old, new = self._workers.get(name), workers.get(name)
+            if old != new:
+                message = "forgotten" if new is None else new.state
+                self._workers = dict(workers)
+                self.emit("worker_changed", worker_id=name, message=message)
+        if draining != self._draining:
+            before, self._draining = set(self._draining), draining
+            for mark in sorted(before.symmetric_difference(draining), key=lambda d: (d.worker_id, d.lora_id)):
+                kind = "drain_ended" if mark in before else "drain_began"
+                self.emit(kind, lora_id=mark.lora_id, worker_id=mark.worker_id)
+
+    def _refresh_adapters(self, states: Mapping[str, tuple[str, str | None]]) -> None:
+        for lora_id in [name for name in self._adapters if name not in self._store.adapters]:
+            del self._adapters[lora_id], self._made_of[lora_id]
+            self.emit("adapter_deleted", lora_id=lora_id)
+        for lora_id, adapter in self._store.adapters.items():
+            state, error = states[lora_id]
+            made_of = self._made_of.get(lora_id)
+            if made_of is not None and made_of[0] is adapter and made_of[1] == state and made_of[2] == error:
+                continue
+            item = CatalogAdapter.model_validate(
+                {
+                    "lora_id": lora_id,
+                    "digest": adapter.digest,
+                    "base_model": adapter.base_model,
+                    "source": adapter.fetched_from,
+                    "rank": adapter.rank,
+                    "tenants": adapter.tenants,
+                    "state": state,
+                    "error": error,
+                    "priority": adapter.priority,
+                    "secret": adapter.secret,
+                }
+            )
+            self._made_of[lora_id] = (adapter, state, error)
+            if self._adapters.get(lora_id) != item:
+                kind = "adapter_changed" if lora_id in self._adapters else "adapter_registered"
+                self._adapters[lora_id] = item
+                self.emit(kind, lora_id=lora_id, message=error or state)
+
+    def _refresh_aliases(self) -> None:
+        for name in [name for name in self._aliases if name not in self._store.aliases]:
+            del self._aliases[name]
+            self.emit("alias_deleted", message=name)
+        for name, targets in self._store.aliases.items():
+            item = alias_item(name, targets)
+            if self._aliases.get(name) != item:
+                self._aliases[name] = item
+                self.emit("alias_changed", message=name)
+
+    def body(self) -> tuple[int, bytes]:
+        """The catalog as JSON, made once a revision, and that revision."""
+        if self._body[0] != self.revision:
+            catalog = Catalog(
+                revision=self.revision,
+                adapters=tuple(self._adapters[lora_id] for lora_id in sorted(self._adapters)),
+                aliases=tuple(self._aliases[name] for name in sorted(self._aliases)),
+                draining=self._draining,
+                workers=tuple(self._workers[name] for name in sorted(self._workers)),
+            )
+            self._body = (self.revision, catalog.model_dump_json().encode())
+        return self._body
+
+    def since(self, revision: int) -> list[FleetEvent]:
+        """Events after this revision; raises Expired when some of them are no longer, or were never, known here."""
+        if not self._oldest <= revision <= self.revision:
+            raise Expired(f"events since {revision} are not kept (from {self._oldest} on they are): fetch /v1/catalog")
+        return [event for event in self._events if event.id > revision]
+
+    async def follow(
+        self, revision: int, *, keep_alive_s: float, is_stopping: Callable[[], bool]
+    ) -> AsyncIterator[str]:
+        """SSE text: every event after this revision as it happens, and a comment whenever nothing does."""
+        yield f": following from {revision}\n\n"
+        while not is_stopping():
+            try:
+                events = self.since(revision)
+            except Expired:
+                return  # the reader was slower than the buffer; it comes back, and is told 410
+            for event in events:
+                yield f"id: {event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
+                revision = event.id
+            if not events and not await self.changed.wait(keep_alive_s):
+                yield ": still here\n\n"
+
+
+def alias_item(name: str, targets: tuple[tuple[str, float], ...]) -> AliasItem:
+    """The wire's form of a stored alias."""
+    return AliasItem(
+        name=name, targets=tuple(AliasTarget(lora_id=lora_id, weight=weight) for lora_id, weight in targets)
+    )

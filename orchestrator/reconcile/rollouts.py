@@ -1,0 +1,315 @@
+"""Aliases on their way: the hands of `core.rollout`. Called once a pass, and when somebody changes an alias."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import structlog
+
+from orchestrator.core.demand import DemandBook
+from orchestrator.core.errors import Conflict, NotFound, RequestError
+from orchestrator.core.rollout import (
+    Guard,
+    Rollout,
+    Seen,
+    Step,
+    Tally,
+    Targets,
+    aborted,
+    advance,
+    floors,
+    missing,
+    paused,
+    resumed,
+    with_last_step,
+)
+from orchestrator.core.state import Adapter, Intent, Worker
+from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.reconcile.queries import Reads
+from orchestrator.store.store import NOBODY, Store
+
+log = structlog.get_logger()
+
+
+class Rollouts:
+    """Moves aliases from target to target; makes nothing of its own but what it tells the store."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        demand: DemandBook,
+        catalog: CatalogBook,
+        reads: Reads,
+        is_settled: Callable[[], bool],
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._demand = demand
+        self._catalog = catalog
+        self._reads = reads
+        self._is_settled = is_settled
+        self._clock = clock
+        self._wall = wall
+        # (alias, began_at) -> what was counted of its adapters when it was last looked at
+        self._marks: dict[tuple[str, float], dict[str, Tally]] = {}
+
+    def turn(self) -> None:
+        """Look at every rollout that is under way, and take the steps that are due."""
+        going = [rollout for rollout in self._store.rollouts.values() if rollout.is_active]
+        self._marks = {key: marks for key, marks in self._marks.items() if key in {_key(r) for r in going}}
+        if going and self._is_settled():
+            ready, running, workers = self._reads.ready_table(), self._running(), self._workers()
+            for rollout in going:
+                self._step(rollout, self._seen(rollout, ready, running, workers))
+
+    def held(self, intent: Intent) -> Intent:
+        """The intent with the replicas that rollouts need as minima, whatever demand says."""
+        wanted: dict[str, int] = {}
+        for rollout in self._store.rollouts.values():
+            for lora_id, least in floors(rollout).items():
+                wanted[lora_id] = max(wanted.get(lora_id, 0), least)
+        if not wanted:
+            return intent
+        found = {name: intent.adapters[name] for name in wanted if name in intent.adapters}
+        raised = {name: self._raised(adapter, wanted[name]) for name, adapter in found.items()}
+        return replace(intent, adapters={**intent.adapters, **raised})
+
+    def point(self, alias: str, targets: Targets, actor: str, *, place_s: float) -> None:
+        """Point an alias somewhere: at once where it is new or `place_s` is 0, else when the targets are placed.
+
+        Raises Conflict while a rollout is under way; a switch that is under way is given up for this one.
+        """
+        was, under_way = self._store.aliases.get(alias), self._store.rollouts.get(alias)
+        if under_way is not None and under_way.is_active and under_way.guard is not None:
+            raise Conflict(
+                f"a rollout of {alias!r} is under way; wait for its end or abort it"
+                f" (DELETE /v1/aliases/{alias}/rollout), then change the alias",
+                code="rollout_running",
+                param="name",
+            )
+        with self._store.together():
+            if under_way is not None and under_way.is_active:
+                self._store.record("alias_rollout", alias, {"what": "given up", "why": "set anew"}, actor)
+            self._store.put_rollout(alias, None)
+            if was is None or targets == was or place_s == 0:
+                if targets != was:
+                    self._store.put_alias(alias, targets)
+                    self._store.record("alias_set", alias, {"targets": targets, "was": was}, actor)
+                return
+            now = self._wall()
+            switch = Rollout(alias=alias, before=was, after=targets, place_s=place_s, began_at=now, since=now)
+            self._begin(switch, actor)
+        self._look(switch)
+
+    def start(
+        self, alias: str, to: str, steps: Sequence[Step], guard: Guard, actor: str, *, place_s: float
+    ) -> tuple[Rollout, bool]:
+        """The rollout, and whether it is new: the same one again changes nothing. Raises Conflict, RequestError."""
+        before, known = self._store.aliases[alias], self._store.rollouts.get(alias)
+        after, way = ((to, 1.0),), with_last_step(tuple(steps))
+        if known is not None and known.is_active:
+            if (known.after, known.steps, known.guard, known.place_s) == (after, way, guard, place_s):
+                return known, False
+            what = "a rollout" if known.guard is not None else "a change"
+            raise Conflict(
+                f"{what} of {alias!r} is under way; wait for its end or abort it (DELETE /v1/aliases/{alias}/rollout)",
+                code="rollout_running",
+                param="name",
+            )
+        if [lora_id for lora_id, weight in before if weight > 0] == [to]:
+            raise RequestError(f"alias {alias!r} points at {to!r} alone already", param="to")
+        now = self._wall()
+        rollout = Rollout(
+            alias=alias,
+            before=before,
+            after=after,
+            steps=way,
+            guard=guard,
+            place_s=place_s,
+            began_at=now,
+            since=now,
+        )
+        counted = {lora_id: self._tally(lora_id, self._running()) for lora_id in rollout.old_ids}
+        rollout = replace(rollout, baseline=sum(counted.values(), Tally()))
+        with self._store.together():
+            self._begin(rollout, actor)
+        self._look(rollout)
+        return self._store.rollouts[alias], True
+
+    def rollout(self, alias: str) -> Rollout:
+        """The one under way, or the last. Raises NotFound."""
+        found = self._store.rollouts.get(alias)
+        if found is None:
+            raise NotFound(f"alias {alias!r} has had no rollout", code="rollout_not_found", param="name")
+        return found
+
+    def pause(self, alias: str, is_paused: bool, actor: str) -> Rollout:
+        """Pause or resume it; repeats change nothing. Raises NotFound, Conflict when it is over."""
+        rollout = self._under_way(alias)
+        after = paused(rollout, self._wall()) if is_paused else resumed(rollout, self._wall())
+        if after != rollout:
+            self._keep(rollout, after, None, "paused" if is_paused else "resumed", actor)
+            self._look(after)
+        return self._store.rollouts[alias]
+
+    def abort(self, alias: str, actor: str) -> Rollout:
+        """Back to what the alias pointed at. Raises NotFound, Conflict when it is over."""
+        rollout = self._under_way(alias)
+        after, targets = aborted(rollout, self._wall())
+        self._keep(rollout, after, targets, "aborted", actor)
+        return after
+
+    def lacks(self, rollout: Rollout) -> Mapping[str, str]:
+        """lora_id -> what it still lacks before the alias may shift; empty once it has."""
+        if rollout.phase != "placing":
+            return {}
+        if not self._is_settled():
+            return dict.fromkeys(sorted(rollout.new_ids), "the fleet has not spoken yet")
+        return missing(rollout, self._seen(rollout, self._reads.ready_table(), {}, self._workers(), is_look=False))
+
+    def _under_way(self, alias: str) -> Rollout:
+        found = self.rollout(alias)
+        if not found.is_active:
+            raise Conflict(
+                f"the last rollout of {alias!r} is over: {found.phase}; POST starts another",
+                code="rollout_over",
+                param="name",
+            )
+        return found
+
+    def _begin(self, rollout: Rollout, actor: str) -> None:
+        self._store.put_rollout(rollout.alias, rollout)
+        self._store.record(
+            "alias_rollout",
+            rollout.alias,
+            {"what": "began", "from": rollout.before, "to": rollout.after, "watched": rollout.guard is not None},
+            actor,
+        )
+
+    def _look(self, rollout: Rollout) -> None:
+        """At one, now, so that a switch to what is there already takes no pass."""
+        if self._is_settled() and rollout.is_active:
+            seen = self._seen(rollout, self._reads.ready_table(), self._running(), self._workers())
+            self._step(rollout, seen)
+
+    def _step(self, rollout: Rollout, seen: Seen) -> None:
+        look = seen
+        while True:
+            after, targets = advance(rollout, look, self._wall())
+            if (after.phase, after.step, after.scale) != (rollout.phase, rollout.step, rollout.scale):
+                what = after.phase if not after.is_active else f"{after.phase} step {after.step + 1}"
+                self._keep(rollout, after, targets, what, NOBODY)
+            elif after != rollout:
+                # What is counted within a step is not worth a write: a restart counts the step's requests anew.
+                self._store.rollouts[rollout.alias] = after
+            if (after.phase, after.step) == (rollout.phase, rollout.step) or not after.is_active:
+                return
+            rollout, look = after, replace(seen, old=Tally(), new=Tally())
+
+    def _keep(self, before: Rollout, after: Rollout, targets: Targets | None, what: str, actor: str) -> None:
+        alias, is_over_switch = after.alias, after.phase == "done" and after.guard is None
+        with self._store.together():
+            was = self._store.aliases[alias]
+            if targets is not None and targets != was:
+                self._store.put_alias(alias, targets)
+                why = after.reason or f"rollout: {what}"
+                self._store.record("alias_set", alias, {"targets": targets, "was": was, "why": why}, actor)
+            self._store.put_rollout(alias, None if is_over_switch else after)
+            is_step = (before.phase, before.step, before.paused_at) != (after.phase, after.step, after.paused_at)
+            if is_step and (after.guard is not None or after.phase != "watching"):
+                self._store.record("alias_rollout", alias, {"what": what, "why": after.reason}, actor)
+        log.info("rollout", alias=alias, what=what, why=after.reason, targets=targets)
+        self._catalog.emit("alias_rollout", message=f"{alias}: {what}" + (f": {after.reason}" if after.reason else ""))
+
+    def _seen(
+        self,
+        rollout: Rollout,
+        ready: Mapping[str, Sequence[str]],
+        running: Mapping[str, int],
+        workers: Collection[Worker],
+        *,
+        is_look: bool = True,
+    ) -> Seen:
+        """`is_look`: what was counted since the last look is taken out of the books."""
+        ids = rollout.old_ids | rollout.new_ids
+        adapters = {lora_id: self._store.adapters[lora_id] for lora_id in ids if lora_id in self._store.adapters}
+        why = {lora_id: self._reads.last_error(lora_id) for lora_id in ids}
+        counted = self._counted(rollout, ids, running) if is_look else {}
+        return Seen(
+            ready={lora_id: len(ready.get(lora_id, ())) for lora_id in ids},
+            most={lora_id: self._most(adapter) for lora_id, adapter in adapters.items()},
+            room={
+                lora_id: _room(adapter, workers, ready.get(lora_id, ()))
+                for lora_id, adapter in adapters.items()
+                if adapter.is_inspected
+            },
+            unusable={lora_id: wrong for lora_id in ids if (wrong := self._wrong(lora_id))},
+            unplaced={lora_id: said for lora_id, said in why.items() if said is not None},
+            known=frozenset(lora_id for lora_id, adapter in adapters.items() if adapter.is_inspected),
+            old=sum((counted[lora_id] for lora_id in rollout.old_ids if lora_id in counted), Tally()),
+            new=sum((counted[lora_id] for lora_id in rollout.new_ids if lora_id in counted), Tally()),
+        )
+
+    def _counted(self, rollout: Rollout, ids: frozenset[str], running: Mapping[str, int]) -> dict[str, Tally]:
+        """What was added since the last look; nothing at the first."""
+        now = {lora_id: self._tally(lora_id, running) for lora_id in ids}
+        marks = self._marks.get(_key(rollout))
+        self._marks[_key(rollout)] = now
+        return {} if marks is None else {name: _grown(tally, marks.get(name, Tally())) for name, tally in now.items()}
+
+    def _tally(self, lora_id: str, running: Mapping[str, int]) -> Tally:
+        """What is known of its requests that are over, since our own start."""
+        flow = self._demand.total(lora_id)
+        over = max(0.0, flow.requests - running.get(lora_id, 0))
+        return Tally(over, flow.errors, flow.first_tokens, flow.first_token_s)
+
+    def _running(self) -> Counter[str]:
+        """lora_id -> requests in flight."""
+        found: Counter[str] = Counter()
+        for router in self._demand.live_routers(self._clock()):
+            for use in router.uses.values():
+                if use.in_flight:
+                    found[use.lora_id] += use.in_flight
+        return found
+
+    def _workers(self) -> Collection[Worker]:
+        return self._reads.observe().workers.values()
+
+    def _most(self, adapter: Adapter) -> int:
+        return self._store.rules.max_replicas if adapter.max_replicas is None else adapter.max_replicas
+
+    def _wrong(self, lora_id: str) -> str | None:
+        """Why routers refuse what worked before."""
+        adapter = self._store.adapters.get(lora_id)
+        if adapter is None or adapter.is_deleting:
+            return "it is deleted"
+        return self._reads.quarantine(lora_id) if adapter.is_inspected else None
+
+    def _raised(self, adapter: Adapter, least: int) -> Adapter:
+        loading = adapter.loading or self._store.rules.loading
+        own = self._store.rules.min_replicas if loading != "lazy" else 0
+        own = own if adapter.min_replicas is None else adapter.min_replicas
+        least = min(least, self._most(adapter))
+        return replace(adapter, min_replicas=least) if least > own else adapter
+
+
+def _key(rollout: Rollout) -> tuple[str, float]:
+    return rollout.alias, rollout.began_at
+
+
+def _room(adapter: Adapter, workers: Collection[Worker], holders: Sequence[str]) -> int:
+    """Workers that can hold the adapter, or do."""
+    fits = {worker.id for worker in workers if worker.fits(adapter.base_model, adapter.rank or 0)}
+    return len(fits.union(holders))
+
+
+def _grown(now: Tally, before: Tally) -> Tally:
+    """What was added; where a count fell it was begun anew, and the next look tells."""
+    return Tally(
+        max(0.0, now.requests - before.requests),
+        max(0.0, now.errors - before.errors),
+        max(0.0, now.first_tokens - before.first_tokens),
+        max(0.0, now.first_token_s - before.first_token_s),
+    )

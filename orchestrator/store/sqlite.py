@@ -1,0 +1,385 @@
+"""Intent in one SQLite file (WAL): what is written is on the disk when the call returns."""
+
+import json
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from lorafleet.service import files
+from orchestrator.core.errors import StoreError, Unavailable
+from orchestrator.core.rollout import Rollout, Targets, as_json
+from orchestrator.core.state import Adapter, Rules
+from orchestrator.store.backend import Change, Entry, Stored, Subject, Tombstone, WorkerIntent
+from orchestrator.store.typed import parsed, rollout_in, typed
+
+_MIGRATIONS: tuple[str, ...] = (
+    """
+    CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
+    CREATE TABLE adapters (
+        lora_id TEXT PRIMARY KEY, source TEXT NOT NULL, base_model TEXT, digest TEXT, rank INTEGER, size_bytes INTEGER,
+        policy TEXT NOT NULL, tenants TEXT, quarantine TEXT, is_deleting INTEGER NOT NULL DEFAULT 0
+    ) STRICT;
+    CREATE TABLE aliases (name TEXT PRIMARY KEY, targets TEXT NOT NULL) STRICT;
+    CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL) STRICT;
+    CREATE TABLE workers (id TEXT PRIMARY KEY, state TEXT NOT NULL, until REAL) STRICT;
+    CREATE TABLE tombstones (lora_id TEXT PRIMARY KEY, digest TEXT NOT NULL, at REAL NOT NULL) STRICT;
+    """,
+    """
+    CREATE TABLE history (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL,
+        actor TEXT NOT NULL, body TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX history_by_kind ON history (kind, id);
+    CREATE INDEX history_by_subject ON history (subject, id);
+    """,
+    """
+    CREATE TABLE rollouts (alias TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
+    """,
+    """
+    ALTER TABLE adapters ADD COLUMN secret TEXT;
+    ALTER TABLE adapters ADD COLUMN pinned_source TEXT;
+    """,
+)
+SCHEMA = len(_MIGRATIONS)
+_POLICY_FIELDS = ("loading", "min_replicas", "max_replicas", "pinned", "priority", "weight")
+_ADAPTER_COLUMNS = (
+    "lora_id", "source", "base_model", "digest", "rank", "size_bytes", "quarantine", "secret", "pinned_source",
+)  # fmt: skip
+_KEYS = {
+    "adapters": "lora_id",
+    "aliases": "name",
+    "rollouts": "alias",
+    "workers": "id",
+    "tombstones": "lora_id",
+    "counters": "name",
+}
+_TRIM_EVERY = 64
+_BUSY_S = 5.0
+_BUSY_PAUSE_S = 0.02
+# A new store takes about 150 KB with the files beside it.
+_NO_SPACE_BYTES = 2**20
+
+
+class SqliteFile:
+    """A Backend; what `write` takes is one transaction.
+
+    Raises StoreError when the file is no store of ours, damaged, or of a newer version, and Unavailable while another
+    process keeps it from being written.
+
+    history_kept   entries of each kind; older ones go, so that many loads push out no change of policy
+    """
+
+    def __init__(self, path: Path | str, *, history_kept: int = 10_000) -> None:
+        self._path = str(path)
+        self._history_kept = history_kept
+        self._recorded: dict[str, int] = {}
+        self._db = _open(self._path)
+
+    is_caught_up = is_read = True
+    backup_name = "lorafleet.db"
+
+    def close(self) -> None:
+        self._db.close()
+
+    async def saved(self, about: Collection[Subject] | None = None) -> None:
+        """It is: `write` waits for the disk."""
+
+    async def catch_up(self) -> None:
+        """Every `read` looks into the file."""
+
+    def let_go(self) -> None:
+        """Nothing waits to be written."""
+
+    def read(self) -> Stored:
+        try:
+            return self._read()
+        except (sqlite3.Error, ValueError) as exc:
+            raise _unreadable(self._path, exc) from exc
+
+    def _read(self) -> Stored:
+        rows = self._db.execute
+        rules = Rules()
+        for (body,) in rows("SELECT body FROM policy"):
+            rules = typed(parsed(body, "policy"), Rules, "policy")
+        return Stored(
+            adapters={row["lora_id"]: _adapter(row) for row in rows("SELECT * FROM adapters")},
+            aliases={
+                name: typed(parsed(targets, f"alias {name!r}"), Targets, f"alias {name!r}")
+                for name, targets in rows("SELECT name, targets FROM aliases")
+            },
+            rollouts={
+                alias: rollout_in(body, f"rollout of {alias!r}")
+                for alias, body in rows("SELECT alias, body FROM rollouts")
+            },
+            workers={
+                worker_id: typed({"state": state, "until": until}, WorkerIntent, f"worker {worker_id!r}")
+                for worker_id, state, until in rows("SELECT id, state, until FROM workers")
+            },
+            tombstones={
+                lora_id: Tombstone(typed(digest, str, lora_id), typed(at, float, f"deletion of {lora_id!r}"))
+                for lora_id, digest, at in rows("SELECT lora_id, digest, at FROM tombstones")
+            },
+            rules=rules,
+            counters={name: typed(value, int, name) for name, value in rows("SELECT name, value FROM counters")},
+        )
+
+    def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> None:
+        try:
+            for change in changes:
+                self._write(change)
+            for entry in entries:
+                self._record(entry)
+            self._db.commit()
+        except sqlite3.Error as exc:
+            what = no_space(exc, self._path) or str(exc)
+            self._db.rollback()
+            if _is_busy(exc):
+                raise Unavailable(
+                    f"store {self._path}: nothing was written: another process is in the middle of a write",
+                    code="store_unreachable",
+                    retry_after_s=_BUSY_S,
+                ) from exc
+            raise StoreError(f"store {self._path}: nothing was written: {what}") from exc
+        except BaseException:
+            self._db.rollback()  # what SQLite has no form for, as an integer of over 64 bits: all or nothing here too
+            raise
+
+    def _write(self, change: Change) -> None:
+        if change.value is None:
+            key = _KEYS[change.table]
+            self._db.execute(f"DELETE FROM {change.table} WHERE {key} = ?", (change.key,))  # noqa: S608  (our own names)
+        else:
+            row = _row(change)
+            marks = ",".join("?" * len(row))
+            self._db.execute(f"REPLACE INTO {change.table} VALUES ({marks})", row)  # noqa: S608
+
+    def _record(self, entry: Entry) -> None:
+        row = (entry.at, entry.kind, entry.subject, entry.actor, json.dumps(dict(entry.body)))
+        self._db.execute("INSERT INTO history (at, kind, subject, actor, body) VALUES (?,?,?,?,?)", row)
+        count = self._recorded.get(entry.kind, _TRIM_EVERY)
+        self._recorded[entry.kind] = (count + 1) % _TRIM_EVERY if count < _TRIM_EVERY else 1
+        if count % _TRIM_EVERY == 0:
+            oldest = "SELECT id FROM history WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?"
+            self._db.execute(
+                f"DELETE FROM history WHERE kind = ? AND id <= ({oldest})",  # noqa: S608
+                (entry.kind, entry.kind, self._history_kept),
+            )
+
+    def history(
+        self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
+    ) -> list[Entry]:
+        wheres: list[str] = ["id < ?"]
+        values: list[Any] = [2**62 if before is None else min(before, 2**62)]
+        if kinds:
+            wheres.append(f"kind IN ({','.join('?' * len(kinds))})")
+            values += kinds
+        if subject is not None:
+            wheres.append("subject = ?")
+            values.append(subject)
+        query = f"SELECT * FROM history WHERE {' AND '.join(wheres)} ORDER BY id DESC LIMIT ?"  # noqa: S608
+        try:
+            return [_entry(row) for row in self._db.execute(query, (*values, limit))]
+        except (sqlite3.Error, ValueError) as exc:
+            raise _unreadable(self._path, exc) from exc
+
+    def backup(self, path: Path) -> None:
+        """Without deletions, drains and rollouts under way: what was deleted then may have been registered again
+        since, and a store that is put back must neither take anything from the fleet nor shift anything there."""
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except OSError as exc:
+            raise StoreError(f"backup {path}: {exc.strerror}; name a new file in a folder that can be written") from exc
+        os.close(handle)
+        try:
+            with closing(sqlite3.connect(path)) as copy:
+                self._db.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE")
+                with copy:
+                    copy.execute("DELETE FROM tombstones")
+                    copy.execute("DELETE FROM rollouts")
+                    copy.execute("UPDATE adapters SET is_deleting = 0")
+                    copy.execute("DELETE FROM workers WHERE state = 'draining'")
+        except sqlite3.Error as exc:
+            what = no_space(exc, path) or str(exc)
+            path.unlink(missing_ok=True)
+            raise StoreError(f"backup {path}: {what}") from exc
+
+
+def no_space(exc: sqlite3.Error, path: Path | str) -> str | None:
+    """What to say of a failure that a full disk is behind; None for any other.
+
+    source  sqlite.org/rescode.html, and SQLite 3.40 seen running: the file beside the store that its processes share
+            cannot be made on a full disk, which is told as an I/O error and not as SQLITE_FULL
+    """
+    folder = Path(path).absolute().parent
+    primary = getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and _free_bytes(folder) < _NO_SPACE_BYTES):
+        return files.no_space(folder)
+    return None
+
+
+def _free_bytes(folder: Path) -> float:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return inf
+
+
+def _open(path: str) -> sqlite3.Connection:
+    try:
+        db = sqlite3.connect(path, timeout=_BUSY_S)
+    except sqlite3.Error as exc:
+        raise StoreError(f"store {path}: {exc}; name a file in a folder that exists and can be written") from exc
+    try:
+        _check(db, path)
+        _use_wal(db)
+        db.execute("PRAGMA synchronous = FULL")
+        _migrate(db)
+        _check_columns(db, path)
+    except sqlite3.Error as exc:
+        full = no_space(exc, path)
+        db.close()
+        if full:
+            raise StoreError(f"store {path}: {full}; nothing that was in it is lost") from exc
+        raise StoreError(f"store {path}: {exc}; restore it from a backup or name another, it was not changed") from exc
+    except StoreError:
+        db.close()
+        raise
+    db.row_factory = sqlite3.Row
+    return db
+
+
+def _check(db: sqlite3.Connection, path: str) -> None:
+    found = [row[0] for row in db.execute("PRAGMA quick_check(1)")]
+    if found != ["ok"]:
+        raise StoreError(f"store {path} is damaged ({found[0]}); restore it from a backup, it was not changed")
+    version = _version(db)
+    tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and not {"counters", "adapters", "policy"} <= tables:
+        found_there = ", ".join(sorted(tables))
+        raise StoreError(
+            f"store {path} is another program's database (tables {found_there}); name another file, it was not changed"
+        )
+    if version > SCHEMA:
+        raise StoreError(
+            f"store {path} has schema {version}, this version knows {SCHEMA}; start the newer version,"
+            " the file was not changed"
+        )
+
+
+def _check_columns(db: sqlite3.Connection, path: str) -> None:
+    """Raises StoreError when a table is not as this version makes it."""
+    with closing(sqlite3.connect(":memory:")) as new:
+        _migrate(new)
+        expected = _columns(new)
+    found = _columns(db)
+    lacking = [
+        f"table {table}" if table not in found else f"columns {', '.join(sorted(columns - found[table]))} of {table}"
+        for table, columns in sorted(expected.items())
+        if columns - found.get(table, frozenset())
+    ]
+    if lacking:
+        raise StoreError(
+            f"store {path} is damaged ({'; '.join(lacking)} missing); restore it from a backup, it was not changed"
+        )
+
+
+def _columns(db: sqlite3.Connection) -> dict[str, frozenset[str]]:
+    tables = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    return {
+        table: frozenset(row[1] for row in db.execute("SELECT * FROM pragma_table_info(?)", (table,)))
+        for table in tables
+    }
+
+
+def _unreadable(path: str, exc: Exception) -> StoreError:
+    return StoreError(f"store {path} cannot be read ({exc}); restore it from a backup, it was not changed")
+
+
+def _is_busy(exc: sqlite3.Error) -> bool:
+    return getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF == sqlite3.SQLITE_BUSY
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """SQLite waits for others' locks, but not always when it changes the mode: of three that did so together one was
+    refused at once, in one of 300 tries (3.40, seen running).
+    """
+    deadline = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as exc:
+            if not _is_busy(exc) or time.monotonic() > deadline:
+                raise
+            time.sleep(_BUSY_PAUSE_S)
+        else:
+            return
+
+
+def _migrate(db: sqlite3.Connection) -> None:
+    """All or nothing, and one process at a time: two orchestrators may start on one new file together."""
+    if _version(db) == SCHEMA:
+        return
+    db.execute("BEGIN IMMEDIATE")
+    for script in _MIGRATIONS[_version(db) :]:  # asked again: another may have done it while we waited for our turn
+        for statement in script.split(";"):
+            db.execute(statement)
+    db.execute(f"PRAGMA user_version = {SCHEMA}")
+    db.commit()
+
+
+def _version(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _row(change: Change) -> tuple[Any, ...]:
+    match change.value:
+        case Adapter() as adapter:
+            return _adapter_row(adapter)
+        case Rollout() as rollout:
+            return change.key, json.dumps(as_json(rollout))
+        case WorkerIntent(state, until):
+            return change.key, state, until
+        case Tombstone(digest, at):
+            return change.key, digest, at
+        case Rules() as rules:
+            return 1, json.dumps({f.name: getattr(rules, f.name) for f in fields(Rules)})
+        case int() as value:
+            return change.key, value
+        case targets:
+            return change.key, json.dumps(targets)
+
+
+def _entry(row: Mapping[str, Any]) -> Entry:
+    return Entry(
+        id=row["id"],
+        at=row["at"],
+        kind=row["kind"],
+        subject=row["subject"],
+        actor=row["actor"],
+        body=typed(parsed(row["body"], f"history {row['id']}"), dict[str, Any], f"history {row['id']}"),
+    )
+
+
+def _adapter(row: Mapping[str, Any]) -> Adapter:
+    what, tenants = f"adapter {row['lora_id']!r}", row["tenants"]
+    policy = typed(parsed(row["policy"], f"{what}: policy"), dict[str, Any], f"{what}: policy")
+    body = {name: row[name] for name in _ADAPTER_COLUMNS} | {
+        "tenants": None if tenants is None else parsed(tenants, f"{what}: tenants"),
+        "is_deleting": bool(row["is_deleting"]),
+    }
+    return typed({name: policy[name] for name in _POLICY_FIELDS if name in policy} | body, Adapter, what)
+
+
+def _adapter_row(a: Adapter) -> tuple[Any, ...]:
+    policy = json.dumps({name: getattr(a, name) for name in _POLICY_FIELDS})
+    tenants = None if a.tenants is None else json.dumps(a.tenants)
+    known = (a.lora_id, a.source, a.base_model, a.digest, a.rank, a.size_bytes)
+    return (*known, policy, tenants, a.quarantine, int(a.is_deleting), a.secret, a.pinned_source)

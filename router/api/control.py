@@ -1,0 +1,287 @@
+"""The routes around inference: models, explain, health and metrics."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_args
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import generate_latest
+
+from lorafleet.http_server.connection import Front
+from lorafleet.service.auth import Caller, KeyFirst, of_metrics, requires
+from lorafleet.service.http import HttpError
+from router.api.explain import again, explained, undecided
+from router.api.openapi import openapi_paths
+from router.core.errors import ModelNotFound, NoReplica
+from router.core.fleet import Adapter, Fleet, ReplicaState
+from router.core.resolve import usable_adapters
+from router.processes.aggregate import Answer, Siblings
+from router.protocols.routes import route_of
+from router.request.services import Parts, Record
+from router.request.stages import asked, read, request_id, resolve_target, tokenize
+from router.wire import DecisionList, ReplayBody, RouteAnswer
+
+_DECISIONS = "decisions"
+# A thousand of them take a process of a large fleet three seconds.
+_DECISIONS_WITHIN_S = 10.0
+
+
+class _Wanted(msgspec.Struct, frozen=True):
+    """Which decisions; one process of several asks the others for theirs with it."""
+
+    adapter: str | None
+    worker: str | None
+    request: str | None
+    limit: int
+
+
+_Items = list[tuple[float, msgspec.Raw]]
+_decode_wanted = msgspec.json.Decoder(_Wanted).decode
+_decode_items = msgspec.json.Decoder(_Items).decode
+
+
+def answers(parts: Parts) -> Mapping[str, Answer]:
+    """What the other processes of this router may ask this one."""
+
+    async def decisions(question: bytes) -> bytes:
+        return msgspec.json.encode(await _decisions(parts, _decode_wanted(question)))
+
+    return {_DECISIONS: decisions}
+
+
+async def _decisions(parts: Parts, wanted: _Wanted) -> _Items:
+    """The newest of this process first: (when, the item as JSON)."""
+    found = [d for d in reversed(parts.decisions) if _is_about(d, wanted.adapter, wanted.worker, wanted.request)]
+    items: _Items = []
+    for record in found[: wanted.limit]:
+        items.append((record.at, msgspec.Raw(explained(record, parts.trust.state).model_dump_json().encode())))
+        # About 3 ms each with 64 replicas: what is being relayed gets its turn in between.
+        await asyncio.sleep(0)
+    return items
+
+
+def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
+    """Models, and why a request goes where it goes; with `siblings`, of all processes on this port."""
+    api = APIRouter(route_class=KeyFirst)
+    infers = Annotated[Caller, Depends(requires(parts.keys, "infer"))]
+    admin = [Depends(requires(parts.keys, "admin"))]
+
+    @api.get("/v1/models")
+    async def models(caller: infers) -> Response:
+        """Base models, adapters and aliases that the caller may use."""
+        cards = list(_cards(await _fleet(parts), caller).values())
+        # Of ten thousand, Python's own encoder takes twice as long as making them.
+        whole = msgspec.json.encode({"object": "list", "data": cards})
+        return Response(whole, media_type="application/json")
+
+    @api.get("/v1/models/{model:path}")
+    async def model(model: str, caller: infers) -> JSONResponse:
+        """One of them."""
+        return JSONResponse(await _card(parts, caller, model))
+
+    @api.post("/v1/route", dependencies=admin, response_model=RouteAnswer)
+    async def explain(request: Request) -> Any:
+        """Where this completion would go and why; sends nothing and loads nothing."""
+        headers = request.headers
+        session = headers.get(parts.config.session_header)
+        body = await request.body()
+        question = read(parts, request_id(headers.get("x-request-id")), route_of(body), body, session=session)
+        await _fleet(parts)
+        target = resolve_target(parts, parts.keys.caller(headers.get("authorization")), question)
+        tokens = await tokenize(parts, target, question)
+        prompt = asked(parts, target, question, tokens)
+        try:
+            decision = parts.mind.decide(prompt, parts.clock())
+        except NoReplica as exc:
+            adapter = target.adapter.lora_id if target.adapter else "base"
+            note = f"{exc}; a request would wait for a load" if target.adapter else str(exc)
+            return undecided(
+                prompt.ask,
+                request_id=question.request_id,
+                at=time.time(),
+                adapter=adapter,
+                tokens_from=tokens.source,
+                roster=parts.discovery.fleet.roster(target.base_model),
+                note=note,
+            )
+        trust = parts.trust.state(decision.replica.id)
+        notes = [] if parts.mind.has_room(decision) else ["a request would wait in the router for room there"]
+        if tried := _half_open(parts, target.base_model):
+            notes.append(f"half-open, so that one request at a time tries: {', '.join(tried)}")
+        return explained(
+            Record(question.request_id, time.time(), tokens.source, decision, trust),
+            parts.trust.state,
+            note="; ".join(notes) or None,
+        )
+
+    @api.get("/v1/decisions", dependencies=admin, response_model=DecisionList)
+    async def decisions(
+        adapter: str | None = None,
+        worker: str | None = None,
+        request: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> Any:
+        """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`; `request` a request's id."""
+        wanted = _Wanted(adapter, worker, request, limit)
+        items = await _decisions(parts, wanted)
+        missing = []
+        if siblings is not None:
+            found = await siblings.ask(_DECISIONS, msgspec.json.encode(wanted), within_s=_DECISIONS_WITHIN_S)
+            for slot, theirs in found.items():
+                if theirs is None:
+                    missing.append(slot)
+                else:
+                    items += _decode_items(theirs)
+            items.sort(key=lambda item: item[0], reverse=True)
+        whole = msgspec.json.encode(
+            {"data": [item for _, item in items[:limit]], "next": None, "missing": sorted(missing)}
+        )
+        return Response(whole, media_type="application/json")
+
+    @api.post("/v1/decisions/replay", dependencies=admin, response_model=RouteAnswer)
+    async def replay(body: ReplayBody) -> Any:
+        """A recorded decision, made again; with `policy`, as that one would have made it. Sends nothing."""
+        return again(body)
+
+    return api
+
+
+def exposed(parts: Parts, clients: Front) -> bytes:
+    """This process's metrics, in Prometheus' text."""
+    metrics, room = parts.metrics, parts.mind.waiting.room
+    if parts.config.orchestrator_url:
+        age_s = parts.discovery.catalog_age_s()
+        metrics.catalog_age.set(float("inf") if age_s is None else age_s)
+    if parts.config.kube_selector:
+        age_s = parts.discovery.slices_age_s()
+        metrics.slices_age.set(float("inf") if age_s is None else age_s)
+    metrics.catalog_revision.set(parts.discovery.fleet.revision)
+    for worker, share in parts.trust.error_shares():
+        if worker in parts.discovery.fleet.replicas:
+            metrics.kv_error.labels(worker).set(share)
+    metrics.in_flight.set(parts.mind.load.all_in_flight)
+    metrics.token_cache_bytes.set(parts.tokenizers.cache_bytes)
+    metrics.waiting_bytes.set(room.size_bytes)
+    metrics.held_bytes.set(parts.cold.held_bytes)
+    metrics.connections.set(len(clients.connections))
+    metrics.engine_connections.set(parts.pool.connections)
+    metrics.circuit_ignored.labels().set(parts.mind.breaker.panics)
+    metrics.retries_refused.labels().set(parts.mind.retries_refused)
+    for code, count in clients.refused.items():
+        metrics.refused.labels(code).set(count)
+    states = Counter(replica.state for replica in parts.discovery.fleet.replicas.values())
+    for state in get_args(ReplicaState):
+        metrics.replicas.labels(state).set(states[state])
+    return generate_latest(metrics.registry)
+
+
+def health_routes(parts: Parts, own: Callable[[], bytes], siblings: Siblings | None = None) -> APIRouter:
+    """What probes and Prometheus ask; open to whoever can reach it, but for metrics that need a key.
+
+    own  this process's metrics; with `siblings`, those of all processes are shown
+    """
+    api = APIRouter()
+    guarded = of_metrics(parts.keys, need_key=parts.config.metrics_need_key)
+
+    @api.get("/health")
+    async def health() -> dict[str, str]:
+        """Alive."""
+        return {"status": "ok"}
+
+    @api.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Discovery and catalog synced once, and not stopping; an empty fleet is ready too."""
+        if parts.stopping:
+            raise HttpError(503, "stopping", "this router is stopping", retry_after_s=1.0)
+        if not parts.discovery.is_synced():
+            message = f"waiting for {parts.discovery.waits_for()}"
+            raise HttpError(503, "not_synced", message, retry_after_s=1.0)
+        return {"status": "ready"}
+
+    @api.get("/metrics", dependencies=guarded)
+    async def metrics() -> Response:
+        """Prometheus."""
+        text = own() if siblings is None else await siblings.metrics()
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    return api
+
+
+def describe_inference(app: FastAPI) -> None:
+    """Put the inference routes, which the app does not serve itself, into its description of the API."""
+    describe = app.openapi
+
+    def with_inference() -> dict[str, Any]:
+        schema = describe()
+        inference, own = openapi_paths(), schema["paths"]
+        schema["paths"] = {path: inference.get(path, {}) | own.get(path, {}) for path in inference | own}
+        return schema
+
+    app.openapi = with_inference  # type: ignore[method-assign]
+
+
+async def _fleet(parts: Parts) -> Fleet:
+    await parts.discovery.until_met()
+    if not parts.discovery.has_catalog:
+        raise parts.discovery.no_catalog()
+    return parts.discovery.fleet
+
+
+def _half_open(parts: Parts, base_model: str) -> list[str]:
+    """Workers whose circuit is open no longer and not closed yet: they are candidates like any other."""
+    now, replicas = parts.clock(), parts.discovery.fleet.roster(base_model).replicas
+    return [replica.id for replica in replicas if parts.mind.breaker.state(replica, now) == "half_open"]
+
+
+def _is_about(record: Record, adapter: str | None, worker: str | None, request: str | None) -> bool:
+    name = record.decision.ask.engine_name or "base"
+    return (
+        worker in (None, record.decision.replica.id)
+        and adapter in (None, name, name.rpartition("@")[0])
+        and request in (None, record.request_id)
+    )
+
+
+async def _card(parts: Parts, caller: Caller, model: str) -> dict[str, Any]:
+    card = _cards(await _fleet(parts), caller).get(model)
+    if card is None and await parts.discovery.look_again():
+        card = _cards(parts.discovery.fleet, caller).get(model)
+    if card is None:
+        parts.discovery.check_heard()
+        raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what is", param="model")
+    return card
+
+
+def _cards(fleet: Fleet, caller: Caller) -> dict[str, dict[str, Any]]:
+    """Model cards in vLLM's form, by id."""
+
+    def may_use(adapter: Adapter) -> bool:
+        return caller.may_use(adapter.tenants)
+
+    # As the replicas that take most have it: a request goes where it fits.
+    contexts = {name: {"max_model_len": fleet.roster(name).max_model_len or None} for name in fleet.base_models}
+
+    def card(id_: str, root: str, parent: str | None) -> dict[str, Any]:
+        return {
+            "id": id_,
+            "object": "model",
+            "created": 0,
+            "owned_by": "lorafleet",
+            "root": root,
+            "parent": parent,
+        } | contexts.get(parent or id_, {})
+
+    mine = usable_adapters(fleet, may_use)
+    cards = {name: card(name, name, None) for name, replica in fleet.base_models.items() if replica}
+    cards |= {
+        lora_id: card(lora_id, adapter.engine_name or lora_id, adapter.base_model) for lora_id, adapter in mine.items()
+    }
+    for name, alias in fleet.aliases.items():
+        targets = [mine[lora_id] for lora_id, _weight in alias.targets if lora_id in mine]
+        if targets:
+            cards[name] = card(name, targets[0].lora_id, targets[0].base_model)
+    return cards

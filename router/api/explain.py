@@ -1,0 +1,138 @@
+"""Why this replica: decisions in words, for `/v1/route` and `/v1/decisions`, and made again."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from router.core.errors import BadBody, NoReplica
+from router.core.fleet import Roster, rejection
+from router.core.kv.index import WorkerId
+from router.core.schedule.decision import Ask, Decision, too_short
+from router.core.schedule.policies import POLICIES
+from router.core.schedule.policies.kv_lora import KvLora, within_slots
+from router.core.schedule.record import record_of, replayed
+from router.request.services import Record
+from router.tokenizing.tokenizers import Source
+from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
+
+# What a record that is none makes of the core: it is data there, and was never meant to be checked twice.
+_NO_RECORD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
+
+
+def explained(record: Record, trust: Callable[[WorkerId], str], *, note: str | None = None) -> RouteAnswer:
+    """A decision with every replica's terms, every filter that one failed, and what came of it.
+
+    trust   how far each worker's predictions are to be believed now; the record has the winner's as it was
+    """
+    decision = record.decision
+    ask, scene = decision.ask, decision.scene
+    guarded = _guarded(decision)
+    return RouteAnswer(
+        request_id=record.request_id,
+        at=_iso(record.at),
+        base_model=ask.base_model,
+        adapter=ask.engine_name or "base",
+        policy=decision.policy,
+        worker_id=decision.replica.id,
+        prompt_tokens=ask.prompt_tokens,
+        cached_tokens=decision.score.cached_tokens,
+        engine_cached_tokens=record.cached_tokens,
+        tokens_from=record.tokens_from,
+        trust=record.trust,
+        waited_s=record.waited_s,
+        first_data_s=record.first_data_s,
+        kappa=scene.kappa,
+        rho=scene.rho,
+        scores=tuple(
+            ScoreItem(
+                worker_id=score.replica,
+                winner=score.replica == decision.replica.id,
+                passed_over=score.replica in guarded,
+                trust="estimate" if ask.is_approximate else trust(score.replica),
+                depth_blocks=score.depth_blocks,
+                cached_tokens=score.cached_tokens,
+                prefill_s=score.prefill_s,
+                adapter_s=score.adapter_s,
+                slot_s=score.slot_s,
+                queue_s=score.queue_s,
+                harm_s=score.harm_s,
+                crowd_s=score.crowd_s,
+                decode_s=score.decode_s,
+                zone_s=score.zone_s,
+                cost_s=score.cost_s,
+            )
+            for score in decision.scores
+        ),
+        rejected=tuple(RejectedItem(worker_id=worker, reason=why) for worker, why in decision.rejected.items()),
+        record=record_of(decision),
+        note=note,
+    )
+
+
+def undecided(
+    ask: Ask, *, request_id: str, at: float, adapter: str, tokens_from: Source, roster: Roster, note: str
+) -> RouteAnswer:
+    """No replica can take it now: which filter each one failed, and what a real request would do."""
+    return RouteAnswer(
+        request_id=request_id,
+        at=_iso(at),
+        base_model=ask.base_model,
+        adapter=adapter,
+        worker_id=None,
+        prompt_tokens=ask.prompt_tokens,
+        cached_tokens=0,
+        tokens_from=tokens_from,
+        kappa=1.0,
+        rho=0.0,
+        scores=(),
+        rejected=tuple(
+            RejectedItem(worker_id=r.id, reason=rejection(r, ask.engine_name) or too_short(roster, i, ask) or "able")
+            for i, r in enumerate(roster.replicas)
+        ),
+        note=note,
+    )
+
+
+def again(body: ReplayBody) -> RouteAnswer:
+    """A recorded decision, made again with every term; raises BadBody for a record that is none."""
+    record = body.record if body.policy is None else body.record | {"policy": body.policy}
+    policy = str(record.get("policy"))
+    if policy not in POLICIES:
+        raise BadBody(
+            f"{policy[:100]!r} is no policy of this router; there are {', '.join(sorted(POLICIES))}", param="policy"
+        )
+    # How far predictions were to be believed is no part of the decision, so none of its record.
+    trust = {WorkerId(score.worker_id): score.trust for score in body.scores}
+    try:
+        decision = replayed(record)
+        made = Record(
+            request_id=body.request_id,
+            at=body.at.timestamp() if body.at else 0.0,
+            tokens_from=body.tokens_from,
+            decision=decision,
+            trust="estimate",
+        )
+        answer = explained(
+            made, lambda worker: trust.get(worker, "unknown"), note="made again from its record; nothing was sent"
+        )
+        return answer.model_copy(update={"trust": trust.get(decision.replica.id)})
+    except NoReplica as exc:
+        raise BadBody(f"nothing can be chosen from this record: {exc}", param="record") from exc
+    except _NO_RECORD as exc:
+        raise BadBody(
+            f"this is no whole record of a decision ({type(exc).__name__}: {exc}); send the `record` of an item of"
+            " GET /v1/decisions, as it is",
+            param="record",
+        ) from exc
+
+
+def _guarded(decision: Decision) -> frozenset[WorkerId]:
+    """Those that the working-set guard passed over: this adapter would be one more than their slots."""
+    if decision.policy != KvLora.name:
+        return frozenset()
+    able = decision.scene.able(decision.ask)
+    fits = within_slots(decision.ask, decision.scene, able)
+    return frozenset(decision.scene.roster.replicas[i].id for i in set(able) - set(fits))
+
+
+def _iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat()

@@ -1,0 +1,83 @@
+"""Replicas that failed a request: each is excluded for that request until the reason for it is over."""
+
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Literal, NamedTuple
+
+from router.core.fleet import Excluded, Incarnation, Replica
+from router.core.kv.index import WorkerId
+
+Sign = Literal["answered", "listed", "served", "restarted"]
+
+ENDS: Mapping[str, Sign] = {
+    "connection": "answered",
+    "no_descriptors": "answered",
+    "no_answer": "answered",
+    "begun_only": "answered",
+    "hung": "answered",
+    "adapter_missing": "listed",
+    "no_answer_in_time": "served",
+    "engine_unavailable": "served",
+    "engine_unauthorized": "served",
+    "first_event_error": "restarted",
+    "engine_draining": "restarted",
+    "engine_dead": "restarted",
+    "answer_too_large": "restarted",
+    "unknown_dialect": "restarted",
+}
+"""Reason of a ReplicaUnreachable -> the later sign that it is over; a restart of the engine always is one.
+
+answered   the engine has answered its agent, or the router itself, and is not said to hang
+listed     the engine's own list of adapters was read again: where the adapter is not in it, it is not resident
+served     the engine has answered another request of this router
+restarted  nothing less: the engine is ending, or what it said is about this request
+"""
+
+
+class Failure(NamedTuple):
+    """One attempt at a replica that gave no answer.
+
+    at           when it failed, by the router's clock
+    tells_start  whether another start of that engine would have another boot id
+    """
+
+    reason: str
+    at: float
+    tells_start: bool = True
+
+
+def excluded(
+    failures: Mapping[Incarnation, Failure],
+    replicas: Mapping[WorkerId, Replica],
+    served_at: Callable[[Replica], float],
+) -> Excluded:
+    """The replicas that must not get this request again, as things stand.
+
+    failures   the last one of each replica that failed it
+    replicas   all there are
+    served_at  when a replica last answered a request; -inf: not known
+    """
+    found = []
+    for who, failure in failures.items():
+        replica = replicas.get(who[0])
+        # After a restart it is another incarnation, which no request is excluded from.
+        is_over = replica is not None and replica.incarnation == who and _is_over(failure, replica, served_at)
+        if not is_over:
+            found.append(who)
+    return frozenset(found)
+
+
+def _is_over(failure: Failure, replica: Replica, served_at: Callable[[Replica], float]) -> bool:
+    if replica.state != "ready":
+        return False
+    sign = ENDS.get(failure.reason, "restarted")
+    if sign == "restarted" and not failure.tells_start:
+        sign = "answered"
+    seen_at = -inf
+    if sign == "answered" and not replica.is_suspect:
+        seen_at = replica.report.at
+    elif sign == "listed":
+        seen_at = replica.report.listed_at
+    elif sign == "served":
+        seen_at = served_at(replica)
+    return seen_at > failure.at

@@ -1,0 +1,71 @@
+"""The replica where a request ends soonest and delays the others least: prefix, adapter and queue in one cost."""
+
+from collections.abc import Sequence
+from math import exp
+from random import Random
+from typing import ClassVar, Final
+
+from router.core.schedule.cost import Score, Terms
+from router.core.schedule.decision import Ask, Scene
+from router.core.schedule.rendezvous import claim_on
+
+_CACHED: Final = 1  # of Terms
+_COST_S: Final = -1
+# A conversation that nobody is known to have goes to its home at up to so much of the best cost: as `prefix_hash`.
+_BALANCE: Final = 1.25
+
+
+class KvLora:
+    """Least cost wins; what is within a few percent of it shares at random, so that several routers do not herd.
+
+    Of an approximate prompt no event tells what other routers have sent where, so they have to agree without a word:
+    among what is close it goes to where its conversation belongs. What is close is wider while this router knows of
+    nobody who has more of it than others.
+    """
+
+    name: ClassVar[str] = "kv_lora"
+
+    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+        able = scene.able(ask)
+        if scene.loads.full:
+            able = within_slots(ask, scene, able)
+        if scene.costs.temperature_s > 0:
+            at, found = scene.terms(ask, able)
+            i = likely([terms[_COST_S] for terms in found], scene)
+        elif ask.is_approximate and ask.first_blocks:
+            at, found = scene.terms(ask, able)
+            i = at_home(ask, scene, at, found)
+        else:
+            at, found = scene.terms(ask, able, only_close=True)
+            # The seed itself is the chance: making a generator of it would take longer than all the rest.
+            i = scene.seed % len(found)
+        return at[i], scene.named(at[i], found[i])
+
+
+def at_home(ask: Ask, scene: Scene, at: Sequence[int], found: Sequence[Terms]) -> int:
+    """Which of these an approximate prompt goes to, by rendezvous hashing on its conversation.
+
+    at, found  as Scene.terms answers
+    """
+    best_s, replicas = min(terms[_COST_S] for terms in found), scene.roster.replicas
+    is_known = len({terms[_CACHED] for terms in found}) > 1
+    limit_s = scene.costs.close_to(best_s if is_known else best_s * _BALANCE)
+    claim = claim_on(f"{ask.engine_name}:{ask.first_blocks}")
+    close = [k for k, terms in enumerate(found) if terms[_COST_S] <= limit_s]
+    return max(close, key=lambda k: claim(replicas[at[k]]))
+
+
+def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ...]:
+    """Those where this adapter opens no slot beyond `max_loras`; all of them when there is no such replica."""
+    name = ask.engine_name
+    if not name:
+        return able
+    fits = [i for i in able if scene.loads.has_slot(i, name)]
+    return tuple(fits) or able
+
+
+def likely(costs_s: Sequence[float], scene: Scene) -> int:
+    """Any of these, the cheaper the likelier."""
+    best = min(costs_s)
+    weights = [exp((best - cost) / scene.costs.temperature_s) for cost in costs_s]
+    return Random(scene.seed).choices(range(len(costs_s)), weights)[0]

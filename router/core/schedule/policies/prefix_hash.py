@@ -1,0 +1,26 @@
+"""The same replica for the same adapter and first blocks, as long as it has no more than its share of the load."""
+
+from math import ceil
+from typing import ClassVar
+
+from router.core.schedule.cost import Score
+from router.core.schedule.decision import Ask, Scene
+from router.core.schedule.rendezvous import claim_on
+
+# A replica takes no more than this much of the average load: what HAProxy suggests for its hash-balance-factor.
+# Source: Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads, 2016.
+_BALANCE = 1.25
+
+
+class PrefixHash:
+    """Consistent hashing with bounded load: the next replica in the prefix's own order takes what is too much."""
+
+    name: ClassVar[str] = "prefix_hash"
+
+    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+        able = scene.able(ask)
+        loads = {i: scene.loads.in_flight(i) for i in able}
+        most = ceil(_BALANCE * (sum(loads.values()) + 1) / len(able))
+        claim = claim_on(f"{ask.engine_name}:{ask.first_blocks}")
+        within = [i for i in able if loads[i] < most]
+        return scene.scored(ask, max(within or able, key=lambda i: claim(scene.roster.replicas[i])))

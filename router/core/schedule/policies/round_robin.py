@@ -1,0 +1,17 @@
+"""Each able replica in its turn."""
+
+from typing import ClassVar
+
+from router.core.schedule.cost import Score
+from router.core.schedule.decision import Ask, Scene
+
+
+class RoundRobin:
+    """Knows nothing of caches, adapters in use or queues."""
+
+    name: ClassVar[str] = "round_robin"
+
+    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+        able = scene.able(ask)
+        position = able[scene.turn % len(able)]
+        return position, scene.score(ask, position)

@@ -1,0 +1,21 @@
+"""The same replica for the same session, for as long as it is there."""
+
+from random import Random
+from typing import ClassVar
+
+from router.core.schedule.cost import Score
+from router.core.schedule.decision import Ask, Scene
+from router.core.schedule.rendezvous import claim_on
+
+
+class Session:
+    """Rendezvous hashing on the session; a replica that goes moves only its own sessions. Without one: at random."""
+
+    name: ClassVar[str] = "session"
+
+    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+        able = scene.able(ask)
+        if not ask.session:
+            return scene.scored(ask, Random(scene.seed).choice(able))
+        claim = claim_on(ask.session)
+        return scene.scored(ask, max(able, key=lambda i: claim(scene.roster.replicas[i])))

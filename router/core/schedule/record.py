@@ -1,0 +1,111 @@
+"""A decision as plain data, complete enough to be made again: JSON in, the same choice out."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from router.core.fleet import Excluded, Replica, Report, Resident, Roster
+from router.core.kv.index import WorkerId
+from router.core.schedule.cost import Costs
+from router.core.schedule.decision import Ask, Decision, Scene, decide
+from router.core.schedule.load import Loads, Own
+from router.core.schedule.policies import POLICIES
+
+_NO_DEFAULT = object()
+_SETS = ("engine_names", "fresh", "draining")
+
+
+def record_of(decision: Decision) -> dict[str, Any]:
+    """What `replayed` needs, as JSON can hold it. Fields that have their default value are left out, and so are the
+    adapters that the request did not name.
+    """
+    ask, scene = decision.ask, decision.scene
+    return {
+        "policy": decision.policy,
+        "ask": _plain(ask) | {"excluded": sorted(list(pair) for pair in ask.excluded)},
+        "replicas": [_plain_replica(replica, ask.engine_name) for replica in scene.roster.replicas],
+        "loads": [_plain(own) for own in scene.loads],
+        "depths": dict(scene.depths),
+        "lower": {worker: list(blocks) for worker, blocks in scene.lower.items()},
+        "ranks": dict(scene.ranks),
+        "backlog": dict(scene.backlog),
+        "shut": sorted(list(pair) for pair in scene.shut),
+        "rho": scene.rho,
+        "context_tokens": scene.context_tokens,
+        "now": scene.now,
+        "seed": scene.seed,
+        "turn": scene.turn,
+        # In full: another version may have other defaults.
+        "costs": asdict(scene.costs),
+    }
+
+
+def replayed(record: Mapping[str, Any]) -> Decision:
+    """The decision made again from its record. Raises NoReplica as the first time, KeyError or TypeError for others."""
+    given = dict(record)
+    policy = POLICIES[given.pop("policy")]()
+    asked = given.pop("ask")
+    (only,) = _pairs([asked["only"]]) if asked.get("only") else (None,)
+    ask = Ask(**asked | {"excluded": _pairs(asked["excluded"]), "only": only})
+    scene = Scene(
+        roster=Roster(tuple(_replica(plain) for plain in given.pop("replicas"))),
+        loads=Loads.of(Own(**_with_sets(plain)) for plain in given.pop("loads")),
+        lower={worker: (host, storage) for worker, (host, storage) in given.pop("lower").items()},
+        shut=_pairs(given.pop("shut", ())),
+        costs=Costs(**given.pop("costs")),
+        **given,
+    )
+    return decide(policy, ask, scene)
+
+
+def _plain(thing: Any) -> dict[str, Any]:
+    """The fields that differ from their default, sets as sorted lists."""
+    found = {}
+    for name, default in _defaults(type(thing)):
+        value = getattr(thing, name)
+        if value != default:
+            assert not isinstance(value, float) or math.isfinite(value), "JSON has no infinity; only defaults may be"
+            found[name] = sorted(value) if isinstance(value, frozenset) else value
+    return found
+
+
+def _defaults(kind: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a struct, a named tuple or a dataclass with their defaults, `_NO_DEFAULT` where there is none."""
+    if issubclass(kind, msgspec.Struct):
+        for known in msgspec.structs.fields(kind):
+            yield known.name, _NO_DEFAULT if known.default is msgspec.NODEFAULT else known.default
+        return
+    if issubclass(kind, tuple):
+        for name in kind._fields:
+            yield name, kind._field_defaults.get(name, _NO_DEFAULT)
+        return
+    for field in fields(kind):
+        yield field.name, field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _plain_replica(replica: Replica, engine_name: str) -> dict[str, Any]:
+    resident = replica.residents.get(engine_name)
+    plain = _plain(replica) | {"report": _plain(replica.report), "draining": []}
+    plain["residents"] = {engine_name: _plain(resident)} if resident is not None else {}
+    if engine_name in replica.draining:
+        plain["draining"] = [engine_name]
+    return plain
+
+
+def _replica(plain: Mapping[str, Any]) -> Replica:
+    residents = {name: Resident(**resident) for name, resident in plain["residents"].items()}
+    return Replica(
+        **_with_sets(plain) | {"report": Report(**plain["report"]), "residents": MappingProxyType(residents)}
+    )
+
+
+def _pairs(plain: Iterable[Sequence[str]]) -> Excluded:
+    return frozenset((WorkerId(worker), boot) for worker, boot in plain)
+
+
+def _with_sets(plain: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: frozenset(value) if name in _SETS else value for name, value in plain.items()}

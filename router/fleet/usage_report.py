@@ -1,0 +1,167 @@
+"""What this router sent where, told to the orchestrator: demand, and the word that nothing is in flight."""
+
+import itertools
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import httpx
+
+from orchestrator.wire import AdapterHold, AdapterUse, UsageReport
+from router.core.kv.index import WorkerId
+from router.core.schedule.load import LoadBook
+
+# Every adapter version ever used would be in every report, for weeks. Demand looks at the last minute.
+_FORGET_AFTER_S = 900.0
+
+
+@dataclass(slots=True)
+class Use:
+    """What one engine name on one worker was given, and what came of it. Fields as in wire.AdapterUse.
+
+    last_at   when it was last given something; `ended_at`: when a request of it last ended
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    work_s: float = 0.0
+    errors: int = 0
+    first_tokens: int = 0
+    first_token_s: float = 0.0
+    last_at: float = 0.0
+    ended_at: float = 0.0
+
+    def ended(self, work_s: float, output_tokens: int, first_token_s: float | None, now: float, is_error: bool) -> None:
+        """One of its requests is over; `first_token_s` is None where no first token was seen."""
+        self.ended_at = now
+        self.work_s += work_s
+        self.output_tokens += output_tokens
+        self.errors += is_error
+        if first_token_s is not None:
+            self.first_tokens += 1
+            self.first_token_s += first_token_s
+
+
+@dataclass(slots=True)
+class _Hold:
+    held: int = 0
+    hold_s: float = 0.0
+    sheds: int = 0
+    waiting: int = 0
+    last_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Holds:
+    """Per adapter, requests that were kept back or turned away; the base model's are nobody's."""
+
+    _holds: dict[str, _Hold] = field(default_factory=dict)
+
+    def held(self, lora_id: str, hold_s: float, now: float) -> None:
+        """Count one request whose wait is over."""
+        if lora_id:
+            hold = self._of(lora_id, now)
+            hold.held += 1
+            hold.hold_s += hold_s
+
+    def waits(self, lora_id: str, now: float) -> None:
+        """One request more waits for room."""
+        if lora_id:
+            self._of(lora_id, now).waiting += 1
+
+    def waited(self, lora_id: str, hold_s: float, now: float) -> None:
+        """It does not wait for room any more."""
+        if lora_id:
+            self._of(lora_id, now).waiting -= 1
+            self.held(lora_id, hold_s, now)
+
+    def shed(self, lora_id: str, now: float) -> None:
+        """Count one request that was turned away."""
+        if lora_id:
+            self._of(lora_id, now).sheds += 1
+
+    def report(self, now: float) -> tuple[AdapterHold, ...]:
+        """Everything so far."""
+        old = [name for name, it in self._holds.items() if not it.waiting and now - it.last_at > _FORGET_AFTER_S]
+        for lora_id in old:
+            del self._holds[lora_id]
+        return tuple(
+            AdapterHold(lora_id=lora_id, held=it.held, hold_s=it.hold_s, sheds=it.sheds, waiting=it.waiting)
+            for lora_id, it in self._holds.items()
+        )
+
+    def _of(self, lora_id: str, now: float) -> _Hold:
+        hold = self._holds.setdefault(lora_id, _Hold())
+        hold.last_at = now
+        return hold
+
+
+@dataclass(slots=True)
+class Usage:
+    """Cumulative counts per (worker, engine name) since this router's boot. `waits_s`: as in wire.UsageReport."""
+
+    router_id: str
+    load: LoadBook
+    holds: Holds = field(default_factory=Holds)
+    waits_s: Callable[[], Mapping[WorkerId, float]] = dict
+    boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _uses: dict[tuple[WorkerId, str], Use] = field(default_factory=dict)
+    _seq: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def dispatched(self, worker: WorkerId, engine_name: str, prompt_tokens: int, now: float) -> Use:
+        """Count one request that is about to be sent; what is returned is told when it has `ended`."""
+        use = self._uses.get((worker, engine_name))
+        if use is None:
+            use = self._uses[worker, engine_name] = Use()
+        use.requests += 1
+        use.prompt_tokens += prompt_tokens
+        use.last_at = now
+        return use
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop a gone worker's counts."""
+        for key in [key for key in self._uses if key[0] == worker]:
+            del self._uses[key]
+
+    def report(self, revision_seen: int, now: float) -> UsageReport:
+        """Everything so far; the receiver takes differences, so a lost report costs nothing."""
+        in_flight = {(worker, name): count for worker, name, count in self.load.in_flight()}
+        # One that was forgotten and comes back starts at zero, as one that was never there does.
+        for key, use in list(self._uses.items()):
+            if key not in in_flight and now - max(use.last_at, use.ended_at) > _FORGET_AFTER_S:
+                del self._uses[key]
+        uses = tuple(
+            AdapterUse(
+                worker_id=worker,
+                engine_name=name,
+                requests=use.requests,
+                prompt_tokens=use.prompt_tokens,
+                output_tokens=use.output_tokens,
+                work_s=use.work_s,
+                errors=use.errors,
+                first_tokens=use.first_tokens,
+                first_token_s=use.first_token_s,
+                in_flight=in_flight.get((worker, name), 0),
+                last_dispatch_age_s=now - use.last_at,
+            )
+            for (worker, name), use in self._uses.items()
+        )
+        return UsageReport(
+            router_id=self.router_id,
+            boot_id=self.boot_id,
+            seq=next(self._seq),
+            revision_seen=revision_seen,
+            uses=uses,
+            holds=self.holds.report(now),
+            waits_s={str(worker): round(wait_s, 3) for worker, wait_s in self.waits_s().items()},
+        )
+
+
+async def send_usage(
+    client: httpx.AsyncClient, url: str, usage: Usage, revision: Callable[[], int], now: Callable[[], float]
+) -> None:
+    """One report to the orchestrator; raises httpx.HTTPError when it does not arrive."""
+    body = usage.report(revision(), now()).model_dump_json()
+    answer = await client.post(f"{url}/v1/usage", content=body, headers={"content-type": "application/json"})
+    answer.raise_for_status()

@@ -1,0 +1,539 @@
+"""Connections to engines: one request at a time on each, a pool of idle ones per origin.
+
+A connection goes back to the pool only after an answer that ended exactly as HTTP/1.1 says it must. After anything odd
+(interim answers, a body that ends with the connection, bytes that nobody asked for) it is closed: what is left on it
+could otherwise be taken for the answer to somebody else's request.
+"""
+
+import asyncio
+import errno
+import functools
+import re
+import ssl
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import httptools
+
+from lorafleet.http_server.outbox import Outbox
+
+_MOST_HEAD_BYTES = 64 * 2**10
+# How often deadlines are looked at: no timer is made per request or chunk.
+_SWEEP_EVERY_S = 0.25
+_NEVER = float("inf")
+_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
+_HOST = re.compile(r"[A-Za-z0-9._~:%-]+")
+
+Headers = Mapping[bytes, bytes]
+
+
+class EngineLost(ConnectionError):
+    """An engine that gave no answer, or half of one.
+
+    reason  "connection" (never connected: nothing was sent), "no_descriptors" (as that, and it is ourselves who have
+            none left), "no_answer" (closed, reset, or not HTTP), "no_answer_in_time" (its deadline passed), "hung"
+            (nobody waits for it any more: see Pool.give_up)
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Sink(Protocol):
+    """Who hears an answer: head, data (any number), then end, or lost at any time. None of them may raise."""
+
+    def head(self, status: int, headers: Headers) -> None:
+        """Status and headers, names in lower case, the last of each; interim (1xx) answers are left out."""
+
+    def data(self, data: bytes) -> None:
+        """All body bytes of one read, with the transfer's chunk encoding removed."""
+
+    def end(self) -> None:
+        """The answer is complete; the connection is back in the pool, or closed."""
+
+    def lost(self, exc: EngineLost) -> None:
+        """In place of `end`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: `parse` gives one object per URL
+class Origin:
+    """Where an engine listens.
+
+    prefix  the URL's own path without its last slash: b"" or b"/engine"; goes before each request's path
+    host_header  what `Host` must say: without the scheme's own port, an IPv6 address in brackets
+    """
+
+    url: str
+    host: str
+    port: int
+    tls: bool
+    prefix: bytes
+    host_header: bytes
+
+    @staticmethod
+    def parse(url: str) -> "Origin":
+        """The origin of an `http://` or `https://` URL; ValueError for any other. Cached."""
+        return _origin(url)
+
+
+@functools.lru_cache(maxsize=4096)
+def _origin(url: str) -> Origin:
+    parts = urllib.parse.urlsplit(url)
+    host = (parts.hostname or "").encode("idna").decode()
+    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or parts.query or parts.fragment:
+        raise ValueError(f"{url!r}: expected http://host[:port][/path] or https://host[:port][/path]")
+    tls = parts.scheme == "https"
+    usual = 443 if tls else 80
+    port = parts.port or usual
+    shown = f"[{host}]" if ":" in host else host
+    host_header = shown if port == usual else f"{shown}:{port}"
+    prefix = urllib.parse.quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~-._")
+    return Origin(url, host, port, tls, prefix.encode(), host_header.encode())
+
+
+class Connection(asyncio.Protocol):
+    """One connection to an engine.
+
+    deadline  loop.time() at which the request on it is given up; whoever sent the request moves it. While reading is
+              paused the engine is not to blame, and it does not run.
+    longer    asked when the deadline has passed: the next one; a time that has passed gives the request up
+    answers   how many answers came on it before: an engine may close a connection just as it is used again
+    heard_at  loop.time() at which more of an answer came; whoever takes it in says so, who knows the time anyway
+    loop      whose calls it makes
+    """
+
+    __slots__ = (
+        "_bare_bytes",
+        "_closed",
+        "_complete",
+        "_fields",
+        "_framed",
+        "_has_head",
+        "_headers",
+        "_interim",
+        "_keep",
+        "_new_head",
+        "_odd",
+        "_parser",
+        "_paused_at",
+        "_pieces",
+        "_pool",
+        "_read_bytes",
+        "_sent_after",
+        "_sink",
+        "_status",
+        "_transport",
+        "_version",
+        "answers",
+        "deadline",
+        "heard_at",
+        "longer",
+        "loop",
+        "origin",
+    )
+
+    def __init__(self, pool: "Pool", origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
+        self.origin = origin
+        self.deadline = _NEVER
+        self.answers = 0
+        self.heard_at = -_NEVER
+        self._pool = pool
+        self.loop = loop
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # until connection_made
+        self._sink: Sink | None = None
+        self._closed = False
+        self._paused_at: float | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._fields: Headers = {}
+        self._pieces: list[bytes] = []
+        self._odd = False
+        self._sent_after = -1
+        self._version = ""  # of its first answer
+        self._reset()
+
+    def _reset(self) -> None:
+        self._status = 0
+        self._has_head = self._new_head = self._interim = self._complete = False
+        self._framed = self._keep = False
+        self._read_bytes = self._bare_bytes = 0
+        self.longer: Callable[[float], float] | None = None
+
+    # What the router does with it
+
+    def send(self, request: bytes, sink: Sink) -> None:
+        """Send one request, head and body, and let `sink` hear the answer. Only on a connection fresh from the pool."""
+        assert self._sink is None
+        if self._closed or self._transport.is_closing():
+            # It was closed between leaving the pool and now; said later, as every other loss.
+            self._sink = sink
+            reason = "no_answer" if self.answers else "connection"  # a new one might as well not have come about
+            self.loop.call_soon(self._lose, reason, "closed before the request was sent")
+            return
+        self._sink = sink
+        outbox = self._pool._outbox
+        self._sent_after = outbox.flushed
+        outbox.write(self._transport, request, self.loop)
+
+    def pause(self) -> None:
+        """Read no more for now; at most one read's bytes (256 KiB) still come."""
+        if self._paused_at is None and not self._closed:
+            self._paused_at = self.loop.time()
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._paused_at is not None:
+            self.deadline += self.loop.time() - self._paused_at
+            self._paused_at = None
+            if not self._closed:
+                self._transport.resume_reading()
+
+    def dismiss(self, *, within_s: float) -> None:
+        """The sink has all that it wants: the rest of the answer is read and dropped, so that this connection can serve
+        again. One whose answer does not end in this time is closed.
+        """
+        if self._sink is not None:
+            self._sink = _DEAF
+            self.resume()
+            self.deadline = self.loop.time() + within_s
+
+    def close(self) -> None:
+        """Close at once, so that the engine stops working; the sink hears nothing more."""
+        self._sink = None
+        if not self._closed:
+            self._closed = True
+            self._pool._forget(self)
+            if self._transport is not None:
+                self._transport.abort()
+
+    def leave(self, sink: Sink) -> None:
+        """`close`, if this one's answer is still awaited: once it is there the connection may be somebody else's."""
+        if self._sink is sink:
+            self.close()
+
+    @property
+    def said_nothing(self) -> bool:
+        """Whether not a byte has come since the last answer."""
+        return not self._read_bytes and not self._bare_bytes
+
+    def is_usable(self, now: float) -> bool:
+        """Whether an idle one may still be used."""
+        return not self._closed and now < self.deadline and not self._transport.is_closing()
+
+    # What the loop does with it
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        if self._closed:
+            transport.abort()  # nobody waits for it any more
+        else:
+            self._pool._add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose("no_answer", "the engine closed the connection" if exc is None else f"{type(exc).__name__}: {exc}")
+        # The parser holds our methods and we hold the parser.
+        self._parser = None  # type: ignore[assignment]
+
+    def eof_received(self) -> None:
+        if self._sink is not None and self._has_head and not self._framed and not self._complete:
+            self._complete, self._odd = True, True
+            self._finish()
+        else:
+            self._lose("no_answer", "the engine closed the connection")
+
+    def data_received(self, data: bytes) -> None:
+        sink = self._sink
+        if sink is None:
+            self.close()  # nobody asked
+            return
+        if self._sent_after == self._pool._outbox.flushed:
+            # The request has not gone out yet: this answers the one before, or none (a proxy's 408 when it was idle).
+            if self.answers:
+                self._lose("no_answer", "it said something before it was asked")
+                return
+            self._odd = True  # on a new connection there was no other request
+        self._read_bytes = len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as exc:
+            if not self._complete:
+                self._deliver(sink)
+                self._lose("no_answer", f"not HTTP: {exc}")
+                return
+            self._odd = True  # what came after the end of the answer
+        if not self._complete and self._read_bytes:
+            # No body byte in this read: a head, a trailer or a chunk's extension, which httptools does not bound.
+            self._bare_bytes += self._read_bytes
+            if self._bare_bytes > _MOST_HEAD_BYTES:
+                self._lose("no_answer", f"a head of over {_MOST_HEAD_BYTES} bytes")
+                return
+        if self._new_head or self._pieces:
+            self._deliver(sink)
+        if self._complete and self._sink is not None:
+            self._finish()
+
+    def _deliver(self, sink: Sink) -> None:
+        """Tell what this read brought. After the parser is done with it, so that a sink may close the connection."""
+        if self._new_head and self._sink is sink:
+            self._new_head = False
+            sink.head(self._status, self._fields)
+        pieces = self._pieces
+        if pieces and self._sink is sink:
+            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            sink.data(data)
+
+    def _finish(self) -> None:
+        """The answer is complete: back to the pool if nothing about it was odd, else closed; then say so."""
+        sink = self._sink
+        assert sink is not None
+        transport = self._transport
+        self.answers += 1
+        # An engine that answers before it has read the request leaves the rest of it in our buffer.
+        if self._keep and not self._odd and not transport.is_closing() and not transport.get_write_buffer_size():
+            self._sink = None
+            if self._paused_at is not None:
+                self.resume()
+            self._reset()
+            self._pool._release(self)
+        else:
+            self.close()
+        sink.end()
+
+    def _lose(self, reason: str, message: str) -> None:
+        sink = self._sink
+        self.close()
+        if sink is not None:
+            sink.lost(EngineLost(reason, f"{self.origin.url}: {message}"))
+
+    def expire(self) -> None:
+        """Its deadline has passed: an idle one is closed, a busy one is lost, unless it is worth waiting for."""
+        now = self.loop.time()
+        if self.longer is not None and (deadline := self.longer(now)) > now:
+            self.deadline = deadline
+            return
+        self._lose("no_answer_in_time", "no answer in time")
+
+    def is_overdue(self, now: float) -> bool:
+        return now > self.deadline and self._paused_at is None
+
+    # What the parser says
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._odd = True
+        else:
+            self._headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._has_head:
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._complete:
+            return
+        parser = self._parser
+        status = parser.get_status_code()
+        if not 200 <= status <= 599:
+            if not 101 < status < 200 and status != 100:
+                raise httptools.HttpParserError(f"status {status}")
+            self._interim = self._odd = True
+            return
+        headers = self._headers
+        if self._bare_bytes + self._read_bytes > _MOST_HEAD_BYTES:
+            _refuse_large(headers)
+        if not self.answers:
+            self._version = parser.get_http_version()
+            if self._version not in ("1.1", "1.0"):
+                raise httptools.HttpParserError(f"HTTP/{self._version}")
+        self._fields = fields = dict(headers)
+        coding = fields.get(b"transfer-encoding")
+        if coding is not None and (coding.lower() != b"chunked" or self._version != "1.1"):
+            raise httptools.HttpParserError("a transfer encoding other than chunked")
+        self._framed = coding is not None or b"content-length" in fields
+        self._status = status
+        # uvicorn closes the connection behind a 500 of an error that nobody caught, and does not say so in the head.
+        self._keep = parser.should_keep_alive() and status != 500
+        self._has_head = self._new_head = True
+
+    def on_body(self, body: bytes) -> None:
+        if not self._complete:
+            self._read_bytes = 0
+            self._bare_bytes = 0
+            self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            self._interim = False
+        else:
+            self._complete = True
+
+
+class _Deaf:
+    """A sink that drops what it hears."""
+
+    def head(self, status: int, headers: Headers) -> None: ...
+
+    def data(self, data: bytes) -> None: ...
+
+    def end(self) -> None: ...
+
+    def lost(self, exc: EngineLost) -> None: ...
+
+
+_DEAF = _Deaf()
+
+
+def _refuse_large(headers: list[tuple[bytes, bytes]]) -> None:
+    # Only a read that is itself large comes here: its body may be what is large.
+    size = sum(len(name) + len(value) + 4 for name, value in headers)
+    if size > _MOST_HEAD_BYTES:
+        raise httptools.HttpParserError(f"a head of over {_MOST_HEAD_BYTES} bytes")
+
+
+class Pool:
+    """Idle connections by origin, and every other one until it is closed.
+
+    connect_s    to open a connection, names and TLS included
+    keepalive_s  how long an idle one is kept; vLLM 0.32 closes after 5 s, and a request sent just then would be lost
+    max_idle     per origin; more are closed when their answer is complete
+    outbox       what is written goes through it; by default one of the pool's own
+    """
+
+    def __init__(
+        self,
+        *,
+        connect_s: float,
+        keepalive_s: float = 4.0,
+        max_idle: int = 512,
+        tls: ssl.SSLContext | None = None,
+        outbox: Outbox | None = None,
+    ) -> None:
+        self._connect_s = connect_s
+        self._keepalive_s = keepalive_s
+        self._max_idle = max_idle
+        self._tls = tls
+        self._all: set[Connection] = set()
+        self._idle: dict[Origin, list[Connection]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._outbox = outbox or Outbox()
+
+    @property
+    def connections(self) -> int:
+        """How many are open, idle or not."""
+        return len(self._all)
+
+    def heard_at(self) -> dict[str, float]:
+        """Engine's URL -> loop.time() at which it last sent more of a stream; of those with one."""
+        last: dict[str, float] = {}
+        for connection in self._all:
+            url = connection.origin.url
+            if connection.heard_at > last.get(url, -_NEVER):
+                last[url] = connection.heard_at
+        return last
+
+    def idle(self, origin: Origin) -> Connection | None:
+        """The idle connection that was used last, ready for `send`; None when a new one is needed."""
+        waiting = self._idle.get(origin)
+        if not waiting:
+            return None
+        assert self._loop is not None
+        now = self._loop.time()
+        while waiting:
+            connection = waiting.pop()
+            if connection.is_usable(now):
+                connection.deadline = _NEVER
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self, origin: Origin) -> Connection:
+        """A new connection, ready for `send`; raises EngineLost, "connection" or "no_descriptors"."""
+        loop = self._loop = asyncio.get_running_loop()
+        self._require_open(origin)
+        tls = self._tls_context() if origin.tls else None
+        connection = Connection(self, origin, loop)
+        try:
+            async with asyncio.timeout(self._connect_s):
+                await loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
+        except TimeoutError as exc:
+            raise EngineLost("connection", f"{origin.url}: not connected in {self._connect_s} s") from exc
+        except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a host name may be no name at all
+            is_ours = isinstance(exc, OSError) and exc.errno in _NO_DESCRIPTORS
+            raise EngineLost("no_descriptors" if is_ours else "connection", f"{origin.url}: {exc}") from exc
+        except BaseException:
+            connection.close()  # uvloop may have connected it already, or be about to
+            raise
+        self._require_open(origin)  # closed meanwhile: this connection was among those closed
+        connection.deadline = _NEVER
+        return connection
+
+    def give_up(self, url: str, may_go: Callable[[Sink], bool]) -> None:
+        """Take what hangs at that engine for lost, as far as it `may_go`."""
+        for connection in [each for each in self._all if each.origin.url == url]:
+            if connection._sink is not None and may_go(connection._sink):
+                connection._lose("hung", "the engine hangs")
+
+    async def close(self) -> None:
+        """Close all of them; whoever waits for an answer hears that it is lost."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for connection in list(self._all):
+            connection._lose("no_answer", "the router is stopping")
+        self._idle.clear()
+        await asyncio.sleep(0)  # the loop says connection_lost on its next turn
+
+    def _require_open(self, origin: Origin) -> None:
+        if self._closed:
+            raise EngineLost("connection", f"{origin.url}: the pool is closed")
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+            self._tls.set_alpn_protocols(["http/1.1"])
+        return self._tls
+
+    def _add(self, connection: Connection) -> None:
+        assert self._loop is not None
+        if self._closed:
+            connection.close()
+            return
+        self._all.add(connection)
+        # Until `connect` hands it over: a caller that was cancelled just then would leave it to nobody.
+        connection.deadline = self._loop.time() + self._connect_s
+        if self._timer is None:
+            self._timer = self._loop.call_later(_SWEEP_EVERY_S, self._sweep)
+
+    def _release(self, connection: Connection) -> None:
+        waiting = self._idle.get(connection.origin)
+        if waiting is None:
+            waiting = self._idle[connection.origin] = []
+        if self._closed or len(waiting) >= self._max_idle:
+            connection.close()
+            return
+        connection.deadline = connection.loop.time() + self._keepalive_s
+        waiting.append(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        self._all.discard(connection)
+
+    def _sweep(self) -> None:
+        assert self._loop is not None
+        now = self._loop.time()
+        for connection in [each for each in self._all if each.is_overdue(now)]:
+            connection.expire()
+        for origin, waiting in list(self._idle.items()):
+            kept = [each for each in waiting if each.is_usable(now)]
+            if kept:
+                waiting[:] = kept
+            else:
+                del self._idle[origin]
+        self._timer = self._loop.call_later(_SWEEP_EVERY_S, self._sweep) if self._all else None

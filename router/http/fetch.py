@@ -1,0 +1,184 @@
+"""Small requests over the pool, answered whole or as a stream: what an HTTP client does, at a twentieth of the time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from router.http.engine_pool import Connection, EngineLost, Headers, Origin, Pool
+
+# What a stream may keep unread before its sender is held back.
+_MOST_UNREAD_BYTES = 1 << 20
+
+
+class Refused(ConnectionError):
+    """The answer's status is not 200, and `body` what came with it; `status` is 0 where it was, and the answer was
+    refused all the same.
+    """
+
+    def __init__(self, message: str, status: int = 0, body: bytes = b"") -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = body
+
+
+class _Whole:
+    """Takes an answer in; see Sink."""
+
+    def __init__(self, connection: Connection, what: str, most_bytes: int) -> None:
+        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._connection = connection
+        self._what = what
+        self._most_bytes = most_bytes
+        self._status = 0
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+
+    def head(self, status: int, _headers: Headers) -> None:
+        self._status = status
+
+    def data(self, data: bytes) -> None:
+        self._pieces.append(data)
+        self._size_bytes += len(data)
+        if self._size_bytes > self._most_bytes:
+            self._connection.close()
+            self.lost(EngineLost("no_answer", f"{self._what}: an answer of over {self._most_bytes} bytes"))
+
+    def end(self) -> None:
+        if self.done.done():
+            return
+        body = b"".join(self._pieces)
+        if self._status == 200:
+            self.done.set_result(body)
+        else:
+            self.done.set_exception(Refused(f"{self._what}: {self._status} {body[:200]!r}", self._status, body))
+
+    def lost(self, exc: EngineLost) -> None:
+        if not self.done.done():
+            self.done.set_exception(exc)
+
+
+class Stream:
+    """An answer as it comes: a Sink, and an iterator over what each read brought. Raises EngineLost when it breaks."""
+
+    def __init__(self, connection: Connection, idle_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[int] = self._loop.create_future()
+        self._connection = connection
+        self._idle_s = idle_s
+        self._unread = bytearray()
+        self._news = asyncio.Event()
+        self._ended = False
+        self._lost: EngineLost | None = None
+
+    @property
+    def status(self) -> int:
+        """Of its head."""
+        return self.begun.result()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._unread:
+                data = bytes(self._unread)
+                self._unread.clear()
+                if not self._ended:  # afterwards it is somebody else's
+                    self._connection.resume()
+                yield data
+            if self._lost is not None:
+                raise self._lost
+            if self._ended and not self._unread:
+                return
+
+    def head(self, status: int, _headers: Headers) -> None:
+        if not self.begun.done():
+            self.begun.set_result(status)
+
+    def data(self, data: bytes) -> None:
+        self._connection.deadline = self._loop.time() + self._idle_s
+        self._unread += data
+        if len(self._unread) > _MOST_UNREAD_BYTES:
+            self._connection.pause()
+        self._news.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._news.set()
+
+    def lost(self, exc: EngineLost) -> None:
+        self._lost = exc
+        if not self.begun.done():
+            self.begun.set_exception(exc)
+        self._news.set()
+
+    def close(self) -> None:
+        self._connection.leave(self)
+
+
+async def fetch(
+    pool: Pool,
+    url: str,
+    path: str,
+    *,
+    token: str = "",
+    body: bytes | None = None,
+    timeout_s: float,
+    most_bytes: int = 64 * 2**20,
+) -> bytes:
+    """The body that a GET of `path` below `url` answers, or with a `body` of JSON a POST of that.
+
+    It is sent once more, on a new connection, where its peer closes a kept one instead of answering: so only what may
+    be asked twice.
+
+    raises  EngineLost, Refused, and ValueError for a bad URL
+    """
+    origin = Origin.parse(url)
+    method = "GET" if body is None else "POST"
+    request = _request(method, origin, path, token, body)
+
+    async def asked(connection: Connection) -> bytes:
+        whole = _Whole(connection, f"{method} {url}{path}", most_bytes)
+        connection.deadline = asyncio.get_running_loop().time() + timeout_s
+        connection.send(request, whole)
+        try:
+            return await whole.done
+        except asyncio.CancelledError:
+            connection.leave(whole)
+            raise
+
+    kept = pool.idle(origin)
+    if kept is not None:
+        try:
+            return await asked(kept)
+        except EngineLost as exc:
+            if exc.reason != "no_answer" or not kept.said_nothing:
+                raise
+    return await asked(await pool.connect(origin))
+
+
+@asynccontextmanager
+async def stream(pool: Pool, url: str, path: str, *, token: str = "", idle_s: float) -> AsyncIterator[Stream]:
+    """The answer to a GET of `path` below `url`, from its head on; given up when nothing comes for `idle_s`.
+
+    raises  EngineLost, and ValueError for a bad URL
+    """
+    origin = Origin.parse(url)
+    connection = pool.idle(origin) or await pool.connect(origin)
+    answer = Stream(connection, idle_s)
+    connection.deadline = asyncio.get_running_loop().time() + idle_s
+    connection.send(_request("GET", origin, path, token), answer)
+    try:
+        await answer.begun
+        yield answer
+    finally:
+        answer.close()
+
+
+def _request(method: str, origin: Origin, path: str, token: str, body: bytes | None = None) -> bytes:
+    lines = [f"{path} HTTP/1.1", f"host: {origin.host_header.decode()}", "accept-encoding: identity"]
+    if token:
+        lines.append(f"authorization: Bearer {token}")
+    if body is not None:
+        lines += ["content-type: application/json", f"content-length: {len(body)}"]
+    head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+    return b"%b %b%b%b" % (method.encode(), origin.prefix, head, body or b"")

@@ -1,0 +1,319 @@
+"""What every replica has cached, followed: from its agent's ledger where there is one, else from the engine itself.
+
+An agent's ledger is exact however late we come: one snapshot, then changes. Without it (an older agent, or one that
+cannot be reached) the engine's own sockets are followed with a ledger of ours, which knows what the engine still has in
+its buffer and what comes from then on. Both end in the index; how far it can be believed is told to `Trust`.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lorafleet.engine.agentless import start_of
+from lorafleet.kv.blocks import BlockHash
+from lorafleet.kv.ledger import TRAITS
+from lorafleet.kv.subscribe import Hub
+from lorafleet.service.loops import forever
+from lorafleet.service.own_key import OwnKey
+from router.core.fleet import Replica
+from router.core.kv.estimate import Estimate, Guess
+from router.core.kv.index import KvIndex, WorkerId
+from router.core.kv.prediction_accuracy import Trust
+from router.core.queue.fair_queue import Match
+from router.http.engine_pool import Pool
+from router.kv.feed import Feed, Source, member
+from router.telemetry.metrics import Metrics
+from workers.wire import Metadata
+
+_KEEP_S = 1.0
+_NO_RANK = 1 << 30
+_UNKNOWN_BLOCKS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimated:
+    """A worker whose engine publishes no events."""
+
+    engine_boot_id: str
+    by: Estimate
+    most_blocks: int
+
+
+@dataclass(slots=True)
+class Feeds:
+    """A feed for each worker that has one, and an index for each (base model, block size).
+
+    approximate  the same of prompts that were not tokenized: no events tell of them, so all that is known is what this
+                 router sent, by last use, age and size. Their hashes are of another kind and never in the other indexes
+    pool      of connections to agents, for their ledgers; without one every engine is followed itself
+    own       the router's own key, for agents
+    fall_back_after_s  what is known is kept this long while an agent does not answer; then its engine is asked
+    """
+
+    metrics: Metrics
+    tail_poll_s: float
+    trust: Trust = field(default_factory=Trust)
+    own: OwnKey = field(default_factory=OwnKey)
+    pool: Pool | None = None
+    fall_back_after_s: float = 3.0
+    indexes: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
+    approximate: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
+    _running: dict[WorkerId, Feed] = field(default_factory=dict)
+    _estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
+    _estimated: dict[WorkerId, _Estimated] = field(default_factory=dict)
+    _sent: dict[tuple[str, int], Estimate] = field(default_factory=dict)
+    _most_blocks: dict[WorkerId, int] = field(default_factory=dict)
+    _loaded: dict[WorkerId, Mapping[str, str | None]] = field(default_factory=dict)
+    _rank_of: dict[WorkerId, tuple[WorkerId, int]] = field(default_factory=dict)
+    _hub: Hub | None = None
+    _keeping: asyncio.Task[None] | None = None
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def index(self, base_model: str, block_size: int, *, is_approximate: bool = False) -> KvIndex:
+        """The index of this base model at this block size; empty when nothing is known."""
+        indexes = self.approximate if is_approximate else self.indexes
+        found = indexes.get((base_model, block_size))
+        if found is None:
+            found = indexes[base_model, block_size] = KvIndex(block_size)
+        return found
+
+    def match(self, base_model: str, block_size: int, hashes: Sequence[BlockHash]) -> Match:
+        """What these blocks match, with several ranks of one worker taken together: its best one counts."""
+        index = self.index(base_model, block_size)
+        depths = index.match(hashes)
+        lower = index.lower_tiers(hashes, depths)
+        return self._by_worker(depths, lower) if self._rank_of else Match(depths, lower, {})
+
+    def match_approximate(
+        self, base_model: str, block_size: int, hashes: Sequence[BlockHash], conversation: int
+    ) -> Match:
+        """What these blocks of an approximate prompt match.
+
+        Of several ranks of a worker one is always named, so that it is known where the prompt went: the one that has
+        the most, else its conversation's own.
+        """
+        depths = self.index(base_model, block_size, is_approximate=True).match(hashes)
+        if not self._rank_of:
+            return Match(depths)
+        found = self._by_worker(depths, {})
+        homes = {
+            name: conversation % len(feed.members) for name, feed in self._running.items() if len(feed.members) > 1
+        }
+        return Match(found.depths, {}, {**homes, **found.ranks})
+
+    def member(self, worker: WorkerId, rank: int | None) -> WorkerId:
+        """The index's name for a rank of a worker, where blocks of a prompt just sent are held."""
+        feed = self._running.get(worker)
+        return member(worker, rank, len(feed.members)) if feed is not None and rank is not None else worker
+
+    def hear(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
+        """Follow a worker as its agent describes it; one that is still starting has nothing to follow yet."""
+        transport = metadata.transport
+        if not block_size or not metadata.engine_boot_id:
+            return
+        if not transport.kv_events and not transport.kv_ledger:
+            self._estimate(worker, base_model, block_size, metadata)
+            self._most_blocks[worker] = _most_blocks(metadata)
+            return
+        # A name with another path under it is no other source: the same events would be read from the start again.
+        is_plain = not metadata.agent_url
+        boot_id = start_of(metadata.engine_boot_id) if is_plain else metadata.engine_boot_id
+        self.follow(
+            Source(
+                worker=worker,
+                base_model=base_model,
+                block_size=block_size,
+                events=transport.kv_events,
+                replay=transport.kv_replay,
+                topic=transport.kv_topic,
+                dialect=transport.dialect,
+                engine_boot_id=boot_id,
+                agent_url=metadata.agent_url.rstrip("/"),
+                ledger=transport.kv_ledger,
+                total_blocks=metadata.model.runtime_config.total_kv_blocks,
+            )
+        )
+        self._most_blocks[worker] = _most_blocks(metadata)
+        if is_plain or TRAITS.get(transport.dialect, TRAITS["vllm"]).forgets_on_load:
+            self._forget_reloaded(worker, metadata)
+
+    def follow(self, source: Source) -> None:
+        """Feed the index from this source, instead of the worker's former one."""
+        running = self._running.get(source.worker)
+        if running is not None and running.source == source:
+            return
+        self.forget(source.worker)
+        self.metrics.kv_degraded.labels(source.worker).set(0)
+        feed = Feed(self, source, self.index(source.base_model, source.block_size))
+        self._running[source.worker] = feed
+        self._start_keeping()
+        feed.start()
+        self.ranks_changed()
+
+    def served(self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float) -> Guess | None:
+        """Note a prompt's first token: where no events tell, its blocks are taken for cached from now on."""
+        estimated = self._estimated.get(worker)
+        if estimated is None or not hashes:
+            return None
+        return estimated.by.served(worker, hashes, began_at=began_at, now=now, most_blocks=estimated.most_blocks)
+
+    def served_approximate(
+        self, replica: Replica, name: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
+    ) -> None:
+        """Note the first token of a prompt that was not tokenized: its replica is taken to have it from now on.
+
+        name  of the member that has it, see `member`
+        """
+        most_blocks = self._most_blocks.get(replica.id)
+        if most_blocks is None or not hashes:
+            return  # it left meanwhile
+        names = replica.base_model, replica.block_size
+        sent = self._sent.get(names)
+        if sent is None:
+            sent = self._sent[names] = Estimate(self.index(*names, is_approximate=True))
+            self._start_keeping()
+        sent.served(name, hashes, began_at=began_at, now=now, most_blocks=most_blocks)
+
+    def answered(self, guess: Guess, cached_blocks: int) -> None:
+        """Correct what is taken for cached by the engine's own word on that prompt."""
+        estimated = self._estimated.get(guess.worker)
+        if estimated is not None:
+            estimated.by.compared(guess, cached_blocks)
+
+    def may_repeat(self, worker: WorkerId) -> bool:
+        """Whether requests there may carry `kv_cache_report_mode: full`: whoever counts copies knows of it.
+
+        An agent's ledger that is whole needs none, and would take those of one block for copies: where predictions and
+        answers differ, its snapshot is taken again.
+        """
+        feed = self._running.get(worker)
+        return feed is not None and feed.may_repeat
+
+    def forget(self, worker: WorkerId) -> None:
+        """Stop a worker's feed and drop its blocks."""
+        feed = self._running.pop(worker, None)
+        names = {worker, *(feed.members if feed else ())}
+        # Every index: one without a feed holds the blocks of prompts just sent, too.
+        for index in (*self.indexes.values(), *self.approximate.values()):
+            for name in names:
+                index.forget(name)
+        for sent in self._sent.values():
+            for name in names:
+                sent.forget(name)
+        self._most_blocks.pop(worker, None)
+        estimated = self._estimated.pop(worker, None)
+        if estimated is not None:
+            estimated.by.forget(worker)
+        self._loaded.pop(worker, None)
+        if feed is not None:
+            ending = feed.stop()
+            if ending is not None:
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+            self.metrics.forget_worker(worker)
+            self.ranks_changed()
+
+    async def close(self) -> None:
+        """Stop every feed and free the sockets."""
+        for worker in list(self._running):
+            self.forget(worker)
+        ending = [*self._ending, *([self._keeping] if self._keeping else [])]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        self._keeping = None
+        if self._hub is not None:
+            await self._hub.close()
+            self._hub = None
+
+    def hub(self) -> Hub:
+        """The engines' sockets, opened with the first."""
+        if self._hub is None:
+            self._hub = Hub(tail_poll_s=self.tail_poll_s)
+        return self._hub
+
+    def ranks_changed(self) -> None:
+        """Name the members of workers with several ranks anew."""
+        self._rank_of = {
+            name: (worker, rank)
+            for worker, feed in self._running.items()
+            if len(feed.members) > 1
+            for rank, name in enumerate(feed.members)
+        }
+
+    def keep(self) -> None:
+        """Bring the figures up to date, and let each feed see to itself."""
+        for feed in self._running.values():
+            feed.keep()
+        for estimate in (*self._estimates.values(), *self._sent.values()):
+            estimate.expire(time.monotonic())
+        kinds = [feed.kind for feed in self._running.values()] + ["estimate"] * len(self._estimated)
+        for kind in ("ledger", "engine", "estimate", "none"):
+            self.metrics.kv_feeds.labels(kind).set(kinds.count(kind))
+        for what, indexes in (("index", self.indexes), ("approximate", self.approximate)):
+            self.metrics.kv_bytes.labels(what).set(sum([index.size_bytes() for index in indexes.values()]))
+        self.metrics.kv_bytes.labels("ledgers").set(sum(feed.size_bytes() for feed in self._running.values()))
+        self.metrics.kv_sockets_waiting.set(self._hub.waiting if self._hub is not None else 0)
+
+    async def _keep(self) -> None:
+        async def step() -> None:
+            self.keep()
+
+        await forever(
+            step, name="kv_feeds", every_s=_KEEP_S, on_failure=self.metrics.loop_failures.labels("kv_feeds").inc
+        )
+
+    def _estimate(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
+        known = self._estimated.get(worker)
+        if known is not None and known.engine_boot_id == metadata.engine_boot_id:
+            return
+        self.forget(worker)
+        by = self._estimates.setdefault((base_model, block_size), Estimate(self.index(base_model, block_size)))
+        self._estimated[worker] = _Estimated(metadata.engine_boot_id, by, _most_blocks(metadata))
+        self.trust.opened(worker, "estimate")
+        self._start_keeping()
+
+    def _start_keeping(self) -> None:
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep())
+
+    def _forget_reloaded(self, worker: WorkerId, metadata: Metadata) -> None:
+        """Drop the blocks of adapters that were loaded again, perhaps from elsewhere."""
+        # Of an engine without an agent only the path is known.
+        now = {lora.engine_name: lora.loaded_at or lora.path for lora in metadata.lora.loaded_loras}
+        before = self._loaded.get(worker, {})
+        # With those that are not loaded now: they may come back, and their blocks are still held.
+        self._loaded[worker] = {**before, **now}
+        for name, loaded in now.items():
+            if before.get(name, loaded) != loaded:
+                self._running[worker].forget_adapter(name)
+
+    def _by_worker(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> Match:
+        rows: dict[WorkerId, list[tuple[int, int, WorkerId]]] = {}
+        for name in depths.keys() | lower.keys():
+            # What is held for a worker without saying for which rank: it counts, and names none.
+            worker, rank = self._rank_of.get(name, (name, _NO_RANK))
+            blocks = depths.get(name, 0) + sum(lower.get(name, (0, 0)))
+            rows.setdefault(worker, []).append((blocks, -rank, name))
+        best = {worker: max(found) for worker, found in rows.items()}
+        return Match(
+            {worker: depths[name] for worker, (_, _, name) in best.items() if name in depths},
+            {worker: lower[name] for worker, (_, _, name) in best.items() if name in lower},
+            {
+                worker: -row[1]
+                for worker, row in best.items()
+                if row[1] != -_NO_RANK and self._is_better(worker, rows[worker])
+            },
+        )
+
+    def _is_better(self, worker: WorkerId, rows: Sequence[tuple[int, int, WorkerId]]) -> bool:
+        """Whether it matters which rank is asked: where all have the same, the engine's own balance is the judge."""
+        feed = self._running.get(worker)
+        ranks = len(feed.members) if feed is not None else 1
+        return ranks > 1 and (len(rows) < ranks or len({blocks for blocks, _, _ in rows}) > 1)
+
+
+def _most_blocks(metadata: Metadata) -> int:
+    """Of its KV cache. An engine that does not tell its size is taken for a large one."""
+    return metadata.model.runtime_config.total_kv_blocks or _UNKNOWN_BLOCKS

@@ -1,0 +1,371 @@
+"""`/v1/responses` and `/v1/messages` bodies as the chat that vLLM makes of them, to know their prompt's token ids.
+
+Only the prompt is converted: the body itself goes to the engine as it came. Where only the engine can know (a stored
+conversation, a picture), the answer is None, and the request is routed by an approximate key (see `approximate`).
+
+Source: vLLM 0.32 entrypoints/openai/responses/utils.py construct_input_messages, responses/protocol.py
+input_item_parsing and build_chat_params; tool_parsers/utils.py get_function_tools; entrypoints/anthropic/serving.py
+to_chat_completion_request. A test holds the token ids against a running engine's `/v1/responses/render` and
+`/v1/messages/render`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from lorafleet.tokenizer.chat import AsMade, ToolsAsMade
+from router.protocols.routes import PromptKind
+
+Body = Mapping[str, Any]
+Message = dict[str, Any]
+
+_BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's; it changes with every request, and vLLM drops it
+_OPEN = ("in_progress", "incomplete")
+_TEXT_PARTS = frozenset({"input_text", "text"})
+# Tools of a response that vLLM 0.32 takes and shows to no model. Any other kind it refuses, or is newer.
+_UNSEEN_TOOLS = frozenset(
+    {
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "programmatic_tool_calling",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    }
+)
+# The one argument of the function that stands for a custom tool.
+_CUSTOM_INPUT = "input"
+
+
+class Template(Protocol):
+    """What vLLM asks of a base model's chat template before it converts a message of Anthropic's form."""
+
+    @property
+    def wants_system_first(self) -> bool:
+        """System messages in the middle are an error to the template; vLLM then moves them to the front."""
+
+    @property
+    def disabled_effort(self) -> str:
+        """The reasoning effort that stands for no thinking: "none", or "low" where that makes no difference."""
+
+
+class _Unknown(Exception):
+    """Only the engine can tell."""
+
+
+def prompt_body(kind: PromptKind, body: Body, template: Template | None = None) -> Body | None:
+    """The chat or completion whose prompt is this body's; None where it cannot be known here.
+
+    template  of the base model, where it is known here; without one, messages that depend on it are unknown
+    """
+    if kind == "chat":
+        return body
+    if kind == "completion":
+        return {name: value for name, value in body.items() if name != "messages"}
+    if kind == "responses":
+        return chat_of_responses(body)
+    return chat_of_messages(body, template) if kind == "messages" else None
+
+
+# --- OpenAI's responses ------------------------------------------------------------------------------------------
+
+
+def chat_of_responses(body: Body) -> Body | None:
+    """The chat that vLLM makes of a response's input, or None."""
+    if body.get("previous_response_id") or body.get("previous_input_messages"):
+        return None
+    if body.get("truncation", "disabled") != "disabled":
+        return None
+    try:
+        return _responses_chat(body)
+    except (_Unknown, LookupError, TypeError, AttributeError, ValueError):
+        return None  # vLLM refuses it, or it is of a form that we do not know
+
+
+def _responses_chat(body: Body) -> Body:
+    messages: list[Message] = []
+    if instructions := body.get("instructions"):
+        messages.append({"role": "system", "content": _text(instructions)})
+    given = body["input"]
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+        goes_on = False
+    else:
+        goes_on = _goes_on(given)
+        conversation: list[Message] = []
+        for item in given:
+            _add_item(conversation, item)
+        messages += conversation
+    chat: Message = {
+        "messages": messages,
+        "add_generation_prompt": not goes_on,
+        "continue_final_message": goes_on,
+        # Unlike a chat's: vLLM 0.32 entrypoints/openai/responses/protocol.py build_tok_params leaves it at its default.
+        "add_special_tokens": True,
+    }
+    if given_tools := body.get("tools"):
+        chat["tools"] = ToolsAsMade(shown for tool in given_tools for shown in _responses_tools(tool))
+    reasoning = body.get("reasoning") or {}
+    if (effort := reasoning.get("effort")) is not None:
+        chat["reasoning_effort"] = _text(effort)
+    return _with_given(chat, body, ("chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs"))
+
+
+_CALLS_AND_RESULTS = frozenset({"function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"})
+
+
+def _goes_on(items: Sequence[Any]) -> bool:
+    """Whether the last item is a message of the assistant that is to be continued."""
+    last = items[-1] if items else {}
+    if last.get("status") not in _OPEN:
+        return False
+    if last.get("type") == "message" and last.get("role") == "assistant" and isinstance(last.get("content"), list):
+        return True
+    if last.get("type") in _CALLS_AND_RESULTS:
+        return False
+    raise _Unknown
+
+
+def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
+    """Append an item, or put it into the assistant's message before it: a turn may come as several items."""
+    kind = item.get("type", "message")
+    before = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if kind == "function_call":
+        _add_call(messages, before, item, _flat_name(item.get("namespace"), item["name"]), _text(item["arguments"]))
+    elif kind == "custom_tool_call":
+        _add_call(messages, before, item, _text(item["name"]), _custom_arguments(item.get("input") or ""))
+    elif kind in {"function_call_output", "custom_tool_call_output"}:
+        output = item["output"]
+        messages.append({"role": "tool", "content": _content(output), "tool_call_id": _text(item["call_id"])})
+    elif kind == "reasoning":
+        _add_to_turn(messages, before, "reasoning", _reasoning(item))
+    elif kind == "message" and item["role"] == "assistant":
+        _add_to_turn(messages, before, "content", _said(item))
+    elif kind == "message" and item["role"] in {"user", "system", "developer"}:
+        messages.append({"role": item["role"], "content": _content(item["content"])})
+    else:
+        raise _Unknown
+
+
+def _add_call(
+    messages: list[Message], before: Message | None, item: Mapping[str, Any], name: str, arguments: str
+) -> None:
+    function = AsMade(name=name, arguments=arguments)
+    call = {"id": _text(item["call_id"]), "function": function, "type": "function"}
+    if before is None:
+        messages.append({"role": "assistant", "tool_calls": [call]})
+    else:
+        before.setdefault("tool_calls", []).append(call)
+
+
+def _add_to_turn(messages: list[Message], before: Message | None, field: str, text: str) -> None:
+    if before is not None and before.get(field) is None:
+        before[field] = text
+    else:
+        messages.append({"role": "assistant", field: text})
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    if item.get("encrypted_content"):
+        raise _Unknown
+    parts = item.get("content") or item["summary"]
+    return _text(parts[0]["text"]) if parts else ""
+
+
+def _said(item: Mapping[str, Any]) -> str:
+    """vLLM takes the first part alone."""
+    content = item["content"]
+    if isinstance(content, str):
+        return content
+    if item.get("type") != "message" or content[0].get("type") != "output_text":
+        raise _Unknown
+    return _text(content[0]["text"])
+
+
+def _content(content: Any) -> str | list[Message]:
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content:
+        if part.get("type") not in _TEXT_PARTS:
+            raise _Unknown
+        parts.append({"type": "text", "text": _text(part["text"])})
+    return parts
+
+
+def _responses_tools(tool: Mapping[str, Any]) -> Iterator[Message]:
+    """The functions that the model is shown for one tool: of some kinds several, of some none."""
+    kind = tool.get("type")
+    if kind == "function":
+        yield _shown(tool)
+    elif kind == "custom":
+        if (tool.get("format") or {}).get("type") == "grammar":
+            raise _Unknown  # vLLM refuses it
+        yield _shown({"name": tool["name"], "description": tool.get("description"), "parameters": _custom_schema()})
+    elif kind == "namespace":
+        for inner in tool["tools"]:
+            if inner["type"] == "function":
+                yield _shown({**inner, "name": _flat_name(tool["name"], inner["name"])})
+    elif kind not in _UNSEEN_TOOLS:
+        raise _Unknown
+
+
+def _shown(function: Mapping[str, Any]) -> Message:
+    return {"type": "function", "function": {name: value for name, value in function.items() if name != "type"}}
+
+
+def _flat_name(namespace: Any, name: Any) -> str:
+    return f"{_text(namespace)}__{_text(name)}" if namespace else _text(name)
+
+
+def _custom_schema() -> Message:
+    """Source: vLLM 0.32 tool_parsers/utils.py custom_tool_parameters."""
+    payload = {"type": "string", "description": "The freeform text payload for this tool."}
+    return {
+        "type": "object",
+        "properties": {_CUSTOM_INPUT: payload},
+        "required": [_CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
+
+
+def _custom_arguments(payload: Any) -> str:
+    return json.dumps({_CUSTOM_INPUT: _text(payload)}, ensure_ascii=False)
+
+
+# --- Anthropic's messages ----------------------------------------------------------------------------------------
+
+
+def chat_of_messages(body: Body, template: Template | None = None) -> Body | None:
+    """The chat that vLLM makes of Anthropic's messages, or None."""
+    try:
+        return _messages_chat(body, template)
+    except (_Unknown, LookupError, TypeError, AttributeError, ValueError):
+        return None
+
+
+def _messages_chat(body: Body, template: Template | None) -> Body:
+    given = body["messages"]
+    has_inline = any(message["role"] == "system" for message in given)
+    if has_inline and template is None:
+        raise _Unknown
+    moves_inline = has_inline and template is not None and template.wants_system_first
+    system = _system_texts(body.get("system"), inline=False)
+    if moves_inline:
+        for message in given:
+            if message["role"] == "system":
+                system += _system_texts(message["content"], inline=True)
+    messages: list[Message] = [{"role": "system", "content": "".join(system)}] if system else []
+    for message in given:
+        if message["role"] == "system":
+            text = "".join(_system_texts(message["content"], inline=True))
+            if text and not moves_inline:
+                messages.append({"role": "system", "content": text})
+        else:
+            _add_message(messages, message)
+    chat: Message = {"messages": messages}
+    if tools := [_messages_tool(tool) for tool in body.get("tools") or ()]:
+        chat["tools"] = tools
+    if (effort := _effort(body, template)) is not None:
+        chat["reasoning_effort"] = effort
+    return _with_given(chat, body, ("chat_template_kwargs",))
+
+
+def _system_texts(system: Any, *, inline: bool) -> list[str]:
+    """The texts of a system prompt. Claude Code's header goes, but from a bare text only inside the messages."""
+    if isinstance(system, str):
+        return [] if not system or (inline and system.startswith(_BILLING_HEADER)) else [system]
+    texts = []
+    for block in system or ():
+        if block["type"] in {"tool_addition", "tool_removal"}:
+            raise _Unknown  # they change the list of tools
+        text = block.get("text")
+        if block["type"] == "text" and text and not text.startswith(_BILLING_HEADER):
+            texts.append(_text(text))
+    return texts
+
+
+def _add_message(messages: list[Message], message: Mapping[str, Any]) -> None:
+    """Append a turn; the results of tools that it holds come before it, each a message of its own."""
+    role, content = message["role"], message["content"]
+    if role not in {"user", "assistant"}:
+        raise _Unknown
+    if isinstance(content, str):
+        messages.append({"role": role, "content": content})
+        return
+    turn: Message = {"role": role}
+    texts: list[Message] = []
+    for block in content:
+        _add_block(messages, turn, texts, block)
+    if len(texts) == 1:
+        turn["content"] = texts[0]["text"]
+    elif texts:
+        turn["content"] = texts
+    if role == "assistant" or "content" in turn:
+        messages.append(turn)
+
+
+def _add_block(messages: list[Message], turn: Message, texts: list[Message], block: Mapping[str, Any]) -> None:
+    kind = block["type"]
+    if kind == "text":
+        if block.get("text"):
+            texts.append({"type": "text", "text": _text(block["text"])})
+    elif kind == "thinking":
+        if block.get("thinking") is not None:
+            turn["reasoning"] = turn.get("reasoning", "") + _text(block["thinking"])
+    elif kind == "tool_use":
+        function = {"name": block.get("name") or "", "arguments": json.dumps(block.get("input") or {})}
+        turn.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
+    elif kind == "tool_result" and turn["role"] == "user":
+        messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": _result(block)})
+    elif kind not in {"redacted_thinking", "tool_reference"}:
+        raise _Unknown  # a picture; a result in the assistant's own turn
+
+
+def _result(block: Mapping[str, Any]) -> str:
+    content = block.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if any(part["type"] != "text" for part in content):
+        raise _Unknown
+    return "\n".join(_text(part.get("text", "")) for part in content)
+
+
+def _messages_tool(tool: Mapping[str, Any]) -> Message:
+    schema = tool["input_schema"]
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description"),
+        "parameters": schema if "type" in schema else {**schema, "type": "object"},
+        "strict": tool.get("strict"),
+        "defer_loading": tool.get("defer_loading"),
+    }
+    return {"type": "function", "function": function}
+
+
+def _effort(body: Body, template: Template | None) -> str | None:
+    if (body.get("thinking") or {}).get("type") == "disabled":
+        if template is None:
+            raise _Unknown
+        return template.disabled_effort
+    effort = (body.get("output_config") or {}).get("effort")
+    return None if effort is None else _text(effort)
+
+
+def _with_given(chat: Message, body: Body, names: Sequence[str]) -> Message:
+    return chat | {name: body[name] for name in names if body.get(name) is not None}
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _Unknown
+    return value

@@ -1,0 +1,278 @@
+"""`POST /generate`: SGLang's native call, answered by completions. One batch may mix adapters and the base model.
+
+A batch is taken apart into bodies of `/v1/completions`, each of which goes its own way through the fleet, and their
+answers are put together again. It is all or nothing: one item that fails fails the call.
+
+Source of the forms: SGLang 0.5 docs basic_usage/sampling_params.md and native_api, managers/io_struct.py
+GenerateReqInput, managers/tokenizer_manager.py (meta_info). What vLLM has no word for is refused by its name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
+from router.protocols.bodies import BOM, NOT_JSON, not_json
+
+PATH = "/generate"
+ITEM_PATH = "/v1/completions"
+
+_DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+# A guess; a batch is as many requests at once.
+_MOST_ITEMS = 1024
+
+_SAME_IN_VLLM = frozenset(
+    {
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_p",
+        "n",
+        "presence_penalty",
+        "repetition_penalty",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+_NAMED_OTHERWISE: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "sampling_seed": "seed",
+}
+# Each constrains the text; vLLM has them in one field, under these names.
+_CONSTRAINTS: Mapping[str, str] = {
+    "ebnf": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "structural_tag": "structural_tag",
+}
+_ITEM_FIELDS = frozenset({"text", "input_ids", "lora_path", "sampling_params", "rid"})
+_SHARED_FIELDS = frozenset({"model", "stream", "cache_salt", "priority", "user"})
+# What each stands for is not offered; a client may still say that it does not want it.
+_OFF: Sequence[Any] = (None, False, [], {})
+# What reading an answer of another shape than a completion's raises.
+_NO_COMPLETION = (msgspec.DecodeError, RecursionError, ValueError, TypeError, LookupError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A call, taken apart.
+
+    items     bodies of `/v1/completions` as JSON, each perhaps with a `lora_id`, in order
+    names     each item's id in the answer; empty: the engine's
+    is_list   whether the answer is a list
+    """
+
+    items: tuple[bytes, ...]
+    names: tuple[str, ...]
+    is_list: bool
+    is_streamed: bool
+
+
+def split(body: bytes) -> Batch:
+    """The completions of a call.
+
+    raises  BadBody naming the field: of a wrong type, a list of another length than the prompts, or not offered
+    """
+    try:
+        given = msgspec.json.decode(body.removeprefix(BOM), type=dict[str, Any])
+    except NOT_JSON as exc:
+        raise not_json(body, exc) from exc
+    for name, value in given.items():
+        if name not in _ITEM_FIELDS | _SHARED_FIELDS and value not in _OFF:
+            raise BadBody(f"{name} is not offered by /generate here", param=name)
+    prompts, is_list = _prompts(given)
+    count = len(prompts)
+    adapters = _each(given, "lora_path", count, is_list, str)
+    params = _each(given, "sampling_params", count, is_list, dict)
+    names = _names(given.get("rid"), count, is_list)
+    is_streamed = given.get("stream") is True
+    shared = {name: given[name] for name in _SHARED_FIELDS - {"stream"} if given.get(name) is not None}
+    items = []
+    for prompt, adapter, sampling in zip(prompts, adapters, params, strict=True):
+        item = shared | {"prompt": prompt, "return_token_ids": True} | completion_params(sampling or {})
+        if adapter:
+            item["lora_id"] = adapter
+        if is_streamed:
+            item |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        items.append(item)
+    if is_streamed and (is_list or items[0].get("n", 1) != 1):
+        raise BadBody("/generate streams one text with n 1; send several calls, or leave out stream", param="stream")
+    return Batch(tuple(map(msgspec.json.encode, items)), names, is_list, is_streamed)
+
+
+def completion_params(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's sampling_params in vLLM's words. Raises BadBody for one that vLLM has no word for."""
+    params: dict[str, Any] = {"max_tokens": _DEFAULT_MAX_NEW_TOKENS}
+    constraints = {}
+    for name, value in sampling.items():
+        if name in _SAME_IN_VLLM:
+            if value is not None:
+                params[name] = value
+        elif name in _NAMED_OTHERWISE:
+            if value is not None:
+                params[_NAMED_OTHERWISE[name]] = value
+        elif name in _CONSTRAINTS:
+            if value is not None:
+                constraints[_CONSTRAINTS[name]] = value
+        elif value not in _OFF:
+            raise BadBody(f"sampling_params.{name} has no counterpart in vLLM", param=f"sampling_params.{name}")
+    if len(constraints) > 1:
+        raise BadBody(
+            "sampling_params may have one of json_schema, regex, ebnf, structural_tag", param="sampling_params"
+        )
+    if constraints:
+        params["structured_outputs"] = constraints
+    return params
+
+
+def join(batch: Batch, answers: Sequence[bytes]) -> bytes:
+    """The answer to a call, from the whole answers to its items, in their order. Raises ReplicaUnreachable."""
+    try:
+        outputs = [one for answer, name in zip(answers, batch.names, strict=True) for one in _outputs(answer, name)]
+    except _NO_COMPLETION as exc:
+        raise ReplicaUnreachable("an engine's answer is no completion", reason="bad_answer") from exc
+    alone = not batch.is_list and len(outputs) == 1
+    return msgspec.json.encode(outputs[0] if alone else outputs)
+
+
+class Growing:
+    """A completion's stream as SGLang streams: each event has all of the text so far."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._last: dict[str, Any] = {}
+
+    def events(self, events: bytes) -> bytes:
+        """Whole events of the engine's -> ours.
+
+        The one that ends the text waits for the usage that follows it, which alone says how much was cached. What is
+        no completion (an error) goes on as it is. Raises StreamBroken for what is no JSON, or of another shape.
+        """
+        try:
+            return b"".join(filter(None, map(self._event, _data_lines(events))))
+        except _NO_COMPLETION as exc:
+            raise StreamBroken("the engine sent what is no completion's event") from exc
+
+    def _event(self, data: bytes) -> bytes:
+        if data == b"[DONE]":
+            return self._flushed() + b"data: [DONE]\n\n"
+        chunk = msgspec.json.decode(data)
+        choices, usage = chunk.get("choices"), chunk.get("usage")
+        if choices is None:
+            return self._flushed() + b"data: " + data + b"\n\n"
+        if not choices:
+            if self._last:
+                self._last = _output(self._name or chunk["id"], self._whole(), usage, self._last["meta_info"])
+            return self._flushed()
+        (choice,) = choices
+        self._text.append(choice["text"])
+        self._ids += choice.get("token_ids") or []
+        reason = _finish_reason(choice, self._ids)
+        output = _output(self._name or chunk["id"], self._whole(), usage, {"finish_reason": reason})
+        if reason is not None:
+            self._last = output
+            return b""
+        return b"data: " + msgspec.json.encode(output) + b"\n\n"
+
+    def _whole(self) -> tuple[str, list[int]]:
+        return "".join(self._text), self._ids
+
+    def _flushed(self) -> bytes:
+        last, self._last = self._last, {}
+        return b"data: " + msgspec.json.encode(last) + b"\n\n" if last else b""
+
+
+def _prompts(given: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    text, ids = given.get("text"), given.get("input_ids")
+    if (text is None) == (ids is None):
+        raise BadBody("one of text and input_ids must be there", param="text")
+    name, prompt = ("text", text) if ids is None else ("input_ids", ids)
+    is_list = isinstance(prompt, list) and (name == "text" or (bool(prompt) and isinstance(prompt[0], list)))
+    prompts: list[Any] = list(prompt) if isinstance(prompt, list) and is_list else [prompt]
+    if not prompts or len(prompts) > _MOST_ITEMS:
+        raise BadBody(f"{name} must have 1 to {_MOST_ITEMS} prompts, found {len(prompts)}", param=name)
+    for one in prompts:
+        is_right = isinstance(one, str) if name == "text" else _is_ids(one)
+        if not is_right:
+            raise BadBody(f"{name} must be {'text' if name == 'text' else 'token ids'}, or a list of them", param=name)
+    return prompts, is_list
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
+
+
+def _each(given: Mapping[str, Any], name: str, count: int, is_list: bool, kind: type) -> list[Any]:
+    """A field that is one for all, or one for each."""
+    value = given.get(name)
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    if not isinstance(value, list) or not all(one is None or isinstance(one, kind) for one in value):
+        raise BadBody(f"{name} must be {_KINDS[kind]}, null, or a list of these", param=name)
+    if not is_list:
+        raise BadBody(f"{name} is a list, but there is one prompt; make both a list, or neither", param=name)
+    if len(value) != count:
+        raise BadBody(f"{name} has {len(value)} entries for {count} prompts; it must have one for each", param=name)
+    return value
+
+
+_KINDS: Mapping[type, str] = {str: "a text", dict: "an object"}
+
+
+def _names(rid: Any, count: int, is_list: bool) -> tuple[str, ...]:
+    if rid is None:
+        return ("",) * count
+    if isinstance(rid, str):
+        return tuple(f"{rid}_{i}" for i in range(count)) if is_list else (rid,)
+    return tuple(name or "" for name in _each({"rid": rid}, "rid", count, is_list, str))
+
+
+def _outputs(answer: bytes, name: str) -> list[dict[str, Any]]:
+    whole = msgspec.json.decode(answer)
+    outputs = []
+    for choice in whole["choices"]:
+        ids = choice.get("token_ids") or []
+        counted = whole["usage"] | {"completion_tokens": len(ids)}  # the engine's own is of all choices together
+        about = {"finish_reason": _finish_reason(choice, ids)}
+        outputs.append(_output(name or whole["id"], (choice["text"], ids), counted, about))
+    return outputs
+
+
+def _output(
+    name: str, text: tuple[str, list[int]], usage: Mapping[str, Any], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    meta = {
+        "id": name,
+        "finish_reason": about["finish_reason"],
+        "prompt_tokens": usage["prompt_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+    }
+    return {"text": text[0], "output_ids": text[1], "meta_info": meta}
+
+
+def _finish_reason(choice: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any] | None:
+    reason, matched = choice.get("finish_reason"), choice.get("stop_reason")
+    if reason is None:
+        return None
+    if reason == "length":
+        return {"type": "length", "length": len(ids)}
+    if reason == "stop":
+        # vLLM names no stop reason for the end-of-text token, which is then the last one.
+        return {"type": "stop", "matched": matched if matched is not None else (ids[-1] if ids else None)}
+    return {"type": reason}
+
+
+def _data_lines(events: bytes) -> list[bytes]:
+    return [line[len(b"data:") :].strip() for line in events.split(b"\n") if line.startswith(b"data:")]

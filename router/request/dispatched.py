@@ -1,0 +1,164 @@
+"""A request at a replica, from dispatch to end: what it counts for, and what its answer teaches."""
+
+from time import time
+
+from router.core.kv.estimate import Guess
+from router.core.kv.index import Hold
+from router.core.queue.fair_queue import Prompt
+from router.core.resolve import Target
+from router.core.schedule.decision import Decision
+from router.protocols.usage import EngineUsage
+from router.request.services import Parts, Record
+from router.tokenizing.tokenizers import Source
+
+# A request that had no more than this queued before it began as the index was when it was decided.
+_PROMPT_START_S = 0.1
+
+
+class Flight:
+    """A request at a replica: its load, its speculative blocks and its use, each given back exactly once.
+
+    target, prompt, decision   what it is, and where it was sent; `replica` is the decision's
+    hashes                     of its prompt's blocks, as that replica has them
+    predicted_tokens           of its prompt that should be cached there; of an approximate prompt nothing is predicted
+    record                     what is kept of it when it is over
+    load                       what it counts for at its replica
+    """
+
+    __slots__ = (
+        "_guess",
+        "_hold",
+        "_index",
+        "_parts",
+        "_use",
+        "decision",
+        "hashes",
+        "load",
+        "predicted_tokens",
+        "prompt",
+        "record",
+        "replica",
+        "target",
+    )
+
+    def __init__(  # noqa: PLR0917  (for each request, and names take time)
+        self,
+        parts: Parts,
+        request_id: str,
+        target: Target,
+        prompt: Prompt,
+        tokens_from: Source,
+        asked_at: float,
+        is_streamed: bool,
+        decision: Decision,
+    ) -> None:
+        """asked_at  by Parts.clock, when it was ready to be sent: since then it waited."""
+        now = decision.scene.now
+        replica, score, ask = decision.replica, decision.score, prompt.ask
+        worker, waited_s = replica.id, now - asked_at
+        # First: it runs the shadow policies, and one that fails must leave nothing held.
+        self.load = parts.mind.begin(decision, now)
+        self.load.is_streamed = is_streamed
+        self._parts = parts
+        self.target = target
+        self.prompt = prompt
+        self.decision = decision
+        self.replica = replica
+        is_approximate = ask.is_approximate
+        trust = "estimate" if is_approximate else parts.trust.state(worker)
+        self.record = Record(request_id, time(), tokens_from, decision, trust, waited_s)
+        parts.decisions.note(self.record, now)
+        self.hashes = prompt.chain(worker, replica.block_size)
+        self._hold: Hold | None = None
+        if self.hashes:
+            self._index = parts.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
+            ranks = decision.scene.ranks
+            member = parts.feeds.member(worker, ranks.get(worker)) if ranks else worker
+            self._hold = self._index.hold(member, self.hashes)
+        is_known = bool(prompt.chains) and not is_approximate
+        prompt_tokens = ask.prompt_tokens if is_known else 0
+        self.predicted_tokens = score.cached_tokens if is_known else 0
+        # What the engine calls the thing to run.
+        self._use = parts.usage.dispatched(worker, ask.engine_name or target.base_model, prompt_tokens, now)
+        self._guess: Guess | None = None
+        metrics = parts.metrics
+        metrics.waited.observe(waited_s)
+        metrics.live_cost.value += score.cost_s
+        metrics.predicted_tokens.value += self.predicted_tokens
+        metrics.prompt_tokens.value += prompt_tokens
+
+    def first_token(self) -> None:
+        """Prefill is over; the engine's own events take over from our guess in a moment."""
+        parts, now = self._parts, self._parts.clock()
+        parts.mind.load.first_token(self.load, now)
+        parts.waiting.poke()
+        self._prefilled(now)
+
+    def whole(self) -> None:
+        """All of the answer is there, and `end` is called next, which takes it out of prefill, too."""
+        self._prefilled(self._parts.clock())
+
+    def _prefilled(self, now: float) -> None:
+        parts, record, began_at = self._parts, self.record, self.load.began_at
+        record.first_data_s = now - began_at
+        is_approximate = self.prompt.ask.is_approximate
+        if record.trust == "estimate" and not is_approximate:
+            self._guess = parts.feeds.served(self.replica.id, self.hashes, began_at=began_at, now=now)
+        if self._hold is not None:
+            if is_approximate:
+                name = self._hold.worker
+                parts.feeds.served_approximate(self.replica, name, self.hashes, began_at=began_at, now=now)
+            parts.speculations.add(self._index.release, self._hold)
+            self._hold = None
+
+    def compare(self, usage: EngineUsage, *, is_one_of_many: bool = False) -> None:
+        """Hold the predicted hit against the engine's own word, where it gave one and there was a prediction.
+
+        is_one_of_many  it prefilled the prompt several times, and tells of one of them: not of the first
+        """
+        cached = usage.cached_tokens
+        if cached is None or not self.prompt.chains:
+            return
+        if self.prompt.ask.is_approximate:
+            # Shown, and held against nothing: blocks of an approximate prompt are not the engine's.
+            self.record.cached_tokens = None if is_one_of_many else cached
+            return
+        parts, score = self._parts, self.decision.score
+        parts.metrics.cached_tokens.value += cached
+        if is_one_of_many:
+            return
+        self.record.cached_tokens = cached
+        predicted = score.cached_tokens
+        # Behind a queue a full cache has lost the prefix before its turn comes: that says nothing about the index.
+        if predicted <= cached or score.queue_s <= _PROMPT_START_S:
+            parts.trust.compared(self.replica.id, predicted, cached, usage.prompt_tokens, parts.clock())
+        if self._guess is not None:
+            parts.feeds.answered(self._guess, cached // self.replica.block_size)
+
+    def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> float:
+        """Over, however it ended; repeats change nothing. Returns its share of the engine's seconds of decoding, 0.0
+        where that is not known.
+
+        is_error       the engine failed it
+        is_streamed    so that what came first of the answer was its first token
+        output_tokens  that the engine made of it, as far as is known
+        """
+        if self.load.ended:
+            return 0.0
+        parts, first_data_s = self._parts, self.record.first_data_s
+        now, decode_s = parts.clock(), 0.0
+        if first_data_s is None:
+            self._use.ended(0.0, 0, None, now, is_error)
+        else:
+            report = self.replica.report
+            if report.decode_tokens_per_s:
+                # A step decodes for all that run, so each is charged its share of it.
+                decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
+            work_s = self.decision.score.prefill_s + decode_s
+            self._use.ended(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)
+        parts.mind.load.end(self.load, now, is_answered=first_data_s is not None)
+        parts.waiting.poke()
+        if self._hold is not None:
+            self._index.release(self._hold)
+            self._hold = None
+        return decode_s

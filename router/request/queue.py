@@ -1,0 +1,168 @@
+"""Where requests wait for room at an engine; who goes next is the mind's choice."""
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+from typing import Generic, Protocol, TypeVar
+
+import structlog
+
+from lorafleet.service.loops import forever
+from router.core.errors import DeadlineExceeded, NoReplica, RouterError, Saturated
+from router.core.queue.admission import Bounds, Room
+from router.core.queue.fair_queue import Prompt, Ticket
+from router.core.schedule.decision import Decision
+from router.core.scheduler import Mind
+from router.fleet.usage_report import Holds
+from router.telemetry.metrics import Metrics
+
+log = structlog.get_logger()
+
+# While somebody waits: an engine's queue drains by the clock, without any event of ours.
+_LOOK_EVERY_S = 0.02
+
+
+class Displaced(Exception):
+    """Every replica that could have served a request went while it waited; others may come, or these come back."""
+
+
+class Sent(Protocol):
+    """A request on its way, which counts as load until `end`."""
+
+    def end(self) -> object: ...
+
+
+S = TypeVar("S", bound=Sent)
+
+
+class _Wait(Generic[S]):
+    """One request's wait: how it is begun, and who is told."""
+
+    def __init__(self, begin: Callable[[Decision], S]) -> None:
+        self.begin = begin
+        self.sent: asyncio.Future[S] = asyncio.get_running_loop().create_future()
+
+    def tell(self, outcome: Decision | NoReplica) -> None:
+        if self.sent.done():
+            return
+        if isinstance(outcome, NoReplica):
+            displaced = Displaced(str(outcome))
+            displaced.__cause__ = outcome
+            self.sent.set_exception(displaced)
+            return
+        try:
+            self.sent.set_result(self.begin(outcome))
+        except Exception as exc:  # noqa: BLE001  (its owner's, whatever it is: the others go on)
+            self.sent.set_exception(exc)
+
+    def undo(self) -> None:
+        """Whoever waited has left, perhaps in the very moment in which it was sent."""
+        if self.sent.done() and not self.sent.cancelled() and self.sent.exception() is None:
+            self.sent.result().end()
+
+
+def _left_s(deadline_at: float, now: float) -> float:
+    if deadline_at <= now:
+        raise DeadlineExceeded("the deadline of this request passed before it could be sent to an engine")
+    return deadline_at - now
+
+
+class WaitingRoom:
+    """Holds requests back until the mind lets them go; bounded in number, in bytes and in time."""
+
+    def __init__(
+        self,
+        mind: Mind,
+        metrics: Metrics,
+        *,
+        most_waiting: int,
+        most_wait_s: float,
+        clock: Callable[[], float],
+        most_waiting_bytes: float = inf,
+        tenant_share: float = 1.0,
+        holds: Holds | None = None,
+    ) -> None:
+        """
+        tenant_share  of `most_waiting` and of the bytes that one tenant may take
+        holds         told of each request that waited or was turned away
+        """
+        self._holds = holds or Holds()
+        self._mind = mind
+        self._metrics = metrics
+        self._most_wait_s = most_wait_s
+        self._clock = clock
+        self._poke = asyncio.Event()
+        # To be called when there may be room.
+        self.poke = self._poke.set
+        self._somebody = asyncio.Event()
+        mind.waiting.room = Room(Bounds(most_waiting, most_waiting_bytes, tenant_share))
+
+    def at_once(self, prompt: Prompt) -> Decision | None:
+        """The decision on this request if there is room for it now, which is for most of them; None: see `admitted`.
+
+        raises  NoReplica
+        """
+        now = self._clock()
+        decision = self._mind.at_once(prompt, now)
+        self._metrics.decide.observe(self._clock() - now)
+        return decision
+
+    async def admitted(self, ticket: Ticket, begin: Callable[[Decision], S]) -> S:
+        """What `begin` made of the decision, as soon as there is room for this request.
+
+        raises  NoReplica, DeadlineExceeded, and Saturated when it may not wait, or would have to wait for longer than
+                it may, at once; Displaced, Saturated and DeadlineExceeded later
+        """
+        waiting, began_at = self._mind.waiting, self._clock()
+        ticket.most_wait_s = self._most_wait_s
+        if ticket.deadline_at is not None:
+            ticket.most_wait_s = min(self._most_wait_s, _left_s(ticket.deadline_at, began_at))
+        try:
+            decision = waiting.offer(ticket, began_at)
+        except Saturated:
+            self._holds.shed(ticket.adapter, began_at)
+            raise
+        self._metrics.decide.observe(self._clock() - began_at)
+        if decision is not None:
+            return begin(decision)
+        wait = _Wait(begin)
+        ticket.payload = wait
+        self._holds.waits(ticket.adapter, began_at)
+        try:
+            self._metrics.waiting.set(len(waiting))
+            self._somebody.set()
+            async with asyncio.timeout(ticket.most_wait_s):
+                return await wait.sent
+        except TimeoutError as exc:
+            wait.undo()
+            self._holds.shed(ticket.adapter, self._clock())
+            raise self._too_late(ticket) from exc
+        except BaseException:
+            wait.undo()
+            raise
+        finally:
+            now = self._clock()
+            self._holds.waited(ticket.adapter, now - began_at, now)
+            waiting.withdraw(ticket)
+            self._metrics.waiting.set(len(waiting))
+
+    async def run(self) -> None:
+        """Let requests go as room appears, until cancelled."""
+        on_failure = self._metrics.loop_failures.labels("waiting").inc
+        await forever(self._look, name="waiting", every_s=_LOOK_EVERY_S, poke=self._poke, on_failure=on_failure)
+
+    async def _look(self) -> None:
+        if not len(self._mind.waiting):
+            self._somebody.clear()
+            await self._somebody.wait()
+        for ticket, outcome in self._mind.waiting.ready(self._clock()):
+            if isinstance(outcome, NoReplica) and outcome.__cause__ is not None:
+                log.error("a waiting request could not be decided", exc_info=outcome.__cause__)
+            wait = ticket.payload
+            assert isinstance(wait, _Wait)
+            wait.tell(outcome)
+
+    def _too_late(self, ticket: Ticket) -> RouterError:
+        if ticket.deadline_at is not None and self._clock() >= ticket.deadline_at:
+            return DeadlineExceeded("the deadline of this request passed while it waited for room at an engine")
+        return self._mind.waiting.gave_up(ticket, self._clock())

@@ -1,0 +1,500 @@
+"""read -> resolve -> tokenize -> hash -> match -> decide, one function a stage, and what they hand on."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from math import inf
+from random import getrandbits
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+from lorafleet.kv.blocks import BlockHash, adapter_salt, root_hash
+from lorafleet.service.auth import Caller
+from router.core.errors import BadBody, ModelNotFound
+from router.core.fleet import Adapter, Excluded, Incarnation, Roster
+from router.core.kv.index import WorkerId
+from router.core.queue.fair_queue import Chains, Match, Prompt, Ticket
+from router.core.resolve import Target, resolve
+from router.core.schedule.decision import NOTHING, Ask, too_short
+from router.core.scheduler import first_blocks
+from router.kv.feeds import Feeds
+from router.protocols.bodies import BOM, NOT_JSON, check_items, not_json
+from router.protocols.routes import Route, sequences_of
+from router.request.dispatched import Flight
+from router.request.engine_body import Body, asks_for_usage, refuse_steering
+from router.request.services import Parts
+from router.tokenizing.approximate import approximate_root, approximation
+from router.tokenizing.tokenizers import NO_TOKENS, Slowly, Source, Tokens
+
+# How long its client will wait for the whole answer, in seconds.
+TIMEOUT_HEADER = "x-lorafleet-timeout-s"
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# A longer name of a session is kept by its hash: a thousand decisions remember theirs.
+_LONGEST_SESSION = 200
+# Each step of an adapter's priority doubles its share of its tenant's time, up to so many.
+_MOST_PRIORITY = 3
+
+# How long the answer may get, by chats, completions and messages, and by responses.
+_ANSWER_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+_decode_body = msgspec.json.Decoder(Body).decode
+_decode_any = msgspec.json.Decoder().decode
+_decode_number = msgspec.json.Decoder(int).decode
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A request as read: the raw fields to send on, and those that were decoded to decide on.
+
+    target       path and query to ask the engine for
+    hides_usage  we ask the engine for the usage of a stream; the client did not, and does not see it
+    sequences    that an engine makes of it, see `sequences_of`
+    size_bytes   of its body: what it holds while it waits
+    deadline_at  when nobody wants its answer any more, by Parts.clock
+    forwarded    header lines for the engine: where its trace belongs
+    """
+
+    request_id: str
+    route: Route
+    target: bytes
+    fields: Body
+    decoded: Mapping[str, Any]
+    streamed: bool
+    hides_usage: bool
+    read_at: float
+    sequences: int = 1
+    size_bytes: int = 0
+    session: str = ""
+    priority: float = 0.0
+    deadline_at: float | None = None
+    forwarded: bytes = b""
+
+
+def read(
+    parts: Parts,
+    request_id: str,
+    route: Route,
+    raw: bytes,
+    *,
+    target: bytes = b"",
+    session: str | None = None,
+    timeout: str | None = None,
+    forwarded: bytes = b"",
+) -> Question:
+    """The request, its body parsed no deeper than a decision needs.
+
+    target   path and query; empty: the route's own
+    session  whose it is, by a header; without one the body's `user`
+    timeout  how long its client will wait, in seconds, as a header had it
+    raises   BadBody
+    """
+    read_at = parts.clock()
+    fields: Body = {}
+    decoded: dict[str, Any] = {}
+    if route.has_body:
+        check_items(raw, parts.config.max_body_items)
+        try:
+            fields = _decode_body(raw.removeprefix(BOM))
+            decoded = {name: _decode_any(fields[name]) for name in route.fields.intersection(fields)}
+        except NOT_JSON as exc:
+            raise not_json(raw, exc) from exc
+        refuse_steering(fields, decoded.get("vllm_xargs"))
+    sequences = 1
+    if route.lists or "n" in decoded:
+        sequences = sequences_of(route, decoded)
+        if route.generates and sequences > parts.config.max_sequences:
+            raise BadBody(
+                f"this asks for {sequences} answers at once (n, for each of its prompts), and at most"
+                f" {parts.config.max_sequences} may be asked for: send several requests",
+                param="n" if "n" in decoded else route.lists[0],
+            )
+        if decoded.get("use_beam_search"):
+            sequences = 1  # vLLM 0.32 runs a request for each token of each beam, and counts none of them
+    streamed = route.streams and decoded.get("stream") is True
+    user, priority = decoded.get("user"), decoded.get("priority")
+    return Question(
+        request_id,
+        route,
+        target or route.path.encode(),
+        fields,
+        decoded,
+        streamed,
+        # Predictions are held against the engine's own word, and a stream has that only where somebody asks.
+        streamed and route.hides_usage and not asks_for_usage(decoded.get("stream_options")),
+        read_at,
+        sequences,
+        len(raw),
+        _session(session or (user if isinstance(user, str) else "")),
+        priority if isinstance(priority, int | float) else 0.0,
+        None if timeout is None else read_at + _timeout_s(timeout),
+        forwarded,
+    )
+
+
+def digest_of(question: Question) -> int:
+    """The same for a request that is sent again, under another id or not."""
+    found = xxh3_128(question.route.path.encode())
+    for name, raw in question.fields.items():
+        if name != "request_id":
+            found.update(name.encode())
+            found.update(raw)
+    return found.intdigest()
+
+
+def _timeout_s(named: str) -> float:
+    try:
+        timeout_s = float(named)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s < inf:
+        raise BadBody(f"{TIMEOUT_HEADER} must be seconds above 0, such as 30 or 2.5; found {named!r}")
+    return timeout_s
+
+
+def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
+    """resolve and authorise: what the caller may not use does not exist for it."""
+    if not parts.discovery.has_catalog:
+        raise parts.discovery.no_catalog()
+    try:
+        target = resolve(
+            parts.discovery.fleet,
+            model=question.decoded.get("model"),
+            lora_id=question.decoded.get("lora_id"),
+            visible=lambda adapter: caller.may_use(adapter.tenants),
+            rng=parts.mind.rng,
+            session=question.session,
+        )
+    except ModelNotFound:
+        parts.discovery.check_heard()
+        raise
+    # Where an adapter is but a name, its base model does the same, and nothing need be loaded.
+    return target if question.route.adapter == "runs" else Target(target.base_model, None, target.asked)
+
+
+async def tokenize(parts: Parts, target: Target, question: Question) -> Tokens:
+    """The prompt's token ids, or an approximation of a prompt that only its engine can tokenize."""
+    found = tokenize_at_once(parts, target, question)
+    return found if isinstance(found, Tokens) else await found()
+
+
+def tokenize_at_once(parts: Parts, target: Target, question: Question) -> Tokens | Slowly:
+    """As `tokenize`; or what makes them, where they must be waited for."""
+    kind = question.route.prompt
+    began_at = parts.clock()
+    replica = parts.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
+    if replica is None:
+        return _tokens(parts, question, NO_TOKENS, began_at)
+    found = parts.tokenizers.at_once(
+        question.decoded,
+        base_model=target.base_model,
+        engine_url=replica.engine_url,
+        kind=kind,
+        max_model_len=parts.discovery.fleet.roster(target.base_model).max_model_len,
+    )
+    if not isinstance(found, Tokens):
+        return partial(_tokenized, parts, question, found, began_at)
+    return _tokens(parts, question, found, began_at)
+
+
+async def _tokenized(parts: Parts, question: Question, slowly: Slowly, began_at: float) -> Tokens:
+    return _tokens(parts, question, await slowly(), began_at)
+
+
+def _tokens(parts: Parts, question: Question, found: Tokens, began_at: float) -> Tokens:
+    """What was found, or in the place of no ids an approximation of the prompt."""
+    route = question.route
+    if found.ids is None and route.computes and parts.config.tokenizer != "off":
+        made = approximation(question.fields, question.decoded, question.size_bytes)
+        if made is not None:
+            found = Tokens(None, "approximate", approximation=made)
+    if found is not NO_TOKENS or route.prompt != "none":
+        parts.metrics.tokenize.labels(found.source).observe(parts.clock() - began_at)
+    return found
+
+
+def warm_at_once(parts: Parts, target: Target) -> Target | None:
+    """The target with an adapter that some replica holds; None: see `warm`."""
+    if target.adapter is None:
+        return target
+    adapter = parts.cold.resident(target.adapter.lora_id)
+    return None if adapter is None else _held(target, adapter)
+
+
+async def warm(
+    parts: Parts,
+    caller: Caller,
+    target: Target,
+    question: Question,
+    excluded: Callable[[], Excluded],
+    *,
+    tokens: Tokens | None = None,
+    is_displaced: bool = False,
+) -> Target:
+    """The target with an adapter that some replica holds; waits for a cold one, and for one whose holders died.
+
+    excluded      what failed this request, as things stand
+    tokens        of its prompt, where they are known: what does not take so many is not waited for
+    is_displaced  every replica went while it waited for room: the base model's is waited for, too
+    """
+
+    def unfit() -> Excluded:
+        return excluded() | _too_short(parts, target, question, tokens)
+
+    if target.adapter is None:
+        if excluded() or is_displaced:
+            await _until_back(parts, target.base_model, unfit)
+        return target
+    adapter = await parts.cold.until_resident(
+        target.adapter.lora_id,
+        unfit,
+        tenant=caller.tenant or "",
+        size_bytes=question.size_bytes,
+        deadline_at=question.deadline_at,
+        is_displaced=is_displaced,
+    )
+    return _held(target, adapter)
+
+
+def _held(target: Target, adapter: Adapter) -> Target:
+    if adapter is target.adapter:
+        return target
+    return Target(adapter.base_model or target.base_model, adapter, target.asked)
+
+
+def _too_short(parts: Parts, target: Target, question: Question, tokens: Tokens | None) -> Excluded:
+    """What takes less than this request may come to, where something else takes it."""
+    roster, adapter = parts.discovery.fleet.roster(target.base_model), target.adapter
+    if tokens is None or tokens.ids is None or not roster.is_uneven:
+        return frozenset()
+    engine_name = (adapter.engine_name or "") if adapter is not None else ""
+    ask = Ask(target.base_model, engine_name, 0, total_tokens=_total(question, len(tokens.ids), roster))
+    return frozenset([r.incarnation for i, r in enumerate(roster.replicas) if too_short(roster, i, ask)])
+
+
+async def _until_back(parts: Parts, base_model: str, unfit: Callable[[], Excluded]) -> None:
+    """Wait for a replica that may serve this request, or for one that failed it to have started again."""
+
+    def is_back() -> bool:
+        replicas, barred = parts.discovery.fleet.roster(base_model).replicas, unfit()
+        return any(r.state == "ready" and r.incarnation not in barred for r in replicas)
+
+    await parts.discovery.changes.until(is_back, timeout_s=parts.config.failover_wait_s)
+
+
+def asked(
+    parts: Parts,
+    target: Target,
+    question: Question,
+    tokens: Tokens,
+    excluded: Excluded = frozenset(),
+    only: Incarnation | None = None,
+) -> Prompt:
+    """hash: what the choice of a replica depends on, with the prompt's blocks at every block size of its fleet."""
+    adapter, approximated = target.adapter, tokens.approximation
+    roster = parts.discovery.fleet.roster(target.base_model)
+    engine_name = (adapter.engine_name or "") if adapter is not None else ""
+    chains: Chains = NOTHING
+    salted: Chains = NOTHING
+    conversation = 0
+    if tokens is not NO_TOKENS and reads_cache(question):
+        given = question.decoded.get("cache_salt")
+        salt = given if isinstance(given, str) else ""
+        root = root_hash(target.base_model, engine_name, salt)
+        if approximated is not None:
+            root = approximate_root(root)
+            conversation = approximated.conversation(root)
+            chains = {block_size: approximated.chain(block_size, root) for block_size in roster.block_sizes}
+        elif tokens.ids is not None:
+            chains = _chains(parts, tokens, root, roster.block_sizes)
+            if roster.salted and (engine_name or salt):
+                root = root_hash(target.base_model, engine_name, adapter_salt(engine_name, salt))
+                salted = _chains(parts, tokens, root, roster.salted_block_sizes)
+    prompt_tokens = sized(roster, question, tokens)
+    total_tokens = _total(question, len(tokens.ids), roster) if tokens.ids is not None and roster.is_uneven else 0
+    ask = Ask(
+        target.base_model,
+        engine_name,
+        prompt_tokens,
+        excluded,
+        question.session,
+        conversation or first_blocks(chains),
+        only,
+        question.sequences,
+        total_tokens,
+        approximated is not None,
+    )
+    return Prompt(ask, chains, salted, roster.salted) if salted else Prompt(ask, chains)
+
+
+def _chains(parts: Parts, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> Chains:
+    assert tokens.ids is not None
+    return {
+        block_size: parts.chains.chain(tokens.ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept)
+        for block_size in block_sizes
+    }
+
+
+def _total(question: Question, prompt_tokens: int, roster: Roster) -> int:
+    """Tokens that a request may come to: its prompt, and the answer that it asks for, or at least one token. What comes
+    to more than any engine takes is for one that takes most: it says so, or cuts the answer.
+    """
+    wanted = (_number(question.fields.get(name)) for name in _ANSWER_TOKENS)
+    return min(prompt_tokens + max(1, next(filter(None, wanted), 1)), roster.max_model_len)
+
+
+def _number(raw: msgspec.Raw | None) -> int:
+    try:
+        return 0 if raw is None else _decode_number(raw)
+    except ValueError:
+        return 0  # for the engine to refuse
+
+
+def reads_cache(question: Question) -> bool:
+    """Whether an engine looks for what it has cached: for the log probabilities of the prompt itself vLLM 0.32
+    computes all of it (sampling_params.py skip_reading_prefix_cache).
+    """
+    decoded = question.decoded
+    if decoded.get("prompt_logprobs") is not None:
+        return False
+    if not decoded.get("echo"):
+        return True
+    # Then it takes those of the answer for the prompt's, too: 0 of them, where a chat does not say, or says null.
+    return question.route.prompt == "completion" and decoded.get("logprobs") is None
+
+
+def is_one_of_many(question: Question) -> bool:
+    """Whether an engine prefills the prompt several times, and tells of one of them what it had cached."""
+    return question.sequences > 1 or bool(question.decoded.get("use_beam_search"))
+
+
+def sized(roster: Roster, question: Question, tokens: Tokens) -> int:
+    """How many tokens an engine of these would prefill at most. What is longer than it takes it refuses at once.
+
+    Where nobody could tokenize the prompt: four bytes a token, near enough to compare replicas by their queues. Behind
+    as many as a book has everybody else would be refused.
+    """
+    if not question.route.computes:
+        return 0
+    ids, most = tokens.ids, roster.max_model_len
+    if ids is not None:
+        found = len(ids)
+    else:
+        found = tokens.approximation.tokens if tokens.approximation is not None else question.size_bytes // 4
+        # A batch is several prompts, each as long as one may be.
+        if question.route.prompt == "none":
+            return found
+        batch = question.decoded.get("prompt")
+        if isinstance(batch, list):
+            most *= max(1, len(batch))
+    return most if 0 < most < found else found
+
+
+def match(feeds: Feeds, prompt: Prompt) -> Match:
+    """Every replica's contiguous cached blocks, at its own block size, and salted where its prompts are."""
+    ask, salted_at = prompt.ask, prompt.salted_at
+    of = partial(feeds.match_approximate, conversation=ask.first_blocks) if ask.is_approximate else feeds.match
+    if len(prompt.chains) == 1 and not prompt.salted:
+        ((block_size, chain),) = prompt.chains.items()
+        return of(ask.base_model, block_size, chain)
+    found = [of(ask.base_model, block_size, chain) for block_size, chain in prompt.chains.items()]
+    if prompt.salted:
+        # What a salted worker has of unsalted prompts came from elsewhere, and no request finds it.
+        found = [_of(matched, lambda worker: worker not in salted_at) for matched in found]
+        salted = [feeds.match(ask.base_model, block_size, chain) for block_size, chain in prompt.salted.items()]
+        found += [_of(matched, salted_at.__contains__) for matched in salted]
+    whole = Match()
+    for matched in found:
+        whole = Match(
+            {**whole.depths, **matched.depths}, {**whole.lower, **matched.lower}, {**whole.ranks, **matched.ranks}
+        )
+    return whole
+
+
+def _of(matched: Match, is_one: Callable[[WorkerId], bool]) -> Match:
+    """The match of some of the workers."""
+    return Match(
+        {worker: blocks for worker, blocks in matched.depths.items() if is_one(worker)},
+        {worker: blocks for worker, blocks in matched.lower.items() if is_one(worker)},
+        {worker: rank for worker, rank in matched.ranks.items() if is_one(worker)},
+    )
+
+
+def decided_at_once(
+    parts: Parts, target: Target, question: Question, prompt: Prompt, tokens_from: Source
+) -> Flight | None:
+    """match and decide: the request is then on its way. None when there is no room for it now: see `decided`.
+
+    raises  NoReplica
+    """
+    began_at = parts.clock()
+    # What takes no room waits for none.
+    computes = question.route.computes
+    decision = parts.waiting.at_once(prompt) if computes else parts.mind.decide(prompt, began_at)
+    if decision is None:
+        return None
+    return Flight(parts, question.request_id, target, prompt, tokens_from, began_at, question.streamed, decision)
+
+
+async def decided(
+    parts: Parts,
+    caller: Caller,
+    target: Target,
+    question: Question,
+    prompt: Prompt,
+    tokens_from: Source,
+    *,
+    is_again: bool = False,
+) -> Flight:
+    """match and decide, when there is room: the request is then on its way.
+
+    is_again  it was sent before, and failed there
+    raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
+    """
+    began_at = parts.clock()
+    begin = partial(Flight, parts, question.request_id, target, prompt, tokens_from, began_at, question.streamed)
+    if is_again or not question.route.computes:
+        # One that failed somewhere has waited its turn already: what failed it must not cost it another.
+        return begin(parts.mind.decide(prompt, began_at))
+    adapter = target.adapter
+    ticket = Ticket(
+        prompt=prompt,
+        tenant=caller.tenant or "",
+        adapter=adapter.lora_id if adapter else "",
+        weight=_weight(adapter),
+        priority=question.priority,
+        size_bytes=question.size_bytes,
+        deadline_at=question.deadline_at,
+    )
+    return await parts.waiting.admitted(ticket, begin)
+
+
+def answered(parts: Parts, caller: Caller, target: Target, decode_s: float) -> None:
+    """An answer is over that took its engine so many seconds besides its prefill: its tenant has had them."""
+    waiting, adapter = parts.mind.waiting, target.adapter
+    if decode_s and waiting:
+        waiting.answered(caller.tenant or "", adapter.lora_id if adapter else "", _weight(adapter), decode_s)
+
+
+def _weight(adapter: Adapter | None) -> float:
+    return 1.0 if adapter is None else 2.0 ** max(-_MOST_PRIORITY, min(_MOST_PRIORITY, adapter.priority))
+
+
+def _session(named: str) -> str:
+    return named if len(named) <= _LONGEST_SESSION else xxh3_128_hexdigest(named.encode())
+
+
+def shown_cached_tokens(parts: Parts, caller: Caller, flight: Flight) -> int:
+    """The predicted hit as far as this caller's tenant has earned it: a hit on a neighbour's prompt would betray it."""
+    cached_tokens = flight.predicted_tokens
+    if caller.tenant is None or flight.prompt.ask.is_approximate:
+        return cached_tokens
+    own_blocks = parts.credit.depth(caller.tenant, flight.hashes)
+    parts.credit.sent(caller.tenant, flight.hashes)
+    return min(cached_tokens, own_blocks * flight.replica.block_size)
+
+
+def request_id(given: str | None) -> str:
+    """The client's own where it is a plain one, else a new one."""
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else f"{getrandbits(128):032x}"

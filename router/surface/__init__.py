@@ -1,1 +1,0 @@
-"""What clients may call, as tables and pure functions: routes, prompts, usage, stored responses, `/generate`."""

@@ -1,0 +1,4 @@
+"""Metrics and traces of the router.
+
+Imports no other room.
+"""

@@ -1,0 +1,71 @@
+"""Traces as OpenTelemetry's spans, over OTLP. Needs the extra `tracing`; imported only where tracing is on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from router.telemetry.tracing import Trace
+
+_SCOPE = InstrumentationScope("lorafleet.router")
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_ERROR = Status(StatusCode.ERROR)
+_FINE = Status(StatusCode.UNSET)
+
+
+class OtlpSender:
+    """Sends traces to one collector; blocks while it does."""
+
+    def __init__(self, url: str | None, resource: Mapping[str, str]) -> None:
+        """`url` ends with /v1/traces; None: the one in the environment. So are headers, certificates and timeouts."""
+        self._exporter = OTLPSpanExporter(endpoint=url)
+        self._resource = Resource.create(dict(resource))
+
+    def send(self, traces: Sequence[Trace]) -> bool:
+        """Whether the collector took them; it is tried again until OTEL_EXPORTER_OTLP_TIMEOUT (10 s) has passed."""
+        spans = [span for trace in traces for span in self._spans(trace)]
+        return self._exporter.export(spans) is SpanExportResult.SUCCESS
+
+    def close(self) -> None:
+        """End a send that is under way, too."""
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+    def _spans(self, trace: Trace) -> Iterator[ReadableSpan]:
+        root = _context(trace.trace_id, trace.span_id)
+        yield ReadableSpan(
+            f"{trace.method} {trace.path}",
+            context=root,
+            parent=None if trace.parent_id is None else _context(trace.trace_id, trace.parent_id, is_remote=True),
+            resource=self._resource,
+            attributes={"http.request.method": trace.method, "http.route": trace.path, **trace.attributes},
+            kind=SpanKind.SERVER,
+            status=_ERROR if trace.is_error else _FINE,
+            start_time=trace.wall_ns(trace.began_at),
+            end_time=trace.ended_wall_ns,
+            instrumentation_scope=_SCOPE,
+        )
+        begins = [at for _name, at, _about in trace.marks]
+        for number, ((name, at, about), until) in enumerate(
+            zip(trace.marks, [*begins[1:], trace.ended_at], strict=False), start=1
+        ):
+            yield ReadableSpan(
+                name,
+                # Any number that no other span of the trace has will do; nobody outside has heard of a stage's.
+                context=_context(trace.trace_id, (trace.span_id + number) % 2**64 or 1),
+                parent=root,
+                resource=self._resource,
+                attributes=about,
+                status=_ERROR if about and "error.type" in about else _FINE,
+                # The time at which a request came is of a coarser clock, and may be a little late.
+                start_time=trace.wall_ns(max(at, trace.began_at)),
+                end_time=trace.wall_ns(max(until, trace.began_at)),
+                instrumentation_scope=_SCOPE,
+            )
+
+
+def _context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanContext:
+    return SpanContext(trace_id, span_id, is_remote=is_remote, trace_flags=_SAMPLED)

@@ -1,0 +1,94 @@
+"""The agent's events: numbered from 1 in each boot, kept in a bounded buffer, streamed to any number of readers."""
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+from lorafleet.service.loops import Changes
+from workers.core.errors import RequestError
+from workers.wire import AgentEvent, AgentEventType
+
+
+class Events:
+    """One writer, many readers. A reader too slow for the buffer is told to start over."""
+
+    def __init__(
+        self, *, boot_id: str, size: int, now: Callable[[], str], listen: Callable[[AgentEvent], None] = lambda _: None
+    ) -> None:
+        """`listen` hears each event in the event loop; it must be quick and raise nothing."""
+        self._boot_id = boot_id
+        self._now = now
+        self._listen = listen
+        self._kept: deque[AgentEvent] = deque(maxlen=size)
+        self._changes = Changes()
+        self._last = 0
+        self._is_closed = False
+
+    def add(
+        self,
+        kind: AgentEventType,
+        *,
+        lora_id: str | None = None,
+        digest: str | None = None,
+        engine_name: str | None = None,
+        error: str | None = None,
+        source: str | None = None,
+        done_bytes: int | None = None,
+        total_bytes: int | None = None,
+    ) -> None:
+        self._last += 1
+        event = AgentEvent(
+            id=self._last,
+            type=kind,
+            at=self._now(),
+            lora_id=lora_id,
+            digest=digest,
+            engine_name=engine_name,
+            error=error,
+            source=source,
+            done_bytes=done_bytes,
+            total_bytes=total_bytes,
+        )
+        self._kept.append(event)
+        self._changes.notify()
+        self._listen(event)
+
+    def close(self) -> None:
+        """End every stream."""
+        self._is_closed = True
+        self._changes.notify()
+
+    def position(self, last_event_id: str | None) -> int:
+        """The number after which a reader goes on: now, without an id.
+
+        raises RequestError `events_gone` when the id is another boot's, or has left the buffer
+        """
+        if not last_event_id:
+            return self._last
+        boot, _, number = last_event_id.rpartition(":")
+        oldest = self._last - len(self._kept)
+        is_number = number.isascii() and number.isdigit() and len(number) < 20  # int() refuses thousands of digits
+        is_ours = boot in {"", self._boot_id} and is_number
+        if not is_ours or not oldest <= int(number) <= self._last:
+            raise RequestError(
+                "events_gone",
+                f"no events after {last_event_id[:100]!r} here (this boot's {oldest} to {self._last} are kept);"
+                " read /metadata, then connect without Last-Event-ID",
+                param="last-event-id",
+            )
+        return int(number)
+
+    async def stream(self, after: int, *, keep_alive_s: float) -> AsyncIterator[str]:
+        """Server-sent events after that number, for ever; comments as signs of life. Ids are `boot_id:number`."""
+        yield ": connected\n\n"
+        while not self._is_closed:
+            if after < self._last - len(self._kept):
+                return  # fell behind: the reader reconnects and is told that its place is gone
+            for event in [event for event in self._kept if event.id > after]:
+                after = event.id
+                yield f"id: {self._boot_id}:{event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
+            if not await self._changes.until(partial(self._has_news, after), timeout_s=keep_alive_s):
+                yield ": keep-alive\n\n"
+
+    def _has_news(self, after: int) -> bool:
+        return self._is_closed or self._last > after

@@ -1,0 +1,409 @@
+"""What this worker holds and tells: records, the engine's slots, loads under way, the latest failures."""
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import islice
+from statistics import median
+
+import structlog
+
+from lorafleet.kv.connectors import NO_CONNECTOR, Judgement
+from lorafleet.service.loops import Changes
+from workers.agent.events import Events
+from workers.agent.records import Record, Records
+from workers.config import WorkerSettings
+from workers.core.errors import EngineError, WorkerError
+from workers.core.slots import Slots
+from workers.metrics import Metrics
+from workers.sources.base import Progress
+from workers.storage.cache import Cache
+from workers.storage.local_adapters import Library
+from workers.wire import (
+    AgentEventType,
+    AvailableLora,
+    LoadedLora,
+    LoadRequest,
+    LoraCapacity,
+    LoraInfo,
+    engine_name,
+)
+
+log = structlog.get_logger()
+
+_FAILURES_KEPT = 64
+_LOADS_KEPT = 32
+_AVAILABLE_TOLD = 100
+
+
+def timestamp() -> str:
+    """Now, as the wire has times."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class Residency:
+    """The event loop is the only writer. `changes` wakes whoever tells others; `version` grows with each change."""
+
+    def __init__(
+        self,
+        *,
+        settings: WorkerSettings,
+        cache: Cache,
+        library: Library,
+        records: Records,
+        events: Events,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.records = records
+        self.events = events
+        self.changes = Changes()
+        self.version = 0
+        self.slots = Slots(settings.max_loras, settings.max_cpu_loras)
+        self.judgement: Judgement = NO_CONNECTOR
+        """What the engine's KV connector allows."""
+        self._settings = settings
+        self._cache = cache
+        self._library = library
+        self._metrics = metrics
+        self._clock = clock
+        self._listed_at: float | None = None
+        self._progress: dict[str, LoadedLora] = {}
+        self._failures: OrderedDict[str, LoadedLora] = OrderedDict()
+        self._summed: tuple[tuple[int, int], tuple[int, str]] = ((-1, -1), (0, ""))
+
+    def changed(self) -> None:
+        self.version += 1
+        self.changes.notify()
+
+    # --- what happened -------------------------------------------------------------------------------------------
+
+    def begin(self, *, keeps_ghosts: bool = True) -> None:
+        """An engine that holds nothing. `keeps_ghosts`: as its traits have it."""
+        self.slots = Slots(self._settings.max_loras, self._settings.max_cpu_loras, keeps_ghosts=keeps_ghosts)
+        self._listed_at = None
+
+    def agreed(self, at_s: float) -> None:
+        """The engine's own list, asked for at this time by our clock, had what we say that it holds."""
+        self._listed_at = at_s
+
+    def found(self, name: str) -> None:
+        """The engine lists this name already: one that an agent loaded and died before it could note it, perhaps."""
+        self.slots = self.slots.loaded(name)
+        record = self.records.get(name)
+        if record is not None and not record.is_loaded:
+            self.records.put(replace(record, is_loaded=True))
+
+    def remember(self, record: Record) -> Record:
+        """Files that are installed and verified; what an older record of them knows is kept."""
+        self.events.add(
+            "DOWNLOADED_TO_DISK",
+            lora_id=record.lora_id,
+            digest=record.digest,
+            engine_name=record.engine_name,
+            source=record.pinned_source,
+        )
+        known = self.records.get(record.engine_name)
+        if known is not None:
+            record = replace(
+                known,
+                source=record.source,
+                pinned_source=record.pinned_source,
+                path=record.path,
+                base_model=record.base_model,
+            )
+        return self.records.put(record)
+
+    def downloading(self, lora_id: str, progress: Progress) -> None:
+        """How far a fetch is."""
+        self.events.add(
+            "DOWNLOADING", lora_id=lora_id, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
+        )
+
+    def loaded_now(self, record: Record, *, load_seconds: float | None) -> Record:
+        """The engine has taken it."""
+        order = self.records.next_order()
+        record = replace(record, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
+        return self._announce(self.records.put(record))
+
+    def loaded_again(self, record: Record, *, load_seconds: float) -> None:
+        """The engine, started again, has taken back what the record had: nothing has to be written for that."""
+        known = self.records.get(record.engine_name)
+        record = replace(record, loaded_at=timestamp(), load_seconds=load_seconds)
+        if known is None or known.path != record.path:
+            self.records.put(record)
+        else:
+            self.records.keep(record)
+        self._announce(record)
+
+    def _announce(self, record: Record) -> Record:
+        self.slots = self.slots.loaded(record.engine_name)
+        self._failures.pop(record.lora_id, None)
+        self._progress.pop(record.lora_id, None)
+        self.events.add(
+            "LOADED_TO_DEVICE", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+        )
+        self.changed()
+        return record
+
+    def unloaded_now(self, record: Record) -> None:
+        """The engine has given it up; the record may still want it."""
+        self.slots = self.slots.unloaded(record.engine_name)
+        self.events.add(
+            "UNLOADED_FROM_DEVICE", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+        )
+        self.changed()
+
+    def forget_load(self, record: Record) -> None:
+        """No restart shall load it again."""
+        self.records.put(replace(self.records.get(record.engine_name) or record, is_loaded=False))
+
+    def deleted(self, digests: Collection[str]) -> None:
+        """Their files are gone from the cache, and with them what nobody wants to load."""
+        if not digests:
+            return
+        self._metrics.cache_deleted.inc(len(digests))
+        forgotten = frozenset(digests) - self.wanted()
+        for record in self.records.all():
+            if record.digest in forgotten:
+                self.records.remove(record)
+                self.events.add(
+                    "DELETED_FROM_DISK", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+                )
+        self.changed()
+
+    def wanted(self) -> frozenset[str]:
+        """Digests whose files must stay: in the engine, to be there after a restart, or on the way."""
+        held = [
+            record.digest for record in self.records.all() if record.is_loaded or self.slots.has(record.engine_name)
+        ]
+        return frozenset((*held, *(item.digest for item in self._progress.values() if item.digest)))
+
+    def correct(self, listed: set[str]) -> None:
+        """Put the record right where the engine's own list differs."""
+        for name in self.slots.registered - listed:
+            self.slots = self.slots.unloaded(name)
+        for name in listed - self.slots.registered:
+            self.slots = self.slots.loaded(name)
+        for record in self.records.all():
+            if record.is_loaded == (record.engine_name in listed):
+                continue
+            kind: AgentEventType = "LOADED_TO_DEVICE" if record.engine_name in listed else "UNLOADED_FROM_DEVICE"
+            log.warning("the engine's list differs from the record", engine_name=record.engine_name, found=kind)
+            self.records.put(replace(record, is_loaded=record.engine_name in listed))
+            self.events.add(kind, lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name)
+        self.changed()
+
+    def show(self, lora_id: str, digest: str, state: str) -> None:
+        """A load's stage, for whoever looks; the engine's own word stands where it has the adapter."""
+        name = engine_name(lora_id, digest) if digest else ""
+        if self.slots.has(name):
+            return
+        self._progress[lora_id] = LoadedLora.model_validate(
+            {
+                "lora_id": lora_id,
+                "digest": digest,
+                "engine_name": name,
+                "state": state,
+                "location": "remote" if state == "downloading" else "disk",
+            }
+        )
+        self.changed()
+
+    @contextmanager
+    def reported(self, request: LoadRequest) -> Iterator[None]:
+        """A load whose failure is kept for those who ask later."""
+        try:
+            yield
+        except WorkerError as exc:
+            self.failed(request.lora_id, request.digest or "", exc)
+            raise
+        finally:
+            self._progress.pop(request.lora_id, None)
+
+    def failed(self, lora_id: str, digest: str, exc: WorkerError) -> None:
+        """A load that failed: logged, counted, told."""
+        name = engine_name(lora_id, digest) if digest else ""
+        log.warning("load failed", lora_id=lora_id, code=exc.code, error=str(exc))
+        self._metrics.load_failures.labels(exc.code).inc()
+        self.events.add("LOAD_FAILED", lora_id=lora_id, digest=digest or None, error=f"{exc.code}: {exc}")
+        # A full worker says nothing about the adapter, and neither does a caller who wants it no more.
+        if exc.code not in {"no_free_slot", "cancelled"} and not self.slots.has(name):
+            self._failures[lora_id] = LoadedLora(
+                lora_id=lora_id, digest=digest, engine_name=name, state="failed", location="disk", error=str(exc)
+            )
+            while len(self._failures) > _FAILURES_KEPT:
+                self._failures.popitem(last=False)
+        self.changed()
+
+    def used(self, names: Collection[str]) -> None:
+        """Requests ran on these: they move up in the engine's LRU."""
+        for name in names:
+            self.slots = self.slots.used(name)
+
+    # --- slots ---------------------------------------------------------------------------------------------------
+
+    def has_room(self, evict: str | None) -> bool:
+        return self.slots.free > 0 or self.victim(evict) is not None
+
+    def victim(self, evict: str | None) -> Record | None:
+        """The loaded adapter that the caller named, by lora_id or engine name."""
+        return next((record for record in self.resident() if evict in {record.engine_name, record.lora_id}), None)
+
+    def no_free_slot(self) -> EngineError:
+        # A router that asked for a tenant tells it this, so it names no adapter: they may be others' own.
+        return EngineError(
+            "no_free_slot",
+            f"all {self._settings.max_cpu_loras} adapter slots are taken; unload one of GET /v1/admin/loras,"
+            " or name a victim that is loaded with `evict`",
+        )
+
+    def resident(self) -> list[Record]:
+        """Records of what the engine holds."""
+        return [record for record in self.records.all() if self.slots.has(record.engine_name)]
+
+    def measure(self) -> None:
+        """Bring the gauges up to date."""
+        resident = self.resident()
+        self._metrics.loaded.set(len(self.slots.registered))
+        self._metrics.ghosts.set(self.slots.ghosts)
+        self._metrics.resident((each.lora_id, each.size_bytes, each.request_count) for each in resident)
+
+    # --- what is told --------------------------------------------------------------------------------------------
+
+    def info(self) -> LoraInfo:
+        """The adapters' part of the metadata."""
+        settings, slots, refusal = self._settings, self.slots, self.judgement.refusal
+        count, digest = self._summary()
+        return LoraInfo(
+            enabled=not refusal,
+            max_loras=settings.max_loras,
+            max_cpu_loras=settings.max_cpu_loras,
+            max_lora_rank=settings.max_lora_rank,
+            available_loras=tuple(islice(self.available(), _AVAILABLE_TOLD)),
+            available_count=count,
+            available_digest=digest,
+            loaded_loras=self.loaded(),
+            list_age_s=None if self._listed_at is None else self._clock() - self._listed_at,
+            refusal=refusal,
+            is_salted=self.judgement.separation == "salted",
+            capacity=LoraCapacity(
+                loaded_count=len(slots.registered),
+                available_slots=0 if refusal else slots.free,
+                device_slots=settings.max_loras,
+                host_slots=settings.max_cpu_loras,
+                ghosts=slots.ghosts,
+                disk_free_bytes=self._cache.free_bytes,
+            ),
+        )
+
+    def loaded(self) -> tuple[LoadedLora, ...]:
+        """In the engine, on the way there, or failed; unknown names that the engine lists come without a digest."""
+        resident = self.resident()
+        known = {record.engine_name for record in resident}
+        strangers = [
+            LoadedLora(lora_id=name, digest="", engine_name=name, state="ready", location=self.slots.location(name))
+            for name in sorted(self.slots.registered - known)
+        ]
+        return (*map(self.loaded_of, resident), *strangers, *self._progress.values(), *self._failures.values())
+
+    def available(self) -> Iterator[AvailableLora]:
+        """Adapters whose verified files are on this disk, latest load first, then those of the folder alone."""
+        cached = set()
+        for record in reversed(self.records.all()):
+            cached.add((record.lora_id, record.digest))
+            yield self.available_of(record)
+        for item in self._library.adapters:
+            if item.manifest is not None and (item.lora_id, item.manifest.digest) not in cached:
+                yield AvailableLora(
+                    lora_id=item.lora_id,
+                    path=str(item.path),
+                    base_model=item.manifest.base_model,
+                    rank=item.manifest.rank,
+                    digest=item.manifest.digest,
+                    size_bytes=item.manifest.size_bytes,
+                )
+
+    def _summary(self) -> tuple[int, str]:
+        """How many are on this disk, and a digest of which. Made anew only when one comes or goes: it costs 15 ms
+        at 5,000, and a heartbeat follows each step of a load."""
+        known = (self.records.revision, self._library.revision)
+        if self._summed[0] != known:
+            names = {f"{record.lora_id}@{record.digest}" for record in self.records.all()}
+            names |= {f"{item.lora_id}@{item.manifest.digest}" for item in self._library.adapters if item.manifest}
+            digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:16]
+            self._summed = (known, (len(names), digest))
+        return self._summed[1]
+
+    def catalog(self) -> tuple[AvailableLora | LoadedLora, ...]:
+        """One item a lora_id: in the engine before on disk before failed."""
+        items: dict[str, AvailableLora | LoadedLora] = {
+            shelved.lora_id: LoadedLora(
+                lora_id=shelved.lora_id,
+                digest="",
+                engine_name="",
+                state="failed",
+                location="disk",
+                path=str(shelved.path),
+                error=shelved.error,
+            )
+            for shelved in self._library.adapters
+            if shelved.manifest is None
+        }
+        items |= {item.lora_id: item for item in self.loaded() if item.state == "failed"}
+        items |= {item.lora_id: item for item in reversed(tuple(self.available()))}
+        items |= {item.lora_id: item for item in self.loaded() if item.state != "failed"}
+        return tuple(items[lora_id] for lora_id in sorted(items))
+
+    def load_seconds(self) -> float:
+        """The middle of the latest loads, one an adapter, as the records have kept them over restarts; 0.0 for none."""
+        measured = [record.load_seconds for record in self.records.all() if record.load_seconds is not None]
+        return median(measured[-_LOADS_KEPT:]) if measured else 0.0
+
+    def loaded_of(self, record: Record) -> LoadedLora:
+        return LoadedLora(
+            lora_id=record.lora_id,
+            digest=record.digest,
+            engine_name=record.engine_name,
+            state="ready",
+            location=self.slots.location(record.engine_name),
+            rank=record.rank,
+            base_model=record.base_model,
+            path=record.path,
+            source=record.source,
+            size_bytes=record.size_bytes,
+            loaded_at=record.loaded_at,
+            last_used=record.last_used,
+            memory_mb=round(record.size_bytes / 1e6, 3),
+            request_count=record.request_count,
+            load_seconds=record.load_seconds,
+            error=self._stale(record),
+        )
+
+    def _stale(self, record: Record) -> str | None:
+        """Why this is not what its source holds any more: somebody put new bytes under an old name."""
+        shelved = self._library.shelved(record.lora_id)
+        if shelved is None or shelved.manifest is None or shelved.manifest.digest == record.digest:
+            return None
+        if record.source not in {str(shelved.path), shelved.path.as_uri()}:
+            return None
+        return (
+            f"digest_mismatch: {shelved.path} now has digest {shelved.manifest.digest}, what is served is"
+            f" {record.digest}; new bytes need a new lora_id"
+        )
+
+    def available_of(self, record: Record) -> AvailableLora:
+        return AvailableLora(
+            lora_id=record.lora_id,
+            path=record.path,
+            base_model=record.base_model,
+            rank=record.rank,
+            digest=record.digest,
+            size_bytes=record.size_bytes,
+            state="ready" if self.slots.has(record.engine_name) else "on_disk",
+            source=record.pinned_source or record.source,
+        )

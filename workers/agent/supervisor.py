@@ -1,0 +1,256 @@
+"""Keeps an engine running: starts it, waits for its health, watches it, starts it again; or watches one of others.
+
+Every exit is a failure, because vLLM exits 0 when it crashes (0.32, seen running).
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import structlog
+
+from lorafleet.engine.arguments import value_of
+from lorafleet.service.sockets import bound
+from workers.agent.agent import Agent
+from workers.config import WorkerSettings
+from workers.core.errors import EngineError, WorkerError
+from workers.core.restarts import Restarts
+from workers.engines.base import Engine
+from workers.engines.kinds import connect
+from workers.engines.launch import kv_config, launch
+from workers.engines.process import Echo, EngineProcess, is_listening, is_port_taken
+from workers.wire import Transport
+
+log = structlog.get_logger()
+
+_POLL_S = 0.03
+_PROBE_S = 0.01
+_SPARE_S = 10.0  # between the engine's own end of draining and SIGKILL
+_UNUSED_S = 3.0  # the same for one that never was in use: vLLM 0.32 heeds no SIGTERM while it starts
+
+
+class Supervisor:
+    """One engine, for as long as `run` runs."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        agent: Agent,
+        *,
+        own_command: Sequence[str] = (),
+        echo: Echo | None = None,
+        rng: Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`echo` is given what the engine prints."""
+        self._settings = settings
+        self._agent = agent
+        self._own_command = tuple(own_command)
+        self._echo = echo
+        self._rng = rng
+        self._clock = clock
+        self._port = _port_of((*own_command, *settings.engine_args)) or settings.engine_port
+        self._reserved: socket.socket | None = None  # its port is the engine's, if no setting names one
+        self._process: EngineProcess | None = None
+        self._restarts = Restarts(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
+
+    async def run(self) -> None:
+        """Until cancelled. Then the engine still runs: `stop` ends it."""
+        while True:
+            ready_at: float | None = None
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    engine = await self._start(stack)
+                    ready_at = self._clock()
+                    reason = await self._watch(engine)
+            except (WorkerError, OSError) as exc:
+                reason = str(exc)
+            except Exception as exc:  # the top of a loop: it logs, counts and goes on
+                log.exception("supervising failed")
+                reason = repr(exc)
+            try:
+                await self._failed(reason, up_s=0.0 if ready_at is None else self._clock() - ready_at)
+            except Exception:
+                log.exception("clearing up after the engine failed")  # an agent without supervisor would never recover
+                await asyncio.sleep(1.0)
+
+    async def stop(self) -> None:
+        """Drain and end the engine; nothing of it is left afterwards. One that still starts has nothing to drain."""
+        if self._process is not None:
+            grace_s = _UNUSED_S if self._agent.link.engine is None else self._settings.engine_shutdown_s + _SPARE_S
+            await self._process.stop(within_s=grace_s)
+        self._forget_port()
+        for kind in ("events", "replay"):
+            self._settings.socket_path(kind).unlink(missing_ok=True)
+
+    def _forget_port(self) -> None:
+        """Let go of the port that we picked; the next start picks another. One that a setting names stays."""
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved, self._port = None, 0
+
+    async def _failed(self, reason: str, *, up_s: float) -> None:
+        self._restarts = self._restarts.failed(up_s)
+        delay_s = self._restarts.delay_s(self._rng)
+        if self._restarts.is_loop:
+            reason = f"crash loop ({self._restarts.failures} failures in a row, next try in {delay_s:.0f} s): {reason}"
+        log.error("engine down", reason=reason, failures=self._restarts.failures, retry_s=round(delay_s, 2))
+        self._agent.metrics.engine_restarts.inc()
+        await self._agent.engine_down(reason)
+        if self._process is not None:
+            await self._process.end()
+            self._process = None
+        await asyncio.sleep(delay_s)
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> Engine:
+        """A healthy engine that holds what it should. Raises EngineError with the end of its log."""
+        if self._settings.engine_url:
+            return await self._attach(stack)
+        boot_id = uuid.uuid4().hex
+        topic = f"kv@{boot_id}"
+        host = self._settings.engine_host
+        if self._port == 0:
+            self._reserved = bound(host, 0)
+            self._port = self._reserved.getsockname()[1]
+        if is_port_taken(host, self._port):
+            # Before the engine is up, whoever has the port would answer for it and be given its adapters.
+            message = f"port {self._port} of {host} is taken by another process; see engine_port (0 picks a free one)"
+            self._forget_port()
+            raise EngineError("engine_start_failed", message)
+        _make_private(self._settings.ipc_dir)
+        start = launch(self._settings, port=self._port, topic=topic, own_command=self._own_command)
+        self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=self._echo)
+        engine = connect(self._settings.engine, self._url())
+        stack.push_async_callback(engine.aclose)
+        await self._until_healthy(engine)
+        kv = kv_config(self._settings, topic)
+        transport = Transport(
+            engine_url=self._settings.engine_advertise_url or engine.url,
+            dialect=engine.traits.dialect,
+            kv_events=(str(kv["endpoint"]),),
+            kv_replay=(str(kv["replay_endpoint"]),),
+            kv_topic=topic,
+        )
+        # While adapters are loaded again the process may die under us: that is told at once, not by a timeout.
+        await self._unless_exited(self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport))
+        return engine
+
+    async def _attach(self, stack: contextlib.AsyncExitStack) -> Engine:
+        engine = connect(self._settings.engine, self._settings.engine_url.rstrip("/"))
+        stack.push_async_callback(engine.aclose)
+        await self._until_healthy(engine)
+        # An engine that somebody else starts has no boot id of ours; its own mark is the next best.
+        boot_id = await engine.boot_mark()
+        kv = await engine.kv_sources()
+        transport = Transport(
+            engine_url=self._settings.engine_advertise_url or engine.url,
+            dialect=engine.traits.dialect,
+            kv_events=kv.events,
+            kv_replay=kv.replay,
+            kv_topic=kv.topic,
+        )
+        await self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport)
+        return engine
+
+    async def _until_healthy(self, engine: Engine) -> None:
+        deadline = self._clock() + self._settings.start_deadline_s
+        while True:
+            # An engine of our own is asked nothing before it listens: a refused connection costs next to nothing.
+            is_deaf = self._process is not None and not is_listening(self._host(), self._port)
+            if not is_deaf and await engine.is_healthy(timeout_s=self._settings.health_timeout_s):
+                return
+            if self._process is not None and self._process.has_exited:
+                raise EngineError("engine_start_failed", await self._exit_reason("the engine did not start"))
+            if self._clock() > deadline:
+                tail = self._process.tail if self._process is not None else ""
+                message = f"engine {engine.url}: not healthy within {self._settings.start_deadline_s:g} s\n{tail}"
+                raise EngineError("engine_start_failed", message)
+            await asyncio.sleep(_PROBE_S if is_deaf else _POLL_S)
+
+    async def _watch(self, engine: Engine) -> str:
+        """Why the engine has to be started again: it exited, hangs, or (attached) is another one now."""
+        healthy_at = self._clock()
+        while True:
+            if await self._exited_within(self._agent.timers.watch_s):
+                return await self._exit_reason("the engine exited")
+            is_trusted = await self._agent.is_trusted(engine)
+            # One of somebody else's that is suspect cannot be started again from here: it stays so while it listens.
+            if is_trusted or (self._process is None and await self._agent.link.is_healthy()):
+                healthy_at = self._clock()
+                if self._process is None and await self._is_another(engine):
+                    return "the attached engine was restarted"
+            elif self._clock() - healthy_at > self._patience_s():
+                reason = self._agent.link.suspicion or "the engine gave no sign of health"
+                return f"{reason} ({self._clock() - healthy_at:.0f} s ago it was well)"
+
+    async def _is_another(self, engine: Engine) -> bool:
+        with contextlib.suppress(EngineError):  # not heard is not another one
+            return await engine.boot_mark() != self._agent.link.boot_id
+        return False
+
+    def _patience_s(self) -> float:
+        """How long it may be silent. One of somebody else's is only taken for gone, which costs little."""
+        if self._process is None:
+            return self._agent.timers.attached_s
+        return self._agent.link.patience_s if self._agent.link.suspicion else self._settings.hang_after_s
+
+    async def _exited_within(self, seconds: float) -> bool:
+        if self._process is None:
+            await asyncio.sleep(seconds)
+            return False
+        # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the exit.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._process.wait()
+        return self._process.has_exited
+
+    async def _unless_exited(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._process is not None
+        process = self._process
+        task = asyncio.create_task(work)
+        exited = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait({task, exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineError("engine_down", await self._exit_reason("the engine exited while loading adapters"))
+            await task
+        finally:
+            for pending in (task, exited):
+                pending.cancel()
+            await asyncio.gather(task, exited, return_exceptions=True)
+
+    async def _exit_reason(self, what: str) -> str:
+        assert self._process is not None
+        code = await self._process.wait()
+        await self._process.end()
+        # The first line stands alone where everybody may read it: see `/ready`.
+        return f"{what} (status {code})\nits output ends:\n{self._process.tail}"
+
+    def _host(self) -> str:
+        """Where the engine is reached from here."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.engine_host, self._settings.engine_host)  # noqa: S104
+
+    def _url(self) -> str:
+        host = self._host()
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+
+def _make_private(folder: Path) -> None:
+    """The sockets' folder. Prompts pass through it, and in /tmp anybody could have made it before us."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = folder.lstat().st_uid
+    if owner not in {os.getuid(), 0}:
+        raise EngineError("engine_start_failed", f"ipc_dir {folder} belongs to user {owner}; give one of your own")
+
+
+def _port_of(command: Sequence[str]) -> int | None:
+    """The port that a command of the user's own names."""
+    said = value_of(command, "--port") or ""
+    return int(said) if said.isdigit() else None
