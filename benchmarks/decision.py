@@ -404,7 +404,7 @@ def memory(size: Size) -> list[Row]:
         ("index-8", "index, 8 holders each", 200.0),
         ("ledgers", "64 ledgers, of engines without an agent", None),
     ):
-        command = [sys.executable, "-m", "benchmarks.footprint", what, str(size.blocks)]
+        command = [sys.executable, "-P", "-m", "benchmarks.footprint", what, str(size.blocks)]
         ended = subprocess.run(command, capture_output=True, text=True, check=True)
         megabytes = json.loads(ended.stdout) / 1e6
         rows.append(Row(f"memory for {size.blocks:,} blocks: {name}", megabytes, "MB", reach))

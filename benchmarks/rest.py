@@ -74,7 +74,7 @@ def _median_ms(client: httpx.Client, path: str, calls: int) -> float:
 @contextmanager
 def _orchestrator(folder: Path) -> Iterator[str]:
     port_file = folder / "port"
-    command = [sys.executable, "-m", "orchestrator", "--port", "0", "--settle-s", "0", "--log-level", "warning"]
+    command = [sys.executable, "-P", "-m", "orchestrator", "--port", "0", "--settle-s", "0", "--log-level", "warning"]
     process = subprocess.Popen([*command, "--store", str(folder / "store.db"), "--port-file", str(port_file)])
     try:
         while not port_file.exists():

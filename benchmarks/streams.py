@@ -173,7 +173,7 @@ async def _router(addresses: list[str], kind: str) -> AsyncIterator[_Router]:
 @asynccontextmanager
 async def _process(*arguments: str) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.streams", *arguments, stdin=PIPE, stdout=PIPE
+        sys.executable, "-P", "-m", "benchmarks.streams", *arguments, stdin=PIPE, stdout=PIPE
     )
     try:
         yield process

@@ -1,4 +1,4 @@
-"""The orchestrator's settings; see `lorafleet.settings` for where they come from."""
+"""The orchestrator's settings; see `lorafleet.service.settings` for where they come from."""
 
 from pathlib import Path, PurePosixPath
 from typing import Literal, Self

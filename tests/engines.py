@@ -112,7 +112,7 @@ def start_engine(
         python, model_flag, own = SGLANG_PYTHON or python, "--model-path", SGLANG_FLAGS
     else:
         events["enable_kv_cache_events"] = True
-    command = [python, "-m", MODULES[kind], model_flag, str(model_dir), "--served-model-name", served_model_name]
+    command = [python, "-P", "-m", MODULES[kind], model_flag, str(model_dir), "--served-model-name", served_model_name]
     command += ["--host", host, "--port", str(port), *own, "--kv-events-config", json.dumps(events), *flags]
     log = folder / "log"
     began = time.monotonic()

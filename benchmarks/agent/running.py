@@ -79,7 +79,8 @@ async def rows(folder: Path, *, quick: bool) -> list[Row]:
 async def _agent(engine: str, model: Path, shelf: Path, folder: Path) -> AsyncIterator[_Running]:
     port_file, state = folder / "port", folder / "state"
     command = (
-        sys.executable, "-m", "workers", "--engine", engine, "--model", str(model), "--served-model-name", "tiny-qwen",
+        sys.executable, "-P", "-m", "workers",
+        "--engine", engine, "--model", str(model), "--served-model-name", "tiny-qwen",
         "--max-loras", "2", "--max-cpu-loras", str(_SLOTS), "--max-lora-rank", "16", "--max-model-len", "2048",
         "--max-num-seqs", "8", "--max-num-batched-tokens", "2048", "--num-gpu-blocks-override", "256",
         "--lora-roots", f'["{shelf}"]', "--cache-dir", str(folder / "cache"), "--state-dir", str(state), "--port", "0",

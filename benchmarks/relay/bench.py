@@ -91,7 +91,7 @@ class Bench:
     def fleet(self, workers: int, *, adapters: int = 10, resident: int = 10, blocks: int = 0) -> Iterator[Stage]:
         """Stub engines and control plane; the stage in front of them."""
         spec = Spec(str(self.model_dir), workers, adapters, resident, blocks)
-        command = [sys.executable, "-m", "benchmarks.relay.fleet", msgspec.json.encode(spec).decode()]
+        command = [sys.executable, "-P", "-m", "benchmarks.relay.fleet", msgspec.json.encode(spec).decode()]
         with pinned(self.other_core):
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.stage.environment

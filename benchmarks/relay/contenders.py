@@ -103,7 +103,7 @@ def start_router(stage: Stage, name: str, models: tuple[str, ...], *flags: str) 
     port_file = stage.scratch / f"{re.sub(r'[^a-z0-9]+', '-', name)}.port"
     port_file.unlink(missing_ok=True)
     profiled = ["-m", "cProfile", "-o", str(stage.profiles / f"{port_file.stem}.prof")] if stage.profiles else []
-    command = [sys.executable, *profiled, "-m", "router", "--port", "0", "--port-file", str(port_file)]
+    command = [sys.executable, *profiled, "-P", "-m", "router", "--port", "0", "--port-file", str(port_file)]
     command += ["--orchestrator-url", f"http://127.0.0.1:{stage.control}", "--log-level", "warning", *flags]
     process = _popen(stage, name, command, {})
     _wait(port_file.exists, process, stage, name)
@@ -166,7 +166,7 @@ def _wheel(module: str, *arguments: str) -> Callable[[Contender, Stage], Running
     def start(me: Contender, stage: Stage) -> Running:
         port = free_port()
         urls = [f"http://127.0.0.1:{engine}" for engine in stage.engines]
-        command = [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        command = [sys.executable, "-P", "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
         # Each would take the same fixed port for its metrics.
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
         return _peer(me, stage, port, [*command, "--worker-urls", *urls])

@@ -51,7 +51,7 @@ class Ask:
 
 @cache
 def _corpus() -> str:
-    return resources.files("lorafleet").joinpath("tiny_corpus.txt").read_text(encoding="utf-8")
+    return resources.files("lorafleet.local").joinpath("tiny_corpus.txt").read_text(encoding="utf-8")
 
 
 def _turns(chars: int, *, numbered: bool) -> tuple[tuple[str, str], ...]:

@@ -68,7 +68,7 @@ def common(port: int, port_file: Path, key_files: Iterable[Path], given: Given =
 
 
 def orchestrator(shared: Sequence[str], store: Path) -> list[str]:
-    return [sys.executable, "-m", "orchestrator", *shared, "--store", str(store)]
+    return [sys.executable, "-P", "-m", "orchestrator", *shared, "--store", str(store)]
 
 
 def router(
@@ -82,7 +82,14 @@ def router(
         "drain_s": 0,
         "grace_s": grace_s,
     }
-    return [sys.executable, "-m", "router", *shared, *_flags({"orchestrator_url": orchestrator_url}, defaults, said)]
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "router",
+        *shared,
+        *_flags({"orchestrator_url": orchestrator_url}, defaults, said),
+    ]
 
 
 def agent(
@@ -125,7 +132,7 @@ def agent(
     }
     # What an engine says is in its worker's folder; a local fleet's own logs are for what the fleet does.
     quiet = [] if "engine_output" in said else ["--no-engine-output"]
-    return [sys.executable, "-m", "workers", *shared, *_flags(own, defaults, said), *quiet]
+    return [sys.executable, "-P", "-m", "workers", *shared, *_flags(own, defaults, said), *quiet]
 
 
 def _flags(own: Mapping[str, object], defaults: Mapping[str, object], said: Mapping[str, object]) -> list[str]:

@@ -150,7 +150,7 @@ class Joining:
 
 def command_of(argv: Sequence[str]) -> list[str]:
     """This router again, with the same flags; what the environment and a file say reaches it as it reached us."""
-    return [sys.executable, "-m", "router", *argv]
+    return [sys.executable, "-P", "-m", "router", *argv]
 
 
 def run(

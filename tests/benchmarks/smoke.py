@@ -13,7 +13,7 @@ KEYS = ("what", "value", "unit", "reach", "ok", "baseline", "baseline_value")
 def rows_of(name: str, folder: Path, *flags: str) -> list[dict]:
     """The rows of `python -m benchmarks.<name> --quick`, which must end well."""
     out = folder / "rows.json"
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(out), *flags]
+    command = [sys.executable, "-P", "-m", f"benchmarks.{name}", "--quick", "--json", str(out), *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = json.loads(out.read_text())

@@ -342,7 +342,7 @@ def test_the_quick_benchmark_ends_and_writes_its_rows(tmp_path):
 
 
 def test_without_a_trace_it_says_where_to_get_one():
-    command = [sys.executable, "-m", "benchmarks.trace"]
+    command = [sys.executable, "-P", "-m", "benchmarks.trace"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=patience(20), check=False, env={"PATH": ""})
     assert ended.returncode == 1
     assert "--trace FILE" in ended.stderr

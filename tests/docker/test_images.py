@@ -153,7 +153,7 @@ def test_the_wheel_has_everything_that_the_houses_need_at_run_time(installed, tm
         "import lorafleet, router.app, orchestrator.app, workers.app, workers.drain, workers.engines.sim.app\n"
         f"assert lorafleet.__file__.startswith({str(ours)!r}), lorafleet.__file__\n"
         "from importlib import resources\n"
-        "assert resources.files('lorafleet').joinpath('tiny_corpus.txt').is_file()\n"
+        "assert resources.files('lorafleet.local').joinpath('tiny_corpus.txt').is_file()\n"
         "assert resources.files('orchestrator.api').joinpath('ui.html').is_file()\n"
         "for house in ('lorafleet', 'router', 'orchestrator', 'workers'):\n"
         "    sys.argv = [house, '--help']\n"

@@ -98,6 +98,7 @@ def start(
     token: str = "",
     environment: dict[str, str] | None = None,
     is_empty: bool = False,
+    cwd: Path | None = None,
 ) -> Fleet:
     """Start it; use `wait_ready` next. `is_empty`: it makes its model and adapters itself, rather than find copies."""
     if not (is_empty or state_dir.exists()):
@@ -106,7 +107,7 @@ def start(
     tag = f"LORA_E2E_TAG={uuid.uuid4().hex}"
     name, _, value = tag.partition("=")
     errors = state_dir.with_name(f"{state_dir.name}.{value[:8]}.err")
-    command = [sys.executable, "-m", "lorafleet", "up", "--state-dir", str(state_dir)]
+    command = [sys.executable, "-P", "-m", "lorafleet", "up", "--state-dir", str(state_dir)]
     ports = [w for flag in ("--router-port", "--orchestrator-port") if flag not in flags for w in (flag, "0")]
     with errors.open("w") as err:
         process = subprocess.Popen(
@@ -114,6 +115,7 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=err,
+            cwd=cwd,
             text=True,
             env={**os.environ, name: value, **(environment or {})},
             process_group=0,

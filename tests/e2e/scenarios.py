@@ -227,5 +227,5 @@ def explain(fleet: Fleet, prompt: str) -> str:
 def cli(fleet: Fleet, *args: str, token: str = "") -> "subprocess.CompletedProcess[str]":
     """`lorafleet ARGS` to this fleet."""
     where = ["--router-url", fleet.router, "--orchestrator-url", fleet.orchestrator, "--token", token]
-    command = [sys.executable, "-m", "lorafleet", *where, *args]
+    command = [sys.executable, "-P", "-m", "lorafleet", *where, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

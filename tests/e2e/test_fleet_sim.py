@@ -153,8 +153,12 @@ def test_two_fleets_cannot_share_a_folder_and_nobody_else_can_read_it(small: Fle
     assert small.ask(prompt=fresh_prompt()).status_code == 200
 
 
-def test_the_demo_shows_the_hit_and_once_leaves_nothing(tmp_path: Path) -> None:
-    fleet = wait_ready(start(tmp_path / "state", *FLAGS, "2", "--demo", "--once", is_empty=True), within_s=60)
+def test_the_demo_shows_the_hit_and_leaves_nothing_in_a_folder_with_packages_named_like_ours(tmp_path: Path) -> None:
+    for name in ("router", "orchestrator", "workers", "lorafleet"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+        (tmp_path / "mine" / name / "__init__.py").write_text("raise ImportError('the package of a user')")
+    flags = (*FLAGS, "2", "--demo", "--once")
+    fleet = wait_ready(start(tmp_path / "state", *flags, is_empty=True, cwd=tmp_path / "mine"), within_s=60)
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
     assert fleet.process.stdout is not None
     said = fleet.process.stdout.read()

@@ -108,7 +108,7 @@ def test_its_patch_makes_a_worker_of_an_engines_pod(tmp_path, monkeypatch):
     seen = environment(agent)
     for name, value in seen.items():
         monkeypatch.setenv(name, value)
-    settings = load(HOUSES["workers"], agent["command"][3:], prog="workers")
+    settings = load(HOUSES["workers"], agent["command"][4:], prog="workers")
     paths = [mount["mountPath"] for mount in engine["volumeMounts"]]
     assert any(str(settings.cache_dir).startswith(path) for path in paths), "the engine reads what the agent fetched"
     assert spec["enableServiceLinks"] is False

@@ -56,7 +56,7 @@ def mounted(spec: dict, container: dict) -> dict[str, tuple[str, str]]:
 
 def house_of(container: dict) -> str | None:
     command = container["command"]
-    return command[2] if command[:2] == ["python3", "-m"] and command[2] in HOUSES else None
+    return command[3] if command[:3] == ["python3", "-P", "-m"] and command[3] in HOUSES else None
 
 
 @cases
@@ -74,7 +74,7 @@ def test_every_variable_is_a_setting_of_its_house_and_all_of_them_together_are_v
             with monkeypatch.context() as patched:
                 for name, value in seen.items():
                     patched.setenv(name, value)
-                settings = load(HOUSES[house], container["command"][3:], prog=house)
+                settings = load(HOUSES[house], container["command"][4:], prog=house)
             assert settings.host in {"0.0.0.0", "::"}
             assert settings.key_files
             assert str(settings.token_file) in mounted(template["spec"], container)
@@ -125,7 +125,7 @@ def test_commands_are_modules_that_exist(case):
                 commands.append(hook["exec"]["command"])
             for command in commands:
                 assert command[0] == "python3", pod
-                assert command[1] == "-c" or find_spec(command[2]) is not None, command
+                assert command[1] == "-c" or (command[1:3] == ["-P", "-m"] and find_spec(command[3])), command
 
 
 def test_the_hook_before_a_workers_stop_understands_its_flags():

@@ -23,7 +23,7 @@ class Forks:
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.lorafleet.forks"],
+            [sys.executable, "-P", "-m", "tests.lorafleet.forks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

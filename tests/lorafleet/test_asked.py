@@ -48,7 +48,7 @@ def settings_of(
     lists = commands.agents_environment(options.engine_words, lora_roots(options, Path("/shelf")), is_tiny=is_tiny)
     for name, value in {**(environment or {}), **lists}.items():
         monkeypatch.setenv(name, value)
-    return adopted(load(WorkerSettings, command[3:], prog="workers"), (), {})
+    return adopted(load(WorkerSettings, command[4:], prog="workers"), (), {})
 
 
 def last(words: Sequence[str], flag: str) -> str:

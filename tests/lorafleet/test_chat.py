@@ -314,7 +314,8 @@ def test_threads_that_share_a_tokenizer_get_the_same_ids(chat):
 
 
 def test_importing_it_pulls_in_neither_torch_nor_transformers_nor_numpy():
-    code = "import sys, lorafleet.chat; print(sorted({'torch', 'transformers', 'numpy', 'vllm'} & sys.modules.keys()))"
+    heavy = {"torch", "transformers", "numpy", "vllm"}
+    code = f"import sys, lorafleet.tokenizer.chat; print(sorted({heavy} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

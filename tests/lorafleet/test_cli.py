@@ -457,7 +457,7 @@ def test_no_key_of_a_tenant_gets_a_scope_of_the_whole_fleet(run: Run, tmp_path: 
         assert run("keys", "new", *words, "--file", str(path)).status == 0
 
 
-PAGE = Path(cli.__file__).parents[1] / "docs" / "cli.md"
+PAGE = Path(cli.__file__).parents[2] / "docs" / "cli.md"
 QUESTION = "Which customers paid late? " * 40
 
 

@@ -15,7 +15,7 @@ from tests.patience import wait_until
 BEGIN = """
 import asyncio, logging, os, signal, sys, threading, time, warnings
 import structlog
-from lorafleet import logs
+from lorafleet.service import logs
 logs.configure("test")
 log = structlog.get_logger()
 def interrupted():

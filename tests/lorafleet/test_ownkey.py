@@ -100,7 +100,11 @@ def test_a_house_whose_key_cannot_be_read_ends_with_one_line(tmp_path, house):
     state = {"workers": "--state-dir", "orchestrator": "--store"}.get(house)
     flags += [state, str(tmp_path / "state")] if state else []
     done = subprocess.run(
-        [sys.executable, "-m", house, *model, *flags], capture_output=True, text=True, check=False, timeout=patience(60)
+        [sys.executable, "-P", "-m", house, *model, *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=patience(60),
     )
     assert done.returncode != 0
     assert f"token_file {tmp_path / 'none'}: No such file or directory; expected one key" in done.stderr

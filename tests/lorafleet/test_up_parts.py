@@ -206,7 +206,7 @@ def test_the_guard_sweeps_up_after_a_parent_that_was_killed(tmp_path: Path) -> N
     mark = os.urandom(8).hex()
     code = (
         "import subprocess, sys, time; from pathlib import Path\n"
-        "from lorafleet.processes import Guard, clean_environment\n"
+        "from lorafleet.local.processes import Guard, clean_environment\n"
         f"guard = Guard({mark!r}, Path({str(scratch)!r}))\n"
         f"child = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}], env=clean_environment({mark!r}))\n"
         "print(child.pid, flush=True); time.sleep(600)"

@@ -50,7 +50,7 @@ class Process:
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         with (self._folder / "stderr").open("ab") as errors:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "orchestrator", *words, stderr=errors
+                sys.executable, "-P", "-m", "orchestrator", *words, stderr=errors
             )
         self.started.append(self)
         await until(self._port_file.exists)

@@ -543,7 +543,7 @@ async def start(tmp_path):
 
     async def begun(*flags):
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "orchestrator", "--port", "0", "--store", str(tmp_path / "s.db")),
+            *(sys.executable, "-P", "-m", "orchestrator", "--port", "0", "--store", str(tmp_path / "s.db")),
             *("--port-file", str(tmp_path / "port"), *flags),
             stderr=asyncio.subprocess.PIPE,
             env=os.environ | {"PYTHONWARNINGS": "default"},

@@ -1,4 +1,4 @@
-"""A small app in several processes, as `router.multi` runs a router: for tests that need its parent, and no routing.
+"""A small app in several processes, as `router.processes.supervisor` runs a router: for tests of its parent alone.
 
 It starts in a third of a router's time. Its streams end once there is a file `go-on` in the folder of its port file.
 """
@@ -46,7 +46,7 @@ def main() -> None:
 
 def parent(flags: argparse.Namespace) -> int | str:
     within = {"drain_s": flags.drain_s, "stop_s": flags.drain_s + flags.grace_s, "forced_s": flags.forced_s}
-    command = [sys.executable, "-m", "tests.router.bare", *sys.argv[1:]]
+    command = [sys.executable, "-P", "-m", "tests.router.bare", *sys.argv[1:]]
     where = {"host": "127.0.0.1", "port": flags.port, "port_file": flags.port_file}
     try:
         return supervisor.run(command, flags.processes, **where, **within)

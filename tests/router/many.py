@@ -23,7 +23,7 @@ def main() -> None:
     if me is not None:
         serve_as(me, config)
         return
-    command = [sys.executable, "-m", "tests.router.many", *sys.argv[1:]]
+    command = [sys.executable, "-P", "-m", "tests.router.many", *sys.argv[1:]]
     where = {"host": config.host, "port": config.port, "port_file": config.port_file}
     within = {"drain_s": config.drain_s, "stop_s": config.drain_s + config.grace_s}
     try:

@@ -98,7 +98,7 @@ async def several(
     temporary = folder / "tmp"
     temporary.mkdir(parents=True)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", of, str(processes), "--port", port, "--port-file", str(folder / "port"), *flags),
+        *(sys.executable, "-P", "-m", of, str(processes), "--port", port, "--port-file", str(folder / "port"), *flags),
         env={**os.environ, "TMPDIR": str(temporary), **environment},
         stdout=log,
         start_new_session=True,
@@ -401,10 +401,10 @@ async def test_processes_that_cannot_start_end_the_parent_with_their_status(tmp_
 
 
 PARENT = """
-import pathlib, sys; from router import multi
+import pathlib, sys; from router.processes import supervisor
 folder = pathlib.Path(sys.argv[1]).parent
 within = {"drain_s": 0.0, "stop_s": 1.0}
-sys.exit(multi.run(sys.argv[1:], 2, host="127.0.0.1", port=0, port_file=folder / "port", **within))
+sys.exit(supervisor.run(sys.argv[1:], 2, host="127.0.0.1", port=0, port_file=folder / "port", **within))
 """
 # Serves nothing, and ends with its parent.
 PROCESS = """

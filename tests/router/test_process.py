@@ -67,7 +67,7 @@ def test_what_comes_while_a_router_stands_still_is_not_late(tmp_path) -> None:
     limit_s = patience(0.4)
     limits = (f"--{what}-s={limit_s}" for what in ("head-timeout", "body-timeout", "keep-alive"))
     flags = (*limits, "--drain-s", "0", "--first-sync-wait-s", "0")
-    command = [sys.executable, "-m", "router", "--port", "0", "--port-file", str(port_file), *flags]
+    command = [sys.executable, "-P", "-m", "router", "--port", "0", "--port-file", str(port_file), *flags]
     with subprocess.Popen([*command, "--orchestrator-url", "http://127.0.0.1:1"], stderr=subprocess.DEVNULL) as router:
         try:
             wait_until(port_file.exists)

@@ -315,7 +315,7 @@ async def test_the_environment_turns_it_on_and_off_and_says_more(monkeypatch):
 def test_without_opentelemetry_a_setting_is_refused_in_one_line_and_the_environment_is_not():
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"
-        "from router.tracing import TracingUnavailable, tracer\n"
+        "from router.telemetry.tracing import TracingUnavailable, tracer\n"
         "more = {'ratio': 1.0, 'instance': 'i', 'counted': print}\n"
         "assert tracer('', environment={'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://x'}, **more) is None\n"
         "try: tracer('http://x', environment={}, **more)\n"
@@ -329,7 +329,7 @@ def test_without_opentelemetry_a_setting_is_refused_in_one_line_and_the_environm
 
 
 def test_a_router_that_does_not_trace_imports_nothing_of_it():
-    code = "import sys, router.tracing; assert not any(m.startswith('opentelemetry') for m in sys.modules)"
+    code = "import sys, router.telemetry.tracing; assert not any(m.startswith('opentelemetry') for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

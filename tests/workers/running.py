@@ -99,7 +99,7 @@ class RunningWorker:
         log = self.folder / "agent.log"
         with log.open("ab") as out:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "workers", *self.flags, "--port-file", str(port_file), *more,
+                sys.executable, "-P", "-m", "workers", *self.flags, "--port-file", str(port_file), *more,
                 stdout=out, stderr=out if stderr is None else stderr,
                 env={**os.environ, "TMPDIR": tempfile.gettempdir()},
             )  # fmt: skip

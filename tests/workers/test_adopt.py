@@ -88,7 +88,7 @@ def test_ranks_are_given_one_api_server():
 @pytest.mark.fleet
 async def test_the_agent_counts_the_slots_that_its_engines_own_command_gives(agent_model, agent_adapters, tmp_path):
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine", "sim")
-    own = ("--", sys.executable, "-m", "workers.engines.sim", "--max-loras", "3", "--max-cpu-loras", "5")
+    own = ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--max-loras", "3", "--max-cpu-loras", "5")
     async with worker.inside(*own) as client:
         told = Metadata.model_validate((await client.get("/metadata")).json()).lora
         assert (told.max_loras, told.max_cpu_loras, told.capacity.available_slots) == (3, 5, 5)
@@ -98,7 +98,7 @@ async def test_the_agent_counts_the_slots_that_its_engines_own_command_gives(age
 async def test_a_contradiction_ends_the_start_with_one_line(agent_model, agent_adapters, tmp_path):
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *SIM, "--engine-args=--max-cpu-loras=9")
     agent = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
     )
     _, said = await asyncio.wait_for(agent.communicate(), patience(20))
     assert agent.returncode == 2

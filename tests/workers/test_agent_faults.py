@@ -270,7 +270,7 @@ async def test_an_attached_engine_that_restarts_is_given_its_adapters_again(atta
         told = await until_state(client, "engine_down")
         assert "no sign of health" in told.state_reason or "restarted" in told.state_reason
         other = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "workers.engines.sim", "--model", str(agent_model), "--served-model-name",
+            sys.executable, "-P", "-m", "workers.engines.sim", "--model", str(agent_model), "--served-model-name",
             "tiny-qwen", "--port", port, "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3",
             env={**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
         )  # fmt: skip
@@ -332,7 +332,7 @@ def kept() -> int:
 
 @pytest.mark.fleet
 async def test_an_engine_command_of_ones_own_is_started_with_the_flags_it_lacks(worker):
-    own = ("--", sys.executable, "-m", "workers.engines.sim", "--block-size", "64")
+    own = ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--block-size", "64")
     async with worker.running(*own) as client:
         assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
         assert (await metadata(client)).model.runtime_config.block_size == 64
@@ -431,7 +431,7 @@ def _read_whole(descriptor: int) -> bytes:
 @pytest.mark.fleet
 async def test_an_agent_without_a_stderr_starts_its_engine(worker):
     log = worker.folder / "agent.log"
-    closed = ("sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "workers", *worker.flags)
+    closed = ("sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-P", "-m", "workers", *worker.flags)
     port_file = worker.folder / "port"
     with log.open("ab") as out:
         agent = await asyncio.create_subprocess_exec(*closed, "--port-file", str(port_file), stdout=out)
@@ -527,7 +527,7 @@ def counted(engine_name: str) -> dict:
 async def test_a_second_agent_on_the_same_state_folder_is_refused(worker):
     async with worker.inside():
         second = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
+            sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
         )
         try:
             _, said = await asyncio.wait_for(second.communicate(), patience(10))
@@ -543,7 +543,7 @@ async def test_a_damaged_epoch_is_refused_in_one_line_that_says_what_to_do(worke
     worker.state_dir.mkdir()
     (worker.state_dir / "epoch.json").write_text("{")
     agent = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
     )
     _, said = await asyncio.wait_for(agent.communicate(), patience(20))
     assert agent.returncode == 2

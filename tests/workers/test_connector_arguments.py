@@ -114,7 +114,7 @@ async def test_unreadable_connector_ends_the_start_with_one_line(agent_model, ag
     words = json.dumps(["--kv-transfer-config", "{kv_connector"])
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *SIM, "--engine-args", words)
     agent = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
     )
     _, said = await asyncio.wait_for(agent.communicate(), patience(20))
     assert agent.returncode == 2

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.fleet
 
 async def drain(client: httpx.AsyncClient, **environment: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers.drain", "--deadline-s", "5",
+        sys.executable, "-P", "-m", "workers.drain", "--deadline-s", "5",
         env={**os.environ, "LORAFLEET_WORKERS_PORT": str(client.base_url.port), **environment},
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip

@@ -58,7 +58,7 @@ def test_a_command_of_ones_own_keeps_what_it_says_and_gets_the_rest():
 def test_sglang_is_started_with_what_an_agent_needs_of_it():
     start = launch(settings(engine="sglang", max_loras=4, num_gpu_blocks_override=100), port=7, topic="kv@b")
     command = start.command
-    assert command[1:3] == ("-m", "sglang.launch_server")
+    assert command[1:4] == ("-P", "-m", "sglang.launch_server")
     assert {"--enable-lora", "--enable-metrics", "--enable-cache-report"} <= set(command)
     assert flag(command, "--max-loras-per-batch") == "5"  # the base model is one of them
     assert flag(command, "--max-loaded-loras") == "16"

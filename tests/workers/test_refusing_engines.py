@@ -20,7 +20,7 @@ MODEL = "tiny-qwen"
 
 def asking_for(name: str) -> tuple[str, ...]:
     config = f'{{"kv_connector": "{name}", "kv_role": "kv_both"}}'
-    return ("--", sys.executable, "-m", "workers.engines.sim", "--kv-transfer-config", config)
+    return ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--kv-transfer-config", config)
 
 
 async def told(client: httpx.AsyncClient) -> Metadata:

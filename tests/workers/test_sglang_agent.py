@@ -18,7 +18,7 @@ from workers.wire import Metadata
 pytestmark = pytest.mark.fleet
 
 ROOT = Path(__file__).parents[2]
-STUB = (sys.executable, "-m", "tests.sglang_stub")
+STUB = (sys.executable, "-P", "-m", "tests.sglang_stub")
 FLAGS = ("--engine", "sglang", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
 SHAPE = ("--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "256")
 

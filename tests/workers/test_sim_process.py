@@ -165,7 +165,7 @@ def test_a_flag_it_cannot_honour_is_refused_by_name(
 @pytest.mark.fleet
 def test_a_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "workers.engines.sim", "--model", str(tmp_path)],
+        [sys.executable, "-P", "-m", "workers.engines.sim", "--model", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,

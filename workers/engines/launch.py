@@ -49,7 +49,7 @@ class Launch:
 def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequence[str] = ()) -> Launch:
     """How to start the engine. `own_command` stands in for `python -m vllm...`; flags it already has are kept."""
     is_cpu = settings.engine == "vllm" and is_cpu_build(settings)
-    base = tuple(own_command) or (sys.executable, "-m", MODULES[settings.engine])
+    base = tuple(own_command) or (sys.executable, "-P", "-m", MODULES[settings.engine])
     command = list(base)
     if settings.engine == "sglang":
         on_cpu = is_sglang_on_cpu(settings)
