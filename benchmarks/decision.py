@@ -36,12 +36,12 @@ from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import Ledger, Tier
 from orchestrator.wire import Catalog, CatalogAdapter
-from router.core.fleet import Fleet
+from router.core.fleet import RouterFleet
 from router.core.kv.index import KvIndex, WorkerId
 from router.core.queue.fair_queue import Match, Prompt
 from router.core.resolve import resolve
 from router.core.schedule.decision import Decision
-from router.core.scheduler import Mind
+from router.core.scheduler import Scheduler
 from router.fleet.catalog import named_by
 from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes
 
@@ -161,7 +161,7 @@ def a_router(adapters: int, size: Size) -> list[Callable[[], Decision]]:
         depths = index.match(chain)
         return Match(depths, index.lower_tiers(chain, depths))
 
-    mind = Mind(roster=fleet.roster, match=matched, rng=rng)
+    mind = Scheduler(roster=fleet.roster, match=matched, rng=rng)
     for replica in fleet.replicas.values():
         mind.load.reported(replica)
     asks = []
@@ -424,7 +424,7 @@ def adopting(size: Size) -> list[Row]:
 
     def adopt() -> object:
         known, aliases = named_by(Catalog.model_validate_json(body))
-        fleet = Fleet(1, a_few, known, aliases)
+        fleet = RouterFleet(1, a_few, known, aliases)
         return resolve(fleet, model=lora_id(9_999), lora_id=None, visible=lambda _: True, rng=Random(1))
 
     a_few = a_fleet(64, 8).replicas

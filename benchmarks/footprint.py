@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
-from lorafleet.kv.events import Batch, Stored
+from lorafleet.kv.events import BlocksStored, KvEventBatch
 from lorafleet.kv.ledger import Ledger, Tier
 from router.core.kv.index import KvIndex, WorkerId
 
@@ -45,13 +45,13 @@ def _ledgers(blocks: int, rng: Random) -> list[Ledger]:
     ledgers = [Ledger("m", _BLOCK_SIZE, _Nobody()) for _ in range(_WORKERS)]
     for number, start in enumerate(range(0, blocks, _EVENT_BLOCKS)):
         length = min(_EVENT_BLOCKS, blocks - start)
-        event = Stored(
+        event = BlocksStored(
             block_hashes=[rng.getrandbits(64) for _ in range(length)],
             parent_block_hash=None,
             token_ids=[number, *(rng.randrange(150_000) for _ in range(length * _BLOCK_SIZE - 1))],
             block_size=_BLOCK_SIZE,
         )
-        ledgers[number % _WORKERS].apply(Batch(0.0, [event]))
+        ledgers[number % _WORKERS].apply(KvEventBatch(0.0, [event]))
     return ledgers
 
 

@@ -5,29 +5,29 @@ from random import Random
 from types import MappingProxyType
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.fleet import Adapter, Fleet, Replica, Report, Resident
+from router.core.fleet import Replica, Report, Resident, RoutableAdapter, RouterFleet
 from router.core.kv.index import WorkerId
 from router.core.queue.fair_queue import Prompt
 from router.core.resolve import resolve
-from router.core.schedule.decision import Ask, Decision
-from router.core.scheduler import Mind, first_blocks
+from router.core.schedule.decision import Decision, RoutingRequest
+from router.core.scheduler import Scheduler, first_blocks
 
 BASE, PROMPT_TOKENS, BLOCK_SIZE, EVENT_BLOCKS = "m", 8192, 16, 16
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
 NOW = 1000.0
 
 
-def decide(fleet: Fleet, mind: Mind, model: str, tokens: "array[int]") -> Decision:
+def decide(fleet: RouterFleet, mind: Scheduler, model: str, tokens: "array[int]") -> Decision:
     """The router's stages from resolve to decide."""
     target = resolve(fleet, model=model, lora_id=None, visible=lambda _: True, rng=mind.rng)
     name = target.adapter.engine_name or "" if target.adapter else ""
     root = root_hash(target.base_model, name)
     chains = {BLOCK_SIZE: block_hashes(tokens, block_size=BLOCK_SIZE, root=root)}
-    ask = Ask(target.base_model, name, len(tokens), first_blocks=first_blocks(chains))
+    ask = RoutingRequest(target.base_model, name, len(tokens), first_blocks=first_blocks(chains))
     return mind.decide(Prompt(ask, chains), NOW)
 
 
-def a_fleet(replicas: int, adapters: int) -> Fleet:
+def a_fleet(replicas: int, adapters: int) -> RouterFleet:
     """All adapters on all replicas: the most choices that a decision can have."""
     residents = MappingProxyType(
         {engine_name(n): Resident(lora_id(n), digest(n), engine_name(n)) for n in range(adapters)}
@@ -51,8 +51,8 @@ def a_fleet(replicas: int, adapters: int) -> Fleet:
         )
         for i in range(replicas)
     ]
-    known = {lora_id(n): Adapter(lora_id(n), BASE, digest(n), "file:///a") for n in range(adapters)}
-    return Fleet(1, MappingProxyType({replica.id: replica for replica in fleet}), MappingProxyType(known))
+    known = {lora_id(n): RoutableAdapter(lora_id(n), BASE, digest(n), "file:///a") for n in range(adapters)}
+    return RouterFleet(1, MappingProxyType({replica.id: replica for replica in fleet}), MappingProxyType(known))
 
 
 def some_tokens(rng: Random, count: int) -> "array[int]":

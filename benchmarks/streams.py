@@ -38,11 +38,11 @@ from benchmarks.scenes import (
     worker_id,
 )
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.scheduler import Mind
-from router.http.engine_pool import Pool
+from router.core.scheduler import Scheduler
+from router.http.engine_pool import EnginePool
 from router.kv.feeds import Feeds, Source
 from router.request.stages import match
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 from workers.wire import KV_HASHING, KvChange, KvFrame, KvRank, KvSnapshot, pack_hashes
 
 _REPLICAS, _ADAPTERS, _PROMPTS = 64, 1_000, 64
@@ -101,7 +101,7 @@ class _Router(asyncio.DatagramProtocol):
     def __init__(self, feeds: Feeds) -> None:
         self._feeds = feeds
         self._fleet = a_fleet(_REPLICAS, _ADAPTERS)
-        self._mind = Mind(roster=self._fleet.roster, match=partial(match, feeds), rng=Random(1))
+        self._mind = Scheduler(roster=self._fleet.roster, match=partial(match, feeds), rng=Random(1))
         rng = Random(3)
         self._prompts = [some_tokens(rng, PROMPT_TOKENS) for _ in range(_PROMPTS)]
         self._asked = 0
@@ -155,8 +155,8 @@ class _Router(asyncio.DatagramProtocol):
 
 @asynccontextmanager
 async def _router(addresses: list[str], kind: str) -> AsyncIterator[_Router]:
-    pool = Pool(connect_s=5.0)
-    feeds = Feeds(Metrics(), tail_poll_s=60.0, pool=pool)
+    pool = EnginePool(connect_s=5.0)
+    feeds = Feeds(RouterMetrics(), tail_poll_s=60.0, pool=pool)
     router = _Router(feeds)
     for number, address in enumerate(addresses):
         where = {"events": (address,)} if kind == "engines" else {"agent_url": address, "ledger": KV_HASHING}

@@ -40,7 +40,7 @@ from orchestrator.leadership.file_lease import FileLease, Lease
 from orchestrator.leadership.forward import Forwarder
 from orchestrator.leadership.kube_lease import KubeLease
 from orchestrator.leadership.leadership import Leadership
-from orchestrator.metrics import Metrics
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import Agents
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.kube_workers import Finder
@@ -107,7 +107,7 @@ def build(
         mounts={SCHEME: plain},
         trust_env=False,
     )
-    fleet, metrics = Fleet(clock=clock, wall=wall), Metrics()
+    fleet, metrics = Fleet(clock=clock, wall=wall), OrchestratorMetrics()
     leadership = _leadership(settings, kube, url, clock, wall)
 
     def epoch() -> int:
@@ -266,7 +266,7 @@ def _finder(
     fleet: Fleet,
     agents: Agents,
     reconciler: Reconciler,
-    metrics: Metrics,
+    metrics: OrchestratorMetrics,
 ) -> Finder | None:
     if not settings.kube_selector:
         return None

@@ -20,7 +20,7 @@ Counts = Mapping[str, tuple[int, int]]
 _LOADS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-class Metrics:
+class OrchestratorMetrics:
     """What the reconcile loop counts. `observe` and `watch` bind what is read at scrape time."""
 
     def __init__(self) -> None:

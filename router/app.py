@@ -41,21 +41,21 @@ from lorafleet.service.transport import Transport
 from router.api.control import answers, control_routes, describe_inference, exposed, health_routes
 from router.config import RouterSettings
 from router.core.errors import RouterError
-from router.core.failover.circuit_breaker import Breaker, BreakerRules, State
-from router.core.failover.poison import Deadly
+from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, State
+from router.core.failover.poison import PoisonRequests
 from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Incarnation, Replica
 from router.core.kv.index import WorkerId
-from router.core.kv.prediction_accuracy import Trust
+from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.queue.quota import Quotas
 from router.core.schedule.cost import Costs
 from router.core.schedule.load import LoadBook
 from router.core.schedule.policies import POLICIES
-from router.core.scheduler import Mind, Shadowed
+from router.core.scheduler import Scheduler, Shadowed
 from router.fleet.discovery import Discovery
-from router.fleet.health_probe import Finding, Looks
+from router.fleet.health_probe import Finding, HealthProbes
 from router.fleet.usage_report import Usage, send_usage
-from router.http.engine_pool import Pool
+from router.http.engine_pool import EnginePool
 from router.http.error_shapes import error_body
 from router.http.fetch import fetch, stream
 from router.kv.feeds import Feeds
@@ -66,12 +66,12 @@ from router.processes.supervisor import Member
 from router.protocols.cors import of_middleware, told
 from router.request.background import Background
 from router.request.cold_starts import ColdStarts
-from router.request.engine_attempt import Attempt
-from router.request.handler import Inference
-from router.request.queue import WaitingRoom
-from router.request.services import Parts
+from router.request.engine_attempt import EngineAttempt
+from router.request.handler import InferenceHandler
+from router.request.queue import RequestQueue
+from router.request.services import Services
 from router.request.stages import match
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tracing import TracingUnavailable, tracer
 from router.tokenizing.tokenizers import Tokenizers
 from workers.wire import Metadata
@@ -97,11 +97,11 @@ class _Joined:
 
     feeds: Feeds
     load: LoadBook
-    trust: Trust
-    breaker: Breaker
+    trust: PredictionAccuracy
+    breaker: CircuitBreaker
     usage: Usage
     tokenizers: Tokenizers
-    metrics: Metrics
+    metrics: RouterMetrics
     learning: set[asyncio.Task[None]] = field(default_factory=set)
 
     def heard(self, replica: Replica, metadata: Metadata) -> None:
@@ -144,7 +144,7 @@ def _as_told(replica: Replica) -> Incarnation | None:
     return replica.incarnation if tells_start(replica.engine_boot_id) else None
 
 
-def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Parts]:
+def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Services]:
     """The router's app and its parts; `app.state.http` makes the protocols that it must be served with, and
     `app.state.siblings` is its way to the other processes.
 
@@ -153,10 +153,12 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     """
     keys = Keys(config.key_files)
     refuse_open_server(keys, config.host, allow_open=config.allow_open)
-    metrics = Metrics()
+    metrics = RouterMetrics()
     load = LoadBook()
-    trust = Trust()
-    breaker = Breaker(_breaker_rules(config), lambda replica, state, why: _count_circuit(metrics, replica, state, why))
+    trust = PredictionAccuracy()
+    breaker = CircuitBreaker(
+        _breaker_rules(config), lambda replica, state, why: _count_circuit(metrics, replica, state, why)
+    )
     router_id = me.router_id(config.router_id) if me else config.router_id or f"{socket.gethostname()}-{os.getpid()}"
     own = OwnKey(config.token, config.token_file)
     control = httpx.AsyncClient(
@@ -172,7 +174,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         remote_timeout_s=config.tokenize_timeout_s,
         metrics=metrics,
     )
-    agents = Pool(connect_s=config.control_timeout_s)
+    agents = EnginePool(connect_s=config.control_timeout_s)
     feeds = Feeds(metrics, config.kv_tail_poll_s, trust, own, agents)
     usage = Usage(router_id, load)
     outbox = Outbox()
@@ -192,7 +194,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
     looks = _looks(config, mind, agents, metrics)
     breaker.look = looks.look
     usage.waits_s = partial(_waits_s, mind)
-    waiting = WaitingRoom(
+    waiting = RequestQueue(
         mind,
         metrics,
         most_waiting=config.max_waiting_requests,
@@ -222,7 +224,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         counted=lambda outcome, count: metrics.traces.labels(outcome).inc(count),
     )
 
-    parts = Parts(
+    parts = Services(
         config=config,
         keys=keys,
         discovery=discovery,
@@ -234,14 +236,14 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
         cold=cold,
         usage=usage,
         metrics=metrics,
-        pool=Pool(connect_s=config.connect_timeout_s, outbox=outbox),
+        pool=EnginePool(connect_s=config.connect_timeout_s, outbox=outbox),
         background=_background(config, keys, discovery, agents),
-        deadly=Deadly("this request was", enough=2, hold_s=config.deadly_hold_s),
-        deadly_adapters=Deadly("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
+        deadly=PoisonRequests("this request was", enough=2, hold_s=config.deadly_hold_s),
+        deadly_adapters=PoisonRequests("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
         quotas=Quotas(SharedAccounts(me.accounts, me.slot, me.processes) if me else None),
         tracer=traces,
     )
-    inference = Inference(parts)
+    inference = InferenceHandler(parts)
     limits, origins = _front_limits(config, keys), told(config.allowed_origins)
     clients = front(inference.route, limits, inference.sender, origins, outbox, error_body)
     own_metrics = partial(exposed, parts, clients)
@@ -264,9 +266,14 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Pa
 
 
 def _mind(
-    config: RouterSettings, discovery: Discovery, feeds: Feeds, load: LoadBook, breaker: Breaker, metrics: Metrics
-) -> Mind:
-    return Mind(
+    config: RouterSettings,
+    discovery: Discovery,
+    feeds: Feeds,
+    load: LoadBook,
+    breaker: CircuitBreaker,
+    metrics: RouterMetrics,
+) -> Scheduler:
+    return Scheduler(
         roster=lambda base_model: discovery.fleet.roster(base_model),  # noqa: PLW0108  (`fleet` is swapped)
         match=partial(match, feeds),
         policy=POLICIES[config.policy](),
@@ -284,10 +291,10 @@ def _mind(
 
 @asynccontextmanager
 async def _running(
-    parts: Parts,
+    parts: Services,
     control: httpx.AsyncClient,
-    agents: Pool,
-    looks: Looks,
+    agents: EnginePool,
+    looks: HealthProbes,
     clients: Front,
     siblings: Siblings | None,
 ) -> AsyncIterator[None]:
@@ -327,7 +334,7 @@ async def _running(
                 await parts.tracer.close()
 
 
-def _ended(parts: Parts, task: asyncio.Task[None]) -> None:
+def _ended(parts: Services, task: asyncio.Task[None]) -> None:
     """Nothing that runs beside the requests ends before the app does. What is left without it would serve on with
     yesterday's fleet: whoever started us had better start us anew."""
     if task.cancelled():
@@ -348,7 +355,7 @@ def _tenant_share(config: RouterSettings, keys: Keys) -> float:
     return 1.0 if keys.is_open else config.tenant_share  # without keys everybody is one tenant
 
 
-def _background(config: RouterSettings, keys: Keys, discovery: Discovery, agents: Pool) -> Background:
+def _background(config: RouterSettings, keys: Keys, discovery: Discovery, agents: EnginePool) -> Background:
     async def ask(replica: Replica, response_id: str) -> bytes:
         # Not on the connections of requests: an engine that answers this may compute nothing, and is to be found out.
         return await fetch(
@@ -368,7 +375,7 @@ def _background(config: RouterSettings, keys: Keys, discovery: Discovery, agents
     )
 
 
-def _looks(config: RouterSettings, mind: Mind, agents: Pool, metrics: Metrics) -> Looks:
+def _looks(config: RouterSettings, mind: Scheduler, agents: EnginePool, metrics: RouterMetrics) -> HealthProbes:
     async def ask(replica: Replica, path: str, body: bytes) -> bytes:
         return await fetch(
             agents,
@@ -384,10 +391,10 @@ def _looks(config: RouterSettings, mind: Mind, agents: Pool, metrics: Metrics) -
         if finding != "unknown":
             mind.looked(replica, time.monotonic(), is_well=finding == "well")
 
-    return Looks(ask, told)
+    return HealthProbes(ask, told)
 
 
-async def _fetch(agents: Pool, own: OwnKey, url: str, path: str, **more: Any) -> bytes:
+async def _fetch(agents: EnginePool, own: OwnKey, url: str, path: str, **more: Any) -> bytes:
     """Ask an agent with our own key, as it is now."""
     return await fetch(agents, url, path, token=own.key, **more)
 
@@ -395,10 +402,10 @@ async def _fetch(agents: Pool, own: OwnKey, url: str, path: str, **more: Any) ->
 def _discovery(
     config: RouterSettings,
     control: httpx.AsyncClient,
-    agents: Pool,
+    agents: EnginePool,
     own: OwnKey,
     listener: _Joined,
-    metrics: Metrics,
+    metrics: RouterMetrics,
 ) -> Discovery:
     slices = None
     if config.kube_selector:
@@ -430,7 +437,7 @@ def _discovery(
     )
 
 
-def _waits_s(mind: Mind) -> dict[WorkerId, float]:
+def _waits_s(mind: Scheduler) -> dict[WorkerId, float]:
     """Seconds until what waits here for each worker has gone there, as fast as its line moves."""
     waiting = mind.waiting
     return {worker: work_s / waiting.drain.rate(worker) for worker, work_s in waiting.backlog.items()}
@@ -461,19 +468,19 @@ def _breaker_rules(config: RouterSettings) -> BreakerRules:
     )
 
 
-def _count_circuit(metrics: Metrics, replica: Replica, state: State, why: str) -> None:
+def _count_circuit(metrics: RouterMetrics, replica: Replica, state: State, why: str) -> None:
     metrics.circuit_open.labels(replica.id).set(state == "open")
     if state == "open":
         metrics.circuit_openings.labels(replica.id, why).inc()
     log.warning("circuit changed", worker=replica.id, state=state, why=why)
 
 
-def _count_shadow(metrics: Metrics, shadow: Shadowed) -> None:
+def _count_shadow(metrics: RouterMetrics, shadow: Shadowed) -> None:
     metrics.shadow_decisions.labels(shadow.policy, "yes" if shadow.agrees else "no").inc()
     metrics.shadow_cost.labels(shadow.policy).inc(shadow.cost_s)
 
 
-async def _sweep(feeds: Feeds, metrics: Metrics) -> None:
+async def _sweep(feeds: Feeds, metrics: RouterMetrics) -> None:
     async def step() -> None:
         for index in (*feeds.indexes.values(), *feeds.approximate.values()):
             index.sweep(_SWEEP_BLOCKS)
@@ -481,7 +488,7 @@ async def _sweep(feeds: Feeds, metrics: Metrics) -> None:
     await forever(step, name="sweep", every_s=_SWEEP_EVERY_S, on_failure=metrics.loop_failures.labels("sweep").inc)
 
 
-async def _watch(parts: Parts, discovery: Discovery, metrics: Metrics) -> None:
+async def _watch(parts: Services, discovery: Discovery, metrics: RouterMetrics) -> None:
     mind, pool = parts.mind, parts.pool
 
     async def step() -> None:
@@ -500,26 +507,26 @@ async def _watch(parts: Parts, discovery: Discovery, metrics: Metrics) -> None:
     await forever(step, name="watch", every_s=_WATCH_EVERY_S, on_failure=metrics.loop_failures.labels("watch").inc)
 
 
-def _leave(hung: Replica, mind: Mind, pool: Pool, now: float) -> None:
+def _leave(hung: Replica, mind: Scheduler, pool: EnginePool, now: float) -> None:
     """What waits at an engine that hangs goes elsewhere, where somebody may serve it; else it may come back yet."""
     others = [replica for replica in mind.able(hung.base_model, now) if replica.max_model_len >= hung.max_model_len]
     if others:
         served = {name for replica in others for name in replica.residents if name not in replica.draining}
-        pool.give_up(hung.engine_url, lambda sink: isinstance(sink, Attempt) and sink.may_move(served))
+        pool.give_up(hung.engine_url, lambda sink: isinstance(sink, EngineAttempt) and sink.may_move(served))
 
 
-def _count_slices_failure(metrics: Metrics, exc: Exception) -> None:
+def _count_slices_failure(metrics: RouterMetrics, exc: Exception) -> None:
     if not isinstance(exc, KubeError | KubeConfigError):  # what the API server says or does not say shows as age
         metrics.loop_failures.labels("slices").inc()
 
 
-def _count_shadow_failure(metrics: Metrics, name: str, exc: Exception) -> None:
+def _count_shadow_failure(metrics: RouterMetrics, name: str, exc: Exception) -> None:
     metrics.shadow_decisions.labels(name, "failed").inc()
     log.warning("shadow policy failed", policy=name, error=repr(exc))
 
 
 async def _report_usage(
-    client: httpx.AsyncClient, url: str, usage: Usage, discovery: Discovery, metrics: Metrics
+    client: httpx.AsyncClient, url: str, usage: Usage, discovery: Discovery, metrics: RouterMetrics
 ) -> None:
     async def step() -> None:
         await send_usage(client, url, usage, lambda: discovery.fleet.revision, time.monotonic)

@@ -16,7 +16,7 @@ from tests.serving import serving
 from workers.agent.kv_ledger import KvLedgers
 from workers.api import kv_routes
 from workers.core.errors import EngineError, WorkerError
-from workers.metrics import Metrics
+from workers.metrics import WorkerMetrics
 from workers.wire import Transport
 
 
@@ -99,7 +99,7 @@ class KvAgent:
         self.boot = boot
         self.dialect = dialect
         self.more = more
-        self.metrics = Metrics()
+        self.metrics = WorkerMetrics()
         self.ledgers: KvLedgers | None = None
 
     def kv_ledgers(self):

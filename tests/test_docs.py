@@ -15,14 +15,14 @@ from lorafleet.cli.main import app as command_line
 from lorafleet.kv.connectors import CONNECTORS
 from lorafleet.local.options import asked
 from orchestrator.core import errors as orchestrator_errors
-from orchestrator.metrics import Metrics as OrchestratorMetrics
+from orchestrator.metrics import OrchestratorMetrics
 from router.app import build
 from router.config import RouterSettings
 from router.core.errors import RouterError
-from router.telemetry.metrics import Metrics as RouterMetrics
+from router.telemetry.metrics import RouterMetrics
 from router.wire import RouteAnswer, ScoreItem
 from workers.core.errors import WorkerError
-from workers.metrics import Metrics as WorkersMetrics
+from workers.metrics import WorkerMetrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 PROTOCOL = (DOCS / "protocol.md").read_text()
@@ -43,7 +43,7 @@ def test_every_error_code_is_in_the_protocol():
     assert sorted(code for code in codes if f"`{code}`" not in PROTOCOL) == []
 
 
-@pytest.mark.parametrize("metrics", [RouterMetrics, OrchestratorMetrics, WorkersMetrics])
+@pytest.mark.parametrize("metrics", [RouterMetrics, OrchestratorMetrics, WorkerMetrics])
 def test_every_metric_is_in_the_operations_guide(metrics):
     text = (DOCS / "metrics.md").read_text()
     names = {family.name for family in metrics().registry.collect()}

@@ -12,7 +12,7 @@ from lorafleet.service.http import add_routes
 from lorafleet.tokenizer.chat import read_files
 from orchestrator.wire import UsageReport
 from workers.agent.agent import Agent
-from workers.core.errors import EngineError, RequestError
+from workers.core.errors import AgentRequestError, EngineError
 from workers.storage.verify import model_folder
 from workers.wire import (
     AvailableLora,
@@ -63,7 +63,7 @@ def _told(agent: Agent, keys: Keys) -> APIRouter:
     async def lora(lora_id: str) -> AvailableLora | LoadedLora:
         found = next((item for item in agent.residency.catalog() if item.lora_id == lora_id), None)
         if found is None:
-            raise RequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
+            raise AgentRequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
         return found
 
     @api.get("/v1/admin/loras")
@@ -87,11 +87,11 @@ def _told(agent: Agent, keys: Keys) -> APIRouter:
             folder = model_folder(model)
             files = read_files(folder) if folder is not None else {}
         except (OSError, ValueError) as exc:
-            raise RequestError("model_files_unavailable", f"model {model}: {exc}") from exc
+            raise AgentRequestError("model_files_unavailable", f"model {model}: {exc}") from exc
         if not files:
             advice = "give `model` as a local folder, or this agent the HF_HOME of its engine"
             message = f"model {model or '(not set)'}: no tokenizer files on this disk; {advice}"
-            raise RequestError("model_files_unavailable", message)
+            raise AgentRequestError("model_files_unavailable", message)
         return ModelFiles(base_model=agent.metadata().model.base_model, files=files)
 
     return api
@@ -203,5 +203,5 @@ def _epoch(request: Request) -> int | None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= _EPOCH_DIGITS):
         message = f"header {EPOCH_HEADER}: {text[:100]!r} is not a whole number of at most {_EPOCH_DIGITS} digits"
-        raise RequestError("invalid_epoch", message, param=EPOCH_HEADER)
+        raise AgentRequestError("invalid_epoch", message, param=EPOCH_HEADER)
     return int(text)

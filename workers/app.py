@@ -39,7 +39,7 @@ from workers.core.errors import WorkerError
 from workers.core.manifest import Rules
 from workers.core.retry import Retry
 from workers.engines.connector import named_connector
-from workers.metrics import Metrics
+from workers.metrics import WorkerMetrics
 from workers.plugin import LoraManager
 from workers.sources.base import PLUGIN, Limits, Source
 from workers.sources.guard import GuardedTransport
@@ -80,7 +80,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     _require_model(settings)
     connector = _connector_of(settings, own_command)
     locked = lock(settings.state)
-    rng, metrics, boot_id = Random(), Metrics(settings.instance_id), uuid.uuid4().hex
+    rng, metrics, boot_id = Random(), WorkerMetrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
     manager = manager_of(settings.lora_downloader_plugin) if settings.lora_downloader_plugin else None
     cache = Cache(
@@ -264,7 +264,7 @@ async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> Non
     await serve(worker.app, sock, port_file=settings.port_file, grace_s=settings.stop_grace_s, on_stop=worker.stop)
 
 
-async def _loop(name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: Metrics) -> None:
+async def _loop(name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: WorkerMetrics) -> None:
     async def tolerant() -> None:
         try:
             await step()

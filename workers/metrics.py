@@ -14,7 +14,7 @@ MOST_NAMED = 100
 """Adapters with a series of their own: some eight lines each, so that a page stays below 200 KB."""
 
 
-class Metrics:
+class WorkerMetrics:
     """One agent's metrics, in a registry of their own."""
 
     def __init__(self, worker_id: str = "") -> None:

@@ -10,12 +10,12 @@ from lorafleet.kv.blocks import BlockHash
 from router.core.errors import NoReplica
 from router.core.fleet import AdapterLocation, Replica, Report, Resident, Roster
 from router.core.kv.index import Hold, KvIndex, WorkerId
-from router.core.queue.fair_queue import Match, Prompt, Ticket
+from router.core.queue.fair_queue import Match, Prompt, QueuedRequest
 from router.core.schedule.cost import Costs
-from router.core.schedule.decision import Ask, Decision
+from router.core.schedule.decision import Decision, RoutingRequest
 from router.core.schedule.load import InFlight
 from router.core.schedule.policies import POLICIES
-from router.core.scheduler import Mind
+from router.core.scheduler import Scheduler
 
 MODEL = "base"
 # What just has been sent counts as stored until its first token, and for as long after that.
@@ -40,7 +40,7 @@ class Ours:
         self._ids = [WorkerId(f"w{n}") for n in workers]
         self._index = KvIndex(BLOCK)
         self._roster = Roster(tuple(self._replica(n) for n in workers))
-        self._mind = Mind(
+        self._mind = Scheduler(
             roster=lambda _: self._roster,
             match=self._match,
             policy=POLICIES[policy](),
@@ -49,13 +49,13 @@ class Ours:
             rng=Random(seed),
         )
         self._flights: dict[Request, tuple[InFlight, Hold]] = {}
-        self._tickets: dict[Request, Ticket] = {}
+        self._tickets: dict[Request, QueuedRequest] = {}
         self._is_polling = False
         self._looked = -1.0
 
     def offer(self, request: Request, now: float) -> None:
         """Send it, or let it wait."""
-        ask = Ask(
+        ask = RoutingRequest(
             base_model=MODEL,
             engine_name=_NAMES[request.adapter],
             prompt_tokens=request.prompt_tokens,
@@ -63,7 +63,7 @@ class Ours:
             # The block that all requests have in common, and the one that tells conversations apart.
             first_blocks=(request.keys or [0])[min(1, len(request.keys) - 1)],
         )
-        ticket = Ticket(
+        ticket = QueuedRequest(
             prompt=Prompt(ask, {BLOCK: [BlockHash(key) for key in request.keys]}),
             adapter=ask.engine_name,
             payload=request,

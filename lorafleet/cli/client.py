@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.service.failure import Failure, printable
+from lorafleet.service.failure import CommandFailed, printable
 from lorafleet.service.urls import is_http, plain_key, shown
 
 
@@ -19,10 +19,10 @@ class Api:
         try:
             key = plain_key(token)
         except ValueError as exc:
-            raise Failure(f"--token, or LORAFLEET_TOKEN: {exc}", status=2) from exc
+            raise CommandFailed(f"--token, or LORAFLEET_TOKEN: {exc}", status=2) from exc
         if not is_http(self.url):
             named = flag.removeprefix("lorafleet ") or "address"
-            raise Failure(f"{named} {shown(url)!r}: must be an address, as http://127.0.0.1:8080", status=2)
+            raise CommandFailed(f"{named} {shown(url)!r}: must be an address, as http://127.0.0.1:8080", status=2)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # Loopback and cluster addresses: a proxy from the environment would only be in the way.
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
@@ -56,9 +56,9 @@ class Api:
         try:
             answer = self._client.request(method, path, json=body, params=params, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise Failure(f"{self.url}: {exc}{self._hint('is the fleet up')}") from exc
+            raise CommandFailed(f"{self.url}: {exc}{self._hint('is the fleet up')}") from exc
         except ValueError as exc:  # NaN, or half a surrogate pair: nothing was sent
-            raise Failure(f"what was given cannot be sent as JSON: {exc}", status=2) from exc
+            raise CommandFailed(f"what was given cannot be sent as JSON: {exc}", status=2) from exc
         if answer.is_success:
             return answer
         message, code = _reason(answer)
@@ -72,8 +72,10 @@ class Api:
         except ValueError as exc:
             raise self._is_another(path) from exc
 
-    def _is_another(self, path: str) -> Failure:
-        return Failure(f"{self.url} does not answer {path} as lorafleet does{self._hint('is it the right server')}")
+    def _is_another(self, path: str) -> CommandFailed:
+        return CommandFailed(
+            f"{self.url} does not answer {path} as lorafleet does{self._hint('is it the right server')}"
+        )
 
     def _hint(self, question: str) -> str:
         return f"; {question}? ({self._flag} names another address)" if self._flag else ""
@@ -92,7 +94,7 @@ class Api:
                 return items
 
 
-class Refused(Failure):
+class Refused(CommandFailed):
     """The server answered with an error; the message is its own, with what to do where we know more."""
 
     def __init__(self, http_status: int, message: str, code: str) -> None:

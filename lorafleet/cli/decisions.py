@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.cli.client import Api
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 
 _HOW = "write one with: lorafleet decisions --json > FILE"
 
@@ -19,7 +19,7 @@ def recorded(file: Path) -> list[Item]:
     try:
         said = json.loads(sys.stdin.read() if str(file) == "-" else file.read_text())
     except (OSError, ValueError) as exc:
-        raise Failure(f"{file}: {exc}; {_HOW}") from exc
+        raise CommandFailed(f"{file}: {exc}; {_HOW}") from exc
     if isinstance(said, dict) and isinstance(said.get("data"), list):
         said = said["data"]
     items = said if isinstance(said, list) else [said]
@@ -38,4 +38,4 @@ def _item(file: Path, item: Any) -> Item:
     # Only the record itself, without what came of it.
     if isinstance(item, dict) and {"policy", "ask", "replicas"} <= item.keys():
         return {"record": item}
-    raise Failure(f"{file}: no decision with its record; {_HOW}")
+    raise CommandFailed(f"{file}: no decision with its record; {_HOW}")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import yaml
 
 from lorafleet.service.auth import SCOPES, KeyFileError, Keys, hash_key, new_key
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import mode_of, what_failed, write_whole
 
 
@@ -28,12 +28,12 @@ def add_key(
     or a file that is no key file.
     """
     if unknown := sorted(set(scopes) - set(SCOPES)):
-        raise Failure(f"--scopes: {', '.join(unknown)} unknown; known: {', '.join(SCOPES)}", status=2)
+        raise CommandFailed(f"--scopes: {', '.join(unknown)} unknown; known: {', '.join(SCOPES)}", status=2)
     if not scopes:
-        raise Failure(f"--scopes: none given; known: {', '.join(SCOPES)}", status=2)
+        raise CommandFailed(f"--scopes: none given; known: {', '.join(SCOPES)}", status=2)
     # Whose key it is bounds what it may infer with, and nothing else: `admin` is the whole fleet's.
     if tenant is not None and (beyond := sorted(set(scopes) - {"infer"})):
-        raise Failure(
+        raise CommandFailed(
             f"--tenant {tenant} --scopes {','.join(scopes)}: {', '.join(beyond)} would hold for the whole fleet, not"
             f" for {tenant} alone. Expected --tenant {tenant} --scopes infer, for a key of the tenant; or"
             f" --scopes {','.join(scopes)} without --tenant, for a key of the fleet's operators",
@@ -42,16 +42,16 @@ def add_key(
     given = {name: value for name, value in limits.items() if value is not None}
     for name, value in given.items():
         if value < 1:
-            raise Failure(f"--{name.replace('_', '-')}: must be at least 1, found {value:g}", status=2)
+            raise CommandFailed(f"--{name.replace('_', '-')}: must be at least 1, found {value:g}", status=2)
     key = new_key()
     entry = {"sha256": hash_key(key), "tenant": tenant, "scopes": list(scopes), "note": note, "limits": given}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _append(path, {name: value for name, value in entry.items() if value})
     except OSError as exc:
-        raise Failure(f"--file {path}: {what_failed(exc, path.absolute().parent)}") from exc
+        raise CommandFailed(f"--file {path}: {what_failed(exc, path.absolute().parent)}") from exc
     except KeyFileError as exc:
-        raise Failure(f"--file: {exc}") from exc
+        raise CommandFailed(f"--file: {exc}") from exc
     return key
 
 

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from lorafleet.cli import plan, rollout
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.urls import path_of
 
 if TYPE_CHECKING:
@@ -306,14 +306,14 @@ def adapters_set(
       lorafleet adapters set legal/v2 --tenant acme --tenant globex
     """
     if tenant and everyone:
-        raise Failure("name one: --tenant, or --everyone", status=2)
+        raise CommandFailed("name one: --tenant, or --everyone", status=2)
     body: dict[str, Any] = {}
     if changes:
         body["policy"] = dict(plan.setting(change, "lorafleet adapters show LORA_ID") for change in changes)
     if tenant or everyone:
         body["tenants"] = tenant or None
     if not body:
-        raise Failure("nothing to change: name NAME=VALUE, --tenant or --everyone", status=2)
+        raise CommandFailed("nothing to change: name NAME=VALUE, --tenant or --everyone", status=2)
     with context.obj.orchestrator() as api:
         item = api.call("PATCH", f"/v1/adapters/{path_of(lora_id)}", body, headers=_if_match(if_match))
     from lorafleet.cli import tables
@@ -386,7 +386,7 @@ def _alias_target(text: str) -> dict[str, Any]:
     try:
         return {"lora_id": lora_id, "weight": float(weight)} if has_weight else {"lora_id": lora_id}
     except ValueError as exc:
-        raise Failure(f"{text}: {weight!r} is no number; write lora_id or lora_id=weight", status=2) from exc
+        raise CommandFailed(f"{text}: {weight!r} is no number; write lora_id or lora_id=weight", status=2) from exc
 
 
 @aliases_app.command("rm")
@@ -542,9 +542,11 @@ def explain(
       lorafleet decisions --limit 1000 --json | lorafleet explain --replay - --policy least_loaded
     """
     if (prompt is None) == (replay is None):
-        raise Failure('name one: a prompt (lorafleet explain "...") or --replay FILE', status=2)
+        raise CommandFailed('name one: a prompt (lorafleet explain "...") or --replay FILE', status=2)
     if policy and replay is None:
-        raise Failure("--policy goes with --replay; a live request is decided by the router's own policy", status=2)
+        raise CommandFailed(
+            "--policy goes with --replay; a live request is decided by the router's own policy", status=2
+        )
     with context.obj.router() as api:
         if replay is not None:
             _replay(api, replay, policy, as_json=as_json)
@@ -589,7 +591,7 @@ def decisions(
         tables.show(tables.decisions(answer["data"]))
         _say_missing(answer)
     elif not answer["data"]:
-        raise Failure(
+        raise CommandFailed(
             f"{request}: not among what this router keeps, its last 1,000 decisions and of more than 100 a second a"
             " sample; or another router made it"
             + (", or a process of this one that did not answer in time" if answer.get("missing") else "")
@@ -639,7 +641,9 @@ def _replay(api: "Api", file: Path, policy: str | None, *, as_json: bool) -> Non
         tables.show(tables.replays(first, made))
         typer.echo(f"{len(made) - differ} of {len(made)} as before")
     if differ and policy is None:
-        raise Failure(f"{differ} of {len(made)} decided otherwise than recorded: this router's cost model is another")
+        raise CommandFailed(
+            f"{differ} of {len(made)} decided otherwise than recorded: this router's cost model is another"
+        )
 
 
 def _json(what: Any) -> None:
@@ -652,7 +656,7 @@ def _base_model(api: "Api") -> str:
     for item in api.call("GET", "/v1/models")["data"]:
         if not item.get("parent"):
             return str(item["id"])
-    raise Failure("the router knows no base model yet; name one with --model")
+    raise CommandFailed("the router knows no base model yet; name one with --model")
 
 
 @app.command()
@@ -715,7 +719,7 @@ def main() -> None:
     """The console script: a Failure is one line on stderr and its status."""
     try:
         app()
-    except Failure as exc:
+    except CommandFailed as exc:
         sys.stdout.flush()
         typer.echo(f"lorafleet: {exc}", err=True)
         raise SystemExit(exc.status) from None

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 
 app = typer.Typer(no_args_is_help=True)
 orphans_app = typer.Typer(no_args_is_help=True, help="Orphans: what workers hold and nobody registered.")
@@ -105,7 +105,7 @@ def orphans_adopt(
         typer.echo(f"{item['lora_id']}: {item['error']}")
     # Without names, those that cannot be adopted are news; with names, a wish that was not met.
     if refused and lora_ids:
-        raise Failure(f"{len(refused)} of {len(results)} not adopted")
+        raise CommandFailed(f"{len(refused)} of {len(results)} not adopted")
 
 
 @app.command()
@@ -152,11 +152,11 @@ def backup(
         content = api.download("/v1/backup")
     try:
         if file.exists() or file.is_symlink():
-            raise Failure(f"{file}: is there already; name a new file")
+            raise CommandFailed(f"{file}: is there already; name a new file")
         files.write_whole(file, content)
     except OSError as exc:
         hint = "" if files.is_full(exc) else "; name a new file in a folder that can be written"
-        raise Failure(f"{file}: {files.what_failed(exc, file.absolute().parent)}{hint}") from exc
+        raise CommandFailed(f"{file}: {files.what_failed(exc, file.absolute().parent)}{hint}") from exc
     typer.echo(f"{file}: {len(content):,} bytes")
 
 
@@ -167,13 +167,13 @@ def _demand(text: str) -> tuple[str, dict[str, float]]:
             return lora_id, {"factor": float(amount[1:])}
         return lora_id, {"requests_per_s": float(amount)}
     except ValueError as exc:
-        raise Failure(f"{text}: write LORA_ID=x10 or LORA_ID=3.5", status=2) from exc
+        raise CommandFailed(f"{text}: write LORA_ID=x10 or LORA_ID=3.5", status=2) from exc
 
 
 def _more(text: str) -> dict[str, Any]:
     count, _, like = text.partition(":")
     if not count.isdigit():
-        raise Failure(f"{text}: write N, or N:WORKER", status=2)
+        raise CommandFailed(f"{text}: write N, or N:WORKER", status=2)
     return {"count": int(count), "like": like or None}
 
 
@@ -186,11 +186,11 @@ def setting(text: str, names: str = "lorafleet policy show") -> tuple[str, Any]:
 
     name, equals, value = text.partition("=")
     if not equals:
-        raise Failure(f"{text}: write NAME=VALUE; `{names}` has the names", status=2)
+        raise CommandFailed(f"{text}: write NAME=VALUE; `{names}` has the names", status=2)
     try:
         return name.strip().replace("-", "_"), yamls.parsed(value)
     except yamls.BadYaml as exc:
-        raise Failure(
+        raise CommandFailed(
             f"{text[:200]}: the value is not YAML ({str(exc).splitlines()[0]}); put text in quotes", status=2
         ) from exc
 
@@ -200,7 +200,7 @@ def _adapter_policies(texts: list[str] | tuple[()]) -> dict[str, dict[str, Any]]
     for text in texts:
         lora_id, colon, change = text.partition(":")
         if not colon:
-            raise Failure(f"{text}: write LORA_ID:NAME=VALUE", status=2)
+            raise CommandFailed(f"{text}: write LORA_ID:NAME=VALUE", status=2)
         name, value = setting(change)
         found.setdefault(lora_id, {})[name] = value
     return found

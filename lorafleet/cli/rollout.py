@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.urls import path_of
 
 app = typer.Typer(no_args_is_help=True, help="Rollouts: move an alias to another version in steps.")
@@ -108,7 +108,7 @@ def _step(text: str) -> dict[str, float]:
     try:
         return {"weight": float(weight)} | ({"for_s": float(seconds)} if colon else {})
     except ValueError as exc:
-        raise Failure(f"--step {text}: write WEIGHT or WEIGHT:SECONDS, such as 0.1:600", status=2) from exc
+        raise CommandFailed(f"--step {text}: write WEIGHT or WEIGHT:SECONDS, such as 0.1:600", status=2) from exc
 
 
 def _line(item: Mapping[str, Any]) -> str:

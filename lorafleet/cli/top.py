@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lorafleet.cli import tables
 from lorafleet.cli.client import Api
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 
 
 def run(orchestrator: Api, *, every_s: float) -> None:
@@ -25,7 +25,7 @@ def run(orchestrator: Api, *, every_s: float) -> None:
             time.sleep(every_s)
             try:
                 live.update(picture(orchestrator), refresh=True)
-            except Failure as exc:
+            except CommandFailed as exc:
                 live.update(Group(Text(f"{exc}\n", style="red"), first), refresh=True)
 
 

@@ -25,7 +25,7 @@ Steps = Iterator[None]
 _OVER: Final = object()
 
 
-class Member(Protocol):
+class BatchMember(Protocol):
     """One of a crowd: a request, and what answers it."""
 
     body: bytes
@@ -37,24 +37,24 @@ class Member(Protocol):
         """A step raised this. Does not raise."""
 
 
-class Turn:
+class Batches:
     """The crowds of one loop. `outbox`: what they write, sent when they are through."""
 
     __slots__ = ("_answered", "_is_due", "_requests", "outbox")
 
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
-        self._requests: deque[Member] = deque()
-        self._answered: list[tuple[Member, Steps]] = []
+        self._requests: deque[BatchMember] = deque()
+        self._answered: list[tuple[BatchMember, Steps]] = []
         self._is_due = False
 
-    def begin(self, request: Member, loop: asyncio.AbstractEventLoop) -> None:
+    def begin(self, request: BatchMember, loop: asyncio.AbstractEventLoop) -> None:
         """Have a request answered that has come."""
         self._requests.append(request)
         if not self._is_due:
             self._call(loop)
 
-    def go_on(self, request: Member, steps: Steps, loop: asyncio.AbstractEventLoop) -> None:
+    def go_on(self, request: BatchMember, steps: Steps, loop: asyncio.AbstractEventLoop) -> None:
         """Have these steps taken for a request that an engine has answered: before what is still to be begun."""
         self._answered.append((request, steps))
         if not self._is_due:
@@ -76,7 +76,7 @@ class Turn:
             if self._requests and not self._is_due:
                 self._call(loop)
 
-    def _crowd(self) -> list[tuple[Member, Steps]]:
+    def _crowd(self) -> list[tuple[BatchMember, Steps]]:
         requests, crowd = self._requests, []
         size = begun = 0
         while requests and begun < _MOST and size < _MOST_BYTES:
@@ -88,7 +88,7 @@ class Turn:
                 crowd.append((request, steps))
         return crowd
 
-    def _take_through(self, crowd: list[tuple[Member, Steps]]) -> None:
+    def _take_through(self, crowd: list[tuple[BatchMember, Steps]]) -> None:
         self.outbox.is_due = True
         try:
             while crowd:
@@ -97,9 +97,9 @@ class Turn:
             self.outbox.flush()
 
 
-def _stepped(crowd: list[tuple[Member, Steps]]) -> list[tuple[Member, Steps]]:
+def _stepped(crowd: list[tuple[BatchMember, Steps]]) -> list[tuple[BatchMember, Steps]]:
     """Those that have more steps to go."""
-    going: list[tuple[Member, Steps]] = []
+    going: list[tuple[BatchMember, Steps]] = []
     left = iter(crowd)
     while True:
         try:

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from lorafleet.http_server.batches import Steps, Turn
+from lorafleet.http_server.batches import Batches, Steps
 from lorafleet.http_server.framing import Refused, checked_head, checked_target, head_without_upgrade, parser_of
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.service.auth import OPEN, Caller
@@ -49,10 +49,9 @@ _IDLE, _HEAD, _BODY = range(3)
 
 _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
 
-# Answers a request by plain calls, now or as what it asked for comes (`Exchange.on_gone` is then set); in steps, beside
-# others that came with it; or gives back a coroutine that does: it is run in a task, and cancelled when its client
-# leaves.
-Handler = Callable[["Exchange"], Coroutine[Any, Any, None] | Steps | None]
+# Answers a request by plain calls, now or later (`HttpExchange.on_gone` is then set); or in steps, beside the requests
+# of the same tick; or returns a coroutine, which runs in a task and is cancelled when the client leaves.
+Handler = Callable[["HttpExchange"], Coroutine[Any, Any, None] | Steps | None]
 Route = Callable[[str, str], Handler | None]
 Sender = Callable[[Mapping[bytes, bytes]], Caller | None]
 Told = Callable[[bytes], bytes]
@@ -148,7 +147,7 @@ class Front:
         self.is_draining = False
         self.has_stopped = False
         self.outbox = outbox
-        self.turn = Turn(outbox)
+        self.turn = Batches(outbox)
         shortest = min(limits.head_s, limits.body_s, limits.send_stall_s, limits.idle_s)
         self._sweep_every_s = min(1.0, max(0.02, shortest / 4))
         self._timer: asyncio.TimerHandle | None = None
@@ -216,7 +215,7 @@ class Front:
         self._timer = loop.call_at(self._sweep_at, self._sweep, loop)
 
 
-class Exchange(msgspec.Struct, eq=False):
+class HttpExchange(msgspec.Struct, eq=False):
     """One request, complete, and its answer.
 
     headers  by their names in lower case; of one that came more than once, the first
@@ -408,8 +407,8 @@ class _Connection(HttpToolsProtocol):
         self._front = shared
         self._limits = shared.limits
         self.is_write_paused = False
-        self._current: Exchange | None = None
-        self._queue: deque[Exchange] = deque()
+        self._current: HttpExchange | None = None
+        self._queue: deque[HttpExchange] = deque()
         self._stopping = False
         self._deaf = False  # what comes now is thrown away: the last answer is decided
         self._drained_bytes = 0
@@ -425,7 +424,7 @@ class _Connection(HttpToolsProtocol):
         self._read_bytes = 0  # of this read
         self._unread_bytes = 0  # of this read, 0 once there was body in it
         self._bare_bytes = 0  # of the reads since the message's begin, or its last body byte
-        self._incoming: Exchange | None = None  # None: a message for the app
+        self._incoming: HttpExchange | None = None  # None: a message for the app
         self._body: bytes | bytearray = b""
         self._body_bytes = 0
         self._expects = False
@@ -546,7 +545,7 @@ class _Connection(HttpToolsProtocol):
             self._begin_cold(expects)
         else:
             keep = is_1_1 and parser.should_keep_alive()
-            exchange = Exchange(method, path, query, fields, self, handler, is_1_1, keep, shared.sender(fields))
+            exchange = HttpExchange(method, path, query, fields, self, handler, is_1_1, keep, shared.sender(fields))
             if told is not None and b"origin" in fields:
                 exchange._told = told(fields[b"origin"])
             self._incoming = exchange
@@ -613,11 +612,11 @@ class _Connection(HttpToolsProtocol):
         """Send it, at the end of the loop's turn."""
         self._front.outbox.write(self.transport, data, self.loop)
 
-    def _start(self, exchange: Exchange) -> None:
+    def _start(self, exchange: HttpExchange) -> None:
         self._current = exchange
         self._front.turn.begin(exchange, self.loop)
 
-    def answer(self, exchange: Exchange) -> Steps | None:
+    def answer(self, exchange: HttpExchange) -> Steps | None:
         """Its turn has come."""
         if self._front.has_stopped:
             _fail(exchange, 503, "stopping", "this server stopped before this request was begun; send it again")
@@ -633,13 +632,13 @@ class _Connection(HttpToolsProtocol):
             return None
         return work
 
-    def work(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    def work(self, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
         """A task for what must be waited for."""
         exchange._work = work
         exchange._task = task = self.loop.create_task(self._answer(exchange, work))
         self.tasks.add(task)
 
-    async def _answer(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    async def _answer(self, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
         exchange._work = exchange.on_gone = None
         try:
             await work
@@ -662,7 +661,7 @@ class _Connection(HttpToolsProtocol):
             return True
         return bool(self._queue) or bool(self._last_words)
 
-    def let_go(self, exchange: Exchange) -> None:
+    def let_go(self, exchange: HttpExchange) -> None:
         """This exchange writes no more, and its body is no longer held."""
         exchange._connection = None
         if exchange.body:
@@ -670,7 +669,7 @@ class _Connection(HttpToolsProtocol):
             self._front.let_go(exchange.caller, len(exchange.body))
         self._current = None
 
-    def answered(self, exchange: Exchange) -> None:
+    def answered(self, exchange: HttpExchange) -> None:
         """The answer is written; the next one is begun, or waited for."""
         self.let_go(exchange)
         if self._queue:
@@ -815,7 +814,7 @@ class _Connection(HttpToolsProtocol):
             self._linger(words)
 
     def _told(self) -> bytes:
-        """What the answer to the message being read says besides, as `Exchange` has it."""
+        """What the answer to the message being read says besides, as `HttpExchange` has it."""
         told = self._front.told
         if told is None:
             return b""
@@ -936,7 +935,7 @@ def _asks_before(method: str, fields: Mapping[bytes, bytes]) -> bool:
     return method == "OPTIONS" and b"access-control-request-method" in fields
 
 
-def _fail(exchange: Exchange, status: int, code: str, message: str) -> None:
+def _fail(exchange: HttpExchange, status: int, code: str, message: str) -> None:
     """An error for an answer, or a broken connection if one has begun."""
     connection = exchange._connection
     if connection is None:
@@ -948,7 +947,7 @@ def _fail(exchange: Exchange, status: int, code: str, message: str) -> None:
     exchange.respond(status, headers, connection._front.error_body(status, code, message, exchange.path))
 
 
-def _fail_unexpectedly(exchange: Exchange, exc: Exception) -> None:
+def _fail_unexpectedly(exchange: HttpExchange, exc: Exception) -> None:
     log.error("unexpected error", path=exchange.path, exc_info=exc)
     message = f"{exchange.path}: internal error ({type(exc).__name__}); the log has the traceback"
     _fail(exchange, 500, "internal_error", message)

@@ -1,8 +1,8 @@
 """What an API server refuses, or does not answer, as one tree.
 
 KubeError
-    Conflict        409: somebody else was there first
-    NotFound        404
+    KubeConflict    409: somebody else was there first
+    KubeNotFound    404
     Gone            410: that version is no longer kept, list again
     Forbidden       401 and 403: no valid token, or a Role is missing
     Unreachable     no answer in time, or none that can be understood; status 0
@@ -23,11 +23,11 @@ class KubeError(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Conflict(KubeError):
+class KubeConflict(KubeError):
     pass
 
 
-class NotFound(KubeError):
+class KubeNotFound(KubeError):
     pass
 
 
@@ -48,7 +48,13 @@ class KubeConfigError(Exception):
     """No API server is configured, or what is configured cannot be read; the message says what was looked for."""
 
 
-_BY_STATUS: Mapping[int, type[KubeError]] = {401: Forbidden, 403: Forbidden, 404: NotFound, 409: Conflict, 410: Gone}
+_BY_STATUS: Mapping[int, type[KubeError]] = {
+    401: Forbidden,
+    403: Forbidden,
+    404: KubeNotFound,
+    409: KubeConflict,
+    410: Gone,
+}
 
 
 def refusal(what: str, status: int, body: Any, *, retry_after_s: float | None = None) -> KubeError:

@@ -15,7 +15,7 @@ EngineHash: TypeAlias = int | bytes
 ExtraKeys: TypeAlias = list[list[Any] | None]
 
 
-class Stored(Struct, gc=False, tag="BlockStored"):
+class BlocksStored(Struct, gc=False, tag="BlockStored"):
     """`block_hashes` are now cached; `token_ids` are theirs in order, `block_size` each. A copy is its own event.
 
     `cache_salt` is SGLang's way to say what vLLM has in `extra_keys`.
@@ -35,7 +35,7 @@ class Stored(Struct, gc=False, tag="BlockStored"):
     cache_salt: str | None = None
 
 
-class Removed(Struct, gc=False, tag="BlockRemoved"):
+class BlocksRemoved(Struct, gc=False, tag="BlockRemoved"):
     """One copy of each of `block_hashes` is gone from `medium`."""
 
     block_hashes: list[EngineHash]
@@ -43,14 +43,14 @@ class Removed(Struct, gc=False, tag="BlockRemoved"):
     group_idx: int | None = None
 
 
-class Cleared(Struct, gc=False, tag="AllBlocksCleared"):
+class BlocksCleared(Struct, gc=False, tag="AllBlocksCleared"):
     """The prefix cache was reset."""
 
 
-Event: TypeAlias = Stored | Removed | Cleared
+Event: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 
 
-class Batch(Struct, gc=False):
+class KvEventBatch(Struct, gc=False):
     """What one engine step did, in order. `rejected` counts by reason the events that could not be read.
 
     has_lost_removal  one of those took blocks away, and nobody knows which
@@ -69,21 +69,21 @@ class UndecodableBatch(Exception):
 
 # msgspec tells the members of a union apart by their tag, but not maps from arrays: a second set, derived so that the
 # two cannot drift apart. A later field that we do not name is skipped in both.
-class _StoredArray(Stored, gc=False, array_like=True, tag="BlockStored"):
+class _StoredArray(BlocksStored, gc=False, array_like=True, tag="BlockStored"):
     pass
 
 
-class _RemovedArray(Removed, gc=False, array_like=True, tag="BlockRemoved"):
+class _RemovedArray(BlocksRemoved, gc=False, array_like=True, tag="BlockRemoved"):
     pass
 
 
-class _ClearedArray(Cleared, gc=False, array_like=True, tag="AllBlocksCleared"):
+class _ClearedArray(BlocksCleared, gc=False, array_like=True, tag="AllBlocksCleared"):
     pass
 
 
 class _Maps(Struct, gc=False, array_like=True):
     ts: float
-    events: list[Stored | Removed | Cleared]
+    events: list[BlocksStored | BlocksRemoved | BlocksCleared]
     rank: int | None = None
 
 
@@ -107,7 +107,7 @@ class Decoder:
         self._typed: list[Any] = [maps, arrays]
         self._mixed = msgspec.msgpack.Decoder(_Mixed)
 
-    def decode(self, payload: bytes) -> Batch:
+    def decode(self, payload: bytes) -> KvEventBatch:
         """The batch in `payload`; raises UndecodableBatch. What is odd in a batch does not spoil the rest of it."""
         for decode in self._typed:
             try:
@@ -118,10 +118,10 @@ class Decoder:
                 raise UndecodableBatch(str(exc)) from exc
             if decode is not self._typed[0]:
                 self._typed.reverse()
-            return Batch(batch.ts, batch.events, batch.rank)
+            return KvEventBatch(batch.ts, batch.events, batch.rank)
         return self._one_by_one(payload)
 
-    def _one_by_one(self, payload: bytes) -> Batch:
+    def _one_by_one(self, payload: bytes) -> KvEventBatch:
         try:
             batch = self._mixed.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -137,11 +137,11 @@ class Decoder:
             else:
                 events.append(read)
         rank = batch.rank if isinstance(batch.rank, int) else None
-        return Batch(batch.ts, events, rank, rejected, has_lost_removal)
+        return KvEventBatch(batch.ts, events, rank, rejected, has_lost_removal)
 
 
 _REMOVALS = frozenset({"BlockRemoved", "AllBlocksCleared"})
-_MAPS: dict[str, Any] = {"BlockStored": Stored, "BlockRemoved": Removed, "AllBlocksCleared": Cleared}
+_MAPS: dict[str, Any] = {"BlockStored": BlocksStored, "BlockRemoved": BlocksRemoved, "AllBlocksCleared": BlocksCleared}
 _ARRAYS: dict[str, Any] = {
     "BlockStored": _StoredArray,
     "BlockRemoved": _RemovedArray,

@@ -12,7 +12,16 @@ from itertools import islice
 from typing import Any, Literal, Protocol
 
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
-from lorafleet.kv.events import Batch, Cleared, Decoder, EngineHash, ExtraKeys, Removed, Stored, UndecodableBatch
+from lorafleet.kv.events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Decoder,
+    EngineHash,
+    ExtraKeys,
+    KvEventBatch,
+    UndecodableBatch,
+)
 
 Tier = Literal["device", "host", "storage"]
 TIERS: tuple[Tier, ...] = ("device", "host", "storage")
@@ -156,27 +165,27 @@ class Ledger:
         self.apply(batch)
         return batch.ts, "a removal" if batch.has_lost_removal else ""
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: KvEventBatch) -> None:
         """Apply the events of one step, in order."""
         if batch.rejected:
             self.rejected.update(batch.rejected)
-        removed: list[Removed] = []
+        removed: list[BlocksRemoved] = []
         for event in batch.events:
             # Engines remove block by block: the sink hears of a run of removals in one call.
-            if isinstance(event, Removed):
+            if isinstance(event, BlocksRemoved):
                 removed.append(event)
                 continue
             if removed:
                 self._remove(removed)
                 removed = []
-            if isinstance(event, Stored):
+            if isinstance(event, BlocksStored):
                 reason = self._store(event)
                 if reason is None:
                     self.accepted["BlockStored"] += 1
                 else:
                     self.rejected[reason] += 1
             else:
-                assert isinstance(event, Cleared)
+                assert isinstance(event, BlocksCleared)
                 self.clear()
                 self.accepted["AllBlocksCleared"] += 1
         if removed:
@@ -212,7 +221,7 @@ class Ledger:
 
     # --- stores --------------------------------------------------------------------------------------------------
 
-    def _store(self, event: Stored) -> str | None:
+    def _store(self, event: BlocksStored) -> str | None:
         """Take a store into the ledger, or say why not."""
         shelf = self._device if event.medium in _DEVICE else self._shelf(event.medium)
         if shelf is None:
@@ -244,7 +253,7 @@ class Ledger:
             self._adapter_of.update(dict.fromkeys(names, event.lora_name))
         return None
 
-    def _is_report(self, event: Stored, names: Sequence[int]) -> bool:
+    def _is_report(self, event: BlocksStored, names: Sequence[int]) -> bool:
         """Whether a store is what report mode `full` says of reused blocks, instead of copies of them.
 
         Nothing tells the two apart for certain, but such a report begins with the prompt's first block and says nothing
@@ -255,7 +264,7 @@ class Ledger:
         """
         return event.parent_block_hash is None and len(names) > 1 and all(map(self._device.blocks.__contains__, names))
 
-    def _misshapen(self, event: Stored, blocks: int, distinct: int) -> str | None:
+    def _misshapen(self, event: BlocksStored, blocks: int, distinct: int) -> str | None:
         """Why a store's blocks cannot be told one by one; None when they can."""
         if event.kv_cache_spec_kind not in _WHOLE_PREFIX or event.kv_cache_spec_sliding_window:
             return "attention"
@@ -265,7 +274,7 @@ class Ledger:
             return "shape"
         return None
 
-    def _hashed(self, event: Stored) -> list[BlockHash] | str:
+    def _hashed(self, event: BlocksStored) -> list[BlockHash] | str:
         """Our hashes of a store's blocks, or why they cannot be known."""
         adapter = event.lora_name or ""
         salt, extra = event.cache_salt or "", None
@@ -337,7 +346,7 @@ class Ledger:
 
     # --- removals ------------------------------------------------------------------------------------------------
 
-    def _remove(self, events: Iterable[Removed]) -> None:
+    def _remove(self, events: Iterable[BlocksRemoved]) -> None:
         gone: list[BlockHash] = []
         last = self._device
         for event in events:

@@ -24,7 +24,7 @@ from lorafleet.local.processes import Child, Guard, clean_environment, tail_of
 from lorafleet.local.progress import Steps
 from lorafleet.service import files
 from lorafleet.service.auth import hash_key, new_key
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.sockets import socket_folder
 
 _POLL_S = 0.05
@@ -40,7 +40,7 @@ _UP = ("ready", "cordoned", "draining")
 _CALM_S = 30.0  # a child that ran this long has its backoff forgotten
 
 
-class Fleet:
+class LocalFleet:
     """The children and what is known of them. Make it, `live`, and always `stop`."""
 
     def __init__(self, options: Options) -> None:
@@ -78,7 +78,7 @@ class Fleet:
                 if self.options.once:
                     for keeper in self._keepers:
                         keeper.cancel()
-        except* (Failure, OSError) as failures:
+        except* (CommandFailed, OSError) as failures:
             raise self._told(_first(failures)) from None
 
     async def stop(self) -> None:
@@ -198,7 +198,7 @@ class Fleet:
             if now.startswith("engine_down"):
                 words = self._folder / "workers" / name / "engine.log"
                 more = f"More in {self._children[name].log_path}"
-                raise Failure(f"{name}: {now}\nThe end of {words}:\n{tail_of(words)}\n{more}")
+                raise CommandFailed(f"{name}: {now}\nThe end of {words}:\n{tail_of(words)}\n{more}")
             if time.monotonic() - began > self._start_within_s:
                 raise self._failed(self._children[name], f"is not ready in time (it is: {now.splitlines()[0]})")
             self.steps.still(name, notices.starting(self.options.engine, now))
@@ -344,19 +344,19 @@ class Fleet:
             await asyncio.sleep(wait_s)
             await child.start()
 
-    def _told(self, first: Failure | OSError) -> Failure:
+    def _told(self, first: CommandFailed | OSError) -> CommandFailed:
         """It, or what an error of the system's says in one line."""
-        if isinstance(first, Failure):
+        if isinstance(first, CommandFailed):
             return first
-        return self._no_space() if files.is_full(first) else Failure(str(first) or repr(first))
+        return self._no_space() if files.is_full(first) else CommandFailed(str(first) or repr(first))
 
-    def _no_space(self) -> Failure:
-        return Failure(f"{files.no_space(self._folder)}, or name another folder with --state-dir")
+    def _no_space(self) -> CommandFailed:
+        return CommandFailed(f"{files.no_space(self._folder)}, or name another folder with --state-dir")
 
-    def _failed(self, child: Child, what: str) -> Failure:
+    def _failed(self, child: Child, what: str) -> CommandFailed:
         if shutil.disk_usage(self._folder).free < _NO_SPACE_BYTES:  # its log would not have the reason
             return self._no_space()
-        return Failure(f"{child.name} {what}. The end of {child.log_path}:\n{child.tail()}")
+        return CommandFailed(f"{child.name} {what}. The end of {child.log_path}:\n{child.tail()}")
 
     # --- what the children are told ------------------------------------------------------------------------------
 
@@ -420,6 +420,6 @@ def _ending(status: int) -> str:
     return f"status {status}"
 
 
-def _first(group: BaseExceptionGroup[Failure | OSError]) -> Failure | OSError:
+def _first(group: BaseExceptionGroup[CommandFailed | OSError]) -> CommandFailed | OSError:
     inner = group.exceptions[0]
     return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

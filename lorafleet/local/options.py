@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.engine import arguments
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.settings import SettingsError, did_you_mean, read_file
 
 HOUSES = ("router", "orchestrator", "workers")
@@ -152,7 +152,7 @@ def asked(
             once=once,
         )
     except (SettingsError, arguments.EngineWordsError) as exc:
-        raise Failure(str(exc), status=2) from exc
+        raise CommandFailed(str(exc), status=2) from exc
 
 
 def unread(environment: Mapping[str, str]) -> list[str]:
@@ -166,7 +166,7 @@ def lora_roots(options: Options, own: Path) -> list[str]:
     try:
         return [str(own), *_texts(options.of("workers").values, "lora_roots")]
     except SettingsError as exc:
-        raise Failure(str(exc), status=2) from exc
+        raise CommandFailed(str(exc), status=2) from exc
 
 
 def device_groups(devices: Sequence[str], workers: int) -> tuple[str, ...]:

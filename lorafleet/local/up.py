@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lorafleet.local import adapter_folders, commands
-from lorafleet.local.fleet import Fleet
+from lorafleet.local.fleet import LocalFleet
 from lorafleet.local.options import Options
 from lorafleet.service import signals
 from lorafleet.service.auth import KeyFileError, Keys
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 
 
 def run(options: Options) -> int:
@@ -32,30 +32,32 @@ def is_installed(module: str) -> bool:
 def check(options: Options, *, has: Callable[[str], bool] = is_installed) -> None:
     """Raises Failure for what no start could mend. `has` tells whether a module can be imported."""
     if options.engine == "vllm" and not has("vllm"):
-        raise Failure(
+        raise CommandFailed(
             "vLLM is not installed in this environment: `make install`, or see docs/quickstart.md for the pip commands"
             " (or try `--engine sim`, which computes nothing and needs no vLLM)"
         )
     if options.engine == "sglang" and not has("sglang"):
-        raise Failure("SGLang is not installed in this environment: `pip install sglang`, on a machine with a GPU")
+        raise CommandFailed(
+            "SGLang is not installed in this environment: `pip install sglang`, on a machine with a GPU"
+        )
     if options.model is None and not (has("numpy") and has("safetensors")):
-        raise Failure(
+        raise CommandFailed(
             "the tiny demo model is made with numpy and safetensors, which are not both installed:"
             " pip install 'lorafleet[demo]', or give --model a folder of your own"
         )
     for flag, port in (("--router-port", options.router_port), ("--orchestrator-port", options.orchestrator_port)):
         _require_free(flag, port)
     if options.router_port and options.router_port == options.orchestrator_port:
-        raise Failure(f"--router-port and --orchestrator-port are both {options.router_port}", status=2)
+        raise CommandFailed(f"--router-port and --orchestrator-port are both {options.router_port}", status=2)
     if options.model is not None and not (options.model / "config.json").is_file():
-        raise Failure(f"--model {options.model}: no config.json there; {_model_to_give(options.model)}", status=2)
+        raise CommandFailed(f"--model {options.model}: no config.json there; {_model_to_give(options.model)}", status=2)
     if options.adapters is not None and (wrong := adapter_folders.what_is_wrong(options.adapters)):
-        raise Failure(f"--adapters {options.adapters}: {wrong}", status=2)
+        raise CommandFailed(f"--adapters {options.adapters}: {wrong}", status=2)
     if options.key_file is not None:
         try:
             Keys([options.key_file])
         except KeyFileError as exc:
-            raise Failure(f"--key-file: {exc}", status=2) from exc
+            raise CommandFailed(f"--key-file: {exc}", status=2) from exc
 
 
 def _model_to_give(model: Path) -> str:
@@ -74,7 +76,9 @@ def _require_free(flag: str, port: int) -> None:
             probe.bind((commands.LOOPBACK, port))
         except OSError as exc:
             why = "is in use" if exc.errno == errno.EADDRINUSE else f"cannot be used ({exc.strerror})"
-            raise Failure(f"port {port} {why}: choose another with {flag} (0 picks a free one)", status=2) from exc
+            raise CommandFailed(
+                f"port {port} {why}: choose another with {flag} (0 picks a free one)", status=2
+            ) from exc
 
 
 @contextlib.contextmanager
@@ -83,7 +87,7 @@ def _locked(state_dir: Path) -> Iterator[None]:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # store and logs are nobody else's
         handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as exc:
-        raise Failure(
+        raise CommandFailed(
             f"--state-dir {state_dir}: {exc.strerror}; name a folder that can be made and written", status=2
         ) from exc
     try:
@@ -91,7 +95,7 @@ def _locked(state_dir: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
             holder = os.read(handle, 20).decode(errors="replace").strip() or "?"
-            raise Failure(
+            raise CommandFailed(
                 f"another `lorafleet up` (process {holder}) uses {state_dir}:"
                 " stop it, or give --state-dir another folder"
             ) from exc
@@ -106,7 +110,7 @@ def _locked(state_dir: Path) -> Iterator[None]:
 async def _main(options: Options) -> int:
     """Everything after the checks, under our own signal handling; 0, or 130 when stopped before it was ready."""
     stopping = asyncio.Event()
-    fleet = Fleet(options)
+    fleet = LocalFleet(options)
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:

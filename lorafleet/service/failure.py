@@ -8,7 +8,7 @@ def printable(text: str) -> str:
     return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in text)
 
 
-class Failure(Exception):
+class CommandFailed(Exception):
     """A command cannot go on. The message says what was wrong and what to do; status 2 is a wrong flag, else 1."""
 
     def __init__(self, message: str, *, status: int = 1) -> None:

@@ -3,17 +3,17 @@
 import re
 from urllib.parse import quote, urlsplit
 
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 
 
 def path_of(name: str) -> str:
     """A name in a path, its '/' left as they are. Raises Failure for one that would lead elsewhere or is no text."""
     if {".", ".."} & set(name.split("/")):
-        raise Failure(f"{name}: no name has a '.' or '..' between its slashes", status=2)
+        raise CommandFailed(f"{name}: no name has a '.' or '..' between its slashes", status=2)
     try:
         return quote(name, safe="/")
     except UnicodeEncodeError as exc:
-        raise Failure(f"{name!a} is not UTF-8", status=2) from exc
+        raise CommandFailed(f"{name!a} is not UTF-8", status=2) from exc
 
 
 def is_http(text: str) -> bool:

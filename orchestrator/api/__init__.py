@@ -22,7 +22,7 @@ from orchestrator.api.routers import router_routes
 from orchestrator.api.ui import ui_routes
 from orchestrator.api.views import Views
 from orchestrator.intent.registry import Registry
-from orchestrator.metrics import Metrics
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.reconciler import Reconciler
 
 
@@ -31,7 +31,7 @@ def build_router(
     keys: Keys,
     registry: Registry,
     reconciler: Reconciler,
-    metrics: Metrics,
+    metrics: OrchestratorMetrics,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
     metrics_need_key: bool = False,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
 from orchestrator.api.views import Views
-from orchestrator.core.errors import OrchestratorError, Permanent, RequestError, Transient, Unavailable
+from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError, Permanent, Transient, Unavailable
 from orchestrator.core.placement.choose import fits_nowhere, limits_of
 from orchestrator.core.placement.place import rendezvous
 from orchestrator.core.state import Adapter
@@ -167,7 +167,7 @@ def _chosen(wanted: Wanted, reconciler: Reconciler, ready: Mapping[str, Sequence
 
 
 async def _require_allowed(spec: AdapterSpec, registry: Registry, reconciler: Reconciler) -> None:
-    """Raises RequestError where the adapter is new and no worker that is asked may read its source; as `check`, too."""
+    """Raises OrchestratorRequestError where the adapter is new and no worker that is asked may read its source."""
     if registry.check(spec) is not None:
         return
     ready = [worker for worker in reconciler.observe().workers.values() if worker.state == "ready"]
@@ -175,7 +175,7 @@ async def _require_allowed(spec: AdapterSpec, registry: Registry, reconciler: Re
     able.sort(key=lambda worker_id: rendezvous(spec.lora_id, worker_id), reverse=True)
     why = await reconciler.why_forbidden(spec.source, able[:_MOST_ASKED])
     if why is not None:
-        raise RequestError(f"no worker may read the source: {why}", code=why.code, param="source")
+        raise OrchestratorRequestError(f"no worker may read the source: {why}", code=why.code, param="source")
 
 
 async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler, views: Views) -> AdapterItem:
@@ -195,12 +195,12 @@ async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler
     try:
         found = await reconciler.inspect_only(adapter, home.id)
     except Permanent as exc:
-        raise RequestError(f"preflight failed: {exc}", code=exc.code, param="source") from exc
+        raise OrchestratorRequestError(f"preflight failed: {exc}", code=exc.code, param="source") from exc
     except Transient as exc:
         raise Unavailable(f"worker {home.id} could not look at it: {exc}", code=exc.code) from exc
     misfit = fits_nowhere(found, limits_of(workers))
     if misfit is not None:
-        raise RequestError(f"preflight failed: {misfit.message}", code=misfit.code, param="source")
+        raise OrchestratorRequestError(f"preflight failed: {misfit.message}", code=misfit.code, param="source")
     return views.adapter(found, ready={})
 
 

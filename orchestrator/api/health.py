@@ -7,13 +7,13 @@ from fastapi.params import Depends
 from fastapi.responses import PlainTextResponse
 
 from orchestrator.core.errors import Unavailable
-from orchestrator.metrics import Metrics
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Status
 
 
 def health_routes(
-    reconciler: Reconciler, metrics: Metrics, is_stopping: Callable[[], bool], guarded: Sequence[Depends]
+    reconciler: Reconciler, metrics: OrchestratorMetrics, is_stopping: Callable[[], bool], guarded: Sequence[Depends]
 ) -> APIRouter:
     """Open to whoever can reach them; `guarded`: what `/metrics` asks of its caller."""
     api = APIRouter(tags=["health"])

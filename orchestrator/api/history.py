@@ -12,7 +12,7 @@ from starlette.background import BackgroundTask
 
 from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Limit
-from orchestrator.core.errors import RequestError
+from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.store.backend import Entry
 from orchestrator.store.store import KINDS, Store
 from orchestrator.wire import HistoryItem, HistoryList
@@ -34,7 +34,7 @@ def history_routes(keys: Keys, store: Store) -> APIRouter:
     ) -> HistoryList:
         """Changes of intent, newest first; of each kind the newest are kept."""
         if unknown := sorted(set(kind or ()) - set(KINDS)):
-            raise RequestError(f"kind {unknown[0]!r} is unknown; known: {', '.join(KINDS)}", param="kind")
+            raise OrchestratorRequestError(f"kind {unknown[0]!r} is unknown; known: {', '.join(KINDS)}", param="kind")
         return history_page(store, limit, cursor, kinds=tuple(kind or ()), subject=subject)
 
     @api.get(

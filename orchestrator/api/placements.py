@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from lorafleet.service.auth import Keys, requires
 from orchestrator.api.given import Actor, Cursor, Limit, page_of
 from orchestrator.api.views import Views
-from orchestrator.core.errors import NotFound, RequestError
+from orchestrator.core.errors import NotFound, OrchestratorRequestError
 from orchestrator.core.placement.what_if import Hypothesis, Scene, what_if
 from orchestrator.core.state import Adapter, Intent, Rules
 from orchestrator.intent.orphans import adopt, orphans
@@ -136,7 +136,9 @@ def _hypothesis(ask: PlanRequest, scene: Scene) -> Hypothesis:
         added[lora_id] = replace(added.get(lora_id) or known[lora_id], **said)
     ready = [worker.id for worker in workers.values() if worker.state == "ready"]
     if ask.workers_more and not ready:
-        raise RequestError("no worker is ready that others could be like; name one in `like`", param="workers_more")
+        raise OrchestratorRequestError(
+            "no worker is ready that others could be like; name one in `like`", param="workers_more"
+        )
     return Hypothesis(
         factors={name: change.factor for name, change in ask.demand.items() if change.factor is not None},
         rates={name: change.requests_per_s for name, change in ask.demand.items() if change.requests_per_s is not None},
@@ -154,6 +156,6 @@ def _supposed(spec: SupposedAdapter) -> Adapter:
 def _rules(rules: Rules, ask: PlanRequest) -> Rules:
     try:
         policy = changed_policy(rules, ask.policy)
-    except RequestError as exc:
-        raise RequestError(f"policy: {exc}", param="policy") from exc
+    except OrchestratorRequestError as exc:
+        raise OrchestratorRequestError(f"policy: {exc}", param="policy") from exc
     return Rules(**policy.model_dump())

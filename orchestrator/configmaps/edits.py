@@ -38,7 +38,7 @@ from orchestrator.configmaps.objects import (
     uid_of,
 )
 from orchestrator.configmaps.tables import row_of, shard_of
-from orchestrator.core.errors import Conflict, OrchestratorError, RequestError
+from orchestrator.core.errors import Conflict, OrchestratorError, OrchestratorRequestError
 from orchestrator.core.state import Adapter
 from orchestrator.intent.registry import Registry
 from orchestrator.store.backend import Change
@@ -205,7 +205,7 @@ class Intake:
             self._backend.accepted(table, key, name)
 
     def _asked(self, name: str, found: Json, kind: str) -> tuple[str, Callable[[], object]]:
-        """Its key, and what to do for it. Raises RequestError."""
+        """Its key, and what to do for it. Raises OrchestratorRequestError."""
         said = self._said(name, found, kind)
         if isinstance(said, OrchestratorError):
             raise said
@@ -221,7 +221,7 @@ class Intake:
         if known is None or known[0] is not found:
             try:
                 known = found, declared(found, kind, MODELS[kind])
-            except RequestError as exc:
+            except OrchestratorRequestError as exc:
                 known = found, exc
             self._read[name] = known
         return known[1]

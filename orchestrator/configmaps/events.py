@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import structlog
 
 from lorafleet.kube.client import Json, Kube
-from lorafleet.kube.errors import Conflict, KubeError
+from lorafleet.kube.errors import KubeConflict, KubeError
 from orchestrator.configmaps.objects import name_of, uid_of
 
 log = structlog.get_logger()
@@ -59,7 +59,7 @@ class Notices:
         """As another one, or as one more of what was said before our time."""
         try:
             await self._kube.post(self._folder, event, timeout_s=self._call_s)
-        except Conflict:
+        except KubeConflict:
             again = {"lastTimestamp": event["lastTimestamp"], "count": 2}
             await self._kube.patch(f"{self._folder}/{name_of(event)}", again, timeout_s=self._call_s)
 

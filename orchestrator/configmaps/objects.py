@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from lorafleet.kube.client import Json
 from lorafleet.service.http import said_wrong
-from orchestrator.core.errors import RequestError, StoreError
+from orchestrator.core.errors import OrchestratorRequestError, StoreError
 from orchestrator.core.rollout import Rollout, Targets, as_json
 from orchestrator.core.state import Adapter, Rules
 from orchestrator.store.typed import rollout_in
@@ -176,32 +176,36 @@ def rollout_of(found: Json) -> Rollout | None:
 
 
 def declared(found: Json, kind: str, model: type[M]) -> M:
-    """What a person wrote, checked as REST checks it. Raises RequestError with the sentence that REST would answer."""
+    """What a person wrote, checked as REST checks it. Raises OrchestratorRequestError with the message of REST."""
     text, key = text_of(found, kind), f"{kind}.yaml"
     if text is None:
         keys = ", ".join(sorted(found.get("data") or {})) or "nothing"
-        raise RequestError(f"data has no {key!r}, found {keys}; it holds what REST would be sent", param=key)
+        raise OrchestratorRequestError(
+            f"data has no {key!r}, found {keys}; it holds what REST would be sent", param=key
+        )
     if (size := len(text.encode())) > _MAX_TEXT_BYTES:
-        raise RequestError(f"{key} has {size:,} bytes, at most {_MAX_TEXT_BYTES:,} are read", param=key)
+        raise OrchestratorRequestError(f"{key} has {size:,} bytes, at most {_MAX_TEXT_BYTES:,} are read", param=key)
     try:
         if not _is_shallow(text):
-            raise RequestError(f"{key} is nested deeper than {_MAX_DEPTH} levels, no field of it is", param=key)
+            raise OrchestratorRequestError(
+                f"{key} is nested deeper than {_MAX_DEPTH} levels, no field of it is", param=key
+            )
         body = yaml.load(text, Loader=_Loader)  # noqa: S506  (a safe loader, the C one where there is one)
     except (yaml.YAMLError, ValueError) as exc:  # ValueError: a date or a number that cannot be
-        raise RequestError(f"{key} is no YAML: {' '.join(str(exc).split())}", param=key) from exc
+        raise OrchestratorRequestError(f"{key} is no YAML: {' '.join(str(exc).split())}", param=key) from exc
     if not isinstance(body, dict):
-        raise RequestError(f"{key} holds {type(body).__name__}, expected fields and values", param=key)
+        raise OrchestratorRequestError(f"{key} holds {type(body).__name__}, expected fields and values", param=key)
     try:
         return model.model_validate(body)
     except ValidationError as exc:
-        raise RequestError(said_wrong(exc.errors()), param=key) from exc
+        raise OrchestratorRequestError(said_wrong(exc.errors()), param=key) from exc
 
 
 def differences(found: Json, kind: str, text: str) -> list[str]:
     """Fields that people may change and that this text says otherwise than the object's own, which was accepted."""
     try:
         there = declared(found, kind, MODELS[kind])
-    except RequestError:  # it was accepted by another version
+    except OrchestratorRequestError:  # it was accepted by another version
         return []
     wanted = declared({"data": {f"{kind}.yaml": text}}, kind, MODELS[kind])
     names = {"adapter": ("policy", "tenants", "secret_ref"), "alias": ("targets",)}.get(kind) or MODELS[

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import structlog
 
 from lorafleet.kube.client import Json, Kube
-from lorafleet.kube.errors import Conflict as Collision
-from lorafleet.kube.errors import Forbidden, KubeError, NotFound, Unreachable
+from lorafleet.kube.errors import Forbidden, KubeError, KubeNotFound, Unreachable
+from lorafleet.kube.errors import KubeConflict as Collision
 from lorafleet.service.loops import backoff_s
 from orchestrator.configmaps.mirror import Mirror
 from orchestrator.configmaps.objects import lean, name_of
@@ -219,7 +219,7 @@ class Writer:
                 wish = self._make(key)
                 if wish is not None:
                     await self._ask_for(wish)
-            except (Collision, NotFound) as exc:
+            except (Collision, KubeNotFound) as exc:
                 assert wish is not None, "to look at what is not there is no error"
                 collisions += 1
                 if collisions >= _TRIES:
@@ -243,7 +243,7 @@ class Writer:
         path = f"{self._folder}/{wish.name}"
         if wish.body is None:
             options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": wish.uid}}
-            with contextlib.suppress(NotFound):
+            with contextlib.suppress(KubeNotFound):
                 await self._kube.delete(path, options, timeout_s=self._call_s)
             self._mirror.forget(wish.name, wish.uid)
         elif wish.body != known:
@@ -261,7 +261,7 @@ class Writer:
         """
         try:
             found = await self._kube.get(f"{self._folder}/{name}", timeout_s=self._call_s)
-        except NotFound:
+        except KubeNotFound:
             return None
         self._mirror.note_owners(found)
         if lean(found) != self._mirror.objects.get(name_of(found)):

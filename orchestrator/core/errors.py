@@ -1,18 +1,18 @@
 """Every error the orchestrator raises on purpose.
 
 OrchestratorError
-├── RequestError            the caller's: 4xx, nothing was changed
-│   ├── NotFound            404
-│   ├── Conflict            409: immutable, adapter_failed, name_taken, worker_id_taken, in_use, …
-│   ├── Stale               412: somebody else wrote in between (If-Match)
-│   ├── Unconditional       428: a whole replacement that does not say which version it replaces
-│   └── Expired             410: the event buffer no longer reaches back that far
-├── Unavailable             503: nobody is there who could answer now; with Retry-After
-├── Transient               a worker could not do it now; tried again after `retry_after_s`, perhaps elsewhere
-├── Permanent               the adapter's bytes or source are wrong, as a worker found them; kept as data
-├── LeaseLost               another orchestrator leads: nothing more may be done here
-├── LeaseUnreachable        the lease can be neither read nor written now; tried again at the next renewal
-└── StoreError              the store cannot be used; the process refuses to start, the file is left as it is
+├── OrchestratorRequestError the caller's: 4xx, nothing was changed
+│   ├── NotFound             404
+│   ├── Conflict             409: immutable, adapter_failed, name_taken, worker_id_taken, in_use, …
+│   ├── Stale                412: somebody else wrote in between (If-Match)
+│   ├── Unconditional        428: a whole replacement that does not say which version it replaces
+│   └── Expired              410: the event buffer no longer reaches back that far
+├── Unavailable              503: nobody is there who could answer now; with Retry-After
+├── Transient                a worker could not do it now; tried again after `retry_after_s`, perhaps elsewhere
+├── Permanent                the adapter's bytes or source are wrong, as a worker found them; kept as data
+├── LeaseLost                another orchestrator leads: nothing more may be done here
+├── LeaseUnreachable         the lease can be neither read nor written now; tried again at the next renewal
+└── StoreError               the store cannot be used; the process refuses to start, the file is left as it is
 """
 
 
@@ -28,32 +28,32 @@ class OrchestratorError(Exception):
         self.param = param
 
 
-class RequestError(OrchestratorError):
+class OrchestratorRequestError(OrchestratorError):
     status = 400
     code = "invalid_request"
 
 
-class NotFound(RequestError):
+class NotFound(OrchestratorRequestError):
     status = 404
     code = "adapter_not_found"
 
 
-class Conflict(RequestError):
+class Conflict(OrchestratorRequestError):
     status = 409
     code = "conflict"
 
 
-class Stale(RequestError):
+class Stale(OrchestratorRequestError):
     status = 412
     code = "precondition_failed"
 
 
-class Unconditional(RequestError):
+class Unconditional(OrchestratorRequestError):
     status = 428
     code = "precondition_required"
 
 
-class Expired(RequestError):
+class Expired(OrchestratorRequestError):
     status = 410
     code = "events_expired"
 

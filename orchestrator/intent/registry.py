@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lorafleet.service.http import said_wrong
-from orchestrator.core.errors import Conflict, NotFound, RequestError, Stale, Unconditional
+from orchestrator.core.errors import Conflict, NotFound, OrchestratorRequestError, Stale, Unconditional
 from orchestrator.core.source_rules import secret_part, without_secrets
 from orchestrator.core.state import Adapter, Rules
 from orchestrator.reconcile.rollouts import Rollouts
@@ -184,7 +184,7 @@ class Registry:
         for target in spec.targets:
             self._require_target(target.lora_id, "targets")
         if not sum(target.weight for target in spec.targets) > 0:
-            raise RequestError("at least one target needs a weight above 0", param="targets")
+            raise OrchestratorRequestError("at least one target needs a weight above 0", param="targets")
         self._rollouts.point(name, _targets(spec), actor, place_s=spec.place_s)
         return is_new
 
@@ -221,11 +221,11 @@ class Registry:
 
     @staticmethod
     def require_name(name: str) -> None:
-        """Raises RequestError when this cannot be an alias's name."""
+        """Raises OrchestratorRequestError when this cannot be an alias's name."""
         try:
             checked_lora_id(name)
         except ValueError as exc:
-            raise RequestError(str(exc).replace("lora_id", "alias", 1), param="name") from exc
+            raise OrchestratorRequestError(str(exc).replace("lora_id", "alias", 1), param="name") from exc
 
     def _require_free(self, name: str, param: str) -> None:
         taken = None
@@ -254,13 +254,15 @@ class Registry:
         return self._replace_policy(policy, if_match, actor)
 
     def patch_policy(self, changes: dict[str, Any], if_match: str | None, actor: str = NOBODY) -> Policy:
-        """Raises RequestError like `changed_policy`, Stale like `put_policy`."""
+        """Raises OrchestratorRequestError like `changed_policy`, Stale like `put_policy`."""
         return self._replace_policy(changed_policy(self._store.rules, changes), if_match, actor)
 
     def _replace_policy(self, policy: Policy, if_match: str | None, actor: str) -> Policy:
         _require_match(if_match, self.policy_etag(), "the policy")
         if policy.min_replicas > policy.max_replicas:
-            raise RequestError(_BOUNDS.format(policy.min_replicas, policy.max_replicas), param="min_replicas")
+            raise OrchestratorRequestError(
+                _BOUNDS.format(policy.min_replicas, policy.max_replicas), param="min_replicas"
+            )
         before, rules = self._store.rules, Rules(**policy.model_dump())
         if rules != before:
             with self._store.together():
@@ -287,7 +289,7 @@ class Registry:
 def _require_no_secret(source: str) -> None:
     part = secret_part(source)
     if part is not None:
-        raise RequestError(
+        raise OrchestratorRequestError(
             f"source {without_secrets(source)} has {part} with it: credentials would be stored and shown, and signed"
             " addresses expire; register the plain address, and give credentials to the workers (secretRef)",
             code="source_has_credentials",
@@ -333,16 +335,16 @@ def policy_of(adapter: Adapter) -> AdapterPolicy:
 
 
 def changed_policy(rules: Rules, changes: dict[str, Any]) -> Policy:
-    """The global policy with these changes. Raises RequestError: what is wrong, and of an unknown name those known."""
+    """The global policy with these changes. Raises OrchestratorRequestError for a bad value or an unknown name."""
     if unknown := sorted(changes.keys() - Policy.model_fields.keys()):
-        raise RequestError(
+        raise OrchestratorRequestError(
             f"{', '.join(unknown)}: not in the policy; known: {', '.join(Policy.model_fields)}", param=unknown[0]
         )
     try:
         return Policy.model_validate(asdict(rules) | changes)
     except ValidationError as exc:
         where = ".".join(str(part) for part in exc.errors()[0]["loc"])
-        raise RequestError(said_wrong(exc.errors()), param=where) from exc
+        raise OrchestratorRequestError(said_wrong(exc.errors()), param=where) from exc
 
 
 def asdict_policy(adapter: Adapter) -> dict[str, Any]:
@@ -383,7 +385,7 @@ def _check_bounds(adapter: Adapter, rules: Rules | None) -> None:
     most = adapter.max_replicas if adapter.max_replicas is not None or rules is None else rules.max_replicas
     is_own = adapter.min_replicas is not None or adapter.max_replicas is not None
     if is_own and least is not None and most is not None and least > most:
-        raise RequestError(_BOUNDS.format(least, most), param="policy.min_replicas")
+        raise OrchestratorRequestError(_BOUNDS.format(least, most), param="policy.min_replicas")
 
 
 def _secret(ref: SecretRef | None) -> str | None:

@@ -19,7 +19,7 @@ from lorafleet.service.loops import watched
 from orchestrator.core.errors import OrchestratorError, Unavailable
 from orchestrator.core.lease import Hold
 from orchestrator.leadership.leadership import Leadership
-from orchestrator.metrics import Metrics
+from orchestrator.metrics import OrchestratorMetrics
 
 LOCAL = frozenset({"/ui", "/health", "/ready", "/metrics", "/docs", "/redoc", "/openapi.json"})
 """About this very process."""
@@ -52,7 +52,7 @@ class Forwarder:
         *,
         leadership: Leadership,
         client: httpx.AsyncClient,
-        metrics: Metrics,
+        metrics: OrchestratorMetrics,
         refresh: Callable[[], None],
         is_stopping: Callable[[], bool],
         connect_timeout_s: float,

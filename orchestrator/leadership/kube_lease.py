@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lorafleet.kube.client import Json, Kube
-from lorafleet.kube.errors import Conflict, KubeError, NotFound
+from lorafleet.kube.errors import KubeConflict, KubeError, KubeNotFound
 from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import Hold
 
@@ -44,7 +44,7 @@ class KubeLease:
     async def read(self) -> Hold | None:
         try:
             self._known = await self._kube.get(f"{self._folder}/{self._name}", timeout_s=self._timeout_s)
-        except NotFound:
+        except KubeNotFound:
             self._known = None
         except KubeError as exc:
             raise self._unreachable(exc) from exc
@@ -61,7 +61,7 @@ class KubeLease:
                 self._known = await self._kube.post(self._folder, body, timeout_s=self._timeout_s)
             else:
                 self._known = await self._kube.put(f"{self._folder}/{self._name}", body, timeout_s=self._timeout_s)
-        except (Conflict, NotFound):  # somebody else wrote, or deleted it, since it was read
+        except (KubeConflict, KubeNotFound):  # somebody else wrote, or deleted it, since it was read
             return False
         except KubeError as exc:
             raise self._unreachable(exc) from exc

@@ -16,7 +16,7 @@ from orchestrator.core.errors import Conflict, LeaseLost, Permanent, StoreError,
 from orchestrator.core.failures import ANYWHERE, ENGINES_NO, LONGEST_S, blamed
 from orchestrator.core.plan import Action, Drain
 from orchestrator.core.state import Adapter, Held
-from orchestrator.metrics import Metrics
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import SOURCE_CODES, Agents
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.in_flight import Underway
@@ -56,7 +56,7 @@ class Actor:
         fleet: Fleet,
         catalog: CatalogBook,
         agents: Agents,
-        metrics: Metrics,
+        metrics: OrchestratorMetrics,
         underway: Underway,
         reads: Reads,
         tasks: Tasks,

@@ -24,7 +24,7 @@ from orchestrator.core.placement.warm_up import warm_shares
 from orchestrator.core.plan import Action, diff, drains_wanted, is_drained
 from orchestrator.core.state import Adapter, Desired, Failure, Load, Observed, Pair, Want
 from orchestrator.leadership.leadership import Leadership
-from orchestrator.metrics import Metrics
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.actor import Actor
 from orchestrator.reconcile.agent_client import Agents
 from orchestrator.reconcile.catalog import CatalogBook
@@ -59,7 +59,7 @@ class Reconciler:
         demand: DemandBook,
         catalog: CatalogBook,
         agents: Agents,
-        metrics: Metrics,
+        metrics: OrchestratorMetrics,
         leadership: Leadership,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import structlog
 
 from orchestrator.core.demand import DemandBook
-from orchestrator.core.errors import Conflict, NotFound, RequestError
+from orchestrator.core.errors import Conflict, NotFound, OrchestratorRequestError
 from orchestrator.core.rollout import (
     Guard,
     Rollout,
@@ -119,7 +119,7 @@ class Rollouts:
                 param="name",
             )
         if [lora_id for lora_id, weight in before if weight > 0] == [to]:
-            raise RequestError(f"alias {alias!r} points at {to!r} alone already", param="to")
+            raise OrchestratorRequestError(f"alias {alias!r} points at {to!r} alone already", param="to")
         now = self._wall()
         rollout = Rollout(
             alias=alias,

@@ -17,11 +17,11 @@ from lorafleet.service.http import HttpError
 from router.api.explain import again, explained, undecided
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
-from router.core.fleet import Adapter, Fleet, ReplicaState
+from router.core.fleet import ReplicaState, RoutableAdapter, RouterFleet
 from router.core.resolve import usable_adapters
 from router.processes.aggregate import Answer, Siblings
 from router.protocols.routes import route_of
-from router.request.services import Parts, Record
+from router.request.services import RequestRecord, Services
 from router.request.stages import asked, read, request_id, resolve_target, tokenize
 from router.wire import DecisionList, ReplayBody, RouteAnswer
 
@@ -44,7 +44,7 @@ _decode_wanted = msgspec.json.Decoder(_Wanted).decode
 _decode_items = msgspec.json.Decoder(_Items).decode
 
 
-def answers(parts: Parts) -> Mapping[str, Answer]:
+def answers(parts: Services) -> Mapping[str, Answer]:
     """What the other processes of this router may ask this one."""
 
     async def decisions(question: bytes) -> bytes:
@@ -53,7 +53,7 @@ def answers(parts: Parts) -> Mapping[str, Answer]:
     return {_DECISIONS: decisions}
 
 
-async def _decisions(parts: Parts, wanted: _Wanted) -> _Items:
+async def _decisions(parts: Services, wanted: _Wanted) -> _Items:
     """The newest of this process first: (when, the item as JSON)."""
     found = [d for d in reversed(parts.decisions) if _is_about(d, wanted.adapter, wanted.worker, wanted.request)]
     items: _Items = []
@@ -64,7 +64,7 @@ async def _decisions(parts: Parts, wanted: _Wanted) -> _Items:
     return items
 
 
-def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
+def control_routes(parts: Services, siblings: Siblings | None = None) -> APIRouter:
     """Models, and why a request goes where it goes; with `siblings`, of all processes on this port."""
     api = APIRouter(route_class=KeyFirst)
     infers = Annotated[Caller, Depends(requires(parts.keys, "infer"))]
@@ -113,7 +113,7 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
         if tried := _half_open(parts, target.base_model):
             notes.append(f"half-open, so that one request at a time tries: {', '.join(tried)}")
         return explained(
-            Record(question.request_id, time.time(), tokens.source, decision, trust),
+            RequestRecord(question.request_id, time.time(), tokens.source, decision, trust),
             parts.trust.state,
             note="; ".join(notes) or None,
         )
@@ -150,7 +150,7 @@ def control_routes(parts: Parts, siblings: Siblings | None = None) -> APIRouter:
     return api
 
 
-def exposed(parts: Parts, clients: Front) -> bytes:
+def exposed(parts: Services, clients: Front) -> bytes:
     """This process's metrics, in Prometheus' text."""
     metrics, room = parts.metrics, parts.mind.waiting.room
     if parts.config.orchestrator_url:
@@ -179,7 +179,7 @@ def exposed(parts: Parts, clients: Front) -> bytes:
     return generate_latest(metrics.registry)
 
 
-def health_routes(parts: Parts, own: Callable[[], bytes], siblings: Siblings | None = None) -> APIRouter:
+def health_routes(parts: Services, own: Callable[[], bytes], siblings: Siblings | None = None) -> APIRouter:
     """What probes and Prometheus ask; open to whoever can reach it, but for metrics that need a key.
 
     own  this process's metrics; with `siblings`, those of all processes are shown
@@ -224,20 +224,20 @@ def describe_inference(app: FastAPI) -> None:
     app.openapi = with_inference  # type: ignore[method-assign]
 
 
-async def _fleet(parts: Parts) -> Fleet:
+async def _fleet(parts: Services) -> RouterFleet:
     await parts.discovery.until_met()
     if not parts.discovery.has_catalog:
         raise parts.discovery.no_catalog()
     return parts.discovery.fleet
 
 
-def _half_open(parts: Parts, base_model: str) -> list[str]:
+def _half_open(parts: Services, base_model: str) -> list[str]:
     """Workers whose circuit is open no longer and not closed yet: they are candidates like any other."""
     now, replicas = parts.clock(), parts.discovery.fleet.roster(base_model).replicas
     return [replica.id for replica in replicas if parts.mind.breaker.state(replica, now) == "half_open"]
 
 
-def _is_about(record: Record, adapter: str | None, worker: str | None, request: str | None) -> bool:
+def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, request: str | None) -> bool:
     name = record.decision.ask.engine_name or "base"
     return (
         worker in (None, record.decision.replica.id)
@@ -246,7 +246,7 @@ def _is_about(record: Record, adapter: str | None, worker: str | None, request: 
     )
 
 
-async def _card(parts: Parts, caller: Caller, model: str) -> dict[str, Any]:
+async def _card(parts: Services, caller: Caller, model: str) -> dict[str, Any]:
     card = _cards(await _fleet(parts), caller).get(model)
     if card is None and await parts.discovery.look_again():
         card = _cards(parts.discovery.fleet, caller).get(model)
@@ -256,10 +256,10 @@ async def _card(parts: Parts, caller: Caller, model: str) -> dict[str, Any]:
     return card
 
 
-def _cards(fleet: Fleet, caller: Caller) -> dict[str, dict[str, Any]]:
+def _cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]]:
     """Model cards in vLLM's form, by id."""
 
-    def may_use(adapter: Adapter) -> bool:
+    def may_use(adapter: RoutableAdapter) -> bool:
         return caller.may_use(adapter.tenants)
 
     # As the replicas that take most have it: a request goes where it fits.

@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from router.core.errors import BadBody, NoReplica
 from router.core.fleet import Roster, rejection
 from router.core.kv.index import WorkerId
-from router.core.schedule.decision import Ask, Decision, too_short
+from router.core.schedule.decision import Decision, RoutingRequest, too_short
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policies.kv_lora import KvLora, within_slots
 from router.core.schedule.record import record_of, replayed
-from router.request.services import Record
+from router.request.services import RequestRecord
 from router.tokenizing.tokenizers import Source
 from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
 
@@ -18,7 +18,7 @@ from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
 _NO_RECORD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
 
 
-def explained(record: Record, trust: Callable[[WorkerId], str], *, note: str | None = None) -> RouteAnswer:
+def explained(record: RequestRecord, trust: Callable[[WorkerId], str], *, note: str | None = None) -> RouteAnswer:
     """A decision with every replica's terms, every filter that one failed, and what came of it.
 
     trust   how far each worker's predictions are to be believed now; the record has the winner's as it was
@@ -69,7 +69,7 @@ def explained(record: Record, trust: Callable[[WorkerId], str], *, note: str | N
 
 
 def undecided(
-    ask: Ask, *, request_id: str, at: float, adapter: str, tokens_from: Source, roster: Roster, note: str
+    ask: RoutingRequest, *, request_id: str, at: float, adapter: str, tokens_from: Source, roster: Roster, note: str
 ) -> RouteAnswer:
     """No replica can take it now: which filter each one failed, and what a real request would do."""
     return RouteAnswer(
@@ -104,7 +104,7 @@ def again(body: ReplayBody) -> RouteAnswer:
     trust = {WorkerId(score.worker_id): score.trust for score in body.scores}
     try:
         decision = replayed(record)
-        made = Record(
+        made = RequestRecord(
             request_id=body.request_id,
             at=body.at.timestamp() if body.at else 0.0,
             tokens_from=body.tokens_from,

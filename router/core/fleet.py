@@ -109,7 +109,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class RoutableAdapter:
     """An adapter that the catalog knows. `digest` is None, and `rank` 0, until one agent has inspected it.
 
     is_listed    no catalog knows it: an engine without an agent lists it by this name, and nobody has read its bytes
@@ -243,12 +243,12 @@ def with_last_resort(replicas: Mapping[WorkerId, Replica]) -> dict[WorkerId, Rep
 
 
 @dataclass(frozen=True)  # without slots, for the cached property
-class Fleet:
+class RouterFleet:
     """Everything that exists, at one revision of the catalog."""
 
     revision: int = 0
     replicas: Mapping[WorkerId, Replica] = field(default_factory=lambda: MappingProxyType({}))
-    adapters: Mapping[str, Adapter] = field(default_factory=lambda: MappingProxyType({}))
+    adapters: Mapping[str, RoutableAdapter] = field(default_factory=lambda: MappingProxyType({}))
     aliases: Mapping[str, Alias] = field(default_factory=lambda: MappingProxyType({}))
 
     @cached_property

@@ -8,21 +8,21 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound, NoReplica
-from router.core.fleet import Adapter, Fleet
+from router.core.fleet import RoutableAdapter, RouterFleet
 
-Visible = Callable[[Adapter], bool]
+Visible = Callable[[RoutableAdapter], bool]
 
 
 class Target(msgspec.Struct, frozen=True):
     """What to run. `asked` is the name to answer with: what the client said, or the base model's name."""
 
     base_model: str
-    adapter: Adapter | None
+    adapter: RoutableAdapter | None
     asked: str
 
 
 def resolve(
-    fleet: Fleet, *, model: object, lora_id: object, visible: Visible, rng: Random, session: str = ""
+    fleet: RouterFleet, *, model: object, lora_id: object, visible: Visible, rng: Random, session: str = ""
 ) -> Target:
     """The target of a request.
 
@@ -69,18 +69,18 @@ def resolve(
     return target
 
 
-def visible_adapters(fleet: Fleet, visible: Visible) -> dict[str, Adapter]:
+def visible_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableAdapter]:
     """The adapters that exist for a caller, by lora_id."""
     return {lora_id: adapter for lora_id, adapter in fleet.adapters.items() if visible(adapter)}
 
 
-def usable_adapters(fleet: Fleet, visible: Visible) -> dict[str, Adapter]:
+def usable_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableAdapter]:
     """Those that work, or once did: without what failed its checks before any worker had verified it."""
     adapters = visible_adapters(fleet, visible)
     return {lora_id: it for lora_id, it in adapters.items() if it.error is None or it.digest}
 
 
-def _adapter_target(fleet: Fleet, adapter: Adapter | None, name: str, asked: str, param: str) -> Target:
+def _adapter_target(fleet: RouterFleet, adapter: RoutableAdapter | None, name: str, asked: str, param: str) -> Target:
     if adapter is None:
         raise ModelNotFound(_unknown(name), param=param)
     if adapter.error is not None:
@@ -91,7 +91,7 @@ def _adapter_target(fleet: Fleet, adapter: Adapter | None, name: str, asked: str
     return Target(base_model, adapter, asked)
 
 
-def _pick(fleet: Fleet, visible: Visible, session: str, rng: Random, name: str) -> Adapter | None:
+def _pick(fleet: RouterFleet, visible: Visible, session: str, rng: Random, name: str) -> RoutableAdapter | None:
     adapter = fleet.adapters.get(name)
     if adapter is not None:
         return adapter if visible(adapter) else None
@@ -119,7 +119,7 @@ def _claim(alias: str, session: str, lora_id: str, weight: float) -> float:
     return -weight / log(((drawn >> 12) + 0.5) / 2**52)
 
 
-def _split(fleet: Fleet, visible: Visible, model: str) -> tuple[str | None, str]:
+def _split(fleet: RouterFleet, visible: Visible, model: str) -> tuple[str | None, str]:
     """`base:adapter` -> (base, adapter); base names may hold colons themselves, lora_ids never do."""
     base, colon, name = model.rpartition(":")
     if colon and _is_base(fleet, visible, base):
@@ -127,7 +127,7 @@ def _split(fleet: Fleet, visible: Visible, model: str) -> tuple[str | None, str]
     return None, model
 
 
-def _agrees(fleet: Fleet, visible: Visible, model: str, lora_id: str, target: Target) -> bool:
+def _agrees(fleet: RouterFleet, visible: Visible, model: str, lora_id: str, target: Target) -> bool:
     """Whether a model that is no base model says the same as lora_id, in one of its spellings or by an alias of it."""
     base, name = _split(fleet, visible, model)
     alias = fleet.aliases.get(name)
@@ -135,19 +135,19 @@ def _agrees(fleet: Fleet, visible: Visible, model: str, lora_id: str, target: Ta
     return is_same and base in (None, target.base_model)
 
 
-def _is_base(fleet: Fleet, visible: Visible, name: str) -> bool:
+def _is_base(fleet: RouterFleet, visible: Visible, name: str) -> bool:
     """Whether this base model exists for a caller: somebody serves it, or an adapter that it may use needs it."""
     if name not in fleet.base_models:
         return False
     return fleet.base_models[name] is not None or name in _visible_bases(fleet, visible)
 
 
-def _visible_bases(fleet: Fleet, visible: Visible) -> set[str]:
+def _visible_bases(fleet: RouterFleet, visible: Visible) -> set[str]:
     served = {name for name, replica in fleet.base_models.items() if replica is not None}
     return served | {a.base_model for a in fleet.adapters.values() if a.base_model and visible(a)}
 
 
-def _only_base(fleet: Fleet) -> str | None:
+def _only_base(fleet: RouterFleet) -> str | None:
     bases = fleet.base_models
     return next(iter(bases)) if len(bases) == 1 else None
 

@@ -6,13 +6,13 @@ from math import inf
 from random import Random
 
 from router.core.errors import NoReplica
-from router.core.failover.circuit_breaker import HUNG, SILENT, Breaker
+from router.core.failover.circuit_breaker import HUNG, SILENT, CircuitBreaker
 from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Replica, Roster
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import Chains, Dispatcher, Match, Prompt, Ticket
+from router.core.queue.fair_queue import Chains, FairQueue, Match, Prompt, QueuedRequest
 from router.core.schedule.cost import Costs
-from router.core.schedule.decision import NOTHING, Decision, Policy, Scene, decide
+from router.core.schedule.decision import NOTHING, Decision, FleetSnapshot, RoutingPolicy, decide
 from router.core.schedule.load import InFlight, LoadBook
 from router.core.schedule.policies.kv_lora import KvLora
 
@@ -33,7 +33,7 @@ class Shadowed:
 
 
 @dataclass(slots=True, kw_only=True)
-class Mind:
+class Scheduler:
     """Decides, remembers what it sent, and holds back what no engine should be given yet.
 
     roster    the replicas of a base model, now
@@ -48,23 +48,23 @@ class Mind:
 
     roster: Callable[[str], Roster]
     match: Callable[[Prompt], Match]
-    policy: Policy = field(default_factory=KvLora)
-    shadows: Sequence[Policy] = ()
+    policy: RoutingPolicy = field(default_factory=KvLora)
+    shadows: Sequence[RoutingPolicy] = ()
     shadowed: Callable[[Shadowed], None] = lambda _: None
     shadow_failed: Callable[[str, Exception], None] = lambda _name, _exc: None
     costs: Costs = field(default_factory=Costs)
     late_binding_s: float = 1.0
     most_in_flight_tokens: int = 0
-    breaker: Breaker = field(default_factory=Breaker)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     budget: Callable[[], RetryBudget] = RetryBudget
     rng: Random = field(default_factory=Random)
     load: LoadBook = field(default_factory=LoadBook)
-    waiting: Dispatcher = field(init=False)
+    waiting: FairQueue = field(init=False)
     _turns: dict[tuple[str, str], int] = field(default_factory=dict)
     _budgets: dict[str, RetryBudget] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.waiting = Dispatcher(
+        self.waiting = FairQueue(
             self._decide_ticket,
             self.late_binding_s,
             self._is_full if self.most_in_flight_tokens else None,
@@ -81,11 +81,11 @@ class Mind:
         decision = self._decided(prompt, self.match(prompt), waiting.backlog, now)
         return decision if waiting.is_free(decision) else None
 
-    def offer(self, ticket: Ticket, now: float) -> Decision | None:
+    def offer(self, ticket: QueuedRequest, now: float) -> Decision | None:
         """The decision if it may be sent now, else None: it waits. Raises NoReplica, Saturated."""
         return self.waiting.offer(ticket, now)
 
-    def ready(self, now: float) -> Iterator[tuple[Ticket, Decision | NoReplica]]:
+    def ready(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
         """What may be sent now of what waits; see Dispatcher.ready."""
         return self.waiting.ready(now)
 
@@ -188,7 +188,7 @@ class Mind:
         there = self.load.in_flight_tokens(decision.ask.base_model)
         return there > 0 and there + decision.ask.prompt_tokens > self.most_in_flight_tokens
 
-    def _decide_ticket(self, ticket: Ticket, backlog: Mapping[WorkerId, float], now: float) -> Decision:
+    def _decide_ticket(self, ticket: QueuedRequest, backlog: Mapping[WorkerId, float], now: float) -> Decision:
         if ticket.matched is None or now - ticket.matched[1] > _MATCH_KEPT_S:
             ticket.matched = self.match(ticket.prompt), now
         return self._decided(ticket.prompt, ticket.matched[0], backlog, now)
@@ -204,7 +204,7 @@ class Mind:
             self._turns.clear()
         turn = self._turns[names] = self._turns.get(names, 0) + 1
         # In order, not by name: that takes a third of the time.
-        scene = Scene(
+        scene = FleetSnapshot(
             roster,
             loads,
             matched.depths,

@@ -9,17 +9,17 @@ import structlog
 from pydantic import ValidationError
 
 from orchestrator.wire import Catalog
-from router.core.fleet import Adapter, Alias
+from router.core.fleet import Alias, RoutableAdapter
 from workers.wire import engine_name
 
 log = structlog.get_logger()
 
 
-def named_by(catalog: Catalog) -> tuple[Mapping[str, Adapter], Mapping[str, Alias]]:
+def named_by(catalog: Catalog) -> tuple[Mapping[str, RoutableAdapter], Mapping[str, Alias]]:
     """Adapters by lora_id, aliases by name; what is being deleted is not there any more."""
     adapters = {
         # Only a quarantine is the adapter's own fault; any other error passes, and a request may wait for that.
-        a.lora_id: Adapter(
+        a.lora_id: RoutableAdapter(
             a.lora_id,
             a.base_model,
             a.digest,

@@ -3,11 +3,11 @@
 from collections.abc import Container, Iterable, Mapping
 
 from orchestrator.wire import checked_lora_id
-from router.core.fleet import Adapter
+from router.core.fleet import RoutableAdapter
 from workers.wire import Metadata
 
 
-def listed_adapters(reports: Iterable[Metadata], taken: Container[str]) -> Mapping[str, Adapter]:
+def listed_adapters(reports: Iterable[Metadata], taken: Container[str]) -> Mapping[str, RoutableAdapter]:
     """The adapters that engines list under names which are nobody else's, by lora_id.
 
     Names that the fleet gave (`lora_id@digest12`) are the catalog's to know. Of one name under two base models the
@@ -20,7 +20,7 @@ def listed_adapters(reports: Iterable[Metadata], taken: Container[str]) -> Mappi
 
     taken  names of the catalog's adapters and aliases, which mean those
     """
-    found: dict[str, Adapter] = {}
+    found: dict[str, RoutableAdapter] = {}
     for report in reports:
         base_model = report.model.base_model
         for lora in report.lora.loaded_loras:
@@ -28,7 +28,9 @@ def listed_adapters(reports: Iterable[Metadata], taken: Container[str]) -> Mappi
                 continue
             known = found.get(lora.lora_id)
             if known is None or _rank(base_model, lora.error) < _rank(known.base_model, known.error):
-                found[lora.lora_id] = Adapter(lora.lora_id, base_model, None, "", error=lora.error, is_listed=True)
+                found[lora.lora_id] = RoutableAdapter(
+                    lora.lora_id, base_model, None, "", error=lora.error, is_listed=True
+                )
     return found
 
 

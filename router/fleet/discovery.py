@@ -20,7 +20,7 @@ from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.loops import Changes, forever
 from orchestrator.wire import Catalog
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
-from router.core.fleet import Adapter, Alias, Fleet, Replica, with_last_resort
+from router.core.fleet import Alias, Replica, RoutableAdapter, RouterFleet, with_last_resort
 from router.core.kv.index import WorkerId
 from router.fleet.catalog import draining_by_worker, named_by, read_catalog, save_catalog
 from router.fleet.discovered_adapters import listed_adapters
@@ -91,7 +91,7 @@ class Discovery:
         zone              where this router is; empty: not known
         first_sync_wait_s  see `until_met`
         """
-        self.fleet = Fleet()
+        self.fleet = RouterFleet()
         self.changes = Changes()
         self.drains_begun = asyncio.Event()
         """Set when the catalog names new drains: the orchestrator waits for a report that knows them."""
@@ -128,8 +128,8 @@ class Discovery:
         # Names of adapters and aliases that an engine's own list cannot give away once more.
         self._taken: frozenset[str] = frozenset()
         # Made once a catalog, not at every report of every agent: there are thousands.
-        self._adapters: Mapping[str, Adapter] = MappingProxyType({})
-        self._known: Mapping[str, Adapter] = self._adapters
+        self._adapters: Mapping[str, RoutableAdapter] = MappingProxyType({})
+        self._known: Mapping[str, RoutableAdapter] = self._adapters
         self._aliases: Mapping[str, Alias] = MappingProxyType({})
         self._draining: dict[str, frozenset[str]] = {}
         self._etag: str | None = None
@@ -486,7 +486,7 @@ class Discovery:
             if follow.metadata is not None
         }
         replicas = with_last_resort(replicas)
-        self.fleet = Fleet(self._catalog.revision, MappingProxyType(replicas), self._known, self._aliases)
+        self.fleet = RouterFleet(self._catalog.revision, MappingProxyType(replicas), self._known, self._aliases)
         if not self._url and replicas and self._has_asked_all():
             self.has_catalog = True  # all that there is to know
         self.changes.notify()

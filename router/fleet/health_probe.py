@@ -24,7 +24,7 @@ _ASKED = (("/v1/completions", {"prompt": "a", "max_tokens": 1}), ("/pooling", {"
 _UNTOLD = frozenset({"no_answer_in_time", "no_descriptors"})
 
 
-class Looks:
+class HealthProbes:
     """Asks engines, and tells what it found."""
 
     def __init__(

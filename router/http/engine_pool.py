@@ -42,7 +42,7 @@ class EngineLost(ConnectionError):
         self.reason = reason
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """Who hears an answer: head, data (any number), then end, or lost at any time. None of them may raise."""
 
     def head(self, status: int, headers: Headers) -> None:
@@ -94,7 +94,7 @@ def _origin(url: str) -> Origin:
     return Origin(url, host, port, tls, prefix.encode(), host_header.encode())
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """One connection to an engine.
 
     deadline  loop.time() at which the request on it is given up; whoever sent the request moves it. While reading is
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
         "origin",
     )
 
-    def __init__(self, pool: "Pool", origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, pool: "EnginePool", origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
         self.origin = origin
         self.deadline = _NEVER
         self.answers = 0
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
         self.loop = loop
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # until connection_made
-        self._sink: Sink | None = None
+        self._sink: ResponseSink | None = None
         self._closed = False
         self._paused_at: float | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
 
     # What the router does with it
 
-    def send(self, request: bytes, sink: Sink) -> None:
+    def send(self, request: bytes, sink: ResponseSink) -> None:
         """Send one request, head and body, and let `sink` hear the answer. Only on a connection fresh from the pool."""
         assert self._sink is None
         if self._closed or self._transport.is_closing():
@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
 
-    def leave(self, sink: Sink) -> None:
+    def leave(self, sink: ResponseSink) -> None:
         """`close`, if this one's answer is still awaited: once it is there the connection may be somebody else's."""
         if self._sink is sink:
             self.close()
@@ -276,7 +276,7 @@ class Connection(asyncio.Protocol):
         if self._complete and self._sink is not None:
             self._finish()
 
-    def _deliver(self, sink: Sink) -> None:
+    def _deliver(self, sink: ResponseSink) -> None:
         """Tell what this read brought. After the parser is done with it, so that a sink may close the connection."""
         if self._new_head and self._sink is sink:
             self._new_head = False
@@ -395,7 +395,7 @@ def _refuse_large(headers: list[tuple[bytes, bytes]]) -> None:
         raise httptools.HttpParserError(f"a head of over {_MOST_HEAD_BYTES} bytes")
 
 
-class Pool:
+class EnginePool:
     """Idle connections by origin, and every other one until it is closed.
 
     connect_s    to open a connection, names and TLS included
@@ -417,8 +417,8 @@ class Pool:
         self._keepalive_s = keepalive_s
         self._max_idle = max_idle
         self._tls = tls
-        self._all: set[Connection] = set()
-        self._idle: dict[Origin, list[Connection]] = {}
+        self._all: set[EngineConnection] = set()
+        self._idle: dict[Origin, list[EngineConnection]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -438,7 +438,7 @@ class Pool:
                 last[url] = connection.heard_at
         return last
 
-    def idle(self, origin: Origin) -> Connection | None:
+    def idle(self, origin: Origin) -> EngineConnection | None:
         """The idle connection that was used last, ready for `send`; None when a new one is needed."""
         waiting = self._idle.get(origin)
         if not waiting:
@@ -453,12 +453,12 @@ class Pool:
             connection.close()
         return None
 
-    async def connect(self, origin: Origin) -> Connection:
+    async def connect(self, origin: Origin) -> EngineConnection:
         """A new connection, ready for `send`; raises EngineLost, "connection" or "no_descriptors"."""
         loop = self._loop = asyncio.get_running_loop()
         self._require_open(origin)
         tls = self._tls_context() if origin.tls else None
-        connection = Connection(self, origin, loop)
+        connection = EngineConnection(self, origin, loop)
         try:
             async with asyncio.timeout(self._connect_s):
                 await loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
@@ -474,7 +474,7 @@ class Pool:
         connection.deadline = _NEVER
         return connection
 
-    def give_up(self, url: str, may_go: Callable[[Sink], bool]) -> None:
+    def give_up(self, url: str, may_go: Callable[[ResponseSink], bool]) -> None:
         """Take what hangs at that engine for lost, as far as it `may_go`."""
         for connection in [each for each in self._all if each.origin.url == url]:
             if connection._sink is not None and may_go(connection._sink):
@@ -501,7 +501,7 @@ class Pool:
             self._tls.set_alpn_protocols(["http/1.1"])
         return self._tls
 
-    def _add(self, connection: Connection) -> None:
+    def _add(self, connection: EngineConnection) -> None:
         assert self._loop is not None
         if self._closed:
             connection.close()
@@ -512,7 +512,7 @@ class Pool:
         if self._timer is None:
             self._timer = self._loop.call_later(_SWEEP_EVERY_S, self._sweep)
 
-    def _release(self, connection: Connection) -> None:
+    def _release(self, connection: EngineConnection) -> None:
         waiting = self._idle.get(connection.origin)
         if waiting is None:
             waiting = self._idle[connection.origin] = []
@@ -522,7 +522,7 @@ class Pool:
         connection.deadline = connection.loop.time() + self._keepalive_s
         waiting.append(connection)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: EngineConnection) -> None:
         self._all.discard(connection)
 
     def _sweep(self) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from router.http.engine_pool import Connection, EngineLost, Headers, Origin, Pool
+from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Headers, Origin
 
 # What a stream may keep unread before its sender is held back.
 _MOST_UNREAD_BYTES = 1 << 20
@@ -24,7 +24,7 @@ class Refused(ConnectionError):
 class _Whole:
     """Takes an answer in; see Sink."""
 
-    def __init__(self, connection: Connection, what: str, most_bytes: int) -> None:
+    def __init__(self, connection: EngineConnection, what: str, most_bytes: int) -> None:
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._connection = connection
         self._what = what
@@ -60,7 +60,7 @@ class _Whole:
 class Stream:
     """An answer as it comes: a Sink, and an iterator over what each read brought. Raises EngineLost when it breaks."""
 
-    def __init__(self, connection: Connection, idle_s: float) -> None:
+    def __init__(self, connection: EngineConnection, idle_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[int] = self._loop.create_future()
         self._connection = connection
@@ -116,7 +116,7 @@ class Stream:
 
 
 async def fetch(
-    pool: Pool,
+    pool: EnginePool,
     url: str,
     path: str,
     *,
@@ -136,7 +136,7 @@ async def fetch(
     method = "GET" if body is None else "POST"
     request = _request(method, origin, path, token, body)
 
-    async def asked(connection: Connection) -> bytes:
+    async def asked(connection: EngineConnection) -> bytes:
         whole = _Whole(connection, f"{method} {url}{path}", most_bytes)
         connection.deadline = asyncio.get_running_loop().time() + timeout_s
         connection.send(request, whole)
@@ -157,7 +157,7 @@ async def fetch(
 
 
 @asynccontextmanager
-async def stream(pool: Pool, url: str, path: str, *, token: str = "", idle_s: float) -> AsyncIterator[Stream]:
+async def stream(pool: EnginePool, url: str, path: str, *, token: str = "", idle_s: float) -> AsyncIterator[Stream]:
     """The answer to a GET of `path` below `url`, from its head on; given up when nothing comes for `idle_s`.
 
     raises  EngineLost, and ValueError for a bad URL

@@ -17,10 +17,10 @@ from lorafleet.kv.subscribe import Endpoint, Follower, Hub
 from lorafleet.service.loops import backoff_s, forever
 from lorafleet.service.own_key import OwnKey
 from router.core.kv.index import Draft, KvIndex, WorkerId
-from router.core.kv.prediction_accuracy import Trust
-from router.http.engine_pool import Pool
+from router.core.kv.prediction_accuracy import PredictionAccuracy
+from router.http.engine_pool import EnginePool
 from router.http.fetch import Refused, fetch, stream
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 from workers.wire import KV_HASHING, KvFrame, KvRank, KvSnapshot, unpack_hashes
 
 log = structlog.get_logger()
@@ -66,10 +66,10 @@ class Source:
 class Shared(Protocol):
     """What the feeds of all workers have in common."""
 
-    metrics: Metrics
-    trust: Trust
+    metrics: RouterMetrics
+    trust: PredictionAccuracy
     own: OwnKey
-    pool: Pool | None
+    pool: EnginePool | None
     fall_back_after_s: float
 
     def hub(self) -> Hub:
@@ -447,7 +447,7 @@ class Feed:
         self.lost()
 
     @property
-    def _pool(self) -> Pool:
+    def _pool(self) -> EnginePool:
         assert self._feeds.pool is not None
         return self._feeds.pool
 

@@ -2,7 +2,7 @@
 
 An agent's ledger is exact however late we come: one snapshot, then changes. Without it (an older agent, or one that
 cannot be reached) the engine's own sockets are followed with a ledger of ours, which knows what the engine still has in
-its buffer and what comes from then on. Both end in the index; how far it can be believed is told to `Trust`.
+its buffer and what comes from then on. Both end in the index, and `PredictionAccuracy` hears how far to believe it.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from lorafleet.service.own_key import OwnKey
 from router.core.fleet import Replica
 from router.core.kv.estimate import Estimate, Guess
 from router.core.kv.index import KvIndex, WorkerId
-from router.core.kv.prediction_accuracy import Trust
+from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.queue.fair_queue import Match
-from router.http.engine_pool import Pool
+from router.http.engine_pool import EnginePool
 from router.kv.feed import Feed, Source, member
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 from workers.wire import Metadata
 
 _KEEP_S = 1.0
@@ -51,11 +51,11 @@ class Feeds:
     fall_back_after_s  what is known is kept this long while an agent does not answer; then its engine is asked
     """
 
-    metrics: Metrics
+    metrics: RouterMetrics
     tail_poll_s: float
-    trust: Trust = field(default_factory=Trust)
+    trust: PredictionAccuracy = field(default_factory=PredictionAccuracy)
     own: OwnKey = field(default_factory=OwnKey)
-    pool: Pool | None = None
+    pool: EnginePool | None = None
     fall_back_after_s: float = 3.0
     indexes: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
     approximate: dict[tuple[str, int], KvIndex] = field(default_factory=dict)

@@ -26,14 +26,14 @@ from router.core.errors import (
     Saturated,
     without_addresses,
 )
-from router.core.fleet import Adapter, Excluded, Replica
+from router.core.fleet import Excluded, Replica, RoutableAdapter
 from router.core.queue.admission import Bounds, Room
 from router.core.schedule.rendezvous import rendezvous_order
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import Holds
 from router.http.engine_pool import EngineLost
 from router.http.fetch import Refused
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 from workers.wire import LoadRequest
 
 log = structlog.get_logger()
@@ -85,7 +85,7 @@ class ColdStarts:
 
     post: Post
     discovery: Discovery
-    metrics: Metrics
+    metrics: RouterMetrics
     orchestrator_url: str
     timeout_s: float
     max_held: int
@@ -109,7 +109,7 @@ class ColdStarts:
         """What the bodies of all that wait take."""
         return self._held.size_bytes
 
-    def resident(self, lora_id: str, excluded: Excluded = frozenset()) -> Adapter | None:
+    def resident(self, lora_id: str, excluded: Excluded = frozenset()) -> RoutableAdapter | None:
         """The adapter if some replica reports its exact digest as ready and not as draining.
 
         excluded  what failed this request: its word does not count for it
@@ -135,7 +135,7 @@ class ColdStarts:
         size_bytes: int = 0,
         deadline_at: float | None = None,
         is_displaced: bool = False,
-    ) -> Adapter:
+    ) -> RoutableAdapter:
         """The adapter, once some replica reports its exact digest as ready; at once when one does already.
 
         excluded     what failed this request, as things stand
@@ -218,7 +218,7 @@ class ColdStarts:
 
     async def _wait(
         self, lora_id: str, excluded: Callable[[], Excluded], flight: _Flight, deadline_at: float | None
-    ) -> Adapter:
+    ) -> RoutableAdapter:
         def settled() -> bool:
             return flight.task.done() or self.resident(lora_id, excluded()) is not None
 
@@ -349,7 +349,7 @@ class ColdStarts:
             self._note(lora_id, None, f"{what}, and nobody decides what makes room")
         return None
 
-    def _check_taken(self, adapter: Adapter) -> None:
+    def _check_taken(self, adapter: RoutableAdapter) -> None:
         """Raises NoCapacity where all workers of its base model take no adapters at all."""
         replicas = self.discovery.fleet.roster(adapter.base_model or "").replicas
         if replicas and all(replica.refusal for replica in replicas):
@@ -380,7 +380,7 @@ class ColdStarts:
         if flight is not None:
             flight.troubles.add(trouble)
 
-    def _homes(self, adapter: Adapter) -> list[Replica]:
+    def _homes(self, adapter: RoutableAdapter) -> list[Replica]:
         """Where it may be loaded, in the order in which to ask: rendezvous, as the orchestrator would have it, and last
         who takes no loads now.
         """

@@ -8,14 +8,14 @@ from router.core.queue.fair_queue import Prompt
 from router.core.resolve import Target
 from router.core.schedule.decision import Decision
 from router.protocols.usage import EngineUsage
-from router.request.services import Parts, Record
+from router.request.services import RequestRecord, Services
 from router.tokenizing.tokenizers import Source
 
 # A request that had no more than this queued before it began as the index was when it was decided.
 _PROMPT_START_S = 0.1
 
 
-class Flight:
+class DispatchedRequest:
     """A request at a replica: its load, its speculative blocks and its use, each given back exactly once.
 
     target, prompt, decision   what it is, and where it was sent; `replica` is the decision's
@@ -43,7 +43,7 @@ class Flight:
 
     def __init__(  # noqa: PLR0917  (for each request, and names take time)
         self,
-        parts: Parts,
+        parts: Services,
         request_id: str,
         target: Target,
         prompt: Prompt,
@@ -66,7 +66,7 @@ class Flight:
         self.replica = replica
         is_approximate = ask.is_approximate
         trust = "estimate" if is_approximate else parts.trust.state(worker)
-        self.record = Record(request_id, time(), tokens_from, decision, trust, waited_s)
+        self.record = RequestRecord(request_id, time(), tokens_from, decision, trust, waited_s)
         parts.decisions.note(self.record, now)
         self.hashes = prompt.chain(worker, replica.block_size)
         self._hold: Hold | None = None

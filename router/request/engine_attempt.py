@@ -9,10 +9,10 @@ from functools import partial
 import msgspec
 
 from lorafleet.engine.vllm_errors import DEAD, SHUTTING_DOWN
-from lorafleet.http_server.connection import Exchange
+from lorafleet.http_server.connection import HttpExchange
 from router.core.errors import ReplicaUnreachable, StreamBroken
 from router.core.failover.circuit_breaker import is_fault
-from router.http.engine_pool import Connection, EngineLost, Headers, Origin, Pool
+from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Headers, Origin
 from router.http.error_shapes import enveloped
 from router.http.sse import (
     MAX_EVENT_BYTES,
@@ -74,7 +74,7 @@ class Call(msgspec.Struct, frozen=True):
     streamed: bool
 
 
-class Attempt(msgspec.Struct, eq=False):
+class EngineAttempt(msgspec.Struct, eq=False):
     """One request at an engine, and its answer as it comes; nothing has gone to the client until `relay` or `first`.
 
     tell            called when it is decided, which means that its first `data:` event is there, or the whole body, or
@@ -93,10 +93,10 @@ class Attempt(msgspec.Struct, eq=False):
     _limits: Limits
     tell: Callable[[], None]
     streamed: bool
-    _connection: Connection | None = None
+    _connection: EngineConnection | None = None
     _sent_at: float = 0.0
     _is_decided: bool = False
-    _exchange: Exchange | None = None
+    _exchange: HttpExchange | None = None
     _echo: Renamed | None = None
     _hidden: HiddenUsage | None = None
     _got: list[bytes] = []
@@ -113,7 +113,7 @@ class Attempt(msgspec.Struct, eq=False):
     failure: Exception | None = None
     is_stale: bool = False
 
-    def begin(self, connection: Connection) -> None:
+    def begin(self, connection: EngineConnection) -> None:
         """Send it, on a connection fresh from the pool."""
         self._connection = connection
         self._sent_at = now = connection.loop.time()
@@ -152,7 +152,7 @@ class Attempt(msgspec.Struct, eq=False):
             self.first = enveloped(self.status, self.first)
 
     def relay(
-        self, exchange: Exchange, echo: Renamed, tell: Callable[[], None], *, hidden: HiddenUsage | None = None
+        self, exchange: HttpExchange, echo: Renamed, tell: Callable[[], None], *, hidden: HiddenUsage | None = None
     ) -> None:
         """Send a stream's bytes on as they come; then `tell`, perhaps at once: a StreamBroken is its `failure` when
         the engine left.
@@ -170,7 +170,7 @@ class Attempt(msgspec.Struct, eq=False):
         if self._connection is None:
             self._over()
 
-    async def relayed(self, exchange: Exchange, echo: Renamed, *, hidden: HiddenUsage | None = None) -> None:
+    async def relayed(self, exchange: HttpExchange, echo: Renamed, *, hidden: HiddenUsage | None = None) -> None:
         """`relay`, until it is over."""
         over = asyncio.get_running_loop().create_future()
         self.relay(exchange, echo, partial(_set, over), hidden=hidden)
@@ -389,7 +389,7 @@ class Attempt(msgspec.Struct, eq=False):
             self._connection.resume()
 
 
-async def open_attempt(pool: Pool, call: Call, limits: Limits, *, anew: bool = False) -> Attempt:
+async def open_attempt(pool: EnginePool, call: Call, limits: Limits, *, anew: bool = False) -> EngineAttempt:
     """Send one request and wait until it is decided.
 
     vLLM sends a streamed 200 head long before its first token, so the head decides nothing.
@@ -417,9 +417,9 @@ async def open_attempt(pool: Pool, call: Call, limits: Limits, *, anew: bool = F
     return attempt
 
 
-async def _decided(connection: Connection, call: Call, limits: Limits) -> Attempt:
+async def _decided(connection: EngineConnection, call: Call, limits: Limits) -> EngineAttempt:
     decided = connection.loop.create_future()
-    attempt = Attempt(call, limits, partial(_set, decided), call.streamed)
+    attempt = EngineAttempt(call, limits, partial(_set, decided), call.streamed)
     attempt.begin(connection)
     try:
         await decided
@@ -441,7 +441,7 @@ def _unreachable(call: Call, lost: EngineLost) -> ReplicaUnreachable:
     return unreachable
 
 
-def _retry_reason(attempt: Attempt, call: Call) -> str | None:
+def _retry_reason(attempt: EngineAttempt, call: Call) -> str | None:
     """Why another replica may do better, or None: the answer is the client's, error or not."""
     status, first = attempt.status, attempt.first
     if status in (502, 503):

@@ -116,7 +116,7 @@ def _refuse(name: str, table: Mapping[str, str], prefix: str = "", *, says_nothi
         raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
 
 
-class Wishes(msgspec.Struct, frozen=True):
+class EngineOptions(msgspec.Struct, frozen=True):
     """What the router itself asks of an engine for one request.
 
     ask_usage    of a stream whose client did not; its last event must then not reach the client
@@ -140,10 +140,10 @@ class Wishes(msgspec.Struct, frozen=True):
     cache_salt: str = ""
 
 
-NO_WISHES = Wishes()
+NO_WISHES = EngineOptions()
 
 
-def dress_vllm(body: Body, model: str, wishes: Wishes = NO_WISHES) -> bytes:
+def dress_vllm(body: Body, model: str, wishes: EngineOptions = NO_WISHES) -> bytes:
     """The same body with vLLM's name for the model and without our own field; all else byte for byte.
 
     A body has each name once, as we read it, so the engine cannot see another value than the router did.
@@ -168,7 +168,7 @@ def dress_vllm(body: Body, model: str, wishes: Wishes = NO_WISHES) -> bytes:
     return msgspec.json.encode(dressed)
 
 
-def dress_sglang(body: Body, model: str, wishes: Wishes = NO_WISHES) -> bytes:
+def dress_sglang(body: Body, model: str, wishes: EngineOptions = NO_WISHES) -> bytes:
     """The same for SGLang, which has no reports to ask for and keeps no responses under names of ours.
 
     model  `served name:engine name`, or the base model's served name
@@ -186,7 +186,7 @@ class Dialect:
     """
 
     model: Callable[[str, str], str]
-    dress: Callable[[Body, str, Wishes], bytes]
+    dress: Callable[[Body, str, EngineOptions], bytes]
     paths: frozenset[str] | None = None
 
 
@@ -288,7 +288,7 @@ def asks_for_usage(stream_options: object) -> bool:
     return any(stream_options.get(name) not in _UNASKED for name in ("include_usage", "continuous_usage_stats"))
 
 
-def _plain(body: Body, model: str, wishes: Wishes) -> Body:
+def _plain(body: Body, model: str, wishes: EngineOptions) -> Body:
     dressed = body.copy()
     if not STRIPPED_FIELDS.isdisjoint(body):
         for name in STRIPPED_FIELDS:

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from lorafleet.http_server.batches import Steps
-from lorafleet.http_server.connection import Exchange, Handler
+from lorafleet.http_server.connection import Handler, HttpExchange
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.lenient import trimmed
 from lorafleet.service.auth import Caller, check_scope, host_check
@@ -33,12 +33,12 @@ from router.protocols.bodies import check_items
 from router.protocols.routes import ROUTES, Route, find, response_id_of
 from router.protocols.stored_responses import gone, worker_of
 from router.protocols.usage import HiddenUsage
-from router.request.dispatched import Flight
-from router.request.engine_attempt import Attempt, Call, Limits, open_attempt
+from router.request.dispatched import DispatchedRequest
+from router.request.engine_attempt import Call, EngineAttempt, Limits, open_attempt
 from router.request.engine_body import FORWARDED_HEADERS
-from router.request.run import Journey, door_of, header_lines, late
-from router.request.services import Parts
-from router.request.stages import TIMEOUT_HEADER, Question, read, request_id, shown_cached_tokens
+from router.request.run import RequestRun, door_of, header_lines, late
+from router.request.services import Services
+from router.request.stages import TIMEOUT_HEADER, ParsedRequest, read, request_id, shown_cached_tokens
 from router.telemetry.tracing import Trace
 
 log = structlog.get_logger()
@@ -63,10 +63,10 @@ _MOST_ITEMS = 10_000
 _LAST_S = 0.02
 
 
-class Inference:
+class InferenceHandler:
     """What answers each inference route."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Services) -> None:
         self._parts = parts
         config = parts.config
         self._limits = Limits(config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes)
@@ -111,7 +111,7 @@ class Inference:
         found = {method: find(method, path) for method in ("GET", "POST")}
         return {method: route.path for method, route in found.items() if route is not None}
 
-    def _handle(self, route: Route, exchange: Exchange) -> Steps:
+    def _handle(self, route: Route, exchange: HttpExchange) -> Steps:
         """One request, a stage at a step, up to its engine, or to its error; in a task where something must be waited
         for.
         """
@@ -141,7 +141,7 @@ class Inference:
             else:
                 if trace is not None:
                     trace.stage("read")
-                journey = Journey(self._parts, self._limits, caller, self._question(answer, exchange.body), trace)
+                journey = RequestRun(self._parts, self._limits, caller, self._question(answer, exchange.body), trace)
                 if self._keep_alive_s and journey.question.streamed:
                     answer.keep_alive(self._keep_alive_s)
                 yield
@@ -163,7 +163,7 @@ class Inference:
         check_scope(self._parts.keys.caller(_authorization(headers)), "infer")
         raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
 
-    def _wrong_method(self, exchange: Exchange) -> None:
+    def _wrong_method(self, exchange: HttpExchange) -> None:
         offered = self._offered(exchange.path)
         methods = " or ".join(sorted(offered))
         route = Route(path=min(offered.values()), summary="")
@@ -171,7 +171,7 @@ class Inference:
         answer.refuse(HttpError(405, "method_not_allowed", f"{route.path} takes {methods}, found {exchange.method}"))
         answer.close()
 
-    def _question(self, answer: "_Answer", body: bytes, *, route: Route | None = None, name: str = "") -> Question:
+    def _question(self, answer: "_Answer", body: bytes, *, route: Route | None = None, name: str = "") -> ParsedRequest:
         headers = answer.exchange.headers
         if headers.get(b"content-type") != b"application/json":
             _check_media_type(headers)
@@ -250,7 +250,7 @@ class Inference:
         journeys = []
         for i, item in enumerate(batch.items):
             question = self._question(answer, item, route=_ITEM, name=f"{answer.request_id}-{i}")
-            journeys.append(Journey(parts, self._limits, caller, question))
+            journeys.append(RequestRun(parts, self._limits, caller, question))
         if batch.is_streamed:
             (journey,) = journeys
             journey.grows = sglang_generate.Growing(batch.names[0])
@@ -263,7 +263,7 @@ class Inference:
                 await self._serve_granted(batch, journeys, caller, answer)
 
     async def _serve_granted(
-        self, batch: sglang_generate.Batch, journeys: Sequence[Journey], caller: Caller, answer: "_Answer"
+        self, batch: sglang_generate.Batch, journeys: Sequence[RequestRun], caller: Caller, answer: "_Answer"
     ) -> None:
         """As one before the limits of its key: refused half-way, what it had come to would be computed for nothing."""
         parts = self._parts
@@ -281,7 +281,7 @@ class Inference:
             parts.quotas.end_batch(granted, parts.clock())
 
     async def _serve_items(
-        self, batch: sglang_generate.Batch, journeys: Sequence[Journey], answer: "_Answer", at_once: int
+        self, batch: sglang_generate.Batch, journeys: Sequence[RequestRun], answer: "_Answer", at_once: int
     ) -> None:
         turns = asyncio.Semaphore(at_once)
         tasks = [asyncio.create_task(_item(journey, turns)) for journey in journeys]
@@ -297,13 +297,13 @@ class Inference:
         answer.whole(200, "content-type: application/json\r\n", sglang_generate.join(batch, bodies))
 
 
-def _answer_at(path: str, handler: Handler, exchange: Exchange) -> Coroutine[Any, Any, None] | Steps | None:
+def _answer_at(path: str, handler: Handler, exchange: HttpExchange) -> Coroutine[Any, Any, None] | Steps | None:
     """As if it had been sent to that path."""
     exchange.path = path
     return handler(exchange)
 
 
-async def _item(journey: Journey, turns: asyncio.Semaphore) -> bytes:
+async def _item(journey: RequestRun, turns: asyncio.Semaphore) -> bytes:
     """One item's whole answer; raises _ItemRefused with the engine's own error."""
     async with turns:
         try:
@@ -340,14 +340,14 @@ class _Answer(msgspec.Struct, eq=False):
     said_next  when it is next said that a stream's first event is waited for
     """
 
-    parts: Parts
-    exchange: Exchange
+    parts: Services
+    exchange: HttpExchange
     route: Route
     request_id: str
     trace: Trace | None = None
     code: str = ""
     more: str = ""
-    journey: Journey | None = None
+    journey: RequestRun | None = None
     said_next: asyncio.TimerHandle | None = None
 
     async def travelled(self) -> None:
@@ -420,7 +420,7 @@ class _Answer(msgspec.Struct, eq=False):
             self.fail(_stopping())
         self.close()
 
-    def _begun(self, journey: Journey, attempt: Attempt) -> tuple[Renamed, HiddenUsage | None]:
+    def _begun(self, journey: RequestRun, attempt: EngineAttempt) -> tuple[Renamed, HiddenUsage | None]:
         """There is an answer: all of it goes out, or the head of a stream, and how the rest of it is to be shown."""
         parts, flight, question, call = self.parts, journey.flight, journey.question, journey.call
         assert flight is not None
@@ -483,7 +483,7 @@ class _Answer(msgspec.Struct, eq=False):
         if self.exchange.status is None:
             self.exchange.begin(status, self._headers(about + "cache-control: no-cache\r\n"))
 
-    def finish(self, attempt: Attempt) -> None:
+    def finish(self, attempt: EngineAttempt) -> None:
         """The end of a stream, or an error in its place."""
         broken = attempt.failure
         if isinstance(broken, StreamBroken):
@@ -544,7 +544,7 @@ def _stopping() -> HttpError:
 
 
 @asynccontextmanager
-async def _in_time(parts: Parts, question: Question) -> AsyncIterator[None]:
+async def _in_time(parts: Services, question: ParsedRequest) -> AsyncIterator[None]:
     """For as long as its client waits; raises DeadlineExceeded then, where no wait with a deadline of its own has."""
     left_s = None if question.deadline_at is None else question.deadline_at - parts.clock() + _LAST_S
     try:
@@ -558,7 +558,7 @@ def _is_quickly_read_batch(route: Route, body: bytes) -> bool:
     return route is _GENERATE and len(body) < _QUICKLY_READ_BYTES
 
 
-def _about(attempt: Attempt, flight: Flight, cached_tokens: int) -> str:
+def _about(attempt: EngineAttempt, flight: DispatchedRequest, cached_tokens: int) -> str:
     adapter = flight.target.adapter
     return (
         f"{_content(attempt)}"
@@ -568,7 +568,7 @@ def _about(attempt: Attempt, flight: Flight, cached_tokens: int) -> str:
     )
 
 
-def _content(attempt: Attempt) -> str:
+def _content(attempt: EngineAttempt) -> str:
     lines = f"content-type: {attempt.content_type.decode('latin-1')}\r\n"
     return lines if attempt.retry_after is None else f"{lines}retry-after: {attempt.retry_after.decode('latin-1')}\r\n"
 

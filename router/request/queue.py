@@ -10,11 +10,11 @@ import structlog
 from lorafleet.service.loops import forever
 from router.core.errors import DeadlineExceeded, NoReplica, RouterError, Saturated
 from router.core.queue.admission import Bounds, Room
-from router.core.queue.fair_queue import Prompt, Ticket
+from router.core.queue.fair_queue import Prompt, QueuedRequest
 from router.core.schedule.decision import Decision
-from router.core.scheduler import Mind
+from router.core.scheduler import Scheduler
 from router.fleet.usage_report import Holds
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 
 log = structlog.get_logger()
 
@@ -67,13 +67,13 @@ def _left_s(deadline_at: float, now: float) -> float:
     return deadline_at - now
 
 
-class WaitingRoom:
+class RequestQueue:
     """Holds requests back until the mind lets them go; bounded in number, in bytes and in time."""
 
     def __init__(
         self,
-        mind: Mind,
-        metrics: Metrics,
+        mind: Scheduler,
+        metrics: RouterMetrics,
         *,
         most_waiting: int,
         most_wait_s: float,
@@ -107,7 +107,7 @@ class WaitingRoom:
         self._metrics.decide.observe(self._clock() - now)
         return decision
 
-    async def admitted(self, ticket: Ticket, begin: Callable[[Decision], S]) -> S:
+    async def admitted(self, ticket: QueuedRequest, begin: Callable[[Decision], S]) -> S:
         """What `begin` made of the decision, as soon as there is room for this request.
 
         raises  NoReplica, DeadlineExceeded, and Saturated when it may not wait, or would have to wait for longer than
@@ -162,7 +162,7 @@ class WaitingRoom:
             assert isinstance(wait, _Wait)
             wait.tell(outcome)
 
-    def _too_late(self, ticket: Ticket) -> RouterError:
+    def _too_late(self, ticket: QueuedRequest) -> RouterError:
         if ticket.deadline_at is not None and self._clock() >= ticket.deadline_at:
             return DeadlineExceeded("the deadline of this request passed while it waited for room at an engine")
         return self._mind.waiting.gave_up(ticket, self._clock())

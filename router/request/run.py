@@ -21,7 +21,7 @@ from router.core.errors import (
 )
 from router.core.failover.circuit_breaker import is_fault
 from router.core.failover.exclusions import Failure, excluded
-from router.core.failover.poison import Deadly
+from router.core.failover.poison import PoisonRequests
 from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.queue.fair_queue import Prompt
 from router.core.queue.quota import Granted
@@ -31,14 +31,14 @@ from router.protocols import sglang_generate
 from router.protocols.routes import Route
 from router.protocols.stored_responses import gone, left, tagged_response_id, worker_of
 from router.protocols.usage import EngineUsage
-from router.request.dispatched import Flight
-from router.request.engine_attempt import Attempt, Call, Limits, open_attempt
-from router.request.engine_body import Wishes, dialect_of, may_send_ids, salt_for
+from router.request.dispatched import DispatchedRequest
+from router.request.engine_attempt import Call, EngineAttempt, Limits, open_attempt
+from router.request.engine_body import EngineOptions, dialect_of, may_send_ids, salt_for
 from router.request.queue import Displaced
-from router.request.services import Parts
+from router.request.services import Services
 from router.request.stages import (
     TIMEOUT_HEADER,
-    Question,
+    ParsedRequest,
     answered,
     asked,
     decided,
@@ -71,7 +71,7 @@ _COMPUTED_NOTHING = "adapter_missing"
 _NO_FAILURES: Mapping[Incarnation, Failure] = MappingProxyType({})
 
 
-class Journey(msgspec.Struct, eq=False):
+class RequestRun(msgspec.Struct, eq=False):
     """What one request meets on its way. `end` it, however that goes.
 
     target, tokens, prompt  what it asks for, once that is known
@@ -82,10 +82,10 @@ class Journey(msgspec.Struct, eq=False):
     background_id           of a response that its engine goes on with when we have answered, or its client has left
     """
 
-    parts: Parts
+    parts: Services
     limits: Limits
     caller: Caller
-    question: Question
+    question: ParsedRequest
     trace: Trace | None = None
     grows: sglang_generate.Growing | None = None
     granted: Granted | None = None
@@ -97,9 +97,9 @@ class Journey(msgspec.Struct, eq=False):
     failures: Mapping[Incarnation, Failure] = _NO_FAILURES
     tries: int = 0
     deaths: int = 0
-    flight: Flight | None = None
+    flight: DispatchedRequest | None = None
     call: Call | None = None
-    attempt: Attempt | None = None
+    attempt: EngineAttempt | None = None
     usage: EngineUsage | None = None
     background_id: str = ""
     _slowly: Slowly | None = None
@@ -155,7 +155,7 @@ class Journey(msgspec.Struct, eq=False):
         connection = self.parts.pool.idle(call.origin)
         if connection is None:
             return False
-        self.attempt = attempt = Attempt(call, self._limits_of(flight), tell, call.streamed)
+        self.attempt = attempt = EngineAttempt(call, self._limits_of(flight), tell, call.streamed)
         attempt.begin(connection)
         return True
 
@@ -329,7 +329,7 @@ class Journey(msgspec.Struct, eq=False):
         if self.only is not None:
             raise NoReplica(f"only worker {flight.replica.id!r} keeps the earlier response: {exc}") from exc
 
-    def _tell_deadly(self, attempt: Attempt, flight: Flight) -> None:
+    def _tell_deadly(self, attempt: EngineAttempt, flight: DispatchedRequest) -> None:
         """What came of it, where engines have died of late, or its own has just now."""
         if attempt.lost_by in _KILLED and not attempt.has_said_done:
             self._died(flight)
@@ -337,7 +337,7 @@ class Journey(msgspec.Struct, eq=False):
             for deadly, which in self._suspected(flight):
                 deadly.survived(which)
 
-    def _died(self, flight: Flight) -> None:
+    def _died(self, flight: DispatchedRequest) -> None:
         parts, there, sent_at = self.parts, flight.replica.incarnation, flight.load.began_at
         for deadly, which in self._suspected(flight):
             held_s = deadly.died(which, there, parts.clock(), sent_at=sent_at)
@@ -353,7 +353,7 @@ class Journey(msgspec.Struct, eq=False):
                     held_s=round(held_s, 1),
                 )
 
-    def _suspected(self, flight: Flight) -> Iterator[tuple[Deadly, Hashable]]:
+    def _suspected(self, flight: DispatchedRequest) -> Iterator[tuple[PoisonRequests, Hashable]]:
         """What an engine may have died of, in which book."""
         yield self.parts.deadly, digest_of(self.question)
         if flight.prompt.ask.engine_name:
@@ -516,7 +516,7 @@ class Journey(msgspec.Struct, eq=False):
         self.attempt = await open_attempt(pool, call, limits, anew=is_stale)
         self._take()
 
-    def _limits_of(self, flight: Flight) -> Limits:
+    def _limits_of(self, flight: DispatchedRequest) -> Limits:
         limits, config, question = self.limits, self.parts.config, self.question
         self._is_trial = self.parts.mind.breaker.is_trial(flight.replica, flight.load)
         # Of one that is not streamed nothing is heard until all of it is there, which may take long where all is well.
@@ -533,7 +533,7 @@ class Journey(msgspec.Struct, eq=False):
             return usual_s
         return max(usual_s, min(self.parts.config.max_answer_s, deadline_at - self.parts.clock()))
 
-    def _works_until(self, flight: Flight, now: float) -> float:
+    def _works_until(self, flight: DispatchedRequest, now: float) -> float:
         """Until when to wait for a whole answer on which its engine is known to work."""
         config, replica = self.parts.config, self.parts.discovery.fleet.replicas.get(flight.replica.id)
         if replica is None or replica.incarnation != flight.replica.incarnation:
@@ -541,7 +541,7 @@ class Journey(msgspec.Struct, eq=False):
         is_at_work = replica.is_at_work(now, fresh_s=config.unreachable_after_s, still_s=config.breaker_silent_s)
         return min(now + _LOOKED_AGAIN_S, flight.load.began_at + config.max_answer_s) if is_at_work else now
 
-    def _call(self, flight: Flight, tokens: Tokens) -> Call:
+    def _call(self, flight: DispatchedRequest, tokens: Tokens) -> Call:
         parts, question, ask = self.parts, self.question, flight.prompt.ask
         route, replica = question.route, flight.replica
         dialect = dialect_of(replica.dialect, ask.engine_name, route.path)
@@ -559,7 +559,7 @@ class Journey(msgspec.Struct, eq=False):
             )
             and parts.tokenizers.agrees(replica.incarnation, tokens)
         )
-        wishes = Wishes(
+        wishes = EngineOptions(
             question.hides_usage,
             route.generates and parts.trust.state(replica.id) == "degraded" and parts.feeds.may_repeat(replica.id),
             self._response_id(replica) if route.state == "makes" else "",
@@ -592,7 +592,7 @@ class Journey(msgspec.Struct, eq=False):
             self.background_id = response_id
         return response_id
 
-    def _note(self, exc: ReplicaUnreachable, flight: Flight) -> None:
+    def _note(self, exc: ReplicaUnreachable, flight: DispatchedRequest) -> None:
         parts, now = self.parts, self.parts.clock()
         replica, sent_at = flight.replica, flight.load.began_at
         log.warning(
@@ -623,7 +623,7 @@ class Journey(msgspec.Struct, eq=False):
             raise NoReplica(f"{self.tries} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
 
 
-def _told(route: Route, flight: Flight, usage: EngineUsage | None) -> dict[str, AttributeValue]:
+def _told(route: Route, flight: DispatchedRequest, usage: EngineUsage | None) -> dict[str, AttributeValue]:
     """A request's attributes in its trace, by the names of OpenTelemetry's conventions where they have one."""
     told: dict[str, AttributeValue] = {
         "gen_ai.operation.name": route.operation,
@@ -659,13 +659,13 @@ def header_lines(headers: Mapping[str, str]) -> str:
 _FEW_TOKENS = 256
 
 
-class Door(msgspec.Struct, frozen=True):
+class EngineEndpoint(msgspec.Struct, frozen=True):
     """How one engine is reached, and what all requests to it have in common: `after` stands behind the path."""
 
     origin: Origin
     after: bytes
 
-    def request(self, question: Question, body: bytes, rank: int | None = None) -> bytes:
+    def request(self, question: ParsedRequest, body: bytes, rank: int | None = None) -> bytes:
         """The whole HTTP request."""
         wanted = b"" if rank is None else b"x-data-parallel-rank: %d\r\n" % rank
         return b"%b %b%b%bx-request-id: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
@@ -681,13 +681,15 @@ class Door(msgspec.Struct, frozen=True):
         )
 
 
-def door_of(replica: Replica, engine_key: str) -> Door:
+def door_of(replica: Replica, engine_key: str) -> EngineEndpoint:
     """The way to a replica's engine. One beside an agent of ours is shown no key."""
     return _door(replica.engine_url, "" if replica.agent_url else engine_key)
 
 
 @lru_cache(maxsize=4096)
-def _door(engine_url: str, key: str) -> Door:
+def _door(engine_url: str, key: str) -> EngineEndpoint:
     origin = Origin.parse(engine_url)
     after = b" HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept-encoding: identity\r\n%b"
-    return Door(origin, after % (origin.host_header, f"authorization: Bearer {key}\r\n".encode() if key else b""))
+    return EngineEndpoint(
+        origin, after % (origin.host_header, f"authorization: Bearer {key}\r\n".encode() if key else b"")
+    )

@@ -13,21 +13,21 @@ import msgspec
 from lorafleet.service.auth import Keys
 from lorafleet.service.loops import Later
 from router.config import RouterSettings
-from router.core.failover.poison import Deadly
+from router.core.failover.poison import PoisonRequests
 from router.core.fleet import Incarnation
-from router.core.kv.cache_disclosure import Credit
-from router.core.kv.prediction_accuracy import Trust, TrustState
+from router.core.kv.cache_disclosure import CacheDisclosure
+from router.core.kv.prediction_accuracy import PredictionAccuracy, TrustState
 from router.core.queue.quota import Quotas
 from router.core.schedule.decision import Decision
-from router.core.scheduler import Mind
+from router.core.scheduler import Scheduler
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import Usage
-from router.http.engine_pool import Pool
+from router.http.engine_pool import EnginePool
 from router.kv.feeds import Feeds
 from router.request.background import Background
 from router.request.cold_starts import ColdStarts
-from router.request.queue import WaitingRoom
-from router.telemetry.metrics import Metrics
+from router.request.queue import RequestQueue
+from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tracing import Tracer
 from router.tokenizing.prompt_cache import ChainCache
 from router.tokenizing.tokenizers import Source, Tokenizers
@@ -40,7 +40,7 @@ _KEPT_S = _KEPT_DECISIONS * _KEPT_EVERY_S
 _SPECULATE_S = 2.0
 
 
-class Record(msgspec.Struct):
+class RequestRecord(msgspec.Struct):
     """What is kept of a decision, and what came of it. Without the prompt's hashes: a thousand long ones add up.
 
     at             wall clock
@@ -59,7 +59,7 @@ class Record(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Decisions(deque[Record]):
+class Decisions(deque[RequestRecord]):
     """The newest decisions; where more come than are kept, a sample of them."""
 
     __slots__ = ("_full_at",)
@@ -68,7 +68,7 @@ class Decisions(deque[Record]):
         super().__init__(maxlen=_KEPT_DECISIONS)
         self._full_at = -inf
 
-    def note(self, record: Record, now: float) -> None:
+    def note(self, record: RequestRecord, now: float) -> None:
         """Keep this one, unless as many as may be kept came of late."""
         full_at = max(self._full_at, now)
         if full_at - now < _KEPT_S:
@@ -77,7 +77,7 @@ class Decisions(deque[Record]):
 
 
 @dataclass(slots=True)
-class Parts:
+class Services:
     """What the stages work with; built once by app.py."""
 
     config: RouterSettings
@@ -85,19 +85,19 @@ class Parts:
     discovery: Discovery
     tokenizers: Tokenizers
     feeds: Feeds
-    mind: Mind
-    waiting: WaitingRoom
-    trust: Trust
+    mind: Scheduler
+    waiting: RequestQueue
+    trust: PredictionAccuracy
     cold: ColdStarts
     usage: Usage
-    metrics: Metrics
-    pool: Pool
+    metrics: RouterMetrics
+    pool: EnginePool
     background: Background
-    deadly: Deadly
-    deadly_adapters: Deadly
+    deadly: PoisonRequests
+    deadly_adapters: PoisonRequests
     quotas: Quotas = field(default_factory=Quotas)
     tracer: Tracer | None = None
-    credit: Credit = field(default_factory=Credit)
+    credit: CacheDisclosure = field(default_factory=CacheDisclosure)
     chains: ChainCache = field(default_factory=ChainCache)
     clock: Callable[[], float] = time.monotonic
     decisions: Decisions = field(default_factory=Decisions)

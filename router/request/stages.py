@@ -13,18 +13,18 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from lorafleet.kv.blocks import BlockHash, adapter_salt, root_hash
 from lorafleet.service.auth import Caller
 from router.core.errors import BadBody, ModelNotFound
-from router.core.fleet import Adapter, Excluded, Incarnation, Roster
+from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import Chains, Match, Prompt, Ticket
+from router.core.queue.fair_queue import Chains, Match, Prompt, QueuedRequest
 from router.core.resolve import Target, resolve
-from router.core.schedule.decision import NOTHING, Ask, too_short
+from router.core.schedule.decision import NOTHING, RoutingRequest, too_short
 from router.core.scheduler import first_blocks
 from router.kv.feeds import Feeds
 from router.protocols.bodies import BOM, NOT_JSON, check_items, not_json
 from router.protocols.routes import Route, sequences_of
-from router.request.dispatched import Flight
+from router.request.dispatched import DispatchedRequest
 from router.request.engine_body import Body, asks_for_usage, refuse_steering
-from router.request.services import Parts
+from router.request.services import Services
 from router.tokenizing.approximate import approximate_root, approximation
 from router.tokenizing.tokenizers import NO_TOKENS, Slowly, Source, Tokens
 
@@ -45,7 +45,7 @@ _decode_any = msgspec.json.Decoder().decode
 _decode_number = msgspec.json.Decoder(int).decode
 
 
-class Question(msgspec.Struct, frozen=True):
+class ParsedRequest(msgspec.Struct, frozen=True):
     """A request as read: the raw fields to send on, and those that were decoded to decide on.
 
     target       path and query to ask the engine for
@@ -73,7 +73,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def read(
-    parts: Parts,
+    parts: Services,
     request_id: str,
     route: Route,
     raw: bytes,
@@ -82,7 +82,7 @@ def read(
     session: str | None = None,
     timeout: str | None = None,
     forwarded: bytes = b"",
-) -> Question:
+) -> ParsedRequest:
     """The request, its body parsed no deeper than a decision needs.
 
     target   path and query; empty: the route's own
@@ -114,7 +114,7 @@ def read(
             sequences = 1  # vLLM 0.32 runs a request for each token of each beam, and counts none of them
     streamed = route.streams and decoded.get("stream") is True
     user, priority = decoded.get("user"), decoded.get("priority")
-    return Question(
+    return ParsedRequest(
         request_id,
         route,
         target or route.path.encode(),
@@ -133,7 +133,7 @@ def read(
     )
 
 
-def digest_of(question: Question) -> int:
+def digest_of(question: ParsedRequest) -> int:
     """The same for a request that is sent again, under another id or not."""
     found = xxh3_128(question.route.path.encode())
     for name, raw in question.fields.items():
@@ -153,7 +153,7 @@ def _timeout_s(named: str) -> float:
     return timeout_s
 
 
-def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
+def resolve_target(parts: Services, caller: Caller, question: ParsedRequest) -> Target:
     """resolve and authorise: what the caller may not use does not exist for it."""
     if not parts.discovery.has_catalog:
         raise parts.discovery.no_catalog()
@@ -173,13 +173,13 @@ def resolve_target(parts: Parts, caller: Caller, question: Question) -> Target:
     return target if question.route.adapter == "runs" else Target(target.base_model, None, target.asked)
 
 
-async def tokenize(parts: Parts, target: Target, question: Question) -> Tokens:
+async def tokenize(parts: Services, target: Target, question: ParsedRequest) -> Tokens:
     """The prompt's token ids, or an approximation of a prompt that only its engine can tokenize."""
     found = tokenize_at_once(parts, target, question)
     return found if isinstance(found, Tokens) else await found()
 
 
-def tokenize_at_once(parts: Parts, target: Target, question: Question) -> Tokens | Slowly:
+def tokenize_at_once(parts: Services, target: Target, question: ParsedRequest) -> Tokens | Slowly:
     """As `tokenize`; or what makes them, where they must be waited for."""
     kind = question.route.prompt
     began_at = parts.clock()
@@ -198,11 +198,11 @@ def tokenize_at_once(parts: Parts, target: Target, question: Question) -> Tokens
     return _tokens(parts, question, found, began_at)
 
 
-async def _tokenized(parts: Parts, question: Question, slowly: Slowly, began_at: float) -> Tokens:
+async def _tokenized(parts: Services, question: ParsedRequest, slowly: Slowly, began_at: float) -> Tokens:
     return _tokens(parts, question, await slowly(), began_at)
 
 
-def _tokens(parts: Parts, question: Question, found: Tokens, began_at: float) -> Tokens:
+def _tokens(parts: Services, question: ParsedRequest, found: Tokens, began_at: float) -> Tokens:
     """What was found, or in the place of no ids an approximation of the prompt."""
     route = question.route
     if found.ids is None and route.computes and parts.config.tokenizer != "off":
@@ -214,7 +214,7 @@ def _tokens(parts: Parts, question: Question, found: Tokens, began_at: float) ->
     return found
 
 
-def warm_at_once(parts: Parts, target: Target) -> Target | None:
+def warm_at_once(parts: Services, target: Target) -> Target | None:
     """The target with an adapter that some replica holds; None: see `warm`."""
     if target.adapter is None:
         return target
@@ -223,10 +223,10 @@ def warm_at_once(parts: Parts, target: Target) -> Target | None:
 
 
 async def warm(
-    parts: Parts,
+    parts: Services,
     caller: Caller,
     target: Target,
-    question: Question,
+    question: ParsedRequest,
     excluded: Callable[[], Excluded],
     *,
     tokens: Tokens | None = None,
@@ -257,23 +257,23 @@ async def warm(
     return _held(target, adapter)
 
 
-def _held(target: Target, adapter: Adapter) -> Target:
+def _held(target: Target, adapter: RoutableAdapter) -> Target:
     if adapter is target.adapter:
         return target
     return Target(adapter.base_model or target.base_model, adapter, target.asked)
 
 
-def _too_short(parts: Parts, target: Target, question: Question, tokens: Tokens | None) -> Excluded:
+def _too_short(parts: Services, target: Target, question: ParsedRequest, tokens: Tokens | None) -> Excluded:
     """What takes less than this request may come to, where something else takes it."""
     roster, adapter = parts.discovery.fleet.roster(target.base_model), target.adapter
     if tokens is None or tokens.ids is None or not roster.is_uneven:
         return frozenset()
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
-    ask = Ask(target.base_model, engine_name, 0, total_tokens=_total(question, len(tokens.ids), roster))
+    ask = RoutingRequest(target.base_model, engine_name, 0, total_tokens=_total(question, len(tokens.ids), roster))
     return frozenset([r.incarnation for i, r in enumerate(roster.replicas) if too_short(roster, i, ask)])
 
 
-async def _until_back(parts: Parts, base_model: str, unfit: Callable[[], Excluded]) -> None:
+async def _until_back(parts: Services, base_model: str, unfit: Callable[[], Excluded]) -> None:
     """Wait for a replica that may serve this request, or for one that failed it to have started again."""
 
     def is_back() -> bool:
@@ -284,9 +284,9 @@ async def _until_back(parts: Parts, base_model: str, unfit: Callable[[], Exclude
 
 
 def asked(
-    parts: Parts,
+    parts: Services,
     target: Target,
-    question: Question,
+    question: ParsedRequest,
     tokens: Tokens,
     excluded: Excluded = frozenset(),
     only: Incarnation | None = None,
@@ -313,7 +313,7 @@ def asked(
                 salted = _chains(parts, tokens, root, roster.salted_block_sizes)
     prompt_tokens = sized(roster, question, tokens)
     total_tokens = _total(question, len(tokens.ids), roster) if tokens.ids is not None and roster.is_uneven else 0
-    ask = Ask(
+    ask = RoutingRequest(
         target.base_model,
         engine_name,
         prompt_tokens,
@@ -328,7 +328,7 @@ def asked(
     return Prompt(ask, chains, salted, roster.salted) if salted else Prompt(ask, chains)
 
 
-def _chains(parts: Parts, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> Chains:
+def _chains(parts: Services, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> Chains:
     assert tokens.ids is not None
     return {
         block_size: parts.chains.chain(tokens.ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept)
@@ -336,7 +336,7 @@ def _chains(parts: Parts, tokens: Tokens, root: BlockHash, block_sizes: Iterable
     }
 
 
-def _total(question: Question, prompt_tokens: int, roster: Roster) -> int:
+def _total(question: ParsedRequest, prompt_tokens: int, roster: Roster) -> int:
     """Tokens that a request may come to: its prompt, and the answer that it asks for, or at least one token. What comes
     to more than any engine takes is for one that takes most: it says so, or cuts the answer.
     """
@@ -351,7 +351,7 @@ def _number(raw: msgspec.Raw | None) -> int:
         return 0  # for the engine to refuse
 
 
-def reads_cache(question: Question) -> bool:
+def reads_cache(question: ParsedRequest) -> bool:
     """Whether an engine looks for what it has cached: for the log probabilities of the prompt itself vLLM 0.32
     computes all of it (sampling_params.py skip_reading_prefix_cache).
     """
@@ -364,12 +364,12 @@ def reads_cache(question: Question) -> bool:
     return question.route.prompt == "completion" and decoded.get("logprobs") is None
 
 
-def is_one_of_many(question: Question) -> bool:
+def is_one_of_many(question: ParsedRequest) -> bool:
     """Whether an engine prefills the prompt several times, and tells of one of them what it had cached."""
     return question.sequences > 1 or bool(question.decoded.get("use_beam_search"))
 
 
-def sized(roster: Roster, question: Question, tokens: Tokens) -> int:
+def sized(roster: Roster, question: ParsedRequest, tokens: Tokens) -> int:
     """How many tokens an engine of these would prefill at most. What is longer than it takes it refuses at once.
 
     Where nobody could tokenize the prompt: four bytes a token, near enough to compare replicas by their queues. Behind
@@ -422,8 +422,8 @@ def _of(matched: Match, is_one: Callable[[WorkerId], bool]) -> Match:
 
 
 def decided_at_once(
-    parts: Parts, target: Target, question: Question, prompt: Prompt, tokens_from: Source
-) -> Flight | None:
+    parts: Services, target: Target, question: ParsedRequest, prompt: Prompt, tokens_from: Source
+) -> DispatchedRequest | None:
     """match and decide: the request is then on its way. None when there is no room for it now: see `decided`.
 
     raises  NoReplica
@@ -434,31 +434,35 @@ def decided_at_once(
     decision = parts.waiting.at_once(prompt) if computes else parts.mind.decide(prompt, began_at)
     if decision is None:
         return None
-    return Flight(parts, question.request_id, target, prompt, tokens_from, began_at, question.streamed, decision)
+    return DispatchedRequest(
+        parts, question.request_id, target, prompt, tokens_from, began_at, question.streamed, decision
+    )
 
 
 async def decided(
-    parts: Parts,
+    parts: Services,
     caller: Caller,
     target: Target,
-    question: Question,
+    question: ParsedRequest,
     prompt: Prompt,
     tokens_from: Source,
     *,
     is_again: bool = False,
-) -> Flight:
+) -> DispatchedRequest:
     """match and decide, when there is room: the request is then on its way.
 
     is_again  it was sent before, and failed there
     raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
     """
     began_at = parts.clock()
-    begin = partial(Flight, parts, question.request_id, target, prompt, tokens_from, began_at, question.streamed)
+    begin = partial(
+        DispatchedRequest, parts, question.request_id, target, prompt, tokens_from, began_at, question.streamed
+    )
     if is_again or not question.route.computes:
         # One that failed somewhere has waited its turn already: what failed it must not cost it another.
         return begin(parts.mind.decide(prompt, began_at))
     adapter = target.adapter
-    ticket = Ticket(
+    ticket = QueuedRequest(
         prompt=prompt,
         tenant=caller.tenant or "",
         adapter=adapter.lora_id if adapter else "",
@@ -470,14 +474,14 @@ async def decided(
     return await parts.waiting.admitted(ticket, begin)
 
 
-def answered(parts: Parts, caller: Caller, target: Target, decode_s: float) -> None:
+def answered(parts: Services, caller: Caller, target: Target, decode_s: float) -> None:
     """An answer is over that took its engine so many seconds besides its prefill: its tenant has had them."""
     waiting, adapter = parts.mind.waiting, target.adapter
     if decode_s and waiting:
         waiting.answered(caller.tenant or "", adapter.lora_id if adapter else "", _weight(adapter), decode_s)
 
 
-def _weight(adapter: Adapter | None) -> float:
+def _weight(adapter: RoutableAdapter | None) -> float:
     return 1.0 if adapter is None else 2.0 ** max(-_MOST_PRIORITY, min(_MOST_PRIORITY, adapter.priority))
 
 
@@ -485,7 +489,7 @@ def _session(named: str) -> str:
     return named if len(named) <= _LONGEST_SESSION else xxh3_128_hexdigest(named.encode())
 
 
-def shown_cached_tokens(parts: Parts, caller: Caller, flight: Flight) -> int:
+def shown_cached_tokens(parts: Services, caller: Caller, flight: DispatchedRequest) -> int:
     """The predicted hit as far as this caller's tenant has earned it: a hit on a neighbour's prompt would betray it."""
     cached_tokens = flight.predicted_tokens
     if caller.tenant is None or flight.prompt.ask.is_approximate:

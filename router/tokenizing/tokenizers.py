@@ -24,7 +24,7 @@ from router.core.fleet import Incarnation
 from router.core.kv.index import WorkerId
 from router.protocols.prompts import prompt_body
 from router.protocols.routes import PromptKind
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.agreement import Agreement
 from router.tokenizing.approximate import Approximation
 from router.tokenizing.prompt_cache import PieceCache
@@ -175,7 +175,7 @@ class Tokenizers:
         remote_timeout_s: float = 0.5,
         cache_bytes: int = 16 * 2**20,
         threads: int = 2,
-        metrics: Metrics | None = None,
+        metrics: RouterMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from orchestrator.metrics import Metrics as OrchestratorMetrics
-from router.telemetry.metrics import Metrics as RouterMetrics
+from orchestrator.metrics import OrchestratorMetrics
+from router.telemetry.metrics import RouterMetrics
 from tests.helm.rendering import CHART, VALUES, containers, helm_template, of_kind, one, pod_templates, secret
 from tests.test_docs import DOCS
-from workers.metrics import Metrics as WorkersMetrics
+from workers.metrics import WorkerMetrics
 
 # What Prometheus adds to each series of a ServiceMonitor's or PodMonitor's target.
 TARGET = {"namespace", "service", "pod", "job"}
@@ -19,7 +19,7 @@ BY_PROMETHEUS = TARGET | {"le", "__name__"}
 def known() -> dict[str, set[str]]:
     """Each series name -> its own labels."""
     found: dict[str, set[str]] = {}
-    for metrics in (RouterMetrics, OrchestratorMetrics, WorkersMetrics):
+    for metrics in (RouterMetrics, OrchestratorMetrics, WorkerMetrics):
         for family in metrics().registry.collect():
             suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
             found |= {family.name + suffix: set() for suffix in suffixes}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from lorafleet.kube.client import connect
-from lorafleet.kube.errors import NotFound
+from lorafleet.kube.errors import KubeNotFound
 from tests.kube.conftest import Cluster
 
 SELECTOR = "app.kubernetes.io/instance=fleet,app.kubernetes.io/component=worker"
@@ -45,7 +45,7 @@ async def put_slice(kube: Cluster, slice_: dict) -> None:
     path = f"/apis/discovery.k8s.io/v1/namespaces/{meta['namespace']}/endpointslices"
     try:
         await client.put(f"{path}/{meta['name']}", slice_)
-    except NotFound:
+    except KubeNotFound:
         await client.post(path, slice_)
     finally:
         await client.close()

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from lorafleet.http_server.serve import bind
 from lorafleet.kube.client import Kube, connect
-from lorafleet.kube.errors import Conflict, Forbidden, Gone, KubeConfigError, KubeError, NotFound, Unreachable
+from lorafleet.kube.errors import Forbidden, Gone, KubeConfigError, KubeConflict, KubeError, KubeNotFound, Unreachable
 from tests.kube.certificates import Certificate, made_for
 from tests.patience import patience
 from tests.serving import serving
@@ -104,8 +104,8 @@ async def test_every_verb_sends_its_body_as_json_with_the_kubeconfigs_token(kube
     [
         (401, "Unauthorized", Forbidden),
         (403, "Forbidden", Forbidden),
-        (404, "NotFound", NotFound),
-        (409, "AlreadyExists", Conflict),
+        (404, "NotFound", KubeNotFound),
+        (409, "AlreadyExists", KubeConflict),
         (410, "Expired", Gone),
         (422, "Invalid", KubeError),
         (503, "ServiceUnavailable", KubeError),

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from lorafleet.kube.client import connect
-from lorafleet.kube.errors import Conflict, Forbidden, Gone, NotFound
+from lorafleet.kube.errors import Forbidden, Gone, KubeConflict, KubeNotFound
 from lorafleet.kube.watch import Times
 from tests.kube.seen import seeing
 
@@ -73,16 +73,16 @@ async def test_a_watch_that_the_server_ends_in_time_is_resumed_without_a_list(cl
 
 async def test_refusals_are_told_apart_by_what_a_caller_can_do(client, kube, path, tmp_path):
     made = await client.post(path, configmap("a"))
-    with pytest.raises(Conflict) as exists:
+    with pytest.raises(KubeConflict) as exists:
         await client.post(path, configmap("a"))
     assert exists.value.reason == "AlreadyExists"
     await client.put(f"{path}/a", made | {"data": {"value": "1"}})
-    with pytest.raises(Conflict) as stale:
+    with pytest.raises(KubeConflict) as stale:
         await client.put(f"{path}/a", made | {"data": {"value": "2"}})
     assert stale.value.reason == "Conflict"
-    with pytest.raises(Conflict):
+    with pytest.raises(KubeConflict):
         await client.delete(f"{path}/a", {"preconditions": {"resourceVersion": made["metadata"]["resourceVersion"]}})
-    with pytest.raises(NotFound, match="not found"):
+    with pytest.raises(KubeNotFound, match="not found"):
         await client.get(f"{path}/b")
     kube.faults.compact()  # a real one does so every five minutes
     with pytest.raises(Gone):

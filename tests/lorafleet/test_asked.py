@@ -10,7 +10,7 @@ import pytest
 from lorafleet.local import commands
 from lorafleet.local.notices import told_of
 from lorafleet.local.options import Options, asked, device_groups, lora_roots, unread
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.settings import SettingsError, load
 from workers.config import WorkerSettings
 from workers.engines.adopt import adopted
@@ -139,7 +139,7 @@ def test_the_defaults_of_up_for_a_router_give_way_to_what_is_said() -> None:
     ],
 )
 def test_a_word_that_cannot_be_is_refused_with_the_reason(words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(Failure, match=said) as failure:
+    with pytest.raises(CommandFailed, match=said) as failure:
         ask(*words, max_loras=4)
     assert failure.value.status == 2
     assert "\n" not in str(failure.value)
@@ -161,7 +161,7 @@ def test_a_word_that_cannot_be_is_refused_with_the_reason(words: tuple[str, ...]
     ],
 )
 def test_a_setting_that_up_must_have_for_itself_is_refused_by_name(environment: dict[str, str], said: str) -> None:
-    with pytest.raises(Failure, match=said) as failure:
+    with pytest.raises(CommandFailed, match=said) as failure:
         ask(environment=environment)
     assert failure.value.status == 2
     assert "secret" not in str(failure.value)
@@ -170,7 +170,7 @@ def test_a_setting_that_up_must_have_for_itself_is_refused_by_name(environment: 
 def test_a_files_setting_that_up_must_have_for_itself_is_refused_with_its_file(tmp_path: Path) -> None:
     file = tmp_path / "o.yaml"
     file.write_text("store: /var/lib/fleet.db\n")
-    with pytest.raises(Failure, match=f"store in {file} cannot be set.*--state-dir"):
+    with pytest.raises(CommandFailed, match=f"store in {file} cannot be set.*--state-dir"):
         ask(configs={"orchestrator": file})
 
 
@@ -201,7 +201,7 @@ def test_devices_are_dealt_out_in_order_and_as_many_to_each_worker(
     ],
 )
 def test_devices_that_cannot_be_dealt_out_are_refused(devices: str, workers: int | None, said: str) -> None:
-    with pytest.raises(Failure, match=said):
+    with pytest.raises(CommandFailed, match=said):
         ask(devices=devices, workers=workers)
 
 

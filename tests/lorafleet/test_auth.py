@@ -22,7 +22,7 @@ from lorafleet.service.auth import (
     refuse_open_server,
     requires,
 )
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError, install_error_handlers
 from tests.serving import serving
 
@@ -131,7 +131,7 @@ def test_a_new_key_gets_the_limits_it_was_made_with(tmp_path):
     keys = Keys([path])
     assert keys.caller(f"Bearer {key}").limits == KeyLimits(requests_per_minute=5)
     assert keys.caller(f"Bearer {plain}").limits is None
-    with pytest.raises(Failure, match="--tokens-per-minute"):
+    with pytest.raises(CommandFailed, match="--tokens-per-minute"):
         add_key(path, "acme", ["infer"], limits={"tokens_per_minute": 0})
 
 

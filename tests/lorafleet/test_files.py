@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lorafleet.cli.keys import add_key
-from lorafleet.local.fleet import Fleet
-from lorafleet.service.failure import Failure
+from lorafleet.local.fleet import LocalFleet
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import what_failed, write_whole
 from tests.lorafleet.test_up_parts import options
 
@@ -46,23 +46,23 @@ def test_on_a_full_disk_the_old_file_stays_and_nothing_of_the_new_one(tmp_path: 
 def test_a_key_file_that_cannot_be_looked_at_is_not_taken_for_none(tmp_path: Path) -> None:
     path = tmp_path / "k.yaml"
     path.symlink_to(tmp_path / ("x" * 300))  # for root, too, an error, as behind a folder that is not ours to search
-    with pytest.raises(Failure, match="File name too long"):
+    with pytest.raises(CommandFailed, match="File name too long"):
         add_key(path, None, ["infer"])
     assert path.is_symlink()
 
 
 @pytest.mark.usefixtures("full")
 def test_a_key_for_which_there_is_no_room_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(Failure, match=f"k.yaml: no space left in {tmp_path}: make room$"):
+    with pytest.raises(CommandFailed, match=f"k.yaml: no space left in {tmp_path}: make room$"):
         add_key(tmp_path / "k.yaml", None, ["infer"])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("full")
 async def test_a_fleet_for_which_there_is_no_room_is_one_line_that_names_the_folder(tmp_path: Path) -> None:
-    fleet = Fleet(options(tmp_path, state_dir=tmp_path))
+    fleet = LocalFleet(options(tmp_path, state_dir=tmp_path))
     try:
-        with pytest.raises(Failure) as failure:
+        with pytest.raises(CommandFailed) as failure:
             await fleet.live()
     finally:
         await fleet.stop()

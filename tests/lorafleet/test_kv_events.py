@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from lorafleet.kv.events import Cleared, Decoder, Removed, Stored, UndecodableBatch
+from lorafleet.kv.events import BlocksCleared, BlocksRemoved, BlocksStored, Decoder, UndecodableBatch
 
 # vLLM 0.32's own bytes for a store, a removal and a clearing.
 GOLDEN = bytes.fromhex(
@@ -33,7 +33,7 @@ def decoded(*events, rank=0, decoder=None):
 
 def test_vllms_own_bytes_are_understood():
     batch = Decoder().decode(GOLDEN)
-    assert [type(event) for event in batch.events] == [Stored, Removed, Cleared]
+    assert [type(event) for event in batch.events] == [BlocksStored, BlocksRemoved, BlocksCleared]
     assert (batch.ts, batch.rank, batch.rejected) == (1.5, 0, None)
     assert batch.events[0].token_ids == [1]
 
@@ -44,7 +44,7 @@ def test_a_map_and_an_array_say_the_same_with_int_and_bytes_hashes(name):
     decoder = Decoder()
     from_map = decoded(event, decoder=decoder).events[0]
     from_array = decoded(list(event.values()), decoder=decoder).events[0]
-    assert isinstance(from_array, Stored)
+    assert isinstance(from_array, BlocksStored)
     for field in (*STORED.keys() - {"type"},):
         assert getattr(from_map, field) == getattr(from_array, field)
     assert from_map.block_hashes == [name]
@@ -83,8 +83,8 @@ def test_one_odd_event_is_counted_and_its_neighbours_are_taken(odd, reason, as_a
 
     batch = decoded(form(STORED), form(odd), form({"type": "AllBlocksCleared"}))
     assert len(batch.events) == 2
-    assert isinstance(batch.events[0], Stored)
-    assert isinstance(batch.events[1], Cleared)
+    assert isinstance(batch.events[0], BlocksStored)
+    assert isinstance(batch.events[1], BlocksCleared)
     assert batch.rejected == {reason: 1}
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from lorafleet.kv.events import Batch, Cleared, Removed, Stored
+from lorafleet.kv.events import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
 from lorafleet.kv.ledger import TIERS, TRAITS, Ledger, extra_of, media_key
 from tests.properties import examples
 
@@ -41,11 +41,11 @@ class Heard:
 
 
 def stored(names, tokens, parent=None, **more):
-    return Stored(names, parent, tokens, **{"block_size": 1, "medium": "GPU", **more})
+    return BlocksStored(names, parent, tokens, **{"block_size": 1, "medium": "GPU", **more})
 
 
 def apply(ledger, *events):
-    ledger.apply(Batch(1.0, list(events)))
+    ledger.apply(KvEventBatch(1.0, list(events)))
 
 
 def name(variant, prefix):
@@ -106,7 +106,7 @@ class LedgerMachine(RuleBasedStateMachine):
         events = []
         for variant, prompt, depth, medium in taken:
             each = name(variant, prompt[:depth])
-            events.append(Removed([each], medium))
+            events.append(BlocksRemoved([each], medium))
             if self.copies[medium.upper()][each]:
                 self.copies[medium.upper()][each] -= 1
             else:
@@ -117,7 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def clear(self, often):
         if often:
             return
-        apply(self.ledger, Cleared())
+        apply(self.ledger, BlocksCleared())
         for counts in self.copies.values():
             counts.clear()
 
@@ -181,9 +181,9 @@ def chain(tokens, adapter="", salt="", **more):
         (stored([1], [1, 2], block_size=2, extra_keys=[[b"embeds"]]), "extra_keys"),
         (stored([1], [1, 2], block_size=2, extra_keys=[None, None]), "extra_keys"),
         (stored([1], [1, 2], block_size=2, lora_name="sql@1", extra_keys=[["other@1"]]), "extra_keys"),
-        (Removed([1], "GPU"), "unknown_block"),
-        (Removed([1], "TAPE"), "medium"),
-        (Removed([1], "GPU", 1), "group"),
+        (BlocksRemoved([1], "GPU"), "unknown_block"),
+        (BlocksRemoved([1], "TAPE"), "medium"),
+        (BlocksRemoved([1], "GPU", 1), "group"),
     ],
 )
 def test_what_is_not_exact_is_not_accepted_and_says_why(event, reason):
@@ -263,7 +263,7 @@ def test_two_lists_of_images_are_never_packed_alike():
 def test_bytes_and_integers_of_one_hash_are_the_same_block():
     book, heard = ledger()
     digest = bytes(range(32))
-    apply(book, stored([digest], [1, 2], block_size=2), Removed([int.from_bytes(digest[-8:], "big")], "GPU"))
+    apply(book, stored([digest], [1, 2], block_size=2), BlocksRemoved([int.from_bytes(digest[-8:], "big")], "GPU"))
     assert not book.rejected
     assert not heard.tiers["device"]
 
@@ -271,18 +271,18 @@ def test_bytes_and_integers_of_one_hash_are_the_same_block():
 def test_a_block_goes_when_its_last_copy_goes():
     book, heard = ledger()
     store = stored([1], [1, 2], block_size=2)
-    apply(book, store, store, store, Removed([1], "GPU"), Removed([1], "GPU"))
+    apply(book, store, store, store, BlocksRemoved([1], "GPU"), BlocksRemoved([1], "GPU"))
     assert heard.tiers["device"] == set(chain([1, 2]))
-    apply(book, Removed([1], "GPU"))
+    apply(book, BlocksRemoved([1], "GPU"))
     assert not heard.tiers["device"]
 
 
 def test_two_engine_hashes_of_one_block_of_ours_are_counted():
     book, heard = ledger()
     apply(book, stored([1], [1, 2], block_size=2), stored([2], [1, 2], block_size=2), stored([3], [1, 2], block_size=2))
-    apply(book, Removed([1], "GPU"), Removed([2], "GPU"))
+    apply(book, BlocksRemoved([1], "GPU"), BlocksRemoved([2], "GPU"))
     assert heard.tiers["device"] == set(chain([1, 2]))
-    apply(book, Removed([3], "GPU"))
+    apply(book, BlocksRemoved([3], "GPU"))
     assert not heard.tiers["device"]
 
 
@@ -293,9 +293,9 @@ def test_a_whole_prompt_told_again_is_a_report_of_what_is_there_and_no_copy_thou
         apply(book, stored([1, 2], [1, 2, 3, 4], block_size=2))
     # An engine computes the last block of a prompt again, and the first where there is no other: those are copies.
     apply(book, stored([2], [3, 4], 1, block_size=2), stored([1], [1, 2], block_size=2))
-    apply(book, Removed([2], "GPU"), Removed([1], "GPU"))
+    apply(book, BlocksRemoved([2], "GPU"), BlocksRemoved([1], "GPU"))
     assert heard.tiers["device"] == set(chain([1, 2, 3, 4]))
-    apply(book, Removed([2], "GPU"), Removed([1], "GPU"))
+    apply(book, BlocksRemoved([2], "GPU"), BlocksRemoved([1], "GPU"))
     assert not heard.tiers["device"]
     assert not book.rejected
 
@@ -306,7 +306,7 @@ def test_repetitions_that_are_expected_add_no_copy_and_bring_back_what_was_lost(
     apply(book, store, store)
     book.expect_repeats(True)
     apply(book, store, stored([5], [5, 6], block_size=2))
-    apply(book, Removed([1], "GPU"))
+    apply(book, BlocksRemoved([1], "GPU"))
     assert heard.tiers["device"] == {*chain([1, 2, 3, 4])[1:], *chain([5, 6])}
     assert not book.rejected
 
@@ -332,7 +332,7 @@ def test_a_block_that_left_the_device_is_still_a_parent_while_the_host_has_it():
         book,
         stored([1], [1, 2], block_size=2),
         stored([1], [], block_size=0, medium="CPU"),
-        Removed([1], "GPU"),
+        BlocksRemoved([1], "GPU"),
         stored([2], [3, 4], 1, block_size=2),
     )
     assert not book.rejected
@@ -367,8 +367,8 @@ def test_a_block_costs_about_150_bytes_and_nothing_is_left_of_those_that_go():
     assert 100 < per_block < 160  # 140 here; 200 just after the tables have grown, which they do by doubling
     assert book.size_bytes() > sum(map(sys.getsizeof, names)) / 2
     empty = ledger()[0].size_bytes()
-    apply(book, Cleared())
+    apply(book, BlocksCleared())
     assert book.size_bytes() == empty
-    apply(book, *events, *(Removed([each], "GPU") for each in names))
+    apply(book, *events, *(BlocksRemoved([each], "GPU") for each in names))
     assert len(book) == 0
     assert not heard.tiers["device"]

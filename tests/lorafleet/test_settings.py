@@ -3,7 +3,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.cli.client import Api
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.settings import HouseSettings, SettingsError, load, load_or_exit
 from orchestrator.config import OrchestratorSettings
 from router.config import RouterSettings
@@ -199,7 +199,7 @@ def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch, c
     assert ended.value.code == 2
     assert said.startswith("example: token: must be one key")
     assert "lf-" not in said
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(CommandFailed) as refused:
         Api("http://127.0.0.1:1", token)
     assert "lf-" not in str(refused.value)
     assert refused.value.status == 2

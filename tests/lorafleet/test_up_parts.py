@@ -19,7 +19,7 @@ from lorafleet.local.options import Options
 from lorafleet.local.processes import Child, Guard, clean_environment, kill_marked, marked
 from lorafleet.local.progress import Steps
 from lorafleet.local.up import check, run
-from lorafleet.service.failure import Failure
+from lorafleet.service.failure import CommandFailed
 from tests.patience import until, wait_until
 from tests.workers.running import is_running
 
@@ -38,7 +38,7 @@ def options(tmp_path: Path, **changes: object) -> Options:
 def test_a_port_in_use_is_one_line_that_names_the_flag(tmp_path: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(Failure) as failure:
+        with pytest.raises(CommandFailed) as failure:
             run(options(tmp_path, **{flag.removeprefix("--").replace("-", "_"): port}))
     assert flag in str(failure.value)
     assert str(port) in str(failure.value)
@@ -58,22 +58,22 @@ def test_a_port_in_use_is_one_line_that_names_the_flag(tmp_path: Path, flag: str
 def test_a_wrong_flag_is_refused_by_name_before_anything_starts(
     tmp_path: Path, changes: dict[str, object], named: str
 ) -> None:
-    with pytest.raises(Failure, match=named) as failure:
+    with pytest.raises(CommandFailed, match=named) as failure:
         run(options(tmp_path, **changes))
     assert failure.value.status == 2
 
 
 def test_a_hubs_name_for_a_model_is_told_how_to_become_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(Failure, match=r"`hf download Qwen/Qwen2.5-0.5B-Instruct` fetches"):
+    with pytest.raises(CommandFailed, match=r"`hf download Qwen/Qwen2.5-0.5B-Instruct` fetches"):
         check(options(tmp_path, model=Path("Qwen/Qwen2.5-0.5B-Instruct")))
-    with pytest.raises(Failure, match=r"give the folder of a Hugging Face model$"):
+    with pytest.raises(CommandFailed, match=r"give the folder of a Hugging Face model$"):
         check(options(tmp_path, model=tmp_path))
 
 
 def test_a_missing_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
-    with pytest.raises(Failure, match="make install"):
+    with pytest.raises(CommandFailed, match="make install"):
         run(options(tmp_path, engine="vllm"))
 
 
@@ -237,6 +237,6 @@ def test_a_released_guard_has_swept_and_is_gone(tmp_path: Path) -> None:
     ],
 )
 def test_a_package_that_is_not_installed_is_named_with_what_installs_it(tmp_path, changes, missing, says):
-    with pytest.raises(Failure, match=says):
+    with pytest.raises(CommandFailed, match=says):
         check(options(tmp_path, **changes), has=lambda module: module != missing)
     check(options(tmp_path), has=lambda module: module in ("numpy", "safetensors"))

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from orchestrator.core.lease import Hold
 from orchestrator.leadership.forward import FORWARDED, Forwarder
-from orchestrator.metrics import Metrics
+from orchestrator.metrics import OrchestratorMetrics
 from tests.patience import patience, until, within
 from tests.serving import serving
 
@@ -70,7 +70,7 @@ async def forwarding(leadership):
             local,
             leadership=leadership,
             client=upstream,
-            metrics=Metrics(),
+            metrics=OrchestratorMetrics(),
             refresh=lambda: refreshed.append(1),
             is_stopping=lambda: leadership.is_stopping,
             connect_timeout_s=0.5,

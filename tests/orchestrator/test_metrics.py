@@ -11,7 +11,7 @@ from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import Use
 from orchestrator.core.state import Adapter
-from orchestrator.metrics import REST, Metrics, Shown
+from orchestrator.metrics import REST, OrchestratorMetrics, Shown
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import SLOWNESS
 from workers.wire import Metadata, engine_name
@@ -56,7 +56,7 @@ async def test_the_series_of_a_deleted_adapter_end(house, clock):
 
 
 def test_every_request_is_counted_once_and_no_series_ever_falls():
-    metrics, totals, rng = Metrics(), {}, Random(3)
+    metrics, totals, rng = OrchestratorMetrics(), {}, Random(3)
     metrics.shown = Shown(3)
     metrics.count_usage(lambda: {name: (total, rng.random()) for name, total in totals.items()})
     before, ended = {}, 0.0

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from router.core.errors import DeadlineExceeded, Saturated
 from router.core.fleet import Roster
 from router.core.queue.admission import Bounds, Drain, Room, wait_s
-from router.core.queue.fair_queue import Prompt, Ticket
-from router.core.schedule.decision import Ask
+from router.core.queue.fair_queue import Prompt, QueuedRequest
+from router.core.schedule.decision import RoutingRequest
 from router.fleet.usage_report import Holds
-from router.request.queue import WaitingRoom
-from router.telemetry.metrics import Metrics
+from router.request.queue import RequestQueue
+from router.telemetry.metrics import RouterMetrics
 from tests.patience import patience, within
 from tests.properties import examples
 from tests.router.test_dispatch import RATE, Fleet
@@ -101,7 +101,9 @@ def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished,
     for who, what, seconds in answers:
         line.answered(who, what, weight if what else 1.0, seconds)
     weighs = weight if adapter else 1.0
-    ticket = Ticket(prompt=Prompt(Ask("m", adapter, RATE // 4)), tenant=tenant, adapter=adapter, weight=weighs)
+    ticket = QueuedRequest(
+        prompt=Prompt(RoutingRequest("m", adapter, RATE // 4)), tenant=tenant, adapter=adapter, weight=weighs
+    )
     predicted = line._ahead_s(ticket)
     if fleet.mind.offer(ticket, fleet.now) is not None:
         assert predicted == 0
@@ -117,7 +119,7 @@ def test_what_a_request_is_told_is_how_long_it_waits():
     fleet = Fleet()
     for _ in range(40):
         fleet.ask(seconds=0.5)
-    ticket = Ticket(prompt=Prompt(Ask("m", "", RATE // 2)))
+    ticket = QueuedRequest(prompt=Prompt(RoutingRequest("m", "", RATE // 2)))
     decision = fleet.mind._decide_ticket(ticket, fleet.mind.waiting.backlog, fleet.now)
     told_s = fleet.mind.waiting.wait_s(ticket, decision)
     began_at = fleet.now
@@ -282,13 +284,13 @@ class Hall:
     def __init__(self, **limits):
         self.fleet = Fleet(late_binding_s=0.1)
         limits = {"most_waiting": 100, "most_wait_s": 60.0} | limits
-        self.room = WaitingRoom(self.fleet.mind, Metrics(), clock=time.monotonic, **limits)
+        self.room = RequestQueue(self.fleet.mind, RouterMetrics(), clock=time.monotonic, **limits)
 
     def prompt(self, seconds=0.5):
-        return Prompt(Ask("m", "", int(seconds * RATE)))
+        return Prompt(RoutingRequest("m", "", int(seconds * RATE)))
 
     def ticket(self, tenant="", seconds=0.5, **more):
-        return Ticket(prompt=self.prompt(seconds), tenant=tenant, **more)
+        return QueuedRequest(prompt=self.prompt(seconds), tenant=tenant, **more)
 
     def begin(self, decision):
         return Sent(self.fleet, decision)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.errors import NoReplica
-from router.core.failover.circuit_breaker import ANSWERED, COUNTED, Breaker, BreakerRules
+from router.core.failover.circuit_breaker import ANSWERED, COUNTED, BreakerRules, CircuitBreaker
 from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Roster
-from router.core.schedule.decision import Ask
+from router.core.schedule.decision import RoutingRequest
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.record import record_of, replayed
 from tests.router.test_dispatch import Fleet
@@ -33,7 +33,7 @@ class Book:
         self.told = []
         self.rng = Random(1)
         self.now = 100.0
-        self.breaker = Breaker(
+        self.breaker = CircuitBreaker(
             BreakerRules(**{"jitter": 0.0, **rules}), lambda r, s, why: self.told.append((r.id, s, why))
         )
 
@@ -509,7 +509,9 @@ def test_a_shut_replica_is_passed_over_by_every_policy_and_the_decision_says_why
     fleet = [a_replica(f"w{i}", engine_boot_id="a") for i in range(3)]
     shut = frozenset({("w0", "a"), ("w1", "a")})
     for seed in range(10):
-        decision = choose(Ask("m", "", 100), fleet, {"w0": 6}, policy=policy, shut=shut, seed=seed, turn=seed)
+        decision = choose(
+            RoutingRequest("m", "", 100), fleet, {"w0": 6}, policy=policy, shut=shut, seed=seed, turn=seed
+        )
         assert decision.replica.id == "w2"
         assert decision.rejected == {"w0": "circuit open", "w1": "circuit open"}
         again = replayed(json.loads(json.dumps(record_of(decision), allow_nan=False)))
@@ -519,7 +521,7 @@ def test_a_shut_replica_is_passed_over_by_every_policy_and_the_decision_says_why
 
 def test_an_earlier_boot_of_a_worker_shuts_nothing_of_the_next():
     fleet = [a_replica("w0", engine_boot_id="b"), a_replica("w1", engine_boot_id="b")]
-    decision = choose(Ask("m", "", 100), fleet, {"w0": 6}, shut=frozenset({("w0", "a")}))
+    decision = choose(RoutingRequest("m", "", 100), fleet, {"w0": 6}, shut=frozenset({("w0", "a")}))
     assert decision.replica.id == "w0"
     assert decision.rejected == {}
 
@@ -527,16 +529,16 @@ def test_an_earlier_boot_of_a_worker_shuts_nothing_of_the_next():
 def test_when_every_able_replica_is_shut_the_breaker_is_ignored_for_them():
     fleet = [a_replica("w0", residents=[SQL]), a_replica("w1")]
     shut = frozenset({("w0", "")})
-    holder = choose(Ask("m", SQL, 100), fleet, shut=shut)
+    holder = choose(RoutingRequest("m", SQL, 100), fleet, shut=shut)
     assert holder.replica.id == "w0"
     assert holder.rejected == {"w1": "adapter not resident"}
-    assert choose(Ask("m", "", 100), fleet, shut=shut).replica.id == "w1"
+    assert choose(RoutingRequest("m", "", 100), fleet, shut=shut).replica.id == "w1"
     with pytest.raises(NoReplica):
-        choose(Ask("m", SQL, 100, frozenset({("w0", "")})), fleet, shut=shut)
+        choose(RoutingRequest("m", SQL, 100, frozenset({("w0", "")})), fleet, shut=shut)
 
 
 def test_a_record_of_before_there_were_circuits_is_still_replayed():
-    record = record_of(choose(Ask("m", "", 100), [a_replica("w0")]))
+    record = record_of(choose(RoutingRequest("m", "", 100), [a_replica("w0")]))
     del record["shut"]
     assert replayed(record).replica.id == "w0"
 

@@ -10,13 +10,13 @@ from structlog.testing import capture_logs
 
 from lorafleet.service.loops import Changes
 from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, ModelNotFound, NoCapacity, Saturated
-from router.core.fleet import Adapter, Fleet
+from router.core.fleet import RoutableAdapter, RouterFleet
 from router.core.queue.admission import Bounds, Room
 from router.core.schedule.rendezvous import rendezvous_order
 from router.http.engine_pool import EngineLost
 from router.http.fetch import Refused
 from router.request.cold_starts import ColdStarts
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 from tests.patience import patience, until, within
 from tests.router.doubles import CHAT, DIGEST, Control, Engine, error_of, fleet, with_sql
 from tests.router.test_background import Hurried
@@ -212,8 +212,8 @@ class Known:
     """What discovery knows of an adapter with a secret, and of these replicas."""
 
     def __init__(self, *replicas):
-        adapter = Adapter("sql/v1", "m", DIGEST, "s3://adapters/sql", secret="store/key", rank=32)
-        self.fleet = Fleet(1, {replica.id: replica for replica in replicas}, {"sql/v1": adapter})
+        adapter = RoutableAdapter("sql/v1", "m", DIGEST, "s3://adapters/sql", secret="store/key", rank=32)
+        self.fleet = RouterFleet(1, {replica.id: replica for replica in replicas}, {"sql/v1": adapter})
         self.changes = Changes()
         self.report_ages_s = {}
 
@@ -251,7 +251,7 @@ async def test_only_a_home_that_says_so_has_no_room_and_what_else_it_answers_is_
     others += [a_replica(f"e{n}", agent_url="") for n in range(9)]
     others += [a_replica(f"r{n}", max_lora_rank=31) for n in range(9)]
     known = Known(*others, a_replica("w0", max_lora_rank=32))
-    cold = ColdStarts(post, known, Metrics(), ORCHESTRATOR, 0.2, max_held=10)
+    cold = ColdStarts(post, known, RouterMetrics(), ORCHESTRATOR, 0.2, max_held=10)
     with pytest.raises(error):
         await cold.until_resident("sql/v1")
     ((url, path, wanted, timeout_s),) = asked
@@ -294,7 +294,7 @@ async def test_the_next_home_is_asked_unless_the_adapter_itself_was_refused(trou
         raise EngineLost("connection", "refused") if url == ORCHESTRATOR else trouble
 
     replicas = [a_replica(f"w{n}") for n in range(3)]
-    cold = ColdStarts(post, Known(*replicas), Metrics(), ORCHESTRATOR, 0.1, max_held=10)
+    cold = ColdStarts(post, Known(*replicas), RouterMetrics(), ORCHESTRATOR, 0.1, max_held=10)
     with pytest.raises((ColdStartTimeout, NoCapacity)):
         await cold.until_resident("sql/v1")
     order = [f"http://{replica.id}" for replica in rendezvous_order("sql/v1", replicas)]
@@ -317,7 +317,7 @@ async def test_an_agent_that_hangs_keeps_no_adapter_from_the_next_home(monkeypat
             await asyncio.sleep(3600)
         raise EngineLost("connection", "refused")
 
-    cold = ColdStarts(post, known, Metrics(), ORCHESTRATOR, 3600.0, max_held=10, silent_after_s=6.0)
+    cold = ColdStarts(post, known, RouterMetrics(), ORCHESTRATOR, 3600.0, max_held=10, silent_after_s=6.0)
     waiting = asyncio.create_task(cold.until_resident("sql/v1"))
     await until(lambda: asked.count(second.agent_url) >= 2)
     assert asked[:5] == [ORCHESTRATOR, first.agent_url, second.agent_url, ORCHESTRATOR, second.agent_url]
@@ -332,7 +332,7 @@ async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_
         asked.append(url)
         raise trouble[-1]
 
-    cold = ColdStarts(post, Known(a_replica("w0")), Metrics(), ORCHESTRATOR, 60.0, max_held=10)
+    cold = ColdStarts(post, Known(a_replica("w0")), RouterMetrics(), ORCHESTRATOR, 60.0, max_held=10)
     with capture_logs() as said:
         waiting = asyncio.create_task(cold.until_resident("sql/v1"))
         await until(lambda: asked.count("http://w0") >= 5)
@@ -377,7 +377,7 @@ def test_what_failed_on_one_worker_is_not_told_while_another_loads():
         return loading("sql/v1", error="w1: no slot", **more).body
 
     async def wait():
-        cold = ColdStarts(post, Known(), Metrics(), ORCHESTRATOR, 3.5, max_held=10)
+        cold = ColdStarts(post, Known(), RouterMetrics(), ORCHESTRATOR, 3.5, max_held=10)
         with pytest.raises(ColdStartTimeout):
             await cold.until_resident("sql/v1")
         assert len(asked) == 4
@@ -388,15 +388,15 @@ def test_what_failed_on_one_worker_is_not_told_while_another_loads():
 
 def test_what_only_an_engine_lists_is_asked_of_nobody_until_a_catalog_knows_it():
     known, asked = Known(), []
-    listed = Adapter("sql/v1", "m", None, "", is_listed=True)
+    listed = RoutableAdapter("sql/v1", "m", None, "", is_listed=True)
 
     async def post(url, path, *, body, timeout_s):
         asked.append(path)
         return loading("sql/v1").body
 
     async def wait():
-        in_catalog, known.fleet = known.fleet, Fleet(1, {}, {"sql/v1": listed})
-        cold = ColdStarts(post, known, Metrics(), ORCHESTRATOR, 9.5, max_held=10)
+        in_catalog, known.fleet = known.fleet, RouterFleet(1, {}, {"sql/v1": listed})
+        cold = ColdStarts(post, known, RouterMetrics(), ORCHESTRATOR, 9.5, max_held=10)
         waiting = asyncio.create_task(cold.until_resident("sql/v1"))
         await asyncio.sleep(5.5)
         assert not asked
@@ -415,12 +415,12 @@ def test_what_leaves_the_catalog_while_it_is_waited_for_is_as_the_orchestrator_s
     async def post(url, path, *, body, timeout_s):
         asked.append(path)
         if known.fleet.adapters:
-            known.fleet = Fleet(2, {}, {})
+            known.fleet = RouterFleet(2, {}, {})
             return loading("sql/v1").body
         raise Refused("404", 404, b'{"error": {"message": "it was deleted"}}')
 
     async def wait():
-        cold = ColdStarts(post, known, Metrics(), ORCHESTRATOR, 9.5, max_held=10)
+        cold = ColdStarts(post, known, RouterMetrics(), ORCHESTRATOR, 9.5, max_held=10)
         with pytest.raises(ModelNotFound, match="it was deleted"):
             await cold.until_resident("sql/v1")
         assert len(asked) == 2
@@ -437,7 +437,7 @@ def test_where_an_adapter_was_placed_is_looked_at_more_often_than_it_is_asked_fo
         return loading("sql/v1", ready=["w0"], loading=[], state="ready", error="w1: no slot").body
 
     async def wait():
-        cold = ColdStarts(post, known, Metrics(), ORCHESTRATOR, 3.5, max_held=10)
+        cold = ColdStarts(post, known, RouterMetrics(), ORCHESTRATOR, 3.5, max_held=10)
         with pytest.raises(ColdStartTimeout):
             await cold.until_resident("sql/v1")
         assert set(looked) == {"w0"}

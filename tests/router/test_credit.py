@@ -1,5 +1,5 @@
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.kv.cache_disclosure import Credit
+from router.core.kv.cache_disclosure import CacheDisclosure
 
 
 def prompt(n, start=0):
@@ -7,7 +7,7 @@ def prompt(n, start=0):
 
 
 def test_a_tenant_has_credit_for_the_longest_prefix_that_it_sent_and_for_nothing_of_its_neighbours():
-    credit = Credit()
+    credit = CacheDisclosure()
     credit.sent("acme", prompt(8))
     assert credit.depth("acme", prompt(12)) == 4
     assert credit.depth("acme", prompt(4)) == 2
@@ -16,7 +16,7 @@ def test_a_tenant_has_credit_for_the_longest_prefix_that_it_sent_and_for_nothing
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_prompts_ends_go_first():
-    credit = Credit(most_blocks=5)
+    credit = CacheDisclosure(most_blocks=5)
     credit.sent("acme", prompt(8))
     credit.sent("acme", prompt(4, start=100))
     assert credit.depth("acme", prompt(4, start=100)) == 2

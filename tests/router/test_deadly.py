@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
 from router.core.errors import HeldBack
-from router.core.failover.poison import Deadly
+from router.core.failover.poison import PoisonRequests
 from router.protocols.routes import ROUTES
 from router.protocols.stored_responses import tagged_response_id
 from router.request.stages import digest_of, read
@@ -28,7 +28,7 @@ def held_s(deadly, now, which=1):
     return None
 
 
-class Book(Deadly):
+class Book(PoisonRequests):
     """Whose deaths are of what was sent just before, if not said."""
 
     def __init__(self, hold_s=30.0, enough=2):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from router.core.errors import NoReplica
 from router.core.fleet import Report, Roster
-from router.core.queue.fair_queue import Match, Prompt, Ticket
+from router.core.queue.fair_queue import Match, Prompt, QueuedRequest
 from router.core.schedule.cost import Costs
-from router.core.schedule.decision import Ask, Decision
+from router.core.schedule.decision import Decision, RoutingRequest
 from router.core.schedule.policies import POLICIES
-from router.core.scheduler import Mind, first_blocks
+from router.core.scheduler import Scheduler, first_blocks
 from tests.router.test_policy import SQL, a_replica
 
 RATE = 10_000  # tokens per second
@@ -28,7 +28,7 @@ class Fleet:
             tuple(a_replica(f"w{i}", residents=[SQL], max_num_seqs=99, report=measured) for i in range(replicas))
         )
         self.depths = {}
-        self.mind = Mind(
+        self.mind = Scheduler(
             roster=lambda _: self.roster,
             match=lambda _: Match(self.depths),
             late_binding_s=late_binding_s,
@@ -41,8 +41,8 @@ class Fleet:
         self.work_s = {}
 
     def ask(self, tenant="", adapter="", seconds=0.5, **more):
-        prompt = Prompt(Ask("m", adapter, int(seconds * RATE)))
-        ticket = Ticket(prompt=prompt, tenant=tenant, adapter=adapter, **more)
+        prompt = Prompt(RoutingRequest("m", adapter, int(seconds * RATE)))
+        ticket = QueuedRequest(prompt=prompt, tenant=tenant, adapter=adapter, **more)
         decision = self.mind.offer(ticket, self.now)
         if decision is not None:
             self.send(ticket, decision)
@@ -220,7 +220,7 @@ class Crowd(Fleet):
                 self.come(tenant, "x")
 
     def come(self, tenant, adapter):
-        ticket = Ticket(prompt=Prompt(Ask("m", "", RATE // 10)), tenant=tenant, adapter=adapter)
+        ticket = QueuedRequest(prompt=Prompt(RoutingRequest("m", "", RATE // 10)), tenant=tenant, adapter=adapter)
         decision = self.mind.offer(ticket, self.now)
         if decision is not None:
             self.send(ticket, decision)

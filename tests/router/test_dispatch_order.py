@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from router.core.errors import NoReplica
 from router.core.fleet import Roster
 from router.core.queue import fair_queue
-from router.core.queue.fair_queue import _LOOKED_AT, _MOST_LAG_S, Prompt, Ticket
-from router.core.schedule.decision import Ask, Decision
+from router.core.queue.fair_queue import _LOOKED_AT, _MOST_LAG_S, Prompt, QueuedRequest
+from router.core.schedule.decision import Decision, RoutingRequest
 from router.core.schedule.policies.kv_lora import KvLora
 from tests.router.test_dispatch import Fleet
 from tests.router.test_policy import a_replica
@@ -122,7 +122,7 @@ def test_a_request_that_cannot_be_decided_stops_nobody_behind_it():
     fleet = Fleet(policy=Picky())
     tickets = [fleet.ask() for _ in range(4)]
     fleet.mind.waiting.withdraw(tickets[-1])
-    odd = Ticket(prompt=Prompt(Ask("m", "", 5000, session="odd")))
+    odd = QueuedRequest(prompt=Prompt(RoutingRequest("m", "", 5000, session="odd")))
     assert fleet.mind.offer(odd, fleet.now) is None
     behind = fleet.ask()
     assert behind.is_waiting

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from router.core.errors import BadBody, ModelNotFound, ReplicaUnreachable
-from router.core.fleet import Adapter, Fleet, Replica
+from router.core.fleet import Replica, RoutableAdapter, RouterFleet
 from router.core.resolve import resolve
 from router.request.engine_body import (
     FORWARDED_HEADERS,
@@ -15,7 +15,7 @@ from router.request.engine_body import (
     STRIPPED_EXTRA_ARGS,
     STRIPPED_FIELDS,
     Body,
-    Wishes,
+    EngineOptions,
     asks_for_usage,
     dialect_of,
     dress_sglang,
@@ -33,7 +33,7 @@ def body(text: str) -> Body:
 
 
 def dressed(text: str, **more) -> dict:
-    return json.loads(dress_vllm(body(text), "m", Wishes(**more)))
+    return json.loads(dress_vllm(body(text), "m", EngineOptions(**more)))
 
 
 def spellings(name: str) -> list[str]:
@@ -140,8 +140,8 @@ def test_the_engine_sees_the_name_the_router_read_when_a_body_has_two():
 )
 def test_an_engines_own_name_for_an_adapter_is_no_name_for_a_client(field, name):
     replica = Replica("w0", "tiny", "http://e", "http://a", "vllm", "ready", 16, 4, 8, 2048)
-    adapter = Adapter("sql/v1", "tiny", "0123456789abcdef", "file:///x")
-    fleet = Fleet(replicas={"w0": replica}, adapters={"sql/v1": adapter})
+    adapter = RoutableAdapter("sql/v1", "tiny", "0123456789abcdef", "file:///x")
+    fleet = RouterFleet(replicas={"w0": replica}, adapters={"sql/v1": adapter})
     names = {"model": None, "lora_id": None} | {field: name}
     with pytest.raises(ModelNotFound, match="does not exist"):
         resolve(fleet, **names, visible=lambda _: True, rng=Random(0))
@@ -161,7 +161,7 @@ def test_a_full_report_is_asked_for_beside_the_clients_own_extra_arguments():
 
 def test_a_clients_extra_arguments_stay_byte_for_byte():
     assert b'{"a":1e-7,"b":"\\u00e9",' in dress_vllm(
-        body('{"vllm_xargs":{"a":1e-7,"b":"\\u00e9"}}'), "m", Wishes(report_full=True)
+        body('{"vllm_xargs":{"a":1e-7,"b":"\\u00e9"}}'), "m", EngineOptions(report_full=True)
     )
 
 
@@ -178,7 +178,7 @@ def test_extra_arguments_that_are_no_object_are_left_for_the_engine_to_refuse(od
 def test_dressing_does_not_change_the_body_that_a_second_attempt_will_send():
     given = body('{"model":"x","vllm_xargs":{"a":1,"session_id":"s"},"prompt":"p"}')
     before = dict(given)
-    wishes = Wishes(report_full=True, ask_usage=True, response_id="r", prompt="completion", prompt_ids=IDS)
+    wishes = EngineOptions(report_full=True, ask_usage=True, response_id="r", prompt="completion", prompt_ids=IDS)
     dress_vllm(given, "m", wishes=wishes)
     assert given == before
 
@@ -267,7 +267,7 @@ def test_sglangs_base_model_is_asked_at_any_path_and_its_adapters_where_it_serve
 
 
 def test_sglang_hears_nothing_that_only_vllm_understands():
-    wishes = Wishes(report_full=True, ask_usage=True, response_id="r", prompt="chat", prompt_ids=IDS)
+    wishes = EngineOptions(report_full=True, ask_usage=True, response_id="r", prompt="chat", prompt_ids=IDS)
     sent = json.loads(dress_sglang(body('{"lora_id":"x","messages":[]}'), "base:a", wishes=wishes))
     assert sent == {"messages": [], "model": "base:a", "stream_options": {"include_usage": True}}
 
@@ -281,6 +281,6 @@ def test_an_unknown_kind_of_engine_gets_no_adapter_but_the_base_model():
     with pytest.raises(ReplicaUnreachable, match="kind 'mlx'; known: sglang, vllm"):
         dialect_of("mlx", engine_name="sql/v1@1")
     plain = dialect_of("mlx", engine_name="")
-    assert json.loads(plain.dress(body("{}"), plain.model("base", ""), wishes=Wishes(report_full=True))) == {
+    assert json.loads(plain.dress(body("{}"), plain.model("base", ""), wishes=EngineOptions(report_full=True))) == {
         "model": "base"
     }

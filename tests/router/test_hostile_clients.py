@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from lorafleet.service.auth import hash_key
 from router.core.queue.fair_queue import Prompt
-from router.request.dispatched import Flight
+from router.request.dispatched import DispatchedRequest
 from router.request.services import Decisions
 from router.tokenizing.tokenizers import Tokenizers
 from tests.patience import until
@@ -42,7 +42,7 @@ async def test_decisions_kept_for_explaining_hold_no_prompts():
     async with fleet(Engine("w0")) as (client, _, parts):
         await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(1000))})
         (kept,) = parts.decisions
-        assert not any(isinstance(getattr(kept, name), Flight | Prompt) for name in kept.__struct_fields__)
+        assert not any(isinstance(getattr(kept, name), DispatchedRequest | Prompt) for name in kept.__struct_fields__)
         answer = await client.get("/v1/decisions")
         assert len(answer.content) < 3000
         (told,) = answer.json()["data"]

@@ -13,12 +13,12 @@ from starlette.routing import Route
 
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.service.sockets import bound
-from router.core.kv.prediction_accuracy import Trust
+from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.queue.fair_queue import Match
-from router.http.engine_pool import Pool
+from router.http.engine_pool import EnginePool
 from router.kv.feed import Source, member
 from router.kv.feeds import Feeds
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
 from tests.patience import patience, until, within
 from tests.serving import serving
@@ -66,10 +66,10 @@ async def following(*engines, agents=True, tail_poll_s=60.0, follow=True):
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine.running())
-        trust = Trust()
-        feeds = Feeds(Metrics(), tail_poll_s, trust)
+        trust = PredictionAccuracy()
+        feeds = Feeds(RouterMetrics(), tail_poll_s, trust)
         if agents:
-            feeds.pool = Pool(connect_s=patience(2))
+            feeds.pool = EnginePool(connect_s=patience(2))
             stack.push_async_callback(feeds.pool.close)
         stack.push_async_callback(feeds.close)
         if follow:
@@ -261,7 +261,7 @@ async def test_a_router_that_starts_late_knows_everything_though_the_engine_has_
     async with beside(engine) as (feeds, trust, agent):
         await filled(engine, agent, *chain(4), stored([77], [], block_size=0, medium="CPU"))
         engine.kept_from = len(engine.batches)
-        late = Feeds(Metrics(), 60.0, Trust(), pool=feeds.pool)
+        late = Feeds(RouterMetrics(), 60.0, PredictionAccuracy(), pool=feeds.pool)
         try:
             late.follow(source(engine, agent_url=agent.url, ledger=1))
             await until(lambda: depth(late, range(8)) == 4)
@@ -532,7 +532,7 @@ async def test_a_snapshot_of_16000_blocks_takes_less_than_a_second_of_cpu():
     async with beside(engine) as (feeds, _trust, agent):
         events = [stored([p << 20 | i for i in range(200)], [p, *range(399)]) for p in range(80)]
         await filled(engine, agent, *events)
-        late = Feeds(Metrics(), 60.0, Trust(), pool=feeds.pool)
+        late = Feeds(RouterMetrics(), 60.0, PredictionAccuracy(), pool=feeds.pool)
         try:
             began = time.process_time()
             late.follow(source(engine, agent_url=agent.url, ledger=1))
@@ -559,7 +559,7 @@ def metadata(transport, *, boot="boot", loaded=(), agent_url=""):
 
 
 async def test_an_engine_that_publishes_nothing_is_an_estimate_once_a_boot():
-    feeds = Feeds(Metrics(), 60.0)
+    feeds = Feeds(RouterMetrics(), 60.0)
     feeds.hear("w0", "m", 2, metadata(Transport(engine_url="")))
     assert feeds.trust.state("w0") == "estimate"
     feeds.index("m", 2).add("w0", ours([1, 2]))
@@ -572,7 +572,7 @@ async def test_an_engine_that_publishes_nothing_is_an_estimate_once_a_boot():
 
 
 async def test_a_worker_that_is_still_starting_is_not_followed():
-    feeds = Feeds(Metrics(), 60.0)
+    feeds = Feeds(RouterMetrics(), 60.0)
     transport = Transport(engine_url="", kv_events=("ipc://@nobody",), kv_replay=("ipc://@nobody",))
     feeds.hear("w0", "m", 0, metadata(transport))
     feeds.hear("w0", "m", 2, metadata(transport, boot=""))

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from router.fleet.health_probe import Looks
+from router.fleet.health_probe import HealthProbes
 from router.http.engine_pool import EngineLost
 from router.http.fetch import Refused
 from tests.patience import until
@@ -23,7 +23,7 @@ class Asked:
         self.bodies = []
         self.found = []
         self.go_on = asyncio.Event()
-        self.looks = Looks(self.ask, lambda replica, finding: self.found.append((replica.id, finding)))
+        self.looks = HealthProbes(self.ask, lambda replica, finding: self.found.append((replica.id, finding)))
 
     async def ask(self, _replica, path, body):
         self.paths.append(path)

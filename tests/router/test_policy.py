@@ -17,13 +17,13 @@ from router.core.fleet import Replica, Report, Resident, Roster
 from router.core.kv.prediction_accuracy import hit_tokens
 from router.core.queue.fair_queue import Match, Prompt
 from router.core.schedule.cost import Costs, Score, context, decode_s, kappa, move_s, prefill_rate, zone_s
-from router.core.schedule.decision import Ask, Scene, decide
+from router.core.schedule.decision import FleetSnapshot, RoutingRequest, decide
 from router.core.schedule.load import Loads, Own
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policies.kv_lora import KvLora, within_slots
 from router.core.schedule.record import record_of, replayed
 from router.core.schedule.rendezvous import rendezvous_order
-from router.core.scheduler import Mind
+from router.core.scheduler import Scheduler
 from tests.properties import examples
 
 SQL = "sql/v1@aaaaaaaaaaaa"
@@ -50,7 +50,9 @@ def a_replica(name, *, residents=(), location="device", **more):
 
 def a_scene(replicas, own=None, **more):
     shares = own or {}
-    return Scene(roster=Roster(tuple(replicas)), loads=Loads.of(shares.get(r.id, Own()) for r in replicas), **more)
+    return FleetSnapshot(
+        roster=Roster(tuple(replicas)), loads=Loads.of(shares.get(r.id, Own()) for r in replicas), **more
+    )
 
 
 def choose(ask, replicas, depths=None, own=None, *, policy="kv_lora", **more):
@@ -63,22 +65,27 @@ def queued(seconds, **more):
 
 def test_the_replica_that_holds_the_prompt_wins():
     fleet = [a_replica(f"w{i}") for i in range(4)]
-    assert {choose(Ask("m", "", 1000), fleet, {"w2": 60}, seed=s).replica.id for s in range(20)} == {"w2"}
+    assert {choose(RoutingRequest("m", "", 1000), fleet, {"w2": 60}, seed=s).replica.id for s in range(20)} == {"w2"}
 
 
 def test_a_long_queue_outweighs_a_short_prefix():
     fleet = [a_replica("hot"), a_replica("idle")]
-    assert choose(Ask("m", "", 1000), fleet, {"hot": 10}, {"hot": queued(5.0)}).replica.id == "idle"
+    assert choose(RoutingRequest("m", "", 1000), fleet, {"hot": 10}, {"hot": queued(5.0)}).replica.id == "idle"
 
 
 def test_equal_replicas_share_at_random():
     fleet = [a_replica(f"w{i}") for i in range(4)]
-    assert {choose(Ask("m", "", 100), fleet, seed=s).replica.id for s in range(60)} == {"w0", "w1", "w2", "w3"}
+    assert {choose(RoutingRequest("m", "", 100), fleet, seed=s).replica.id for s in range(60)} == {
+        "w0",
+        "w1",
+        "w2",
+        "w3",
+    }
 
 
 def test_an_approximate_prompt_of_unknown_whereabouts_goes_home_where_that_costs_little_more():
     def chosen(conversation, *, order=1, **more):
-        ask = Ask("m", "", 1000, first_blocks=conversation, is_approximate=True)
+        ask = RoutingRequest("m", "", 1000, first_blocks=conversation, is_approximate=True)
         return choose(ask, [a_replica(f"w{i}") for i in range(4)][::order], **more).replica.id
 
     homes = [chosen(conversation) for conversation in range(1, 41)]
@@ -98,7 +105,7 @@ def test_an_approximate_prompt_of_unknown_whereabouts_goes_home_where_that_costs
 def test_with_a_temperature_costlier_replicas_get_their_share_and_the_cheapest_the_most():
     fleet = [a_replica("hot"), a_replica("cold")]
     won = [
-        choose(Ask("m", "", 8000), fleet, {"hot": 400}, seed=s, costs=Costs(temperature_s=3.0)).replica.id
+        choose(RoutingRequest("m", "", 8000), fleet, {"hot": 400}, seed=s, costs=Costs(temperature_s=3.0)).replica.id
         for s in range(200)
     ]
     assert 0 < won.count("cold") < won.count("hot")
@@ -116,16 +123,16 @@ def test_with_a_temperature_costlier_replicas_get_their_share_and_the_cheapest_t
 @pytest.mark.parametrize("policy", POLICIES)
 def test_under_no_policy_a_replica_that_cannot_serve_is_chosen_and_the_decision_says_why(policy, change, why):
     bad, good = a_replica("bad", residents=[SQL]), a_replica("good", residents=[SQL])
-    decision = choose(Ask("m", SQL, 10), [replace(bad, **change), good], {"bad": 100}, policy=policy)
+    decision = choose(RoutingRequest("m", SQL, 10), [replace(bad, **change), good], {"bad": 100}, policy=policy)
     assert decision.replica.id == "good"
     assert decision.rejected == {"bad": why}
     with pytest.raises(NoReplica, match=why):
-        choose(Ask("m", SQL, 10), [replace(bad, **change)], policy=policy)
+        choose(RoutingRequest("m", SQL, 10), [replace(bad, **change)], policy=policy)
 
 
 def test_what_failed_a_request_is_not_chosen_for_it_again_until_its_engine_has_restarted():
     fleet = [a_replica("w0", engine_boot_id="one"), a_replica("w1")]
-    ask = Ask("m", "", 1000, excluded=frozenset({("w0", "one")}))
+    ask = RoutingRequest("m", "", 1000, excluded=frozenset({("w0", "one")}))
     assert choose(ask, fleet, {"w0": 60}).replica.id == "w1"
     assert choose(ask, [replace(fleet[0], engine_boot_id="two"), fleet[1]], {"w0": 60}).replica.id == "w0"
 
@@ -133,7 +140,7 @@ def test_what_failed_a_request_is_not_chosen_for_it_again_until_its_engine_has_r
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_too_long_for_one_replica_goes_to_another_and_the_decision_says_why(policy):
     short, long = a_replica("short", residents=[SQL], max_model_len=4096), a_replica("long", max_model_len=8192)
-    fleet, ask = [short, long], Ask("m", "", 4000, total_tokens=4097)
+    fleet, ask = [short, long], RoutingRequest("m", "", 4000, total_tokens=4097)
     decision = choose(ask, fleet, {"short": 200}, policy=policy)
     assert decision.replica.id == "long"
     assert decision.rejected == {"short": "takes 4096 tokens, and this may come to 4097"}
@@ -146,7 +153,7 @@ def test_what_is_too_long_for_one_replica_goes_to_another_and_the_decision_says_
 
 def test_a_replica_that_is_too_short_is_asked_only_where_none_is_known_that_takes_it():
     short, long = a_replica("short", max_model_len=4096), a_replica("long", max_model_len=8192)
-    ask = Ask("m", "", 4000, total_tokens=5000)
+    ask = RoutingRequest("m", "", 4000, total_tokens=5000)
     for away in (replace(long, state="draining"), replace(long, state="unreachable")):
         with pytest.raises(NoReplica, match="short: takes 4096 tokens, and this may come to 5000"):
             choose(ask, [short, away])
@@ -156,7 +163,7 @@ def test_a_replica_that_is_too_short_is_asked_only_where_none_is_known_that_take
     assert choose(structs.replace(ask, total_tokens=9000), [short, long]).rejected == {}
     # Nobody who has the adapter takes it: its engine says so.
     holder = replace(short, residents=a_replica("", residents=[SQL]).residents)
-    assert choose(Ask("m", SQL, 4000, total_tokens=5000), [holder, long]).replica.id == "short"
+    assert choose(RoutingRequest("m", SQL, 4000, total_tokens=5000), [holder, long]).replica.id == "short"
     assert choose(structs.replace(ask, only=short.incarnation), [short, long]).replica.id == "short"
     unknown = replace(short, max_model_len=0)
     assert choose(ask, [unknown, long], {"short": 200}).replica.id == "short"
@@ -164,36 +171,39 @@ def test_a_replica_that_is_too_short_is_asked_only_where_none_is_known_that_take
 
 def test_another_digest_of_the_same_adapter_is_not_resident():
     with pytest.raises(NoReplica, match="not resident"):
-        choose(Ask("m", "sql/v1@bbbbbbbbbbbb", 10), [a_replica("w0", residents=[SQL])])
+        choose(RoutingRequest("m", "sql/v1@bbbbbbbbbbbb", 10), [a_replica("w0", residents=[SQL])])
 
 
 def test_a_replica_with_all_slots_in_use_opens_no_further_adapter_while_another_can():
     fleet = [a_replica("full", residents=[SQL]), a_replica("free", residents=[SQL])]
     own = {"full": Own(slot_at=0.1, engine_names=frozenset(OTHERS)), "free": queued(9.0)}
-    assert choose(Ask("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "free"
-    assert choose(Ask("m", SQL, 100), fleet[:1], {}, own).replica.id == "full"
+    assert choose(RoutingRequest("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "free"
+    assert choose(RoutingRequest("m", SQL, 100), fleet[:1], {}, own).replica.id == "full"
     # Its own adapter runs there already: no slot is opened.
     own["full"] = own["full"]._replace(engine_names=frozenset({SQL, OTHERS[0]}))
-    assert choose(Ask("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "full"
+    assert choose(RoutingRequest("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "full"
 
 
 def test_a_queue_reported_long_ago_counts_less_and_ours_is_not_counted_twice():
     own = {"w0": Own(busy_until=102.0, behind_s=2.0, others_until=103.0)}
-    queue = {at: choose(Ask("m", "", 10), [a_replica("w0")], own=own, now=at).score.queue_s for at in (100, 101, 160)}
+    queue = {
+        at: choose(RoutingRequest("m", "", 10), [a_replica("w0")], own=own, now=at).score.queue_s
+        for at in (100, 101, 160)
+    }
     assert queue == {100: 5.0, 101: 4.0, 160: 2.0}
 
 
 def test_a_measured_slow_replica_is_charged_its_own_rate():
     slow = a_replica("slow", report=Report(prefill_tokens_per_s=1_000.0))
     fast = a_replica("fast", report=Report(prefill_tokens_per_s=20_000.0))
-    decision = choose(Ask("m", "", 4000), [slow, fast])
+    decision = choose(RoutingRequest("m", "", 4000), [slow, fast])
     assert decision.replica.id == "fast"
     assert decision.scores[0].prefill_s > 1.0 > decision.scores[1].prefill_s
 
 
 def test_the_tail_of_a_long_prompt_costs_more_than_as_many_tokens_of_a_short_one():
     short, long = (
-        choose(Ask("m", "", tokens), [a_replica("w0")], {"w0": (tokens - 1600) // 16}).score.prefill_s
+        choose(RoutingRequest("m", "", tokens), [a_replica("w0")], {"w0": (tokens - 1600) // 16}).score.prefill_s
         for tokens in (1600, 32000)
     )
     assert long > 1.5 * short
@@ -205,16 +215,16 @@ def test_where_an_adapter_is_decides_when_nothing_else_does_and_one_just_sent_th
         a_replica("host", residents=[SQL], location="host"),
         a_replica("device", residents=[SQL]),
     ]
-    costs = {s.replica: s.adapter_s for s in choose(Ask("m", SQL, 100), fleet).scores}
+    costs = {s.replica: s.adapter_s for s in choose(RoutingRequest("m", SQL, 100), fleet).scores}
     assert costs == {"disk": 4.0, "host": Costs().host_to_device_s, "device": 0.0}
-    fresh = choose(Ask("m", SQL, 100), fleet[:1], own={"disk": Own(fresh=frozenset({SQL}))})
+    fresh = choose(RoutingRequest("m", SQL, 100), fleet[:1], own={"disk": Own(fresh=frozenset({SQL}))})
     assert fresh.score.adapter_s == 0.0
 
 
 def test_blocks_on_slower_media_are_worth_less_than_on_the_device_and_more_than_nothing():
     fleet = [a_replica(name) for name in ("device", "host", "storage", "none")]
     lower = {"host": (50, 0), "storage": (0, 50)}
-    scores = choose(Ask("m", "", 1000), fleet, {"device": 50}, lower=lower).scores
+    scores = choose(RoutingRequest("m", "", 1000), fleet, {"device": 50}, lower=lower).scores
     assert [s.cached_tokens for s in scores] == [800, 800, 800, 0]
     times = [s.prefill_s for s in scores]
     assert times == sorted(times)
@@ -224,18 +234,18 @@ def test_blocks_on_slower_media_are_worth_less_than_on_the_device_and_more_than_
 def test_work_goes_where_it_displaces_least_and_a_hot_prefix_outweighs_that():
     fleet = [a_replica("crowded", residents=[SQL]), a_replica("quiet", residents=[SQL])]
     own = {"crowded": Own(placed=1.0), "quiet": Own(placed=-1.0)}
-    assert {choose(Ask("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)} == {"quiet"}
-    assert choose(Ask("m", SQL, 2000), fleet, {"crowded": 100}, own=own).replica.id == "crowded"
+    assert {choose(RoutingRequest("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)} == {"quiet"}
+    assert choose(RoutingRequest("m", SQL, 2000), fleet, {"crowded": 100}, own=own).replica.id == "crowded"
     # A twentieth of a KV cache is not crowded: what begins empty shares at random.
     own = {"crowded": Own(placed=-4.0), "quiet": Own(placed=-9.0)}
-    assert len({choose(Ask("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)}) == 2
+    assert len({choose(RoutingRequest("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)}) == 2
 
 
 def test_between_equal_replicas_the_one_that_decodes_faster_wins_where_that_counts():
     fast, slow = (
         a_replica(n, report=Report(decode_tokens_per_s=r, output_tokens=300)) for n, r in (("f", 90), ("s", 30))
     )
-    costs, ask = Costs(decode_share=0.05), Ask("m", "", 500)
+    costs, ask = Costs(decode_share=0.05), RoutingRequest("m", "", 500)
     assert {choose(ask, [slow, fast], seed=s, costs=costs).replica.id for s in range(20)} == {"f"}
     assert {choose(ask, [slow, fast], seed=s).replica.id for s in range(20)} == {"f", "s"}
 
@@ -243,16 +253,16 @@ def test_between_equal_replicas_the_one_that_decodes_faster_wins_where_that_coun
 def test_the_last_free_adapter_slots_are_left_to_who_needs_them():
     fleet = [a_replica("tight", residents=[SQL], max_loras=4), a_replica("roomy", residents=[SQL], max_loras=4)]
     own = {"tight": Own(in_decode=3, slots_used=3), "roomy": Own(in_decode=3, slots_used=1)}
-    assert {choose(Ask("m", SQL, 200), fleet, own=own, seed=s).replica.id for s in range(20)} == {"roomy"}
+    assert {choose(RoutingRequest("m", SQL, 200), fleet, own=own, seed=s).replica.id for s in range(20)} == {"roomy"}
     own["tight"] = own["tight"]._replace(engine_names=frozenset({SQL}))
-    assert choose(Ask("m", SQL, 200), fleet, own=own).replica.id == "tight"
+    assert choose(RoutingRequest("m", SQL, 200), fleet, own=own).replica.id == "tight"
 
 
 def test_kv_that_does_not_fit_and_full_sequences_are_waited_for():
     fleet = [a_replica("w0")]
-    free = choose(Ask("m", "", 1000), fleet, own={"w0": Own(in_decode=3)}).score
+    free = choose(RoutingRequest("m", "", 1000), fleet, own={"w0": Own(in_decode=3)}).score
     tight = choose(
-        Ask("m", "", 1000),
+        RoutingRequest("m", "", 1000),
         fleet,
         own={"w0": Own(in_decode=3, full_s=0.5, kv_tokens=9e3, kv_free_tokens=400, kv_token_s=0.001)},
     ).score
@@ -309,7 +319,7 @@ def moments(draw):
     some = st.dictionaries(st.sampled_from(ids), st.integers(1, 90))
     lower = st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20)))
     backlog = st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))
-    scene = Scene(
+    scene = FleetSnapshot(
         roster=Roster(tuple(replicas)),
         loads=Loads.of(draw(OWNS | RESTING) for _ in ids),
         depths=draw(some),
@@ -323,7 +333,7 @@ def moments(draw):
         turn=draw(st.integers(0, 99)),
         costs=Costs(temperature_s=draw(st.sampled_from([0.0, 0.5])), decode_share=draw(st.sampled_from([0.0, 0.05]))),
     )
-    ask = Ask(
+    ask = RoutingRequest(
         "m",
         draw(st.sampled_from(["", SQL])),
         draw(st.integers(0, 3000)),
@@ -335,7 +345,7 @@ def moments(draw):
 
 
 def tidy_score(ask, scene, position):
-    """The cost model written to be read: what the loop of `Scene.terms` must come to."""
+    """The cost model written to be read: what the loop of `FleetSnapshot.terms` must come to."""
     costs, middle, now = scene.costs, scene.roster.middle, scene.now
     replica, own = scene.roster.replicas[position], scene.loads[position]
     depth, (host, storage) = scene.depths.get(replica.id, 0), scene.lower.get(replica.id, (0, 0))
@@ -369,7 +379,7 @@ def test_what_is_cached_lower_down_never_makes_a_prompt_dearer(prompt_tokens, de
     fleet = (a_replica("w0"), a_replica("w1"))
     lower, depths = {"w0": (host, storage)} if host + storage else {}, {"w0": depth, "w1": depth}
     with_lower, without = a_scene(fleet, depths=depths, lower=lower), a_scene(fleet, depths=depths)
-    ask = Ask("m", "", prompt_tokens)
+    ask = RoutingRequest("m", "", prompt_tokens)
     assert with_lower.score(ask, 0).prefill_s <= without.score(ask, 0).prefill_s * (1 + 1e-9)
 
 
@@ -382,7 +392,7 @@ def fleets_at_rest(draw):
         [Own(), Own(), Own(in_decode=1), Own(placed=3.0), Own(placed=-2.9), Own(busy_until=0.001), Own(busy_until=1.0)]
     )
     replicas = [a_replica(i, residents=[SQL], report=report, engine_boot_id="b") for i in ids]
-    scene = Scene(
+    scene = FleetSnapshot(
         roster=Roster(tuple(replicas)),
         loads=Loads.of(draw(owns) for _ in ids),
         depths={i: draw(st.sampled_from([1, 9])) for i in ids},
@@ -391,7 +401,7 @@ def fleets_at_rest(draw):
         seed=draw(st.integers(0, 9)),
         costs=Costs(decode_share=0.05),
     )
-    return Ask("m", SQL, draw(st.sampled_from([16, 144, 200]))), scene
+    return RoutingRequest("m", SQL, draw(st.sampled_from([16, 144, 200]))), scene
 
 
 @given(moments() | fleets_at_rest())
@@ -441,7 +451,7 @@ def test_a_decision_replayed_from_its_record_is_the_same_decision(policy, moment
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_or_nowhere(policy):
     fleet = [a_replica("w0", engine_boot_id="a"), a_replica("w1", engine_boot_id="b")]
-    ask = Ask("m", "", 100, only=fleet[1].incarnation)
+    ask = RoutingRequest("m", "", 100, only=fleet[1].incarnation)
     decision = choose(ask, fleet, {"w0": 6}, {"w1": Own(full_s=9.0)}, policy=policy)
     assert decision.replica.id == "w1"
     assert decision.rejected == {"w0": "does not keep the earlier response"}
@@ -452,41 +462,49 @@ def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_or_nowhe
 
 def test_a_record_has_nothing_of_adapters_that_the_request_did_not_name():
     fleet = [a_replica("w0", residents=[SQL, *OTHERS], draining=frozenset(OTHERS[:1]))]
-    text = json.dumps(record_of(choose(Ask("m", SQL, 10), fleet)))
+    text = json.dumps(record_of(choose(RoutingRequest("m", SQL, 10), fleet)))
     assert SQL in text
     assert not any(name in text for name in OTHERS)
 
 
 def test_round_robin_gives_each_model_its_own_turns():
     rosters = {m: Roster(tuple(a_replica(f"{m}{i}", base_model=m) for i in range(2))) for m in ("chat", "embed")}
-    mind = Mind(roster=rosters.__getitem__, match=lambda _: Match(), policy=POLICIES["round_robin"]())
-    sent = [mind.decide(Prompt(Ask(m, "", 10)), 0.0).replica.id for _ in range(10) for m in ("embed", "chat")]
+    mind = Scheduler(roster=rosters.__getitem__, match=lambda _: Match(), policy=POLICIES["round_robin"]())
+    sent = [
+        mind.decide(Prompt(RoutingRequest(m, "", 10)), 0.0).replica.id for _ in range(10) for m in ("embed", "chat")
+    ]
     assert {worker: sent.count(worker) for worker in sent} == dict.fromkeys(["chat0", "chat1", "embed0", "embed1"], 5)
 
 
 def test_round_robin_takes_each_replica_in_its_turn():
     fleet = [a_replica(f"w{i}") for i in range(3)]
-    turns = [choose(Ask("m", "", 10), fleet, policy="round_robin", turn=t).replica.id for t in range(6)]
+    turns = [choose(RoutingRequest("m", "", 10), fleet, policy="round_robin", turn=t).replica.id for t in range(6)]
     assert turns == ["w0", "w1", "w2"] * 2
 
 
 def test_least_loaded_counts_what_others_sent_too():
     own = {"w0": Own(in_decode=1, others_in_flight=3), "w1": Own(in_prefill=2, in_decode=1)}
-    assert choose(Ask("m", "", 10), [a_replica("w0"), a_replica("w1")], own=own, policy="least_loaded").position == 1
+    assert (
+        choose(RoutingRequest("m", "", 10), [a_replica("w0"), a_replica("w1")], own=own, policy="least_loaded").position
+        == 1
+    )
 
 
 def test_a_session_keeps_its_replica_and_moves_only_when_that_one_goes():
     fleet = [a_replica(f"w{i}") for i in range(5)]
-    at = {s: choose(Ask("m", "", 10, session=s), fleet, policy="session").replica.id for s in map(str, range(100))}
+    at = {
+        s: choose(RoutingRequest("m", "", 10, session=s), fleet, policy="session").replica.id
+        for s in map(str, range(100))
+    }
     assert len(set(at.values())) == 5
     for s, home in at.items():
-        now = choose(Ask("m", "", 10, session=s), fleet[1:], policy="session").replica.id
+        now = choose(RoutingRequest("m", "", 10, session=s), fleet[1:], policy="session").replica.id
         assert home in (now, "w0")
 
 
 def test_prefix_hash_keeps_a_prefix_together_until_its_home_has_more_than_its_share():
     fleet = [a_replica(f"w{i}") for i in range(4)]
-    ask = Ask("m", "", 10, first_blocks=77)
+    ask = RoutingRequest("m", "", 10, first_blocks=77)
     home = choose(ask, fleet, policy="prefix_hash").replica.id
     busy = {home: Own(in_decode=4), **{r.id: Own(in_decode=3) for r in fleet if r.id != home}}
     assert choose(ask, fleet, own=busy, policy="prefix_hash").replica.id == home
@@ -498,7 +516,8 @@ def test_a_snapshot_that_nobody_has_any_more_waits_for_no_collector():
     gc.disable()
     try:
         made = choose(
-            Ask("m", SQL, 100), [a_replica("a", residents=[SQL]), a_replica("b", residents=[SQL], location="host")]
+            RoutingRequest("m", SQL, 100),
+            [a_replica("a", residents=[SQL]), a_replica("b", residents=[SQL], location="host")],
         )
         roster = weakref.ref(made.scene.roster)
         assert roster() is not None

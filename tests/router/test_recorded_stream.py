@@ -13,7 +13,7 @@ from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.kv.events import Decoder
 from lorafleet.kv.ledger import Ledger
 from router.core.kv.index import KvIndex, WorkerId
-from router.core.kv.prediction_accuracy import Trust, hit_tokens
+from router.core.kv.prediction_accuracy import PredictionAccuracy, hit_tokens
 from tests.recordings.recording import Asked, Heard, load
 
 RECORDING = load()
@@ -206,7 +206,7 @@ def test_after_a_gap_every_prompt_that_the_gap_did_not_tell_of_is_predicted_exac
 
 def after_gap(missing, payload_of):
     """(trust's states as they change, wrong predictions by part) of a router that lost these messages."""
-    mind, trust, states, wrong = Mind(), Trust(), ["exact"], Counter()
+    mind, trust, states, wrong = Mind(), PredictionAccuracy(), ["exact"], Counter()
     trust.opened(W, "exact")
     now = 0.0
     for part in RECORDING.parts:

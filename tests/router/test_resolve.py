@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound
-from router.core.fleet import Adapter, Alias, Fleet
+from router.core.fleet import Alias, RoutableAdapter, RouterFleet
 from router.core.resolve import resolve, usable_adapters
 from tests.properties import examples
 from tests.router.test_policy import a_replica
 
 
 def an_adapter(lora_id, base_model="tiny", tenants=None, error=None):
-    return Adapter(lora_id, base_model, "a" * 64, "file:///x", tenants, error)
+    return RoutableAdapter(lora_id, base_model, "a" * 64, "file:///x", tenants, error)
 
 
-FLEET = Fleet(
+FLEET = RouterFleet(
     revision=1,
     replicas=MappingProxyType(
         {"w0": a_replica("w0", base_model="tiny"), "w1": a_replica("w1", base_model="org:big/7B")}
@@ -124,7 +124,7 @@ WEIGHTS = st.dictionaries(st.sampled_from("abcde"), st.sampled_from([0.01, 0.5, 
 
 def named(weights, *, alias="it", sessions=SESSIONS[:300]):
     """session -> lora_id, of an alias with these weights; no two routers need agree on anything for it."""
-    fleet = Fleet(
+    fleet = RouterFleet(
         1,
         FLEET.replicas,
         MappingProxyType({name: an_adapter(name) for name in weights}),
@@ -200,7 +200,7 @@ def test_a_quarantined_adapter_says_why():
 @pytest.mark.parametrize("model", ["hidden", "hidden:x/v1", "hidden:sql/v1"])
 def test_a_base_model_that_only_a_hidden_adapter_tells_of_does_not_exist(model):
     adapters = {**FLEET.adapters, "far/v1": an_adapter("far/v1", "hidden", tenants=("acme",))}
-    fleet = Fleet(1, FLEET.replicas, MappingProxyType(adapters))
+    fleet = RouterFleet(1, FLEET.replicas, MappingProxyType(adapters))
 
     def said(name):
         with pytest.raises(ModelNotFound) as refused:

@@ -15,7 +15,7 @@ from lorafleet.local.tiny_model import make_adapters, make_model
 from orchestrator.wire import EnsureAnswer
 from router.core.errors import BadBody
 from router.protocols.routes import ROUTES
-from router.request.engine_body import NO_WISHES, Wishes, dialect_of, salt_for
+from router.request.engine_body import NO_WISHES, EngineOptions, dialect_of, salt_for
 from tests.patience import until
 from tests.router.doubles import BASE, DIGEST, Engine, error_of, fleet, with_sql
 from tests.router.test_plain_engines import ask, routing
@@ -83,7 +83,11 @@ def test_salt_is_written_in_each_dialect_in_place_of_the_clients():
     body = {"cache_salt": msgspec.Raw(b'"own"'), "n": msgspec.Raw(b"1")}
     for kind in ("vllm", "sglang"):
         dress = dialect_of(kind, SQL).dress
-        assert json.loads(dress(body, "m", Wishes(cache_salt="ours"))) == {"cache_salt": "ours", "n": 1, "model": "m"}
+        assert json.loads(dress(body, "m", EngineOptions(cache_salt="ours"))) == {
+            "cache_salt": "ours",
+            "n": 1,
+            "model": "m",
+        }
         assert json.loads(dress(body, "m", NO_WISHES))["cache_salt"] == "own"
 
 

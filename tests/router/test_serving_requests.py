@@ -14,7 +14,7 @@ from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.service.auth import hash_key
 from orchestrator.wire import Draining
 from router.core.errors import RequestError, RouterError, Unavailable
-from router.core.queue.fair_queue import Dispatcher
+from router.core.queue.fair_queue import FairQueue
 from router.protocols.routes import ROUTES
 from router.protocols.stored_responses import tagged_response_id
 from router.request.engine_body import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
@@ -1070,8 +1070,8 @@ async def test_what_one_of_several_answers_found_cached_is_not_held_against_the_
 
 async def test_the_length_of_an_answer_counts_for_its_tenant_and_its_adapter(monkeypatch):
     told = []
-    monkeypatch.setattr(Dispatcher, "answered", lambda _, *what: told.append(what))
-    monkeypatch.setattr(Dispatcher, "__len__", lambda _: 1)  # somebody waits, as far as others look
+    monkeypatch.setattr(FairQueue, "answered", lambda _, *what: told.append(what))
+    monkeypatch.setattr(FairQueue, "__len__", lambda _: 1)  # somebody waits, as far as others look
 
     async def with_usage(engine, body):
         usage = {"prompt_tokens": 4, "completion_tokens": 100}

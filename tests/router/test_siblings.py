@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from router.api.control import answers, control_routes
 from router.processes import aggregate
 from router.processes.aggregate import Siblings
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 from tests.patience import until, within
 from tests.router.doubles import CHAT, Engine, fleet, sample_value
 
@@ -309,5 +309,5 @@ async def test_decisions_of_a_silent_process_are_reported_missing(tmp_path):
 
 
 def test_every_gauge_is_listed_as_a_sum_or_a_largest():
-    gauges = {family.name for family in Metrics().registry.collect() if family.type == "gauge"}
+    gauges = {family.name for family in RouterMetrics().registry.collect() if family.type == "gauge"}
     assert gauges - aggregate.SUMMED - aggregate.LARGEST == set(), "say in router/processes/aggregate.py how it adds up"

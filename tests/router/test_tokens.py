@@ -17,7 +17,7 @@ from starlette.routing import Route
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.local.tiny_model import make_model
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
-from router.telemetry.metrics import Metrics
+from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.prompt_cache import ChainCache, PieceCache
 from router.tokenizing.tokenizers import Tokenizers, Tokens
 from tests.patience import patience, until, within
@@ -89,8 +89,8 @@ def worker(chat, model) -> Worker:
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
+def metrics() -> RouterMetrics:
+    return RouterMetrics()
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ async def tokens(client, worker, metrics):
     tokenizers.close()
 
 
-def counted(metrics: Metrics, origin: str) -> float:
+def counted(metrics: RouterMetrics, origin: str) -> float:
     return metrics.registry.get_sample_value("lorafleet_router_tokenized_tokens_total", {"origin": origin}) or 0.0
 
 

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.kv.index import WorkerId
-from router.core.kv.prediction_accuracy import Trust, hit_tokens
+from router.core.kv.prediction_accuracy import PredictionAccuracy, hit_tokens
 
 W, OTHER = WorkerId("w0"), WorkerId("w1")
 
 
 def opened(mode="exact"):
-    trust = Trust()
+    trust = PredictionAccuracy()
     trust.opened(W, mode)
     return trust
 
@@ -175,7 +175,7 @@ STEPS = st.one_of(
 
 @given(st.lists(STEPS, max_size=80))
 def test_states_and_errors_stay_in_their_ranges_and_one_workers_answers_touch_no_other(steps):
-    trust = Trust()
+    trust = PredictionAccuracy()
     trust.opened(OTHER, "exact")
     is_open = None
     for name, *arguments in steps:

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.schedule.cost import Costs
-from router.core.schedule.decision import Ask, decide
+from router.core.schedule.decision import RoutingRequest, decide
 from router.core.schedule.load import Own
 from router.core.schedule.policies.kv_lora import KvLora
 from router.core.schedule.record import record_of, replayed
 from tests.router.doubles import CHAT, Control, Engine, fleet
 from tests.router.test_policy import a_replica, choose, queued
 
-ASK = Ask("m", "", 1000)
+ASK = RoutingRequest("m", "", 1000)
 
 
 def far_and_near(**near):

@@ -10,10 +10,10 @@ from random import Random
 from lorafleet.engine.rates import Rates
 from router.core.errors import Saturated
 from router.core.fleet import Report, Roster
-from router.core.queue.fair_queue import Match, Prompt, Ticket
-from router.core.schedule.decision import Ask, Decision
+from router.core.queue.fair_queue import Match, Prompt, QueuedRequest
+from router.core.schedule.decision import Decision, RoutingRequest
 from router.core.schedule.load import InFlight
-from router.core.scheduler import Mind
+from router.core.scheduler import Scheduler
 from tests.router.test_policy import a_replica
 from tests.simulated import SimulatedEngine
 from workers.engines.sim.timing import Job
@@ -68,10 +68,10 @@ class Town:
         self.rates = [Rates() for _ in range(engines)]
         self.replicas = [a_replica(f"w{i}", max_num_seqs=max_num_seqs, max_model_len=0) for i in range(engines)]
         self.roster = Roster(tuple(self.replicas))
-        self.mind = Mind(roster=lambda _: self.roster, match=lambda _: Match(), rng=Random(seed), **mind)
+        self.mind = Scheduler(roster=lambda _: self.roster, match=lambda _: Match(), rng=Random(seed), **mind)
         self.asked: list[Asked] = []
         self._sent: dict[Job, _Sent] = {}
-        self._waiting: dict[Ticket, Asked] = {}
+        self._waiting: dict[QueuedRequest, Asked] = {}
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._is_looking = False
@@ -90,7 +90,9 @@ class Town:
         """A request comes now; `on_end` is called when it has its answer or its refusal."""
         asked = Asked(tenant, prompt_tokens, answer_tokens, self.now, on_end=on_end)
         self.asked.append(asked)
-        ticket = Ticket(prompt=Prompt(Ask("m", "", prompt_tokens)), tenant=tenant, most_wait_s=self.most_wait_s)
+        ticket = QueuedRequest(
+            prompt=Prompt(RoutingRequest("m", "", prompt_tokens)), tenant=tenant, most_wait_s=self.most_wait_s
+        )
         try:
             decision = self.mind.offer(ticket, self.now)
         except Saturated as exc:
@@ -164,7 +166,7 @@ class Town:
         if is_timed:
             self._look_soon()
 
-    def _expire(self, ticket: Ticket) -> None:
+    def _expire(self, ticket: QueuedRequest) -> None:
         asked = self._waiting.pop(ticket, None)
         if asked is not None:
             asked.is_late = True

@@ -23,7 +23,7 @@ from workers.engines.adopt import adopted
 from workers.engines.sim.__main__ import service_of
 from workers.engines.sim.app import make_app
 from workers.engines.sim.engine import Engine
-from workers.engines.sim.metrics import Metrics
+from workers.engines.sim.metrics import SimMetrics
 from workers.engines.sim.publisher import Publisher
 from workers.engines.sim.settings import parse
 
@@ -144,7 +144,7 @@ async def sim_inside(model: Path, *flags: str) -> AsyncIterator[str]:
         {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
     )
     publisher = Publisher(settings.kv_events)
-    engine = Engine(settings, publisher, Metrics(settings), on_death=lambda: None)
+    engine = Engine(settings, publisher, SimMetrics(settings), on_death=lambda: None)
     try:
         async with serving(make_app(service_of(settings, engine), engine.run)) as url:
             yield url

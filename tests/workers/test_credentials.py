@@ -16,7 +16,7 @@ from workers.agent.records import Records
 from workers.config import WorkerSettings
 from workers.core.errors import SourceError
 from workers.core.manifest import Rules
-from workers.metrics import Metrics
+from workers.metrics import WorkerMetrics
 from workers.sources.base import Transfer
 from workers.sources.web import WebSource
 from workers.storage.cache import Cache
@@ -129,7 +129,7 @@ async def test_a_fetch_uses_the_secret_that_was_asked_with_and_so_does_one_after
     rules = Rules(64, frozenset(), "off")
     disk = Disk(tmp_path / "cache", user="a", grace_s=10.0, lease_s=100.0)
     cache = Cache(disk, sources={"hf": source}, rules=rules, fetch_deadline_s=10)
-    settings, metrics, library = WorkerSettings(model="/models/m"), Metrics(), Library(None, rules)
+    settings, metrics, library = WorkerSettings(model="/models/m"), WorkerMetrics(), Library(None, rules)
     events = Events(boot_id="b", size=10, now=timestamp)
 
     def intake(records):

@@ -27,7 +27,7 @@ from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
 from workers.core.eviction import Folder, to_free
 from workers.core.manifest import Manifest, Rules
-from workers.metrics import Metrics
+from workers.metrics import WorkerMetrics
 from workers.sources.local import LocalSource
 from workers.storage.cache import Cache
 from workers.storage.credentials import Credentials
@@ -249,7 +249,7 @@ def residency(folder) -> Residency:
         library=Library(None, Rules(64, frozenset())),
         records=Records(folder),
         events=Events(boot_id="b", size=1000, now=timestamp),
-        metrics=Metrics(),
+        metrics=WorkerMetrics(),
     )
 
 
@@ -361,7 +361,7 @@ async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tr
     source = FullOnce(LocalSource([tmp_path], max_bytes=1 << 30), mine.path("idle"))
     rules = Rules(64, frozenset(), "off")
     cache = Cache(mine, sources={"file": source}, rules=rules, fetch_deadline_s=10)
-    metrics, library, records = Metrics(), Library(None, rules), Records(tmp_path / "state")
+    metrics, library, records = WorkerMetrics(), Library(None, rules), Records(tmp_path / "state")
     settings = WorkerSettings(model="/models/m")
     events = Events(boot_id="b", size=10, now=timestamp)
     residency = Residency(

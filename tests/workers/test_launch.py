@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from lorafleet.engine.metrics_page import parse_metrics
 from lorafleet.service.http import envelope
 from workers.config import WorkerSettings
-from workers.core.errors import EngineError, RequestError, SourceError, WorkerError
+from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError
 from workers.engines.launch import launch
 from workers.engines.process import without_secrets
 
@@ -119,7 +119,7 @@ def test_settings_that_cannot_work_are_refused(wrong):
 
 
 def test_every_error_has_a_status_and_an_envelope():
-    for cls in (RequestError, SourceError, EngineError):
+    for cls in (AgentRequestError, SourceError, EngineError):
         assert issubclass(cls, WorkerError)
         for code, status in cls.codes.items():
             error = cls(code, "why")

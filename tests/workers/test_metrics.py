@@ -9,15 +9,15 @@ import pytest
 
 from tests.patience import within
 from tests.workers.running import post
-from workers.metrics import MOST_NAMED, Metrics
+from workers.metrics import MOST_NAMED, WorkerMetrics
 
 
-def lines(metrics: Metrics, name: str) -> list[str]:
+def lines(metrics: WorkerMetrics, name: str) -> list[str]:
     return [line for line in metrics.page().decode().splitlines() if line.startswith(f"{name}{{")]
 
 
 def test_only_the_adapters_loaded_last_have_a_series():
-    metrics = Metrics("w0")
+    metrics = WorkerMetrics("w0")
     for number in range(MOST_NAMED + 20):
         metrics.load_seconds(f"a{number}").observe(1.0)
     metrics.unload_seconds("a30").observe(1.0)
@@ -30,7 +30,7 @@ def test_only_the_adapters_loaded_last_have_a_series():
 
 
 def test_what_has_left_the_engine_has_no_size_and_no_requests():
-    metrics = Metrics("w0")
+    metrics = WorkerMetrics("w0")
     metrics.resident([("a", 10, 1), ("b", 20, 2), ("b", 5, 1)])
     assert 'lora_memory_usage_bytes{lora_id="b",worker_id="w0"} 25.0' in lines(metrics, "lora_memory_usage_bytes")
     metrics.resident([("a", 10, 4)])

@@ -22,7 +22,7 @@ from tests.workers.running import post
 from workers import wire
 from workers.agent.engine_link import Link
 from workers.config import WorkerSettings
-from workers.metrics import Metrics
+from workers.metrics import WorkerMetrics
 
 Lengths = Callable[[Random], float]
 
@@ -345,7 +345,7 @@ class Clock:
 @pytest.fixture
 def link():
     clock = Clock()
-    link = Link(WorkerSettings(model="/models/m"), Metrics(), clock=lambda: clock.now)
+    link = Link(WorkerSettings(model="/models/m"), WorkerMetrics(), clock=lambda: clock.now)
     link.engine = Still()
     return link, clock
 

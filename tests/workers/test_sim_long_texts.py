@@ -11,7 +11,7 @@ from tests.patience import within
 from workers.engines.sim.__main__ import service_of
 from workers.engines.sim.app import make_app
 from workers.engines.sim.engine import Engine
-from workers.engines.sim.metrics import Metrics
+from workers.engines.sim.metrics import SimMetrics
 from workers.engines.sim.settings import parse
 
 CHATS, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
@@ -43,7 +43,7 @@ def model(tmp_path_factory):
 async def sim(model):
     """(service, client) of an engine in this process."""
     settings = parse(["--model", str(model), "--served-model-name", "tiny-qwen", "--max-model-len", "20000"])
-    engine = Engine(settings, None, Metrics(settings), on_death=lambda: None)
+    engine = Engine(settings, None, SimMetrics(settings), on_death=lambda: None)
     service = service_of(settings, engine)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(make_app(service, engine.run)), base_url="http://sim"

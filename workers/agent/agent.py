@@ -25,9 +25,9 @@ from workers.agent.loader import Loader
 from workers.agent.records import Records
 from workers.agent.usage import Usage
 from workers.config import TIMERS, Timers, WorkerSettings
-from workers.core.errors import EngineError, RequestError
+from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import Engine
-from workers.metrics import Metrics
+from workers.metrics import WorkerMetrics
 from workers.storage.cache import Cache
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import Library
@@ -58,7 +58,7 @@ class Agent:
         library: Library,
         records: Records,
         events: Events,
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         boot_id: str,
         agent_url: str,
         connector: Judgement | None = None,
@@ -250,14 +250,14 @@ class Agent:
         """
         if epoch is None:
             if is_destructive and self.settings.orchestrator_url:
-                raise RequestError(
+                raise AgentRequestError(
                     "epoch_required",
                     "this worker belongs to an orchestrator: only it may unload or evict (header x-lorafleet-epoch);"
                     " without an epoch a load may take a free slot",
                 )
             return
         if epoch < self.records.epoch:
-            raise RequestError(
+            raise AgentRequestError(
                 "stale_epoch", f"epoch {epoch} is over: epoch {self.records.epoch} has been seen; read the lease again"
             )
         self.records.raise_epoch(epoch)

@@ -16,7 +16,7 @@ from workers.agent.kv_ledger import KvLedgers
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
 from workers.engines.base import Engine, Shape
-from workers.metrics import Metrics
+from workers.metrics import WorkerMetrics
 from workers.wire import KV_HASHING, Load, ModelCard, RuntimeConfig, Transport
 
 log = structlog.get_logger()
@@ -34,7 +34,7 @@ class Link:
     """
 
     def __init__(
-        self, settings: WorkerSettings, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
+        self, settings: WorkerSettings, metrics: WorkerMetrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.lock = asyncio.Lock()
         self.engine: Engine | None = None

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from lorafleet.service.loops import Changes
-from workers.core.errors import RequestError
+from workers.core.errors import AgentRequestError
 from workers.wire import AgentEvent, AgentEventType
 
 
@@ -70,7 +70,7 @@ class Events:
         is_number = number.isascii() and number.isdigit() and len(number) < 20  # int() refuses thousands of digits
         is_ours = boot in {"", self._boot_id} and is_number
         if not is_ours or not oldest <= int(number) <= self._last:
-            raise RequestError(
+            raise AgentRequestError(
                 "events_gone",
                 f"no events after {last_event_id[:100]!r} here (this boot's {oldest} to {self._last} are kept);"
                 " read /metadata, then connect without Last-Event-ID",

@@ -10,9 +10,9 @@ from pathlib import Path
 from orchestrator.wire import checked_lora_id
 from workers.agent.inventory import Residency
 from workers.agent.records import Record
-from workers.core.errors import RequestError, SourceError
+from workers.core.errors import AgentRequestError, SourceError
 from workers.core.manifest import Manifest, check_rank, is_same_base
-from workers.metrics import Metrics
+from workers.metrics import WorkerMetrics
 from workers.sources.base import PLUGIN, Progress, Transfer
 from workers.storage.cache import Cache
 from workers.storage.credentials import Credentials
@@ -29,7 +29,7 @@ class Intake:
         cache: Cache,
         library: Library,
         residency: Residency,
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         credentials: Credentials,
         listed: Callable[[], Awaitable[frozenset[str]]],
         base_name: Callable[[], str],
@@ -182,7 +182,7 @@ class Intake:
             return f"{PLUGIN}://{request.lora_id}"
         if path is None:
             where = self._library.folder or "lora_path (not set)"
-            raise RequestError(
+            raise AgentRequestError(
                 "adapter_unknown", f"adapter {request.lora_id!r}: not in {where}; give `source` or put it there"
             )
         return str(path)
@@ -207,7 +207,7 @@ def check_id(lora_id: str) -> None:
     try:
         checked_lora_id(lora_id)
     except ValueError as exc:
-        raise RequestError("invalid_lora_id", str(exc), param="lora_id") from exc
+        raise AgentRequestError("invalid_lora_id", str(exc), param="lora_id") from exc
 
 
 def _record(lora_id: str, source: str, pinned: str, manifest: Manifest, path: Path) -> Record:

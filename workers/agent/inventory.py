@@ -19,7 +19,7 @@ from workers.agent.records import Record, Records
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.slots import Slots
-from workers.metrics import Metrics
+from workers.metrics import WorkerMetrics
 from workers.sources.base import Progress
 from workers.storage.cache import Cache
 from workers.storage.local_adapters import Library
@@ -56,7 +56,7 @@ class Residency:
         library: Library,
         records: Records,
         events: Events,
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.records = records

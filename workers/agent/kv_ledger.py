@@ -18,8 +18,8 @@ from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, Ledger, Tier
 from lorafleet.kv.subscribe import Endpoint, Follower, Hub
 from lorafleet.service.loops import Changes
-from workers.core.errors import EngineError, RequestError
-from workers.metrics import Metrics
+from workers.core.errors import AgentRequestError, EngineError
+from workers.metrics import WorkerMetrics
 from workers.wire import KvChange, KvFrame, KvRank, KvSnapshot, Transport, pack_hashes
 
 log = structlog.get_logger()
@@ -43,7 +43,7 @@ class KvLedgers:
         base_model: str,
         block_size: int,
         engine_boot_id: str,
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         total_blocks: int = 0,
         ring_bytes: int = _RING_BYTES,
         tail_poll_s: float = 5.0,
@@ -107,7 +107,7 @@ class KvLedgers:
     def check(self, epoch: str, since: int) -> int:
         """`since`, if the stream can go on after that frame; raises RequestError `events_gone`."""
         if epoch != self.epoch or not self.seq - len(self._ring) <= since <= self.seq:
-            raise RequestError(
+            raise AgentRequestError(
                 "events_gone",
                 f"no KV changes after {since} of epoch {epoch[:100]!r} here (epoch {self.epoch!r} has"
                 f" {self.seq - len(self._ring)} to {self.seq}); read /v1/kv/snapshot, then go on from there",
@@ -269,7 +269,7 @@ class _Rank:
         was, self._is_cleared = self._is_cleared, False
         return was
 
-    def count(self, metrics: Metrics) -> None:
+    def count(self, metrics: WorkerMetrics) -> None:
         """Add to the counters what the ledger counted since the last call."""
         for labels, counts in zip((metrics.kv_events, metrics.kv_rejected), self.ledger.take_counts(), strict=True):
             for name, count in counts.items():

@@ -15,9 +15,9 @@ from workers.agent.inventory import Residency
 from workers.agent.operations import Underway
 from workers.agent.records import Record
 from workers.config import WorkerSettings
-from workers.core.errors import EngineError, RequestError, SourceError
+from workers.core.errors import AgentRequestError, EngineError, SourceError
 from workers.engines.base import Engine
-from workers.metrics import Metrics
+from workers.metrics import WorkerMetrics
 from workers.wire import AvailableLora, InspectRequest, LoadedLora, LoadRequest, UnloadRequest
 
 log = structlog.get_logger()
@@ -33,7 +33,7 @@ class Loader:
         link: Link,
         intake: Intake,
         residency: Residency,
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -51,7 +51,7 @@ class Loader:
         check_id(request.lora_id)
         try:
             return await self._underway.run(request.lora_id, request.digest, self._ensured(request))
-        except RequestError as exc:
+        except AgentRequestError as exc:
             if exc.code == "cancelled":
                 self._residency.failed(request.lora_id, request.digest or "", exc)
             raise
@@ -90,7 +90,7 @@ class Loader:
             ]
             if not records and not was_under_way:
                 version = f" with digest {request.digest}" if request.digest else ""
-                raise RequestError("not_loaded", f"adapter {request.lora_id!r}{version} is not loaded here")
+                raise AgentRequestError("not_loaded", f"adapter {request.lora_id!r}{version} is not loaded here")
             for record in records:
                 await self._unload_one(engine, record)
                 self._residency.forget_load(record)
@@ -191,7 +191,7 @@ class Loader:
         for lora_id in self._settings.preload_loras:
             try:
                 await self.ensure(LoadRequest(lora_id=lora_id))
-            except (SourceError, RequestError) as exc:
+            except (SourceError, AgentRequestError) as exc:
                 log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
             except EngineError as exc:
                 if not await self._is_adapters_fault(exc):

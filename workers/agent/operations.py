@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from workers.core.errors import EngineError, RequestError
+from workers.core.errors import AgentRequestError, EngineError
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Underway:
             if self._is_stopping:
                 raise EngineError("draining", "this agent is stopping; load on another one", retry_after_s=30) from None
             message = f"adapter {lora_id!r}: this load was called off, because an unload was asked for meanwhile"
-            raise RequestError("cancelled", message) from None
+            raise AgentRequestError("cancelled", message) from None
         finally:
             self._operations[lora_id].remove(operation)
             if not self._operations[lora_id]:

@@ -1,9 +1,9 @@
 """Every error that an agent raises on purpose.
 
 WorkerError
-├── RequestError   the call itself is wrong: unknown adapter, bad name, no epoch, an old epoch
-├── SourceError    the adapter's bytes: missing, forbidden, too big, not what they say they are
-└── EngineError    the engine: no free slot, adapter refused, unreachable, down, draining
+├── AgentRequestError  the call itself is wrong: unknown adapter, bad name, no epoch, an old epoch
+├── SourceError        the adapter's bytes: missing, forbidden, too big, not what they say they are
+└── EngineError        the engine: no free slot, adapter refused, unreachable, down, draining
 
 Each carries `status` and `code` for the answer, and `retry_after_s` where coming back later can help.
 """
@@ -27,7 +27,7 @@ class WorkerError(Exception):
         self.retry_after_s = retry_after_s
 
 
-class RequestError(WorkerError):
+class AgentRequestError(WorkerError):
     """The caller must change the call."""
 
     codes: ClassVar[Mapping[str, int]] = {

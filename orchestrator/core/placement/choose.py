@@ -11,7 +11,7 @@ from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.core.placement.context import Board, claim_of, loading_of
+from orchestrator.core.placement.context import PlacementContext, claim_of, loading_of
 from orchestrator.core.placement.victims import is_due, victim, worth
 from orchestrator.core.state import Adapter, Load, Worker
 
@@ -22,7 +22,7 @@ NEAR = 1.2
 in `benchmarks.placement`, and a home saves few."""
 
 
-def next_load(board: Board, adapter: Adapter) -> Load | None:
+def next_load(board: PlacementContext, adapter: Adapter) -> Load | None:
     """The load that brings one copy more, or None when there is no room that it may have."""
     lora_id = adapter.lora_id
     there = board.holders.get(lora_id, set())
@@ -49,7 +49,7 @@ def next_load(board: Board, adapter: Adapter) -> Load | None:
     return _load(board, adapter, free[0], homes) if free else None
 
 
-def may_evict(board: Board, adapter: Adapter) -> bool:
+def may_evict(board: PlacementContext, adapter: Adapter) -> bool:
     """Whether anybody may be thrown out for it: a request waits, its minimum is not met, or demand needs it more."""
     want = board.demand.wants.get(adapter.lora_id)
     if want is not None and want.may_evict:
@@ -58,14 +58,16 @@ def may_evict(board: Board, adapter: Adapter) -> bool:
     return board.floor(adapter) > copies or (want is None and copies > 0 and adapter.lora_id not in board.movers)
 
 
-def _below(board: Board, adapter: Adapter) -> float | None:
+def _below(board: PlacementContext, adapter: Adapter) -> float | None:
     """Without a request that waits, only what is worth less than the copy that is to come goes."""
     if board.floor(adapter) > board.copies(adapter.lora_id):
         return None
     return worth(board, adapter) / (board.copies(adapter.lora_id) + 1)
 
 
-def _ranked(board: Board, adapter: Adapter, able: list[Worker], homes: list[str], there: set[str]) -> list[Worker]:
+def _ranked(
+    board: PlacementContext, adapter: Adapter, able: list[Worker], homes: list[str], there: set[str]
+) -> list[Worker]:
     """The best first; no more than can matter."""
     zones = {board.observed.workers[worker_id].zone for worker_id in there}
     nodes = {board.observed.workers[worker_id].node for worker_id in there}
@@ -87,7 +89,7 @@ def _ranked(board: Board, adapter: Adapter, able: list[Worker], homes: list[str]
 
 
 def _with_victim(
-    board: Board,
+    board: PlacementContext,
     adapter: Adapter,
     ranked: list[Worker],
     *,
@@ -120,7 +122,9 @@ def _with_victim(
     return best[3], best[4]
 
 
-def _load(board: Board, adapter: Adapter, worker: Worker, homes: list[str], evict: str | None = None) -> Load:
+def _load(
+    board: PlacementContext, adapter: Adapter, worker: Worker, homes: list[str], evict: str | None = None
+) -> Load:
     there, target = board.copies(adapter.lora_id), board.targets.get(adapter.lora_id, 1)
     want = board.demand.wants.get(adapter.lora_id)
     asked = "" if want is None else " lost its place" if want.is_repair else " on request"
@@ -177,7 +181,7 @@ def fits_nowhere(adapter: Adapter, limits: Mapping[str, Limit]) -> Misfit | None
     )
 
 
-def why_not(board: Board, adapter: Adapter) -> str | None:
+def why_not(board: PlacementContext, adapter: Adapter) -> str | None:
     """Why there is no next copy; None when it only waits for its turn."""
     ready = [w for w in board.workers if w.state == "ready"]
     fits = [w for w in ready if w.base_model == adapter.base_model]

@@ -53,7 +53,7 @@ def is_same(adapter: Adapter, held: Held) -> bool:
     return adapter.digest is not None and adapter.digest == held.digest
 
 
-class Board:
+class PlacementContext:
     """A pass's working state.
 
     holders  lora_id -> workers whose copy counts, those of loads named so far included

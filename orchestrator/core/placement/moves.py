@@ -9,7 +9,7 @@ loads that requests ask for.
 from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 
-from orchestrator.core.placement.context import Board, claim_of, is_placeable
+from orchestrator.core.placement.context import PlacementContext, claim_of, is_placeable
 from orchestrator.core.placement.victims import victim, worth
 from orchestrator.core.state import Adapter, Load, Pair, Removal, Worker
 
@@ -23,7 +23,7 @@ SMALL = 0.3
 """Part of the mean load below which an adapter is not worth a move."""
 
 
-def unfinished(board: Board) -> dict[Pair, str]:
+def unfinished(board: PlacementContext) -> dict[Pair, str]:
     """Moves that still are: the old copy is there, and so is the new one, or its load."""
     found = {}
     for (lora_id, worker_id), to in board.observed.memory.moves.items():
@@ -36,14 +36,14 @@ def unfinished(board: Board) -> dict[Pair, str]:
     return found
 
 
-def finished(board: Board, moves: Mapping[Pair, str]) -> Iterable[Removal]:
+def finished(board: PlacementContext, moves: Mapping[Pair, str]) -> Iterable[Removal]:
     """The old halves of moves whose new half is ready."""
     for (lora_id, worker_id), to in sorted(moves.items()):
         if board.observed.workers[to].held[lora_id].state == "ready":
             yield Removal(lora_id=lora_id, worker_id=worker_id, reason=f"moved: ready on {to}")
 
 
-def new_moves(board: Board, moves: Mapping[Pair, str]) -> Iterable[tuple[Load, str]]:
+def new_moves(board: PlacementContext, moves: Mapping[Pair, str]) -> Iterable[tuple[Load, str]]:
     """(load, worker_id it leaves): at most one for each worker that has less to do than the mean."""
     for base_model in sorted({worker.base_model for worker in board.workers}):
         group = [w for w in board.workers if w.state == "ready" and w.slots > 0 and w.base_model == base_model]
@@ -63,7 +63,9 @@ def new_moves(board: Board, moves: Mapping[Pair, str]) -> Iterable[tuple[Load, s
                 yield found
 
 
-def _move_to(board: Board, idle: Worker, group: list[Worker], mean: float, moving: set[str]) -> tuple[Load, str] | None:
+def _move_to(
+    board: PlacementContext, idle: Worker, group: list[Worker], mean: float, moving: set[str]
+) -> tuple[Load, str] | None:
     bar = max(mean, FULL * board.policy.target_utilisation)
     for donor in nsmallest(DONORS, group, key=lambda w: (-board.loads[w.id], w.id)):
         if board.loads[donor.id] < bar:
@@ -97,7 +99,7 @@ def _pull(adapter: Adapter, worker: Worker, group: list[Worker]) -> float:
     return 2.0 if min(group, key=claim_of(adapter.lora_id)).id == worker.id else 1.0
 
 
-def _may_move(board: Board, adapter: Adapter, donor: Worker, to: Worker) -> bool:
+def _may_move(board: PlacementContext, adapter: Adapter, donor: Worker, to: Worker) -> bool:
     held = donor.held[adapter.lora_id]
     if adapter.pinned or held.state != "ready" or donor.id not in board.holders.get(adapter.lora_id, ()):
         return False
@@ -111,12 +113,12 @@ def _may_move(board: Board, adapter: Adapter, donor: Worker, to: Worker) -> bool
     return board.can_load(adapter, to) and not to.holds(adapter.lora_id)
 
 
-def _is_ready(board: Board, lora_id: str, worker_id: str) -> bool:
+def _is_ready(board: PlacementContext, lora_id: str, worker_id: str) -> bool:
     held = board.observed.workers[worker_id].held.get(lora_id)
     return held is not None and held.state == "ready"
 
 
-def surplus(board: Board, moving: Iterable[str]) -> Iterable[Removal]:
+def surplus(board: PlacementContext, moving: Iterable[str]) -> Iterable[Removal]:
     """Copies above a target that has stood long enough: never in use, young, pinned, or the last one.
 
     The copy that goes is one that drains already, else one that shares its zone or node with another, else the one on
@@ -136,13 +138,13 @@ def surplus(board: Board, moving: Iterable[str]) -> Iterable[Removal]:
             yield Removal(lora_id=lora_id, worker_id=worker.id, reason=reason)
 
 
-def _are_enough_ready(board: Board, lora_id: str, target: int) -> bool:
+def _are_enough_ready(board: PlacementContext, lora_id: str, target: int) -> bool:
     """Whether the target is met by copies that answer already, or still."""
     holders = [board.observed.workers[worker_id] for worker_id in board.holders[lora_id]]
     return sum(w.holds(lora_id) and w.held[lora_id].state in ("ready", "draining") for w in holders) > target
 
 
-def _least_missed(board: Board, lora_id: str) -> list[Worker]:
+def _least_missed(board: PlacementContext, lora_id: str) -> list[Worker]:
     holders = [board.observed.workers[worker_id] for worker_id in sorted(board.holders[lora_id])]
 
     def may_go(worker: Worker) -> bool:

@@ -12,7 +12,7 @@ from itertools import groupby, islice
 
 from orchestrator.core.placement import churn
 from orchestrator.core.placement.choose import Misfit, fits_nowhere, limits_of, next_load, why_not
-from orchestrator.core.placement.context import Board, is_same, rendezvous, usable_slots
+from orchestrator.core.placement.context import PlacementContext, is_same, rendezvous, usable_slots
 from orchestrator.core.placement.moves import finished, new_moves, surplus, unfinished
 from orchestrator.core.placement.targets import Target, targets
 from orchestrator.core.placement.tenant_order import in_turn, turn_of
@@ -49,13 +49,13 @@ def place(intent: Intent, observed: Observed, demand: Demand, policy: Rules, now
     target are, never the last one, and victims are named in the load that needs their slot. Adapters that no intent
     knows are left alone.
     """
-    return _Pass(Board(intent, observed, demand, policy, now)).run()
+    return _Pass(PlacementContext(intent, observed, demand, policy, now)).run()
 
 
 class _Pass:
     """One pass. `left`: how many more steps it may name that no request waits for; `steps`: those it named."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: PlacementContext) -> None:
         self.board = board
         self.targets: dict[str, Target] = {}
         self.storm = board.observed.memory.storm

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from orchestrator.core.placement.context import Board, is_placeable, loading_of, offered, usable_slots
+from orchestrator.core.placement.context import PlacementContext, is_placeable, loading_of, offered, usable_slots
 from orchestrator.core.state import OCCUPYING, Adapter, Scale, Worker
 
 FAIR = 1.1
@@ -62,7 +62,7 @@ def stand(
     return target, Scale(replicas=target, below_since=since) if max(target, copies) > 1 else None
 
 
-def targets(board: Board) -> tuple[dict[str, Target], dict[str, Scale]]:
+def targets(board: PlacementContext) -> tuple[dict[str, Target], dict[str, Scale]]:
     """lora_id -> its target, of all that should be anywhere; and the scales that stand."""
     asked = _asked(board)
     work, surges = (offered(part, board.demand, CROWD_S) for part in (board.demand.work, board.demand.surges))
@@ -94,7 +94,7 @@ def targets(board: Board) -> tuple[dict[str, Target], dict[str, Scale]]:
     return found, standing
 
 
-def _settled(board: Board, lora_id: str, moving: set[str]) -> int:
+def _settled(board: PlacementContext, lora_id: str, moving: set[str]) -> int:
     """Copies there, a move's two halves counted as one."""
     if lora_id not in moving:
         return board.copies(lora_id)
@@ -104,7 +104,7 @@ def _settled(board: Board, lora_id: str, moving: set[str]) -> int:
     return len(holders) - doubled
 
 
-def _totals(board: Board, weights: Mapping[str, float]) -> dict[str | None, float]:
+def _totals(board: PlacementContext, weights: Mapping[str, float]) -> dict[str | None, float]:
     """base model -> the load of all its adapters."""
     found: dict[str | None, float] = {}
     for lora_id in sorted(weights):
@@ -114,7 +114,9 @@ def _totals(board: Board, weights: Mapping[str, float]) -> dict[str | None, floa
     return found
 
 
-def _raw(board: Board, adapter: Adapter, totals: Mapping[str | None, float], work: Mapping[str, float]) -> float:
+def _raw(
+    board: PlacementContext, adapter: Adapter, totals: Mapping[str | None, float], work: Mapping[str, float]
+) -> float:
     """Replicas that this work is worth, and no more than could hold it; `totals` of the same work, by base model."""
     busy = work.get(adapter.lora_id, 0.0)
     if busy <= 0:
@@ -124,7 +126,7 @@ def _raw(board: Board, adapter: Adapter, totals: Mapping[str | None, float], wor
     return min(raw, able)
 
 
-def _asked(board: Board) -> dict[str, int]:
+def _asked(board: PlacementContext) -> dict[str, int]:
     """What is due without demand: minimum, share of the slots, somebody's request, a worker that drains."""
     weighted = _weighted(board)
     found = {}
@@ -136,7 +138,7 @@ def _asked(board: Board) -> dict[str, int]:
     return found
 
 
-def _plain(board: Board, adapter: Adapter) -> int:
+def _plain(board: PlacementContext, adapter: Adapter) -> int:
     is_eager = loading_of(adapter, board.policy) == "eager"
     target = board.least(adapter) if is_eager else adapter.min_replicas or 0
     want = board.demand.wants.get(adapter.lora_id)
@@ -144,7 +146,7 @@ def _plain(board: Board, adapter: Adapter) -> int:
     return min(max(target, asked, int(adapter.lora_id in board.movers)), board.most(adapter))
 
 
-def _weighted(board: Board) -> dict[str, int]:
+def _weighted(board: PlacementContext) -> dict[str, int]:
     """Each base model's slots that no other adapter holds, shared out among its weighted adapters."""
     groups: dict[str, list[Adapter]] = {}
     for adapter in board.intent.adapters.values():
@@ -164,12 +166,12 @@ def _weighted(board: Board) -> dict[str, int]:
     return found
 
 
-def _slots_for(board: Board, mine: set[str], worker: Worker) -> int:
+def _slots_for(board: PlacementContext, mine: set[str], worker: Worker) -> int:
     others = sum(held.state in OCCUPYING and held.lora_id not in mine for held in worker.held.values())
     return max(0, usable_slots(worker.slots, board.policy.reserve_slots) - others)
 
 
-def _owed(board: Board, base_model: str) -> int:
+def _owed(board: PlacementContext, base_model: str) -> int:
     """Slots that this base model's other adapters lack; the weighted ones divide what is left after those."""
     return sum(
         max(0, _plain(board, a) - board.copies(a.lora_id))

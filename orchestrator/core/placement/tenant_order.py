@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
-from orchestrator.core.placement.context import Board
+from orchestrator.core.placement.context import PlacementContext
 from orchestrator.core.state import Adapter, Want
 
 TURN_S = 10.0
@@ -12,7 +12,7 @@ TURN_S = 10.0
 alone whoever is asked for a little less than enough others to keep all slots changing waits for ever."""
 
 
-def in_turn(board: Board, waiting: Sequence[Adapter], had: Counter[str]) -> Iterator[Adapter]:
+def in_turn(board: PlacementContext, waiting: Sequence[Adapter], had: Counter[str]) -> Iterator[Adapter]:
     """The adapters by whose turn it is; who is named a load before the next is asked for has had one.
 
     First those whose tenant was named the fewest loads in this pass, then those whose wait is the longest: it began
@@ -49,7 +49,7 @@ def in_turn(board: Board, waiting: Sequence[Adapter], had: Counter[str]) -> Iter
             heappush(heads, (order(line[-1]), line))
 
 
-def _turns(board: Board, want: Want, had: Counter[str]) -> Iterator[tuple[int, float]]:
+def _turns(board: PlacementContext, want: Want, had: Counter[str]) -> Iterator[tuple[int, float]]:
     """For each tenant: loads of this pass, and since when it waits."""
     since = turn_of(want)
     if not want.tenants:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from math import exp, inf
 
-from orchestrator.core.placement.context import Board, loading_of
+from orchestrator.core.placement.context import PlacementContext, loading_of
 from orchestrator.core.state import Adapter, Held, Worker
 
 LOAD_S = 0.5
@@ -30,7 +30,7 @@ def reload_s(adapter: Adapter) -> float:
     return LOAD_S + size_bytes / BYTES_PER_S
 
 
-def worth(board: Board, adapter: Adapter, at: str | None = None) -> float:
+def worth(board: PlacementContext, adapter: Adapter, at: str | None = None) -> float:
     """What a copy (`at` that worker) saves: demand x reload cost; nothing for one above what is needed.
 
     Who was asked for a moment ago is about to be asked again, as a conversation goes on; among those silent for longer
@@ -44,7 +44,7 @@ def worth(board: Board, adapter: Adapter, at: str | None = None) -> float:
     return (recent + HABIT * board.demand.habits.get(adapter.lora_id, 0.0)) * reload_s(adapter)
 
 
-def is_surplus(board: Board, lora_id: str, at: str | None = None) -> bool:
+def is_surplus(board: PlacementContext, lora_id: str, at: str | None = None) -> bool:
     """Whether there are more copies than anybody needs, such as those that a crashed worker brings back.
 
     at  a worker's copy: whether the others do without it. So of two that are one too many only one is, not each
@@ -56,7 +56,7 @@ def is_surplus(board: Board, lora_id: str, at: str | None = None) -> bool:
 
 
 def victim(
-    board: Board,
+    board: PlacementContext,
     adapter: Adapter,
     worker: Worker,
     *,
@@ -90,24 +90,24 @@ def victim(
     return None if best is None else (best[1], best[2])
 
 
-def is_due(board: Board, adapter: Adapter) -> bool:
+def is_due(board: PlacementContext, adapter: Adapter) -> bool:
     """Whether a request has waited for it for so long that it may have the slot of one that is in use."""
     want = board.demand.wants.get(adapter.lora_id)
     return want is not None and want.is_waited_for and board.now - want.since >= PATIENCE_S
 
 
-def is_used(board: Board, held: Held, worker: Worker) -> bool:
+def is_used(board: PlacementContext, held: Held, worker: Worker) -> bool:
     """Whether requests run on this copy, or wait for room at whoever has the adapter."""
     demand = board.demand
     return (held.lora_id, worker.id) in demand.in_use or held.lora_id in demand.backlog
 
 
-def spares(board: Board, adapter: Adapter, worker: Worker, *, from_use: bool = False) -> Iterable[Held]:
+def spares(board: PlacementContext, adapter: Adapter, worker: Worker, *, from_use: bool = False) -> Iterable[Held]:
     """Copies there that may make room for the adapter. `from_use`: as in `victim`."""
     return (held for held in worker.held.values() if _is_spare(board, adapter, worker, held, from_use=from_use))
 
 
-def _is_spare(board: Board, adapter: Adapter, worker: Worker, held: Held, *, from_use: bool) -> bool:
+def _is_spare(board: PlacementContext, adapter: Adapter, worker: Worker, held: Held, *, from_use: bool) -> bool:
     known = board.intent.adapters.get(held.lora_id)
     if known is None or known.pinned or known.is_deleting or known.priority > adapter.priority:
         return False
@@ -133,7 +133,7 @@ def _is_spare(board: Board, adapter: Adapter, worker: Worker, held: Held, *, fro
     return board.staying(held.lora_id, worker.id) >= board.floor(known)
 
 
-def _is_waited_for(board: Board, adapter: Adapter, held: Held, *, had_its_turn: bool) -> bool:
+def _is_waited_for(board: PlacementContext, adapter: Adapter, held: Held, *, had_its_turn: bool) -> bool:
     """Whether somebody asks for it whose turn comes first.
 
     Who is asked for without a pause is asked for as soon as it drains. That must not end the drain.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from heapq import nsmallest
 
-from orchestrator.core.placement.context import Board, claim_of, is_placeable, usable_slots
+from orchestrator.core.placement.context import PlacementContext, claim_of, is_placeable, usable_slots
 from orchestrator.core.placement.targets import targets
 from orchestrator.core.state import Adapter, Demand, Intent, Load, Observed, Rules, Worker
 
@@ -29,7 +29,7 @@ def warm_shares(
     supposed = {
         name: replace(w, state="ready", held={}) if name in warming else w for name, w in observed.workers.items()
     }
-    board = Board(intent, replace(observed, workers=supposed), demand, policy, now)
+    board = PlacementContext(intent, replace(observed, workers=supposed), demand, policy, now)
     wanted = {lora_id: target.replicas for lora_id, target in targets(board)[0].items()}
     hot = [a for a in intent.adapters.values() if is_placeable(a) and board.weight(a.lora_id) > 0]
     found: dict[str, list[Adapter]] = {worker_id: [] for worker_id in warming}

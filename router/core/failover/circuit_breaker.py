@@ -134,7 +134,7 @@ class _Circuit:
 
 
 @dataclass(slots=True)
-class Breaker:
+class CircuitBreaker:
     """The circuits of every replica where something failed.
 
     changed   told (replica, the new state, why) of every opening and closing

@@ -30,7 +30,7 @@ class _Suspect:
     held_until: float = -inf
 
 
-class Deadly:
+class PoisonRequests:
     """Suspects of one kind, by a digest or a name.
 
     suspects  empty where no engine has died of late: then nothing need be asked, and no digest made

@@ -11,7 +11,7 @@ from lorafleet.kv.blocks import BlockHash
 _MOST_BLOCKS = 200_000
 
 
-class Credit:
+class CacheDisclosure:
     """The blocks that each tenant's answered prompts had; the latest of them, over all tenants."""
 
     def __init__(self, most_blocks: int = _MOST_BLOCKS) -> None:

@@ -47,7 +47,7 @@ class _Worker:
         self.is_degraded = self.is_degraded and self.doubt > 0
 
 
-class Trust:
+class PredictionAccuracy:
     """The state of every worker that has been opened; of others nothing is kept."""
 
     def __init__(self) -> None:

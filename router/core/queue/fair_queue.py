@@ -24,7 +24,7 @@ from lorafleet.kv.blocks import BlockHash
 from router.core.errors import NoReplica, Saturated
 from router.core.kv.index import WorkerId
 from router.core.queue.admission import Drain, Foresight, Promises, Room, wait_s
-from router.core.schedule.decision import NOTHING, Ask, Decision
+from router.core.schedule.decision import NOTHING, Decision, RoutingRequest
 
 Chains = Mapping[int, Sequence[BlockHash]]
 _NO_BLOCKS: Sequence[BlockHash] = ()
@@ -59,7 +59,7 @@ class Prompt(msgspec.Struct, frozen=True):
                salt changes nothing, and of an approximate prompt
     """
 
-    ask: Ask
+    ask: RoutingRequest
     chains: Chains = NOTHING
     salted: Chains = NOTHING
     salted_at: frozenset[WorkerId] = frozenset()
@@ -79,7 +79,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Ticket:
+class QueuedRequest:
     """One request that wants to be sent.
 
     tenant, adapter  whose share it counts against
@@ -119,7 +119,7 @@ class _Flow:
     had_s: float = 0.0
     weight: float = 1.0
     waiting_s: float = 0.0
-    tickets: list[Ticket] = field(default_factory=list)
+    tickets: list[QueuedRequest] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class _Tenant:
 
 
 @dataclass(slots=True)
-class Dispatcher:
+class FairQueue:
     """Who waits, and in which order they are decided.
 
     decide    the decision for a ticket now, with the seconds of work that are ahead of it per replica; may raise
@@ -146,7 +146,7 @@ class Dispatcher:
     room      how much may wait
     """
 
-    decide: Callable[[Ticket, Mapping[WorkerId, float], float], Decision]
+    decide: Callable[[QueuedRequest, Mapping[WorkerId, float], float], Decision]
     late_binding_s: float = inf
     is_full: Callable[[Decision], bool] | None = None
     pace: Callable[[WorkerId], float] = lambda _: 1.0
@@ -158,7 +158,7 @@ class Dispatcher:
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _level_s: float = 0.0
     _bound: dict[WorkerId, float] = field(default_factory=dict)
-    _lines: dict[_Line, dict[Ticket, None]] = field(default_factory=dict)
+    _lines: dict[_Line, dict[QueuedRequest, None]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _waiting: int = 0
     _full: set[str] = field(default_factory=set)
@@ -191,7 +191,7 @@ class Dispatcher:
             return False
         return self.has_room(decision) and not self._is_held(decision)
 
-    def offer(self, ticket: Ticket, now: float) -> Decision | None:
+    def offer(self, ticket: QueuedRequest, now: float) -> Decision | None:
         """The decision if this request may be sent at once; else None, and it waits.
 
         raises  NoReplica; Saturated when it may not wait, or would for too long
@@ -220,7 +220,7 @@ class Dispatcher:
         self._bind(ticket, decision, is_behind_slot=is_behind_slot)
         return None
 
-    def _joined(self, ticket: Ticket) -> tuple[_Tenant, _Flow]:
+    def _joined(self, ticket: QueuedRequest) -> tuple[_Tenant, _Flow]:
         """Its tenant and adapter. Whoever was idle joins where the others are: idle time earns nothing."""
         tenant = self._tenants.setdefault(ticket.tenant, _Tenant())
         flow = tenant.flows.setdefault(ticket.adapter, _Flow())
@@ -231,7 +231,7 @@ class Dispatcher:
         flow.weight = ticket.weight
         return tenant, flow
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, ticket: QueuedRequest) -> None:
         """It waits no longer; repeats change nothing."""
         if not ticket.is_waiting:
             return
@@ -271,7 +271,7 @@ class Dispatcher:
         flow = had.flows.setdefault(adapter, _Flow())
         flow.had_s = _set_back(flow.had_s, had.level_s, work_s / weight, is_waiting=bool(flow.tickets))
 
-    def gave_up(self, ticket: Ticket, now: float) -> Saturated:
+    def gave_up(self, ticket: QueuedRequest, now: float) -> Saturated:
         """The refusal of a request that has waited for as long as it may. Learns from it; to be called once."""
         self.foresight.waited(ticket.expected_s, now - ticket.since, is_over=False)
         own_s = self._longest_own_s(ticket)
@@ -283,7 +283,7 @@ class Dispatcher:
             retry_after_s=self._retry_s(ticket, ticket.bound_to, room_s, ticket.bound_s or _LEAST_WORK_S, now),
         )
 
-    def wait_s(self, ticket: Ticket, decision: Decision) -> float:
+    def wait_s(self, ticket: QueuedRequest, decision: Decision) -> float:
         """For how long this request would wait, going by what is ahead of it in fair order and how fast that goes."""
         own_s = self._own_ahead_s(ticket) / self._tenant_rate(ticket)
         return max(own_s, self._wait_behind_s(self._ahead_s(ticket), decision))
@@ -302,12 +302,12 @@ class Dispatcher:
 
         return until_room_s + wait_s(ahead_s, self._bound, workers, self.drain, guess)
 
-    def _tenant_rate(self, ticket: Ticket) -> float:
+    def _tenant_rate(self, ticket: QueuedRequest) -> float:
         """How fast the requests of its tenant are served, beside all others; infinite until measured."""
         name = ticket.tenant
         return min([drain.rate(name) for drain in self.tenant_drains if drain.is_measured(name)], default=inf)
 
-    def _check_wait(self, ticket: Ticket, decision: Decision, now: float) -> float:
+    def _check_wait(self, ticket: QueuedRequest, decision: Decision, now: float) -> float:
         """How long it is expected to wait; 0.0 where that is not foreseen, or not near what it may wait."""
         refusal = self.room.refusal(ticket.tenant, ticket.size_bytes)
         if refusal is None and (ticket.most_wait_s == inf or not self._has_evidence(decision)):
@@ -331,7 +331,7 @@ class Dispatcher:
     def _longest_s(self, decision: Decision) -> float:
         return self._wait_behind_s(sum(self._bound.values()), decision)
 
-    def _longest_own_s(self, ticket: Ticket) -> float:
+    def _longest_own_s(self, ticket: QueuedRequest) -> float:
         tenant = self._tenants.get(ticket.tenant)
         return tenant.waiting_s / self._tenant_rate(ticket) if tenant is not None else 0.0
 
@@ -346,7 +346,9 @@ class Dispatcher:
             return False
         return scene.roster.middle.prefill_tokens_per_s > 0 or any(map(self.drain.is_measured, ids))
 
-    def _retry_s(self, ticket: Ticket, worker: WorkerId | None, room_s: float, work_s: float, now: float) -> float:
+    def _retry_s(
+        self, ticket: QueuedRequest, worker: WorkerId | None, room_s: float, work_s: float, now: float
+    ) -> float:
         """When to come back: once there is room, and behind those of its tenant that were told so before."""
         rate = self._tenant_rate(ticket)
         if rate == inf:
@@ -354,12 +356,12 @@ class Dispatcher:
         most_s = min(ticket.most_wait_s, _MOST_RETRY_S)
         return self.promises.next_s(ticket.tenant, room_s, work_s / rate, most_s, now)
 
-    def _own_ahead_s(self, ticket: Ticket) -> float:
+    def _own_ahead_s(self, ticket: QueuedRequest) -> float:
         """As `_ahead_s`, of its own tenant alone."""
         tenant = self._tenants.get(ticket.tenant)
         return _ahead_of_its_tenant_s(tenant, ticket) if tenant is not None and tenant.waiting else 0.0
 
-    def _ahead_s(self, ticket: Ticket) -> float:
+    def _ahead_s(self, ticket: QueuedRequest) -> float:
         """Seconds of work of all that would be served before it if it joined now: as `_in_order`, with requests as a
         fluid. Costs as much as there are tenants, and adapters of its own tenant, not requests.
         """
@@ -386,7 +388,7 @@ class Dispatcher:
             return True
         return False
 
-    def ready(self, now: float) -> Iterator[tuple[Ticket, Decision | NoReplica]]:
+    def ready(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
         """The waiting requests that may be sent now, in fair order, each withdrawn; with NoReplica those that no
         replica can serve any more. Note each as sent before asking for the next: that changes what has room.
         """
@@ -428,12 +430,12 @@ class Dispatcher:
             self.withdraw(ticket)
             yield ticket, decision
 
-    def _looked_at(self) -> list[Ticket]:
+    def _looked_at(self) -> list[QueuedRequest]:
         """The first in fair order, and behind them the first for each replica that none before it waits for: a long
         line for one replica must not let another one idle. Far behind them it is whoever has waited there longest.
         Those who want a slot, and those who do not, are looked at apart: neither line hides the other.
         """
-        found: list[Ticket] = []
+        found: list[QueuedRequest] = []
         others = set(self._lines)
         left = [0, 0]
         for (_, wants_slot), line in self._lines.items():
@@ -448,7 +450,7 @@ class Dispatcher:
                 return found
         return found + [next(iter(self._lines[line])) for line in sorted(others)]
 
-    def _in_order(self) -> Iterator[Ticket]:
+    def _in_order(self) -> Iterator[QueuedRequest]:
         """Waiting tickets as they would be served if all of them had room: least served tenant and adapter first."""
         tenants = []
         for name, tenant in self._tenants.items():
@@ -473,7 +475,7 @@ class Dispatcher:
                 heapq.heappop(tenants)
             yield ticket
 
-    def _serve(self, ticket: Ticket, work_s: float) -> None:
+    def _serve(self, ticket: QueuedRequest, work_s: float) -> None:
         tenant = self._tenants[ticket.tenant]
         flow = tenant.flows[ticket.adapter]
         self._level_s = max(self._level_s, tenant.had_s)
@@ -481,7 +483,7 @@ class Dispatcher:
         tenant.had_s += work_s
         flow.had_s += work_s / ticket.weight
 
-    def _bind(self, ticket: Ticket, decision: Decision, *, is_behind_slot: bool) -> None:
+    def _bind(self, ticket: QueuedRequest, decision: Decision, *, is_behind_slot: bool) -> None:
         worker = decision.replica.id
         ticket.bound_to, ticket.bound_s = worker, _work_s(decision)
         ticket.wants_slot = is_behind_slot or decision.score.slot_s > 0
@@ -491,7 +493,7 @@ class Dispatcher:
         tenant.waiting_s += ticket.bound_s
         tenant.flows[ticket.adapter].waiting_s += ticket.bound_s
 
-    def _unbind(self, ticket: Ticket) -> None:
+    def _unbind(self, ticket: QueuedRequest) -> None:
         worker = ticket.bound_to
         if worker is None:
             return
@@ -509,7 +511,7 @@ class Dispatcher:
         tenant.flows[ticket.adapter].waiting_s -= ticket.bound_s
 
 
-def _line_of(ticket: Ticket) -> _Line:
+def _line_of(ticket: QueuedRequest) -> _Line:
     assert ticket.bound_to is not None
     return ticket.bound_to, ticket.wants_slot
 
@@ -539,7 +541,7 @@ def _undecided(exc: Exception) -> NoReplica:
     return told
 
 
-def _ahead_of_its_tenant_s(tenant: _Tenant, ticket: Ticket) -> float:
+def _ahead_of_its_tenant_s(tenant: _Tenant, ticket: QueuedRequest) -> float:
     flow = tenant.flows.get(ticket.adapter)
     before_s = had_s = 0.0
     if flow is not None and flow.tickets:
@@ -570,7 +572,7 @@ def _flow_heap(tenant: _Tenant) -> list[tuple[float, str, int]]:
     return heap
 
 
-def _place(ticket: Ticket) -> tuple[float, int]:
+def _place(ticket: QueuedRequest) -> tuple[float, int]:
     return ticket.priority, ticket.number
 
 

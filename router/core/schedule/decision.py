@@ -21,7 +21,7 @@ _PREFILL_S: Final = 2  # of Terms
 
 # Structs, as everything that each request makes anew: a named tuple takes four times as long to make and three times as
 # long to read, a frozen dataclass longer still.
-class Ask(msgspec.Struct, frozen=True):
+class RoutingRequest(msgspec.Struct, frozen=True):
     """One request, as far as the choice of a replica depends on it.
 
     excluded      what failed this request; an engine that started again is not among it
@@ -46,7 +46,7 @@ class Ask(msgspec.Struct, frozen=True):
     is_approximate: bool = False
 
 
-class Scene(msgspec.Struct, frozen=True):
+class FleetSnapshot(msgspec.Struct, frozen=True):
     """Everything that a decision reads of the world.
 
     loads           of each replica of `roster`, in its order
@@ -74,7 +74,7 @@ class Scene(msgspec.Struct, frozen=True):
     turn: int = 0
     costs: Costs = Costs()
 
-    def able(self, ask: Ask) -> tuple[int, ...]:
+    def able(self, ask: RoutingRequest) -> tuple[int, ...]:
         """Positions of the replicas that pass every filter; raises NoReplica when none does.
 
         Where every replica that passes the others is shut, all of them are asked: a router that is cut off, or counts
@@ -96,7 +96,7 @@ class Scene(msgspec.Struct, frozen=True):
             able = tuple(i for i in able if self.roster.replicas[i].incarnation not in self.shut) or able
         return able
 
-    def rejected(self, ask: Ask) -> dict[WorkerId, str]:
+    def rejected(self, ask: RoutingRequest) -> dict[WorkerId, str]:
         """The filter that each replica fails, of those that fail one."""
         reasons = {
             r.id: _refused(r, ask) or rejection(r, ask.engine_name) or too_short(self.roster, i, ask)
@@ -108,7 +108,7 @@ class Scene(msgspec.Struct, frozen=True):
         }
         return rejected | shut if len(rejected) + len(shut) < len(reasons) else rejected
 
-    def score(self, ask: Ask, position: int) -> Score:
+    def score(self, ask: RoutingRequest, position: int) -> Score:
         """What this request costs on one replica, term by term: as `terms`, at a third of what that takes for one.
 
         Plain as that is: by the names of an Own it takes twice as long. A test holds the two to each other exactly.
@@ -172,12 +172,12 @@ class Scene(msgspec.Struct, frozen=True):
         """A replica's terms, by their names."""
         return Score(self.roster.replicas[position].id, *terms)
 
-    def scored(self, ask: Ask, position: int) -> tuple[int, Score]:
+    def scored(self, ask: RoutingRequest, position: int) -> tuple[int, Score]:
         """A policy's answer: this replica."""
         return position, self.score(ask, position)
 
     def terms(  # noqa: C901, PLR0912, PLR0915  (one loop)
-        self, ask: Ask, able: Sequence[int], *, only_close: bool = False
+        self, ask: RoutingRequest, able: Sequence[int], *, only_close: bool = False
     ) -> tuple[list[int], list[Terms]]:
         """What this request costs on each of these replicas: the cost model.
 
@@ -320,7 +320,7 @@ class Scene(msgspec.Struct, frozen=True):
         return kappa(self.rho, self.costs)
 
 
-def too_short(roster: Roster, position: int, ask: Ask) -> str | None:
+def too_short(roster: Roster, position: int, ask: RoutingRequest) -> str | None:
     """Why this replica must not be given so long a request. Where it is too long for every one that could be asked it
     is for an engine to say so.
     """
@@ -330,7 +330,7 @@ def too_short(roster: Roster, position: int, ask: Ask) -> str | None:
     return f"takes {takes} tokens, and this may come to {ask.total_tokens}"
 
 
-def _refused(replica: Replica, ask: Ask) -> str | None:
+def _refused(replica: Replica, ask: RoutingRequest) -> str | None:
     if replica.incarnation in ask.excluded:
         return "failed this request before"
     return "does not keep the earlier response" if ask.only not in (None, replica.incarnation) else None
@@ -340,8 +340,8 @@ class Decision(msgspec.Struct, frozen=True):
     """The chosen replica, at `position` of the scene's roster, and everything that it was chosen from."""
 
     policy: str
-    ask: Ask
-    scene: Scene
+    ask: RoutingRequest
+    scene: FleetSnapshot
     position: int
     replica: Replica
     score: Score
@@ -362,17 +362,17 @@ class Decision(msgspec.Struct, frozen=True):
         return self.scene.rejected(self.ask)
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """A rule that picks one replica. It keeps nothing between decisions that could change one."""
 
     name: ClassVar[str]
 
-    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
         """The position in the roster, and its score; raises NoReplica when every replica failed a filter."""
         ...
 
 
-def decide(policy: Policy, ask: Ask, scene: Scene) -> Decision:
+def decide(policy: RoutingPolicy, ask: RoutingRequest, scene: FleetSnapshot) -> Decision:
     """filter -> cost -> pick; raises NoReplica."""
     position, score = policy.choose(ask, scene)
     return Decision(policy.name, ask, scene, position, scene.roster.replicas[position], score)

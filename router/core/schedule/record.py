@@ -11,7 +11,7 @@ import msgspec
 from router.core.fleet import Excluded, Replica, Report, Resident, Roster
 from router.core.kv.index import WorkerId
 from router.core.schedule.cost import Costs
-from router.core.schedule.decision import Ask, Decision, Scene, decide
+from router.core.schedule.decision import Decision, FleetSnapshot, RoutingRequest, decide
 from router.core.schedule.load import Loads, Own
 from router.core.schedule.policies import POLICIES
 
@@ -50,8 +50,8 @@ def replayed(record: Mapping[str, Any]) -> Decision:
     policy = POLICIES[given.pop("policy")]()
     asked = given.pop("ask")
     (only,) = _pairs([asked["only"]]) if asked.get("only") else (None,)
-    ask = Ask(**asked | {"excluded": _pairs(asked["excluded"]), "only": only})
-    scene = Scene(
+    ask = RoutingRequest(**asked | {"excluded": _pairs(asked["excluded"]), "only": only})
+    scene = FleetSnapshot(
         roster=Roster(tuple(_replica(plain) for plain in given.pop("replicas"))),
         loads=Loads.of(Own(**_with_sets(plain)) for plain in given.pop("loads")),
         lower={worker: (host, storage) for worker, (host, storage) in given.pop("lower").items()},

@@ -15,7 +15,7 @@ from lorafleet.http_server.connection import Front
 from router.app import build
 from router.config import RouterSettings
 from router.http.engine_pool import Origin
-from router.request.services import Parts
+from router.request.services import Services
 from tests.patience import patience, until
 from tests.router.doubles import BASE, Control, chunk
 from tests.router.relay.wires import Client, Engine, reset
@@ -112,7 +112,7 @@ class House:
 
     client: httpx.AsyncClient
     port: int
-    parts: Parts
+    parts: Services
     front: Front
     control: Control
     engines: list[Engine]

@@ -7,12 +7,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from router.core.errors import ReplicaUnreachable
-from router.http.engine_pool import Origin, Pool
+from router.http.engine_pool import EnginePool, Origin
 from router.http.sse import MAX_EVENT_BYTES, Echo
 from router.protocols.routes import ROUTES
 from router.protocols.usage import EngineUsage
 from router.request import engine_attempt
-from router.request.engine_attempt import Attempt, Call, Limits, open_attempt
+from router.request.engine_attempt import Call, EngineAttempt, Limits, open_attempt
 from tests.patience import patience, until
 from tests.router.relay.wires import Engine, finished
 from tests.serving import serving
@@ -79,7 +79,7 @@ async def usage_of(answer, *, streamed):
 
     exchange = Client()
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
-        pool = Pool(connect_s=patience(2))
+        pool = EnginePool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=streamed), LIMITS)
         if streamed:
             await attempt.relayed(exchange, Echo("m", "m"))
@@ -141,7 +141,7 @@ async def test_a_used_connection_that_breaks_off_at_once_is_tried_anew_unless_th
                 engine._server.close()
         await finished(writer)
 
-    pool = Pool(connect_s=patience(2))
+    pool = EnginePool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
@@ -172,7 +172,7 @@ async def test_a_used_connection_that_breaks_off_at_work_or_inside_its_answer_is
         writer.write(said)
         await finished(writer)
 
-    pool = Pool(connect_s=patience(2))
+    pool = EnginePool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
@@ -189,7 +189,7 @@ async def test_a_new_connection_that_breaks_off_is_not_tried_again():
         await engine.request(reader)
         await finished(writer)
 
-    pool = Pool(connect_s=patience(2))
+    pool = EnginePool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
@@ -210,7 +210,7 @@ async def test_an_engine_has_the_time_to_a_first_event_and_then_that_between_two
         await go_on.wait()
         writer.write(b"0\r\n\r\n")
 
-    loop, pool = asyncio.get_running_loop(), Pool(connect_s=patience(2))
+    loop, pool = asyncio.get_running_loop(), EnginePool(connect_s=patience(2))
     async with Engine(script) as engine:
         limits = Limits(first_data_s=60, idle_s=600, answer_bytes=2**20)
         attempt = await open_attempt(pool, call_to(engine.url, streamed=True), limits)
@@ -236,7 +236,7 @@ async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowl
 
     exchange = Client(is_paused=True)
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
-        pool = Pool(connect_s=patience(2))
+        pool = EnginePool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=True), LIMITS)
         attempt.relay(exchange, Echo("m", "m"), over.set)
         (connection,) = pool._all
@@ -262,7 +262,7 @@ async def test_an_engine_that_breaks_off_in_the_read_that_brought_its_first_even
     engine = Engine(script)
     server = await asyncio.start_server(engine._serve, "127.0.0.1", 0, ssl=theirs)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
-    pool = Pool(connect_s=patience(2), tls=ssl.create_default_context(cafile=cert))
+    pool = EnginePool(connect_s=patience(2), tls=ssl.create_default_context(cafile=cert))
     async with server:
         with pytest.raises(ReplicaUnreachable) as passed_over:
             await open_attempt(pool, call_to(url, streamed=True), LIMITS)
@@ -283,7 +283,7 @@ async def test_a_first_event_without_end_is_given_up_and_its_engine_notices():
             await writer.drain()
         await reader.read()
 
-    pool = Pool(connect_s=patience(2))
+    pool = EnginePool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             with pytest.raises(ReplicaUnreachable) as given_up:
@@ -304,7 +304,7 @@ async def test_a_stream_that_begins_with_an_error_is_left_at_once_though_its_eng
         writer.write(b"%x\r\n%b\r\n" % (len(refused), refused))
         await reader.read()
 
-    pool = Pool(connect_s=patience(2))
+    pool = EnginePool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             with pytest.raises(ReplicaUnreachable) as passed_over:
@@ -329,11 +329,11 @@ async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_dec
         writer.write(b"0\r\n\r\n" if ends == "well" else b"")
         await finished(writer)
 
-    exchange, pool = Client(), Pool(connect_s=patience(2))
+    exchange, pool = Client(), EnginePool(connect_s=patience(2))
     try:
         async with Engine(script) as engine:
             call = call_to(engine.url, streamed=True)
-            attempt = Attempt(call, LIMITS, lambda: told.append(attempt.status), True)
+            attempt = EngineAttempt(call, LIMITS, lambda: told.append(attempt.status), True)
             attempt.begin(await pool.connect(call.origin))
             await until(lambda: told)
             more.set()
@@ -371,7 +371,7 @@ async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes()
             await go_on.acquire()
         writer.write(b"0\r\n\r\n")
 
-    exchange, pool = Client(), Pool(connect_s=patience(2))
+    exchange, pool = Client(), EnginePool(connect_s=patience(2))
     async with Engine(script) as engine:
         attempt = await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
         attempt.relay(exchange, echo, over.set)
@@ -397,7 +397,7 @@ async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes()
 def test_what_waits_may_go_to_those_who_can_answer_it(path, engine_name, served, moves):
     route = next(route for route in ROUTES.values() if route.path == path)
     call = Call(route, Origin.parse("http://e"), b"", "m", engine_name, "w0", streamed=True)
-    attempt = Attempt(call, LIMITS, lambda: None, True)
+    attempt = EngineAttempt(call, LIMITS, lambda: None, True)
     assert attempt.may_move(served) is moves
     attempt.head(200, {b"content-type": b"text/event-stream"})
     assert attempt.may_move(served) is moves  # vLLM sends that long before its first token

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from router.http.engine_pool import EngineLost, Origin, Pool
+from router.http.engine_pool import EngineLost, EnginePool, Origin
 from router.http.fetch import Refused, fetch, stream
 from tests.patience import patience, until, within
 from tests.router.relay.wires import Engine, finished
@@ -13,7 +13,7 @@ from tests.router.relay.wires import Engine, finished
 
 @pytest.fixture
 async def pool():
-    made = Pool(connect_s=2.0)
+    made = EnginePool(connect_s=2.0)
     yield made
     await made.close()
 

@@ -7,7 +7,7 @@ import ssl
 
 import pytest
 
-from router.http.engine_pool import Connection, EngineLost, Origin, Pool
+from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Origin
 from tests.patience import patience, until
 from tests.router.relay.wires import Engine, Heard, finished, saying
 
@@ -17,7 +17,9 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 WITHIN_S = patience(5)
 
 
-async def ask(pool: Pool, url: str, body: bytes = b"hello", *, within_s: float = WITHIN_S, sink: Heard | None = None):
+async def ask(
+    pool: EnginePool, url: str, body: bytes = b"hello", *, within_s: float = WITHIN_S, sink: Heard | None = None
+):
     """(connection, what was heard) once the answer has ended or is lost."""
     connection, sink = await begin(pool, url, body, within_s=within_s, sink=sink)
     await asyncio.wait_for(sink.done.wait(), patience(10))
@@ -37,14 +39,14 @@ async def begin(pool, url, body=b"hello", *, within_s=WITHIN_S, sink=None):
 
 @pytest.fixture
 async def pool(monkeypatch):
-    connected, connection_made = [], Connection.connection_made
+    connected, connection_made = [], EngineConnection.connection_made
 
     def and_note(connection, transport):
         connected.append(connection)
         connection_made(connection, transport)
 
-    monkeypatch.setattr(Connection, "connection_made", and_note)
-    made = Pool(connect_s=patience(2), keepalive_s=6000.0)
+    monkeypatch.setattr(EngineConnection, "connection_made", and_note)
+    made = EnginePool(connect_s=patience(2), keepalive_s=6000.0)
     yield made
     await made.close()
     assert not made.connections
@@ -217,7 +219,7 @@ async def test_an_engine_that_is_not_there_is_lost_before_anything_was_sent(pool
 
 
 async def test_a_connection_that_takes_too_long_is_given_up():
-    pool = Pool(connect_s=0.1)
+    pool = EnginePool(connect_s=0.1)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen(0)
@@ -463,7 +465,7 @@ async def test_a_connection_that_was_paused_at_its_end_reads_again_for_the_next(
 
 
 async def test_idle_connections_are_kept_no_longer_than_said_and_no_more_than_said():
-    pool = Pool(connect_s=2.0, keepalive_s=0.3, max_idle=3)
+    pool = EnginePool(connect_s=2.0, keepalive_s=0.3, max_idle=3)
     async with Engine(saying(OK)) as engine:
         origin = Origin.parse(engine.url)
         await asyncio.gather(*(ask(pool, engine.url) for _ in range(10)))
@@ -553,13 +555,13 @@ async def test_a_caller_that_leaves_while_connecting_leaves_no_connection(pool):
                 await asyncio.sleep(0)
             task.cancel()
             (made,) = await asyncio.gather(task, return_exceptions=True)
-            if isinstance(made, Connection):
+            if isinstance(made, EngineConnection):
                 made.close()
         await until(lambda: not pool.connections and not engine.open)
 
 
 async def test_closing_the_pool_tells_who_waits_and_leaves_nothing():
-    pool = Pool(connect_s=2.0)
+    pool = EnginePool(connect_s=2.0)
     async with Engine(saying(OK)) as engine, Engine(saying()) as silent:
         await ask(pool, engine.url)
         _, heard = await begin(pool, silent.url)
@@ -655,13 +657,13 @@ async def test_an_engine_may_speak_tls_and_is_checked(certificate):
     engine = Engine(saying(OK))
     server = await asyncio.start_server(engine._serve, "127.0.0.1", 0, ssl=theirs)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
-    pool = Pool(connect_s=2.0, tls=ssl.create_default_context(cafile=cert))
+    pool = EnginePool(connect_s=2.0, tls=ssl.create_default_context(cafile=cert))
     async with server:
         for _ in range(2):
             _, heard = await ask(pool, url)
             assert heard.body == b"abc"
         assert engine.connections == 1
-        strict = Pool(connect_s=2.0)
+        strict = EnginePool(connect_s=2.0)
         with pytest.raises(EngineLost) as caught:
             await strict.connect(Origin.parse(url))
         assert caught.value.reason == "connection"

@@ -7,7 +7,7 @@ import socket
 import struct
 from dataclasses import dataclass, field
 
-from lorafleet.http_server.connection import Exchange, Front, FrontLimits, front
+from lorafleet.http_server.connection import Front, FrontLimits, HttpExchange, front
 from lorafleet.service.auth import OPEN
 from router.http.engine_pool import EngineLost
 from router.http.error_shapes import error_body
@@ -145,7 +145,7 @@ class App:
         await send({"type": "http.response.body", "body": said})
 
 
-async def length(exchange: Exchange) -> None:
+async def length(exchange: HttpExchange) -> None:
     """A handler that answers with the length of the body."""
     exchange.respond(200, b"content-type: text/plain\r\n", str(len(exchange.body)).encode())
 
@@ -155,7 +155,7 @@ async def fronted(handler=length, *, sender=lambda _: OPEN, told=None, **limits)
     """A server with `handler` on HOT and MESSAGES for POST, GET and HEAD, and an app on every other path."""
     seen: list[tuple[str, bytes]] = []
 
-    def noted(exchange: Exchange):
+    def noted(exchange: HttpExchange):
         seen.append((exchange.path, exchange.body))
         return handler(exchange)
 

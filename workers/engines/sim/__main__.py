@@ -15,7 +15,7 @@ import uvicorn
 from lorafleet.tokenizer.chat import ChatTokenizer
 from workers.engines.sim.app import VERSION, Service, make_app
 from workers.engines.sim.engine import Engine
-from workers.engines.sim.metrics import Metrics
+from workers.engines.sim.metrics import SimMetrics
 from workers.engines.sim.publisher import Publisher
 from workers.engines.sim.settings import Settings, parse
 from workers.engines.sim.text import Words
@@ -34,7 +34,7 @@ async def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT, then for at most `shutdown_timeout` what is in flight."""
     publisher = Publisher(settings.kv_events) if settings.kv_events.is_on else None
     stop = asyncio.Event()
-    engine = Engine(settings, publisher, Metrics(settings), on_death=stop.set)
+    engine = Engine(settings, publisher, SimMetrics(settings), on_death=stop.set)
     app = make_app(service_of(settings, engine), engine.run)
     config = uvicorn.Config(
         app,

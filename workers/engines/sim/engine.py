@@ -9,7 +9,7 @@ from pathlib import Path
 from workers.engines.sim.adapters import Adapter, read_adapter
 from workers.engines.sim.blocks import BlockPool, Chain, Root
 from workers.engines.sim.events import EventBatch
-from workers.engines.sim.metrics import Metrics
+from workers.engines.sim.metrics import SimMetrics
 from workers.engines.sim.publisher import Publisher
 from workers.engines.sim.settings import Settings
 from workers.engines.sim.text import Reply
@@ -42,7 +42,7 @@ class Engine:
 
     settings: Settings
     publisher: Publisher | None
-    metrics: Metrics
+    metrics: SimMetrics
     on_death: Callable[[], None]
     batch: Batch = field(init=False)
     adapters: dict[str, Adapter] = field(default_factory=dict)

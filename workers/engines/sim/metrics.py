@@ -49,7 +49,7 @@ HISTOGRAMS: Final = {
 }
 
 
-class Metrics:
+class SimMetrics:
     """One engine's metrics, in a registry of their own."""
 
     def __init__(self, settings: Settings) -> None:

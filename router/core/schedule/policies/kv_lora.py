@@ -6,7 +6,7 @@ from random import Random
 from typing import ClassVar, Final
 
 from router.core.schedule.cost import Score, Terms
-from router.core.schedule.decision import Ask, Scene
+from router.core.schedule.decision import FleetSnapshot, RoutingRequest
 from router.core.schedule.rendezvous import claim_on
 
 _CACHED: Final = 1  # of Terms
@@ -25,7 +25,7 @@ class KvLora:
 
     name: ClassVar[str] = "kv_lora"
 
-    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
         able = scene.able(ask)
         if scene.loads.full:
             able = within_slots(ask, scene, able)
@@ -42,7 +42,7 @@ class KvLora:
         return at[i], scene.named(at[i], found[i])
 
 
-def at_home(ask: Ask, scene: Scene, at: Sequence[int], found: Sequence[Terms]) -> int:
+def at_home(ask: RoutingRequest, scene: FleetSnapshot, at: Sequence[int], found: Sequence[Terms]) -> int:
     """Which of these an approximate prompt goes to, by rendezvous hashing on its conversation.
 
     at, found  as Scene.terms answers
@@ -55,7 +55,7 @@ def at_home(ask: Ask, scene: Scene, at: Sequence[int], found: Sequence[Terms]) -
     return max(close, key=lambda k: claim(replicas[at[k]]))
 
 
-def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ...]:
+def within_slots(ask: RoutingRequest, scene: FleetSnapshot, able: tuple[int, ...]) -> tuple[int, ...]:
     """Those where this adapter opens no slot beyond `max_loras`; all of them when there is no such replica."""
     name = ask.engine_name
     if not name:
@@ -64,7 +64,7 @@ def within_slots(ask: Ask, scene: Scene, able: tuple[int, ...]) -> tuple[int, ..
     return tuple(fits) or able
 
 
-def likely(costs_s: Sequence[float], scene: Scene) -> int:
+def likely(costs_s: Sequence[float], scene: FleetSnapshot) -> int:
     """Any of these, the cheaper the likelier."""
     best = min(costs_s)
     weights = [exp((best - cost) / scene.costs.temperature_s) for cost in costs_s]

@@ -4,7 +4,7 @@ from random import Random
 from typing import ClassVar
 
 from router.core.schedule.cost import Score
-from router.core.schedule.decision import Ask, Scene
+from router.core.schedule.decision import FleetSnapshot, RoutingRequest
 
 
 class LeastLoaded:
@@ -12,7 +12,7 @@ class LeastLoaded:
 
     name: ClassVar[str] = "least_loaded"
 
-    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
         able = scene.able(ask)
         counts = [scene.loads.in_flight(i) for i in able]
         fewest = min(counts)

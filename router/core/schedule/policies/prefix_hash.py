@@ -4,7 +4,7 @@ from math import ceil
 from typing import ClassVar
 
 from router.core.schedule.cost import Score
-from router.core.schedule.decision import Ask, Scene
+from router.core.schedule.decision import FleetSnapshot, RoutingRequest
 from router.core.schedule.rendezvous import claim_on
 
 # A replica takes no more than this much of the average load: what HAProxy suggests for its hash-balance-factor.
@@ -17,7 +17,7 @@ class PrefixHash:
 
     name: ClassVar[str] = "prefix_hash"
 
-    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
         able = scene.able(ask)
         loads = {i: scene.loads.in_flight(i) for i in able}
         most = ceil(_BALANCE * (sum(loads.values()) + 1) / len(able))

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from router.core.schedule.cost import Score
-from router.core.schedule.decision import Ask, Scene
+from router.core.schedule.decision import FleetSnapshot, RoutingRequest
 
 
 class RoundRobin:
@@ -11,7 +11,7 @@ class RoundRobin:
 
     name: ClassVar[str] = "round_robin"
 
-    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
         able = scene.able(ask)
         position = able[scene.turn % len(able)]
         return position, scene.score(ask, position)

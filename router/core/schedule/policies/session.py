@@ -4,7 +4,7 @@ from random import Random
 from typing import ClassVar
 
 from router.core.schedule.cost import Score
-from router.core.schedule.decision import Ask, Scene
+from router.core.schedule.decision import FleetSnapshot, RoutingRequest
 from router.core.schedule.rendezvous import claim_on
 
 
@@ -13,7 +13,7 @@ class Session:
 
     name: ClassVar[str] = "session"
 
-    def choose(self, ask: Ask, scene: Scene) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
         able = scene.able(ask)
         if not ask.session:
             return scene.scored(ask, Random(scene.seed).choice(able))

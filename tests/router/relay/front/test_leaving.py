@@ -7,7 +7,7 @@ import weakref
 import pytest
 from structlog.testing import capture_logs
 
-from lorafleet.http_server.batches import Turn
+from lorafleet.http_server.batches import Batches
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import LARGE, Calls, Work, failing
 from tests.router.relay.wires import HOT, fronted, length, post, reset
@@ -16,7 +16,7 @@ from tests.router.relay.wires import HOT, fronted, length, post, reset
 async def test_no_work_begins_for_a_client_that_left_before_its_turn(monkeypatch):
     work, late = Work(), []
     async with fronted(work) as served:
-        monkeypatch.setattr(Turn, "begin", lambda _self, exchange, _loop: late.append(exchange))
+        monkeypatch.setattr(Batches, "begin", lambda _self, exchange, _loop: late.append(exchange))
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
             await until(lambda: late)
