@@ -3,11 +3,13 @@
 # make test-fast  while you write: no vLLM (nor its 3 GB: make install-fast), no fleets of processes, nothing slow
 # make test-all   before a release: everything, with long runs, kills, and the whole of vLLM's contract
 # make lint       the checks alone
+# make docs       the documentation site in .site/site, with search and every REST route
 # make clean      everything made here
 
 PYTHON ?= python3
 VENV   ?= .venv
 STATE  ?= .state
+SITE   ?= .site
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
 FAST   := $(VENV)/installed-fast
@@ -22,11 +24,11 @@ TORCH     := 2.13.0
 # Asked only when no configured index has a CPU build: the plain one is the CUDA build, gigabytes that a CPU cannot use.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help install install-fast demo test test-fast test-all lint clean
+.PHONY: help install install-fast demo test test-fast test-all lint docs clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile | head -6
+	@sed -n 's/^# //p' Makefile | head -7
 
 install: $(STAMP)
 install-fast: $(FAST)
@@ -65,6 +67,10 @@ lint: $(FAST)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -P tests/tools/class_names.py
+
+docs: $(FAST)
+	$(BIN)/python -P -m docs.site $(SITE)
 
 test: $(STAMP) lint
 	$(PYTEST) -m 'not thorough'
@@ -77,4 +83,4 @@ test-all: $(STAMP) lint
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
 
 clean:
-	rm -rf $(VENV) $(STATE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(STATE) $(SITE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

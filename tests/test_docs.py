@@ -1,5 +1,6 @@
 """The docs say what the code has: every setting, route, metric and error code."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import typer
 
 from docs.generate import document
+from docs.site import api_page, page_of
 from lorafleet.cli.main import app as command_line
 from lorafleet.kv.connectors import CONNECTORS
 from lorafleet.local.options import asked
@@ -21,10 +23,12 @@ from router.config import RouterSettings
 from router.core.errors import RouterError
 from router.telemetry.metrics import RouterMetrics
 from router.wire import RouteAnswer, ScoreItem
+from tests.patience import patience
 from workers.core.errors import WorkerError
 from workers.metrics import WorkerMetrics
 
 DOCS = Path(__file__).parent.parent / "docs"
+SERVICES = ("router", "orchestrator", "worker")
 PROTOCOL = (DOCS / "protocol.md").read_text()
 
 
@@ -97,6 +101,46 @@ def test_every_line_that_starts_a_fleet_is_one_that_the_command_takes(page):
             words=words,
             environment={},
         )
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    pages = {page.name for page in DOCS.glob("*.md")} | {f"api-{service}.md" for service in SERVICES}
+    assert pages <= set(re.findall(r'"([\w-]+\.md)"', (DOCS / "zensical.toml").read_text()))
+
+
+def test_links_of_a_page_lead_to_pages_of_the_site_and_links_to_other_files_become_their_paths():
+    text = "[a](operations.md#top) [b](../README.md) [c](../docker/Dockerfile) [d](https://e.org/) [e](#here)"
+    shown = "[a](operations.md#top) [b](index.md) c (`docker/Dockerfile`) [d](https://e.org/) [e](#here)"
+    assert page_of(DOCS / "quickstart.md", text) == shown
+
+
+def test_a_route_of_an_openapi_document_is_shown_with_parameters_body_and_answers():
+    asked = {"$ref": "#/components/schemas/Wish"}
+    operation = {
+        "summary": "Makes <one>.",
+        "parameters": [{"name": "dry", "in": "query", "schema": {"type": "boolean"}, "description": "a | b"}],
+        "requestBody": {"content": {"application/json": {"schema": asked, "example": {"n": 1}}}},
+        "responses": {"200": {"description": "Made", "content": {"application/json": {"schema": asked}}}},
+    }
+    wish = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    page = api_page("router", {"paths": {"/v1/x": {"post": operation}}, "components": {"schemas": {"Wish": wish}}})
+    for line in (
+        "## `POST /v1/x`", "Makes \\<one>.", "| `dry` | query | boolean | a \\| b |",
+        "Body (`application/json`): [Wish](#wish)", '  "n": 1', "- **200**: Made [Wish](#wish)",
+        "| `n` (required) | integer |  |",
+    ):  # fmt: skip
+        assert line in page.splitlines(), line
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_no_link_or_heading_is_missing(tmp_path):
+    """Every page, and every REST route of the three services; strict mode ends at the first broken link."""
+    command = [sys.executable, "-P", "-m", "docs.site", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(120))
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = json.loads((tmp_path / "site" / "search.json").read_text())["items"]
+    titles = {item["title"] for item in shown if item["location"].startswith("api-router")}
+    assert any("POST /v1/chat/completions" in title for title in titles)
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
