@@ -33,8 +33,8 @@ from benchmarks.scenes import (
     worker_id,
 )
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
-from lorafleet.kv.events import Decoder
-from lorafleet.kv.ledger import Ledger, Tier
+from lorafleet.kv.events import KvEventDecoder
+from lorafleet.kv.ledger import BlockLedger, Tier
 from orchestrator.wire import Catalog, CatalogAdapter
 from router.core.fleet import RouterFleet
 from router.core.kv.index import KvIndex, WorkerId
@@ -232,8 +232,8 @@ class EngineFeeds:
 
     def __init__(self) -> None:
         self.index = KvIndex(BLOCK_SIZE)
-        self._decode = [Decoder().decode for _ in range(64)]
-        self._ledgers = [Ledger(BASE, BLOCK_SIZE, Into(self.index, worker_id(i))) for i in range(64)]
+        self._decode = [KvEventDecoder().decode for _ in range(64)]
+        self._ledgers = [BlockLedger(BASE, BLOCK_SIZE, Into(self.index, worker_id(i))) for i in range(64)]
 
     def apply(self, worker: int, payload: bytes) -> None:
         self._ledgers[worker].apply(self._decode[worker](payload))
@@ -282,7 +282,7 @@ def engine_events(rng: Random, count: int, blocks: int) -> Iterator[tuple[int, b
 
 def removed(payload: bytes) -> bytes:
     """The event that takes back what a store told."""
-    (stored,) = Decoder().decode(payload).events
+    (stored,) = KvEventDecoder().decode(payload).events
     event = {"type": "BlockRemoved", "block_hashes": stored.block_hashes, "medium": "GPU", "group_idx": 0}  # type: ignore[union-attr]
     return msgspec.msgpack.encode([0.0, [event], 0])
 

@@ -12,7 +12,7 @@ from random import Random
 
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
 from lorafleet.kv.events import BlocksStored, KvEventBatch
-from lorafleet.kv.ledger import Ledger, Tier
+from lorafleet.kv.ledger import BlockLedger, Tier
 from router.core.kv.index import KvIndex, WorkerId
 
 _WORKERS, _PROMPT_BLOCKS, _EVENT_BLOCKS, _BLOCK_SIZE = 64, 512, 16, 16
@@ -41,8 +41,8 @@ def _index(blocks: int, holders: int, rng: Random) -> list[KvIndex]:
     return [index]
 
 
-def _ledgers(blocks: int, rng: Random) -> list[Ledger]:
-    ledgers = [Ledger("m", _BLOCK_SIZE, _Nobody()) for _ in range(_WORKERS)]
+def _ledgers(blocks: int, rng: Random) -> list[BlockLedger]:
+    ledgers = [BlockLedger("m", _BLOCK_SIZE, _Nobody()) for _ in range(_WORKERS)]
     for number, start in enumerate(range(0, blocks, _EVENT_BLOCKS)):
         length = min(_EVENT_BLOCKS, blocks - start)
         event = BlocksStored(

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lorafleet.service.settings import HouseSettings
+from lorafleet.service.settings import ServiceSettings
 from orchestrator.config import OrchestratorSettings
 from orchestrator.wire import AdapterSpec
 from router.config import RouterSettings
@@ -16,7 +16,7 @@ from workers.config import WorkerSettings
 
 Manifest = dict[str, Any]
 
-HOUSES: dict[str, type[HouseSettings]] = {
+HOUSES: dict[str, type[ServiceSettings]] = {
     "router": RouterSettings,
     "orchestrator": OrchestratorSettings,
     "workers": WorkerSettings,

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from docs.chart_schema import HOUSES, SCHEMA, schema_with_settings
-from lorafleet.service.settings import HouseSettings
+from lorafleet.service.settings import ServiceSettings
 
 TARGET = Path(__file__).parent / "configuration.md"
 
@@ -42,7 +42,7 @@ def _shown(value: object) -> str:
     return f"`{text}`"
 
 
-def section(house: str, settings: type[HouseSettings]) -> str:
+def section(house: str, settings: type[ServiceSettings]) -> str:
     """One house's table."""
     prefix = settings.model_config.get("env_prefix", "")
     rows = [

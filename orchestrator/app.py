@@ -17,13 +17,13 @@ from fastapi import FastAPI
 from lorafleet.engine.agentless import engines_by_id
 from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
-from lorafleet.kube.client import Kube, connect
-from lorafleet.kube.discovery import Slices
-from lorafleet.service.auth import Keys, may_send, refuse_open_server
-from lorafleet.service.http import JsonBodies, add_routes, install_error_handlers
+from lorafleet.kube.client import KubeClient, connect
+from lorafleet.kube.discovery import SliceWatch
+from lorafleet.service.auth import ApiKeys, may_send, refuse_open_server
+from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
-from lorafleet.service.transport import Transport
+from lorafleet.service.transport import DirectTransport
 from orchestrator.agentless.engine import Allowed, PlainWorker
 from orchestrator.agentless.transport import SCHEME, PlainWorkers
 from orchestrator.api import build_router
@@ -80,7 +80,7 @@ def build(
     settings: OrchestratorSettings,
     *,
     url: str = "",
-    kube: Kube | None = None,
+    kube: KubeClient | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
 ) -> Orchestrator:
@@ -89,7 +89,7 @@ def build(
     url    where other orchestrators reach this one
     kube   the API server, where the settings want one; closed with the app
     """
-    keys = Keys(settings.key_files)
+    keys = ApiKeys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     objects = _objects(settings, kube)
     store = Store(objects or settings.store, wall=wall)
@@ -103,7 +103,7 @@ def build(
         clock=clock,
     )
     client = httpx.AsyncClient(
-        transport=Transport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
+        transport=DirectTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
         mounts={SCHEME: plain},
         trust_env=False,
     )
@@ -202,7 +202,7 @@ def build(
     )
     # The outermost: what is handed on to the leader is looked at, too.
     app.add_middleware(
-        JsonBodies, may_send=may_send(keys, "load", "register"), most_values=_MOST_VALUES, larger=_LARGER_BODIES
+        JsonBodyMiddleware, may_send=may_send(keys, "load", "register"), most_values=_MOST_VALUES, larger=_LARGER_BODIES
     )
     guard(app, keys, allow_open=settings.allow_open)
     return whole
@@ -218,7 +218,7 @@ def _stock_engines(settings: OrchestratorSettings, finder: Finder | None) -> lis
     return list(named.values())
 
 
-def _objects(settings: OrchestratorSettings, kube: Kube | None) -> ConfigMaps | None:
+def _objects(settings: OrchestratorSettings, kube: KubeClient | None) -> ConfigMaps | None:
     if settings.backend == "sqlite":
         return None
     assert kube is not None, "backend configmaps needs an API server"
@@ -231,7 +231,11 @@ def _objects(settings: OrchestratorSettings, kube: Kube | None) -> ConfigMaps | 
 
 
 def _beside(
-    objects: ConfigMaps, kube: Kube | None, settings: OrchestratorSettings, registry: Registry, reconciler: Reconciler
+    objects: ConfigMaps,
+    kube: KubeClient | None,
+    settings: OrchestratorSettings,
+    registry: Registry,
+    reconciler: Reconciler,
 ) -> list[Callable[[], Coroutine[Any, Any, object]]]:
     """What keeps ConfigMaps and intent together."""
     assert kube is not None, "backend configmaps needs an API server"
@@ -262,7 +266,7 @@ def _beside(
 
 def _finder(
     settings: OrchestratorSettings,
-    kube: Kube | None,
+    kube: KubeClient | None,
     fleet: Fleet,
     agents: Agents,
     reconciler: Reconciler,
@@ -271,7 +275,7 @@ def _finder(
     if not settings.kube_selector:
         return None
     assert kube is not None, "kube_selector needs an API server"
-    slices = Slices(
+    slices = SliceWatch(
         lambda: contextlib.nullcontext(kube), selector=settings.kube_selector, namespaces=settings.kube_namespaces
     )
     metrics.follow_slices(slices.age_s)
@@ -287,7 +291,11 @@ def _finder(
 
 
 def _leadership(
-    settings: OrchestratorSettings, kube: Kube | None, url: str, clock: Callable[[], float], wall: Callable[[], float]
+    settings: OrchestratorSettings,
+    kube: KubeClient | None,
+    url: str,
+    clock: Callable[[], float],
+    wall: Callable[[], float],
 ) -> Leadership:
     holder = secrets.token_hex(8)
     if settings.lease == "kubernetes":
@@ -303,7 +311,7 @@ def _leadership(
     )
 
 
-def _lease(settings: OrchestratorSettings, kube: Kube | None, holder: str, wall: Callable[[], float]) -> Lease:
+def _lease(settings: OrchestratorSettings, kube: KubeClient | None, holder: str, wall: Callable[[], float]) -> Lease:
     if settings.lease == "file":
         return FileLease(settings.store.with_name(f"{settings.store.name}.lease"), holder=holder)
     assert kube is not None, "lease kubernetes needs an API server"

@@ -8,10 +8,10 @@ from pydantic_settings import SettingsConfigDict
 
 from lorafleet.engine.agentless import engines_by_id
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.service.settings import HouseSettings, Key, Url
+from lorafleet.service.settings import Key, ServiceSettings, Url
 
 
-class OrchestratorSettings(HouseSettings):
+class OrchestratorSettings(ServiceSettings):
     """lorafleet orchestrator: decides which adapter lives on which worker, and makes it so."""
 
     model_config = SettingsConfigDict(env_prefix="LORAFLEET_ORCHESTRATOR_")

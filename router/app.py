@@ -28,16 +28,16 @@ from lorafleet.http_server.guard import guard
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.kube.access import ACCOUNT, source
 from lorafleet.kube.client import opened
-from lorafleet.kube.discovery import Slices
+from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.service import logs
-from lorafleet.service.auth import KeyFileError, Keys, refuse_open_server
+from lorafleet.service.auth import ApiKeys, KeyFileError, refuse_open_server
 from lorafleet.service.files import make_folder
 from lorafleet.service.http import add_routes, install_error_handlers
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.settings import load_or_exit
-from lorafleet.service.transport import Transport
+from lorafleet.service.transport import DirectTransport
 from router.api.control import answers, control_routes, describe_inference, exposed, health_routes
 from router.config import RouterSettings
 from router.core.errors import RouterError
@@ -54,15 +54,15 @@ from router.core.schedule.policies import POLICIES
 from router.core.scheduler import Scheduler, Shadowed
 from router.fleet.discovery import Discovery
 from router.fleet.health_probe import Finding, HealthProbes
-from router.fleet.usage_report import Usage, send_usage
+from router.fleet.usage_report import UsageCounts, send_usage
 from router.http.engine_pool import EnginePool
 from router.http.error_shapes import error_body
 from router.http.fetch import fetch, stream
 from router.kv.feeds import Feeds
 from router.processes import supervisor
-from router.processes.aggregate import Siblings
-from router.processes.shared_quotas import SharedAccounts
-from router.processes.supervisor import Member
+from router.processes.aggregate import WorkerProcesses
+from router.processes.shared_quotas import SharedQuotas
+from router.processes.supervisor import ProcessMember
 from router.protocols.cors import of_middleware, told
 from router.request.background import Background
 from router.request.cold_starts import ColdStarts
@@ -99,7 +99,7 @@ class _Joined:
     load: LoadBook
     trust: PredictionAccuracy
     breaker: CircuitBreaker
-    usage: Usage
+    usage: UsageCounts
     tokenizers: Tokenizers
     metrics: RouterMetrics
     learning: set[asyncio.Task[None]] = field(default_factory=set)
@@ -144,14 +144,14 @@ def _as_told(replica: Replica) -> Incarnation | None:
     return replica.incarnation if tells_start(replica.engine_boot_id) else None
 
 
-def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Services]:
+def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[FastAPI, Services]:
     """The router's app and its parts; `app.state.http` makes the protocols that it must be served with, and
     `app.state.siblings` is its way to the other processes.
 
     me      this process among several on one port
     raises  KeyFileError, TracingUnavailable, KubeConfigError; nothing runs before the app's lifespan begins
     """
-    keys = Keys(config.key_files)
+    keys = ApiKeys(config.key_files)
     refuse_open_server(keys, config.host, allow_open=config.allow_open)
     metrics = RouterMetrics()
     load = LoadBook()
@@ -164,7 +164,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Se
     control = httpx.AsyncClient(
         timeout=config.control_timeout_s,
         auth=own,
-        transport=Transport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
+        transport=DirectTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
         trust_env=False,
     )
     tokenizers = Tokenizers(
@@ -176,7 +176,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Se
     )
     agents = EnginePool(connect_s=config.control_timeout_s)
     feeds = Feeds(metrics, config.kv_tail_poll_s, trust, own, agents)
-    usage = Usage(router_id, load)
+    usage = UsageCounts(router_id, load)
     outbox = Outbox()
     if config.state_dir is not None:
         make_folder(config.state_dir, "state_dir")
@@ -240,7 +240,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Se
         background=_background(config, keys, discovery, agents),
         deadly=PoisonRequests("this request was", enough=2, hold_s=config.deadly_hold_s),
         deadly_adapters=PoisonRequests("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
-        quotas=Quotas(SharedAccounts(me.accounts, me.slot, me.processes) if me else None),
+        quotas=Quotas(SharedQuotas(me.accounts, me.slot, me.processes) if me else None),
         tracer=traces,
     )
     inference = InferenceHandler(parts)
@@ -249,7 +249,7 @@ def build(config: RouterSettings, me: Member | None = None) -> tuple[FastAPI, Se
     own_metrics = partial(exposed, parts, clients)
     siblings = None
     if me is not None:
-        siblings = Siblings(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(parts))
+        siblings = WorkerProcesses(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(parts))
     app = FastAPI(
         title="lorafleet router", lifespan=lambda _app: _running(parts, control, agents, looks, clients, siblings)
     )
@@ -296,7 +296,7 @@ async def _running(
     agents: EnginePool,
     looks: HealthProbes,
     clients: Front,
-    siblings: Siblings | None,
+    siblings: WorkerProcesses | None,
 ) -> AsyncIterator[None]:
     """Everything that runs beside the requests, from the app's start to its end."""
     discovery, metrics = parts.discovery, parts.metrics
@@ -351,11 +351,11 @@ def _rest_the_collector() -> None:
     gc.set_threshold(_COLLECT_EVERY, 20, 50)
 
 
-def _tenant_share(config: RouterSettings, keys: Keys) -> float:
+def _tenant_share(config: RouterSettings, keys: ApiKeys) -> float:
     return 1.0 if keys.is_open else config.tenant_share  # without keys everybody is one tenant
 
 
-def _background(config: RouterSettings, keys: Keys, discovery: Discovery, agents: EnginePool) -> Background:
+def _background(config: RouterSettings, keys: ApiKeys, discovery: Discovery, agents: EnginePool) -> Background:
     async def ask(replica: Replica, response_id: str) -> bytes:
         # Not on the connections of requests: an engine that answers this may compute nothing, and is to be found out.
         return await fetch(
@@ -409,7 +409,7 @@ def _discovery(
 ) -> Discovery:
     slices = None
     if config.kube_selector:
-        slices = Slices(
+        slices = SliceWatch(
             partial(opened, source(config.kubeconfig, os.environ, ACCOUNT)),
             selector=config.kube_selector,
             namespaces=config.kube_namespaces,
@@ -443,7 +443,7 @@ def _waits_s(mind: Scheduler) -> dict[WorkerId, float]:
     return {worker: work_s / waiting.drain.rate(worker) for worker, work_s in waiting.backlog.items()}
 
 
-def _front_limits(config: RouterSettings, keys: Keys) -> FrontLimits:
+def _front_limits(config: RouterSettings, keys: ApiKeys) -> FrontLimits:
     of_tenant = int(config.max_bodies_bytes * config.tenant_share)
     return FrontLimits(
         head_bytes=config.max_head_bytes,
@@ -526,7 +526,7 @@ def _count_shadow_failure(metrics: RouterMetrics, name: str, exc: Exception) -> 
 
 
 async def _report_usage(
-    client: httpx.AsyncClient, url: str, usage: Usage, discovery: Discovery, metrics: RouterMetrics
+    client: httpx.AsyncClient, url: str, usage: UsageCounts, discovery: Discovery, metrics: RouterMetrics
 ) -> None:
     async def step() -> None:
         await send_usage(client, url, usage, lambda: discovery.fleet.revision, time.monotonic)
@@ -584,7 +584,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         serve.run(
             lambda: serve.serve(
-                supervisor.Joining(app, me, sock, synced=synced) if me else app,
+                supervisor.JoiningApp(app, me, sock, synced=synced) if me else app,
                 sock,
                 http=app.state.http,
                 port_file=None if me else config.port_file,

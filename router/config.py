@@ -10,7 +10,7 @@ from pydantic_settings import SettingsConfigDict
 
 from lorafleet.engine.agentless import engines_by_id
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.service.settings import HouseSettings, Key, Url
+from lorafleet.service.settings import Key, ServiceSettings, Url
 from router.core.schedule.cost import Costs
 
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+")
@@ -26,7 +26,7 @@ Origin = Annotated[str, AfterValidator(_origin)]
 PolicyName = Literal["kv_lora", "round_robin", "least_loaded", "session", "prefix_hash"]
 
 
-class RouterSettings(HouseSettings):
+class RouterSettings(ServiceSettings):
     """KV-aware, LoRA-aware router in front of a fleet of vLLM workers.
 
     Example: python -m router --port 8000 --orchestrator-url http://127.0.0.1:8080

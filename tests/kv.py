@@ -10,7 +10,7 @@ import zmq.asyncio
 from fastapi import FastAPI
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from lorafleet.service.auth import Keys
+from lorafleet.service.auth import ApiKeys
 from lorafleet.service.http import install_error_handlers
 from tests.serving import serving
 from workers.agent.kv_ledger import KvLedgers
@@ -129,7 +129,7 @@ class KvAgent:
             **self.more,
         )
         app = FastAPI()
-        app.include_router(kv_routes(self, Keys([])))
+        app.include_router(kv_routes(self, ApiKeys([])))
         install_error_handlers(app, WorkerError)
         try:
             async with serving(app, port=port, send_buffer_bytes=send_buffer_bytes) as url:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from math import inf
 
-from lorafleet.engine.rates import Reading
+from lorafleet.engine.rates import EngineCounters
 from workers.engines.sim.blocks import BlockPool, Chain, Root
 from workers.engines.sim.timing import Batch, Ended, Job, Pace, Step
 
@@ -58,7 +58,7 @@ class SimulatedEngine:
             self._step = step, self.now + step.duration_s
         return self._step[1]
 
-    def advance(self, until: float) -> tuple[list[Reading], Sequence[Job]]:
+    def advance(self, until: float) -> tuple[list[EngineCounters], Sequence[Job]]:
         """Let time pass, no further than to the end of one step: readings on the way, and jobs that got a token."""
         done_at = self.next_at
         to = min(until, done_at)
@@ -69,9 +69,9 @@ class SimulatedEngine:
         step, self._step = self._step[0], None
         return readings, self._ended(step, done_at)
 
-    def _readings(self, until: float) -> Iterator[Reading]:
+    def _readings(self, until: float) -> Iterator[EngineCounters]:
         while self.read_at <= until:
-            yield Reading(at_s=self.read_at, running=len(self.batch.running), **self.totals)
+            yield EngineCounters(at_s=self.read_at, running=len(self.batch.running), **self.totals)
             self.read_at += 1.0
 
     def _ended(self, step: Step, now: float) -> Sequence[Job]:

@@ -18,14 +18,14 @@ from fastapi import FastAPI
 
 from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
-from lorafleet.kv.connectors import Judgement
+from lorafleet.kv.connectors import ConnectorVerdict
 from lorafleet.service import logs
-from lorafleet.service.auth import Keys, may_send, refuse_open_server
+from lorafleet.service.auth import ApiKeys, may_send, refuse_open_server
 from lorafleet.service.files import make_folder, write_whole
-from lorafleet.service.http import JsonBodies, add_routes, install_error_handlers
+from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
-from lorafleet.service.transport import Transport
+from lorafleet.service.transport import DirectTransport
 from workers.agent.agent import Agent
 from workers.agent.events import Events
 from workers.agent.heartbeat import Heartbeats
@@ -75,7 +75,7 @@ class Worker:
 
 def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (), timers: Timers = TIMERS) -> Worker:
     """Everything, joined; the engine starts when the app is served. Raises KeyFileError, OSError, CommandError."""
-    keys, own = Keys(settings.key_files), OwnKey(settings.token, settings.token_file)
+    keys, own = ApiKeys(settings.key_files), OwnKey(settings.token, settings.token_file)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
     connector = _connector_of(settings, own_command)
@@ -115,7 +115,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(cache.disk.clean)
         await cache.look()
-        async with httpx.AsyncClient(transport=Transport(), trust_env=False) as client:
+        async with httpx.AsyncClient(transport=DirectTransport(), trust_env=False) as client:
             tasks = [
                 asyncio.create_task(supervisor.run()),
                 asyncio.create_task(_loop("scrape", agent.link.scrape, settings.scrape_s, metrics)),
@@ -147,12 +147,12 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     )
     add_routes(app, build_router(agent, keys, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
-    app.add_middleware(JsonBodies, may_send=may_send(keys, "load", "drain"), most_values=_MOST_VALUES)
+    app.add_middleware(JsonBodyMiddleware, may_send=may_send(keys, "load", "drain"), most_values=_MOST_VALUES)
     guard(app, keys, allow_open=settings.allow_open)
     return Worker(app, agent)
 
 
-def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> Judgement | None:
+def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> ConnectorVerdict | None:
     """What the engine's command says of its KV connector; None: nothing. Raises CommandError."""
     if settings.engine_url or settings.engine == "sglang":
         return None

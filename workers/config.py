@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.service.settings import HouseSettings, Url, whole_url
+from lorafleet.service.settings import ServiceSettings, Url, whole_url
 from lorafleet.service.sockets import UNIX_PATH_BYTES
 from workers.engines.base import STATIC
 
@@ -38,7 +38,7 @@ class Timers:
 TIMERS = Timers()
 
 
-class WorkerSettings(HouseSettings):
+class WorkerSettings(ServiceSettings):
     """The agent beside one engine: starts and watches it, and holds its adapters."""
 
     model_config = SettingsConfigDict(env_prefix="LORAFLEET_WORKERS_")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from lorafleet.engine.rates import Rates
+from lorafleet.engine.rates import EngineRates
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 _FEW_BUCKETS = (0.05, 0.25, 1, 5, 20, 60)
@@ -136,7 +136,7 @@ class WorkerMetrics:
         for gauge in (self.kv_blocks, self.kv_bytes, self.kv_whole):
             gauge.set(0)
 
-    def rates(self, learned: Rates) -> None:
+    def rates(self, learned: EngineRates) -> None:
         """Show what the engine's counters have taught; 0 until measured."""
         for name, gauge in self._rates.items():
             gauge.set(getattr(learned, name))

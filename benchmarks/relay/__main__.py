@@ -24,7 +24,7 @@ from benchmarks.relay.contenders import CONTENDERS, EXACT, HOW_TO_ADD, Contender
 from benchmarks.relay.machine import busy_s, cores, described, own_s, stolen_s
 from benchmarks.relay.rows import GROUPS, Scene
 from benchmarks.report import Row, show
-from lorafleet.local.processes import Guard, clean_environment
+from lorafleet.local.processes import ProcessGuard, clean_environment
 from lorafleet.local.tiny_model import make_model
 
 _HOT_SPOTS = 25
@@ -36,7 +36,7 @@ def main() -> None:
     os.sched_setaffinity(0, {other_core})
     scratch = Path(tempfile.mkdtemp(prefix="lorafleet-relay-"))
     mark = uuid.uuid4().hex
-    guard = Guard(mark, scratch)
+    guard = ProcessGuard(mark, scratch)
     try:
         if options.profile is not None:
             options.profile.mkdir(parents=True, exist_ok=True)

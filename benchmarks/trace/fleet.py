@@ -11,8 +11,8 @@ from typing import Protocol
 
 from benchmarks.trace.engine import NEVER, Engine, Hardware, Job
 from benchmarks.trace.workload import ADAPTERS, Request
-from lorafleet.engine.rates import Rates
-from lorafleet.engine.rates import Reading as RateReading
+from lorafleet.engine.rates import EngineCounters as RateReading
+from lorafleet.engine.rates import EngineRates
 from workers.core.slots import Location, Slots
 
 Changes = list[tuple[int, bool]]
@@ -79,7 +79,7 @@ class Agent:
     """What stands beside an engine: learned rates, and where it believes its adapters to be."""
 
     def __init__(self, hardware: Hardware, rng: Random) -> None:
-        self._rates = Rates()
+        self._rates = EngineRates()
         names = [str(adapter) for adapter in range(ADAPTERS)]
         self._slots = Slots(hardware.max_loras, hardware.max_cpu_loras, frozenset(names))
         self._names = names

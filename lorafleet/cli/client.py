@@ -10,7 +10,7 @@ from lorafleet.service.failure import CommandFailed, printable
 from lorafleet.service.urls import is_http, plain_key, shown
 
 
-class Api:
+class RestClient:
     """One server. `flag` is how a person would name it differently."""
 
     def __init__(self, url: str, token: str = "", *, flag: str = "", timeout_s: float = 30.0) -> None:
@@ -27,7 +27,7 @@ class Api:
         # Loopback and cluster addresses: a proxy from the environment would only be in the way.
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
 
-    def __enter__(self) -> "Api":
+    def __enter__(self) -> "RestClient":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
@@ -64,7 +64,7 @@ class Api:
         message, code = _reason(answer)
         if code == "not_found":  # of the path: names that there are not have codes of their own
             message = f"{self.url} has no {path}{self._hint('is it the right server')}"
-        raise Refused(answer.status_code, message, code)
+        raise RestError(answer.status_code, message, code)
 
     def _json(self, path: str, answer: httpx.Response) -> Any:
         try:
@@ -94,7 +94,7 @@ class Api:
                 return items
 
 
-class Refused(CommandFailed):
+class RestError(CommandFailed):
     """The server answered with an error; the message is its own, with what to do where we know more."""
 
     def __init__(self, http_status: int, message: str, code: str) -> None:

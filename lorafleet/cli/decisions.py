@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lorafleet.cli.client import Api
+from lorafleet.cli.client import RestClient
 from lorafleet.service.failure import CommandFailed
 
 _HOW = "write one with: lorafleet decisions --json > FILE"
@@ -26,7 +26,7 @@ def recorded(file: Path) -> list[Item]:
     return [_item(file, item) for item in items]
 
 
-def again(router: Api, items: Sequence[Item], policy: str | None) -> list[Item]:
+def again(router: RestClient, items: Sequence[Item], policy: str | None) -> list[Item]:
     """Each decision as the router makes it from its record; with a policy, as that one would have made it."""
     changes = {"policy": policy} if policy else {}
     return [router.call("POST", "/v1/decisions/replay", {**item, **changes}) for item in items]

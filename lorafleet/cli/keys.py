@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import yaml
 
-from lorafleet.service.auth import SCOPES, KeyFileError, Keys, hash_key, new_key
+from lorafleet.service.auth import SCOPES, ApiKeys, KeyFileError, hash_key, new_key
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import mode_of, what_failed, write_whole
 
@@ -63,7 +63,7 @@ def _append(path: Path, entry: dict[str, object]) -> None:
         mode = mode_of(path)
         before = path.read_text() if mode else ""
         if before.strip():
-            Keys([path])  # refuses what no server would read
+            ApiKeys([path])  # refuses what no server would read
         entries = (yaml.safe_load(before) or {}).get("keys", [])
         after = yaml.safe_dump({"keys": [*entries, entry]}, sort_keys=False)
         write_whole(path, after.encode(), mode=mode & 0o777 if mode else 0o600)

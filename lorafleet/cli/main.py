@@ -18,7 +18,7 @@ from lorafleet.service.failure import CommandFailed
 from lorafleet.service.urls import path_of
 
 if TYPE_CHECKING:
-    from lorafleet.cli.client import Api
+    from lorafleet.cli.client import RestClient
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -59,22 +59,22 @@ class LoadingName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FleetAddress:
     """Which servers the command speaks to, and with which key."""
 
     orchestrator_url: str
     router_url: str
     token: str
 
-    def orchestrator(self) -> "Api":
-        from lorafleet.cli.client import Api
+    def orchestrator(self) -> "RestClient":
+        from lorafleet.cli.client import RestClient
 
-        return Api(self.orchestrator_url, self.token, flag="lorafleet --orchestrator-url")
+        return RestClient(self.orchestrator_url, self.token, flag="lorafleet --orchestrator-url")
 
-    def router(self) -> "Api":
-        from lorafleet.cli.client import Api
+    def router(self) -> "RestClient":
+        from lorafleet.cli.client import RestClient
 
-        return Api(self.router_url, self.token, flag="lorafleet --router-url")
+        return RestClient(self.router_url, self.token, flag="lorafleet --router-url")
 
 
 @app.callback()
@@ -90,7 +90,7 @@ def _target(
         str, typer.Option(envvar="LORAFLEET_TOKEN", help="API key, where the fleet wants one", show_default=False)
     ] = "",
 ) -> None:
-    context.obj = Target(orchestrator_url, router_url, token)
+    context.obj = FleetAddress(orchestrator_url, router_url, token)
 
 
 def _default_state_dir() -> Path:
@@ -98,7 +98,7 @@ def _default_state_dir() -> Path:
     return Path(base) / "lorafleet"
 
 
-class _WithEngineWords(TyperCommand):
+class _EngineArgumentsCommand(TyperCommand):
     """A command with arguments for the engines behind `--`, which says so of a flag that it does not have."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -113,7 +113,7 @@ class _WithEngineWords(TyperCommand):
 _FILE_OF = "YAML file with settings of the {}, as its own --config; its variables LORAFLEET_{}_... come before it"
 
 
-@app.command(cls=_WithEngineWords)
+@app.command(cls=_EngineArgumentsCommand)
 def up(
     words: Annotated[
         list[str] | None,
@@ -623,7 +623,7 @@ def _explain(answer: Mapping[str, Any], *, as_json: bool = False) -> None:
         typer.echo(answer["note"])
 
 
-def _replay(api: "Api", file: Path, policy: str | None, *, as_json: bool) -> None:
+def _replay(api: "RestClient", file: Path, policy: str | None, *, as_json: bool) -> None:
     from lorafleet.cli import tables
     from lorafleet.cli.decisions import again, recorded
 
@@ -652,7 +652,7 @@ def _json(what: Any) -> None:
     typer.echo(json.dumps(what, indent=2))
 
 
-def _base_model(api: "Api") -> str:
+def _base_model(api: "RestClient") -> str:
     for item in api.call("GET", "/v1/models")["data"]:
         if not item.get("parent"):
             return str(item["id"])

@@ -45,7 +45,7 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
       lorafleet plan --policy reserve_slots=0 --adapter-policy legal/v2:min_replicas=3
     """
     from lorafleet.cli import tables  # noqa: PLC0415  (`lorafleet --help` must not wait for rich tables)
-    from lorafleet.local.progress import Steps  # noqa: PLC0415
+    from lorafleet.local.progress import StartProgress  # noqa: PLC0415
 
     body = {
         "demand": dict(map(_demand, demand or ())),
@@ -55,7 +55,7 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
         "adapter_policies": _adapter_policies(adapter_policy or ()),
     }
     is_supposed = any(body.values())
-    with context.obj.orchestrator() as api, Steps() as steps, steps.step("plan", "running the passes to come"):
+    with context.obj.orchestrator() as api, StartProgress() as steps, steps.step("plan", "running the passes to come"):
         answer = api.call("POST", "/v1/placements/plan", body | {"passes": passes} if is_supposed else None)
     if as_json:
         typer.echo(_json(answer))
@@ -189,7 +189,7 @@ def setting(text: str, names: str = "lorafleet policy show") -> tuple[str, Any]:
         raise CommandFailed(f"{text}: write NAME=VALUE; `{names}` has the names", status=2)
     try:
         return name.strip().replace("-", "_"), yamls.parsed(value)
-    except yamls.BadYaml as exc:
+    except yamls.InvalidYaml as exc:
         raise CommandFailed(
             f"{text[:200]}: the value is not YAML ({str(exc).splitlines()[0]}); put text in quotes", status=2
         ) from exc

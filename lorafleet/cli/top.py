@@ -9,11 +9,11 @@ from rich.live import Live
 from rich.text import Text
 
 from lorafleet.cli import tables
-from lorafleet.cli.client import Api
+from lorafleet.cli.client import RestClient
 from lorafleet.service.failure import CommandFailed
 
 
-def run(orchestrator: Api, *, every_s: float) -> None:
+def run(orchestrator: RestClient, *, every_s: float) -> None:
     """Until Ctrl-C on a terminal; else print once. Raises Failure when the first look fails."""
     first = picture(orchestrator)
     console = tables.console()
@@ -29,7 +29,7 @@ def run(orchestrator: Api, *, every_s: float) -> None:
                 live.update(Group(Text(f"{exc}\n", style="red"), first), refresh=True)
 
 
-def picture(orchestrator: Api) -> Group:
+def picture(orchestrator: RestClient) -> Group:
     """The fleet now: workers, then adapters, those on most workers first."""
     workers = orchestrator.every("/v1/workers")
     adapters = orchestrator.every("/v1/adapters")

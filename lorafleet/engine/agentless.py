@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from lorafleet.engine.metrics_page import SERVER_INFO, Scrape, parse_metrics, transfer_config
-from lorafleet.engine.rates import COUNTERS, Rates, Reading
-from lorafleet.kv.connectors import EngineSalt, Judgement, decided, learned
-from lorafleet.kv.sources import Sources, sources_of
+from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
+from lorafleet.engine.rates import COUNTERS, EngineCounters, EngineRates
+from lorafleet.kv.connectors import ConnectorVerdict, EngineSalt, decided, learned
+from lorafleet.kv.sources import KvEventEndpoints, sources_of
 from lorafleet.service.urls import is_http, shown
 from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
@@ -31,7 +31,7 @@ _ODD = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
-class PlainEngine:
+class AgentlessEngine:
     """One engine, asked again and again. Adapters are believed only of a vLLM: others answer for names they lack."""
 
     def __init__(
@@ -96,7 +96,7 @@ class PlainEngine:
             engine_boot_id=f"{scrape.started_at:.2f}" + (f"+{self._repaths}" if self._repaths else ""),
         )
 
-    async def _note(self, scrape: Scrape, paths: Mapping[str, str]) -> None:
+    async def _note(self, scrape: EngineMetrics, paths: Mapping[str, str]) -> None:
         if scrape.started_at != self._started_at:
             self._load, self._paths, self._repaths = EngineLoad(), {}, 0
             self._kv = await self._sources()
@@ -106,7 +106,7 @@ class PlainEngine:
         # Names that went are remembered: the blocks outlive the unload (vLLM 0.32, seen running).
         self._paths = {**self._paths, **paths}
 
-    def _judgement(self, scrape: Scrape) -> Judgement:
+    def _judgement(self, scrape: EngineMetrics) -> ConnectorVerdict:
         found = learned(self._connector, offloading=scrape.offloading, has_connector=scrape.has_connector)
         return decided(self._salt, found)
 
@@ -123,7 +123,7 @@ class PlainEngine:
         source  vLLM 0.32 entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig, ports resolved
         """
         events, replay = self._given
-        found = Sources(events, replay if len(replay) == len(events) else ())
+        found = KvEventEndpoints(events, replay if len(replay) == len(events) else ())
         if not events:
             try:
                 ranks = json.loads(await self._get("/kv_event_sources"))
@@ -144,8 +144,8 @@ class EngineLoad:
     """
 
     def __init__(self) -> None:
-        self.rates = Rates()
-        self._scrape = Scrape()
+        self.rates = EngineRates()
+        self._scrape = EngineMetrics()
         self.read_at: float | None = None
         self.moved_at: float | None = None
 
@@ -154,17 +154,17 @@ class EngineLoad:
         """Whether something ran or waited there at the last reading."""
         return self._scrape.running + self._scrape.waiting > 0
 
-    def add(self, scrape: Scrape, at_s: float) -> None:
+    def add(self, scrape: EngineMetrics, at_s: float) -> None:
         """Learn from the next reading, made at `at_s`."""
         if self.read_at is not None and scrape != self._scrape:
             self.moved_at = at_s
         self._scrape, self.read_at = scrape, at_s
         counted = {name: getattr(scrape, name) for name in COUNTERS}
-        self.rates.add(Reading(at_s=at_s, running=scrape.running, **counted))
+        self.rates.add(EngineCounters(at_s=at_s, running=scrape.running, **counted))
 
     def forget_reading(self) -> None:
         """The engine is gone, and what ran there; what was learned of it stays."""
-        self._scrape, self.read_at, self.moved_at = Scrape(), None, None
+        self._scrape, self.read_at, self.moved_at = EngineMetrics(), None, None
 
     def figures(self, now: float, *, load_seconds: float = 0.0) -> Load:
         """As a report has them. `load_seconds`: of an adapter, measured by whoever loads them."""
@@ -235,7 +235,7 @@ def _models(body: bytes, url: str) -> list[Mapping[str, Any]]:
         raise ValueError(f"{url}/v1/models is no list of models: {body[:100]!r}") from exc
 
 
-def _shape(base: Mapping[str, Any], scrape: Scrape) -> RuntimeConfig:
+def _shape(base: Mapping[str, Any], scrape: EngineMetrics) -> RuntimeConfig:
     return RuntimeConfig(
         block_size=scrape.block_size,
         total_kv_blocks=scrape.total_kv_blocks,
@@ -245,7 +245,7 @@ def _shape(base: Mapping[str, Any], scrape: Scrape) -> RuntimeConfig:
     )
 
 
-def _loras(base_model: str, paths: Mapping[str, str], scrape: Scrape, judgement: Judgement) -> LoraInfo:
+def _loras(base_model: str, paths: Mapping[str, str], scrape: EngineMetrics, judgement: ConnectorVerdict) -> LoraInfo:
     refusal = judgement.refusal
     # Which of more than its slots are on the device is not told.
     location = "host" if 0 < scrape.max_loras < len(paths) else "device"

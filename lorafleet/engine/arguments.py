@@ -54,27 +54,27 @@ _SWITCH = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _KEY = "VLLM_API_KEY"  # entrypoints/serve/middleware/register.py: it counts where there is no --api-key
 
 
-class EngineWordsError(ValueError):
+class EngineArgumentsError(ValueError):
     """Arguments that an agent's engine may not have; the message says which, why, and what to do."""
 
 
 def refuse(words: Sequence[str], engine: str, environment: Mapping[str, str]) -> None:
-    """Raises EngineWordsError for the first word, or variable of the engine's environment, that cannot be."""
+    """Raises EngineArgumentsError for the first word, or variable of the engine's environment, that cannot be."""
     for flag, why in _REFUSED.items():
         if has(words, flag):
-            raise EngineWordsError(f"the engine's command has {flag}, which it may not: {why}; leave it out")
+            raise EngineArgumentsError(f"the engine's command has {flag}, which it may not: {why}; leave it out")
     if (servers := value_of(words, "--api-server-count")) not in {None, "1"}:
-        raise EngineWordsError(f"--api-server-count {servers}: vLLM loads adapters at run time with 1 only")
+        raise EngineArgumentsError(f"--api-server-count {servers}: vLLM loads adapters at run time with 1 only")
     if len(names := values_of(words, "--served-model-name")) > 1:
-        raise EngineWordsError(
+        raise EngineArgumentsError(
             f"--served-model-name {' '.join(names)}: the fleet knows a base model by one name; give one"
         )
     if environment.get(_SWITCH, "1").lower() not in {"1", "true"}:
-        raise EngineWordsError(
+        raise EngineArgumentsError(
             f"{_SWITCH}={environment[_SWITCH]} in the environment: without it no adapter can be loaded"
         )
     if engine == "vllm" and environment.get(_KEY):
-        raise EngineWordsError(
+        raise EngineArgumentsError(
             f"{_KEY} in the environment would have the engine ask for a key, which the agent and the routers"
             " do not have; unset it"
         )

@@ -44,7 +44,7 @@ SERVER_INFO = "/server_info?config_format=json"
 
 
 @dataclass(frozen=True, slots=True)
-class Scrape:
+class EngineMetrics:
     """One reading of an engine's metrics. Totals grow from the engine's start; 0 where it has no such counter.
 
     computed_tokens  prompt tokens computed (not cached), counted when their prefill ends
@@ -81,7 +81,7 @@ class Scrape:
     has_connector: bool = False
 
 
-def parse_metrics(page: str) -> Scrape:
+def parse_metrics(page: str) -> EngineMetrics:
     """What one page of vLLM's /metrics says, summed over data-parallel ranks (usage: the mean)."""
     values: dict[str, list[float]] = {}
     cache: Mapping[str, str] = {}
@@ -96,7 +96,7 @@ def parse_metrics(page: str) -> Scrape:
     total = {name: sum(found) for name, found in values.items()}
     slots = _MAX_LORAS.search(page)
     usage = values.get("vllm:kv_cache_usage_perc", [0.0])
-    return Scrape(
+    return EngineMetrics(
         running=int(total.get("vllm:num_requests_running", 0)),
         waiting=int(total.get("vllm:num_requests_waiting", 0)),
         waiting_for_slot=int(deferred),

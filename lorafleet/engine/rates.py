@@ -69,7 +69,7 @@ USUAL_PREFILL_TOKENS_PER_S = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class EngineCounters:
     """An engine's counters at one time. Totals from its start, but for `running`.
 
     computed_tokens  prompt tokens computed (not cached), counted when their prefill ends
@@ -97,11 +97,11 @@ class Reading:
 
 
 # Totals of a Reading; a Scrape has them by the same names.
-COUNTERS = tuple(f.name for f in fields(Reading) if f.name not in {"at_s", "running"})
+COUNTERS = tuple(f.name for f in fields(EngineCounters) if f.name not in {"at_s", "running"})
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class _RateWindow:
     """Prompt tokens computed in some seconds of some steps; of prefills that ended, one step each."""
 
     seconds: float
@@ -110,7 +110,7 @@ class _Window:
     prompts: float = 1.0
 
 
-class Rates:
+class EngineRates:
     """What readings about a second apart have told. Every figure is 0.0 until measured."""
 
     def __init__(self) -> None:
@@ -122,10 +122,10 @@ class Rates:
         """Of one request, with no prefill beside it."""
         self.inter_token_s = 0.0
         """Between two tokens of a request, as the batch of the last seconds made it."""
-        self._last: Reading | None = None
-        self._opened: Reading | None = None
+        self._last: EngineCounters | None = None
+        self._opened: EngineCounters | None = None
         self._busy_readings = 0
-        self._prefills: deque[_Window] = deque(maxlen=_KEPT_PREFILLS)
+        self._prefills: deque[_RateWindow] = deque(maxlen=_KEPT_PREFILLS)
         self._shown: deque[float] = deque(maxlen=_KEPT_PREFILLS)
         self._device: deque[float] = deque(maxlen=_KEPT_PREFILLS)
         self._crowded_at = self._ended_after = self._idle_at = -inf
@@ -133,7 +133,7 @@ class Rates:
         self._pending_calm: deque[float | None] = deque()
         self._told = self._fitted_token_s = 0.0
         self._gaps: deque[float] = deque(maxlen=_KEPT_GAPS)
-        self._busy: deque[_Window] = deque(maxlen=_KEPT)
+        self._busy: deque[_RateWindow] = deque(maxlen=_KEPT)
         self._ended: deque[tuple[float, float, float]] = deque(maxlen=_KEPT_ENDED)
 
     @property
@@ -146,7 +146,7 @@ class Rates:
         """Seconds of a request from scheduled to its last token, over those that ended lately; no queueing."""
         return _ratio(sum(seconds for _, _, seconds in self._ended), sum(ended for ended, _, _ in self._ended))
 
-    def add(self, now: Reading) -> None:
+    def add(self, now: EngineCounters) -> None:
         """Learn from the next reading. Totals that fell belong to a restarted engine: what was learned stays."""
         last, self._last = self._last, now
         if last is not None and last.running == 0:
@@ -164,7 +164,7 @@ class Rates:
             self._gaps.append(self.inter_token_s)
         self._estimate()
 
-    def _add_ended(self, last: Reading, now: Reading) -> None:
+    def _add_ended(self, last: EngineCounters, now: EngineCounters) -> None:
         tokens = now.ended_prefill_tokens - last.ended_prefill_tokens
         seconds = now.ended_prefill_seconds - last.ended_prefill_seconds
         ended = now.ended - last.ended
@@ -179,7 +179,7 @@ class Rates:
             is_in_turn = ended_seconds <= now.at_s - self._ended_after
             began_at = max(self._idle_at, last.at_s - ended_seconds)
             if now.first_tokens > 0 and is_in_turn and began_at >= self._crowded_at:
-                self._prefills.append(_Window(seconds, ended, tokens))
+                self._prefills.append(_RateWindow(seconds, ended, tokens))
         in_prefill, computed = now.prefill_seconds - last.prefill_seconds, now.computed_tokens - last.computed_tokens
         if in_prefill > 0 and computed >= _MIN_TOKENS:
             self._device.append(computed / in_prefill)
@@ -188,7 +188,7 @@ class Rates:
             output = now.ended_output_tokens - last.ended_output_tokens
             self._ended.append((ended, output, ended_seconds))
 
-    def _add_calm(self, last: Reading, now: Reading) -> None:
+    def _add_calm(self, last: EngineCounters, now: EngineCounters) -> None:
         """Seconds without any prefill: no prompt was counted in them, nor in the readings after, which would show a
         prefill that had begun in them."""
         if now.computed_tokens > last.computed_tokens:
@@ -202,7 +202,7 @@ class Rates:
             if step_s is not None:
                 self._calm.append(step_s)
 
-    def _add_busy(self, last: Reading, now: Reading) -> None:
+    def _add_busy(self, last: EngineCounters, now: EngineCounters) -> None:
         if last.running == 0 or now.running == 0:
             self._opened, self._busy_readings = None, 0
             return
@@ -211,7 +211,7 @@ class Rates:
             return
         opened = self._opened = self._opened or now
         if now.at_s - opened.at_s >= _BUSY_WINDOW_S:
-            window = _Window(
+            window = _RateWindow(
                 now.at_s - opened.at_s,
                 now.steps - opened.steps,
                 now.computed_tokens - opened.computed_tokens,
@@ -252,14 +252,14 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fit:
+class _RateFit:
     prefill_tokens_per_s: float
     token_s: float
     error: float
     """Standard error of the prefill rate, as a share of it."""
 
 
-def _alone_rate(prefills: Iterable[_Window], token_s: float) -> float:
+def _alone_rate(prefills: Iterable[_RateWindow], token_s: float) -> float:
     """The upper end of what those prefills say that say something, by their tokens; 0.0 where none does.
 
     token_s  one token's time; 0.0: not known
@@ -285,7 +285,7 @@ def _alone_rate(prefills: Iterable[_Window], token_s: float) -> float:
     return 0.0
 
 
-def _fitted_rate(prefills: Iterable[_Window], token_s: float) -> float:
+def _fitted_rate(prefills: Iterable[_RateWindow], token_s: float) -> float:
     """From prefills of different lengths, with what each costs besides; 0.0 where they do not tell both."""
     kept = [prefill for prefill in prefills if prefill.seconds >= _MIN_PREFILL_S * prefill.steps]
     fit = _least_squares(kept) if sum(prefill.tokens for prefill in kept) >= _MIN_TOLD_TOKENS else None
@@ -294,19 +294,19 @@ def _fitted_rate(prefills: Iterable[_Window], token_s: float) -> float:
     return fit.prefill_tokens_per_s
 
 
-def _has_prompts(windows: Iterable[_Window]) -> bool:
+def _has_prompts(windows: Iterable[_RateWindow]) -> bool:
     """Whether enough prompts ended in each, on average, for their tokens to be those that were computed in it."""
     prompts = [window.prompts for window in windows]
     return sum(prompts) >= _MIN_WINDOW_PROMPTS * len(prompts)
 
 
-def _is_mostly_prefill(windows: Sequence[_Window], token_s: float) -> bool:
+def _is_mostly_prefill(windows: Sequence[_RateWindow], token_s: float) -> bool:
     """Whether these seconds are prefill even if somebody decoded in each of their steps."""
     seconds, steps = sum(w.seconds for w in windows), sum(w.steps for w in windows)
     return seconds > 0 and seconds - token_s * steps >= _MIN_CERTAIN_SHARE * seconds
 
 
-def _fit(windows: Iterable[_Window]) -> _Fit | None:
+def _fit(windows: Iterable[_RateWindow]) -> _RateFit | None:
     """Both unknowns from busy windows, once more without those that had rested; None where they do not tell."""
     kept = list(windows)
     first = _least_squares(kept)
@@ -317,11 +317,11 @@ def _fit(windows: Iterable[_Window]) -> _Fit | None:
     return fit if fit is not None and fit.error <= _MAX_ERROR else None
 
 
-def _work_s(window: _Window, fit: _Fit) -> float:
+def _work_s(window: _RateWindow, fit: _RateFit) -> float:
     return window.steps * fit.token_s + window.tokens / fit.prefill_tokens_per_s
 
 
-def _least_squares(windows: Sequence[_Window]) -> _Fit | None:
+def _least_squares(windows: Sequence[_RateWindow]) -> _RateFit | None:
     """tokens = rate * seconds - (rate * token_s) * steps, through the origin."""
     if len(windows) < _MIN_WINDOWS:
         return None
@@ -340,10 +340,10 @@ def _least_squares(windows: Sequence[_Window]) -> _Fit | None:
         return None
     lost = max(0.0, lost)
     residual = sum((w.tokens - rate * w.seconds + lost * w.steps) ** 2 for w in windows) / (len(windows) - 2)
-    return _Fit(rate, lost / rate, sqrt(residual * steps_2 / determinant) / rate)
+    return _RateFit(rate, lost / rate, sqrt(residual * steps_2 / determinant) / rate)
 
 
-def _rate(windows: Sequence[_Window], token_s: float) -> float:
+def _rate(windows: Sequence[_RateWindow], token_s: float) -> float:
     """Tokens by the seconds that their steps leave for prefill; 0.0 where that is too little to divide by.
 
     A few long prompts, counted in the window in which they end, scatter too much: then 0.0 as well.
@@ -366,5 +366,5 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
-def _fell(last: Reading, now: Reading) -> bool:
+def _fell(last: EngineCounters, now: EngineCounters) -> bool:
     return any(getattr(now, name) < getattr(last, name) for name in COUNTERS)

@@ -4,11 +4,11 @@ from fastapi import FastAPI
 
 from lorafleet.http_server.cross_site import CheckSite, SiteCheck, site_check
 from lorafleet.http_server.lenient import Lenient
-from lorafleet.service.auth import Keys, host_check
-from lorafleet.service.http import CheckHost
+from lorafleet.service.auth import ApiKeys, host_check
+from lorafleet.service.http import HostCheckMiddleware
 
 
-def guard(app: FastAPI, keys: Keys, *, allow_open: bool, may_ask: SiteCheck | None = None) -> None:
+def guard(app: FastAPI, keys: ApiKeys, *, allow_open: bool, may_ask: SiteCheck | None = None) -> None:
     """Add the checks as the outermost middleware: they run before all middleware that the app has so far.
 
     allow_open  accept any Host on a server without keys, because something else guards the server
@@ -16,4 +16,4 @@ def guard(app: FastAPI, keys: Keys, *, allow_open: bool, may_ask: SiteCheck | No
     """
     app.add_middleware(Lenient)
     app.add_middleware(CheckSite, check=may_ask or site_check())
-    app.add_middleware(CheckHost, check=host_check(keys, allow_open=allow_open))
+    app.add_middleware(HostCheckMiddleware, check=host_check(keys, allow_open=allow_open))

@@ -14,7 +14,7 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ApiServerAccess:
     """One reading. `tls` is None for plain http."""
 
     url: str
@@ -24,10 +24,10 @@ class Access:
     proxy: str | None = None
 
 
-class Source(Protocol):
+class AccessSource(Protocol):
     """What access is read from, and read from again once it is refused."""
 
-    async def read(self) -> Access:
+    async def read(self) -> ApiServerAccess:
         """Raises KubeConfigError."""
         ...
 
@@ -44,7 +44,7 @@ class ServiceAccount:
         self._host = environ.get("KUBERNETES_SERVICE_HOST", "")
         self._port = environ.get("KUBERNETES_SERVICE_PORT", "443")
 
-    async def read(self) -> Access:
+    async def read(self) -> ApiServerAccess:
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             tls = _trusting(str(self._folder / "ca.crt"))
@@ -54,7 +54,7 @@ class ServiceAccount:
             raise KubeConfigError(
                 f"service account in {self._folder}: {exc}; does the pod have automountServiceAccountToken: true?"
             ) from exc
-        return Access(f"https://{host}:{self._port}", namespace, token, tls)
+        return ApiServerAccess(f"https://{host}:{self._port}", namespace, token, tls)
 
     def token(self) -> str | None:
         try:
@@ -75,13 +75,13 @@ class KubeConfig:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    async def read(self) -> Access:
+    async def read(self) -> ApiServerAccess:
         return await asyncio.to_thread(self._read)
 
     def token(self) -> str | None:
         return None
 
-    def _read(self) -> Access:
+    def _read(self) -> ApiServerAccess:
         try:
             from kubernetes import client, config  # noqa: PLC0415  (see the class)
         except ImportError as exc:
@@ -95,7 +95,7 @@ class KubeConfig:
             tls = _tls(found.ssl_ca_cert, found.cert_file, found.key_file, verify=found.verify_ssl)
         except (config.ConfigException, OSError, KeyError, TypeError) as exc:
             raise KubeConfigError(f"kubeconfig {self._path}: {exc}") from exc
-        return Access(
+        return ApiServerAccess(
             url=str(found.host).rstrip("/"),
             namespace=context["context"].get("namespace") or "default",
             token=str(found.api_key.get("BearerToken", "")).removeprefix("Bearer "),
@@ -104,7 +104,7 @@ class KubeConfig:
         )
 
 
-def source(kubeconfig: Path | None, environ: Mapping[str, str], account: Path) -> Source:
+def source(kubeconfig: Path | None, environ: Mapping[str, str], account: Path) -> AccessSource:
     """A kubeconfig that is named, by setting or KUBECONFIG, before the pod's own account. Raises KubeConfigError."""
     named = [Path(name) for name in environ.get("KUBECONFIG", "").split(os.pathsep) if name]
     path = kubeconfig or next((path for path in named if path.exists()), None)

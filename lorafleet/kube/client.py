@@ -12,8 +12,8 @@ import httpx
 import msgspec
 import structlog
 
-from lorafleet.kube.access import ACCOUNT, Access, Source, source
-from lorafleet.kube.errors import KubeConfigError, KubeError, Unreachable, refusal
+from lorafleet.kube.access import ACCOUNT, AccessSource, ApiServerAccess, source
+from lorafleet.kube.errors import KubeConfigError, KubeError, KubeUnreachable, refusal
 
 log = structlog.get_logger()
 
@@ -26,30 +26,30 @@ _WRITES = frozenset({"POST", "PUT", "PATCH"})
 
 async def connect(
     kubeconfig: Path | None = None, *, environ: Mapping[str, str] = os.environ, account: Path = ACCOUNT
-) -> "Kube":
+) -> "KubeClient":
     """A client for the cluster that is configured; asks the API server nothing yet.
 
     kubeconfig  this one; None: KUBECONFIG's, else the service account of the pod we are in
     raises      KubeConfigError
     """
     found = source(kubeconfig, environ, account)
-    return Kube(found, await found.read())
+    return KubeClient(found, await found.read())
 
 
 @asynccontextmanager
-async def opened(found: Source) -> AsyncIterator["Kube"]:
+async def opened(found: AccessSource) -> AsyncIterator["KubeClient"]:
     """A client for a cluster that was found (`access.source`), closed at the end. Raises KubeConfigError."""
-    kube = Kube(found, await found.read())
+    kube = KubeClient(found, await found.read())
     try:
         yield kube
     finally:
         await kube.close()
 
 
-class Kube:
+class KubeClient:
     """One API server. Every call may raise KubeError: by status Conflict, NotFound, Gone, Forbidden, or Unreachable."""
 
-    def __init__(self, found: Source, access: Access) -> None:
+    def __init__(self, found: AccessSource, access: ApiServerAccess) -> None:
         self._source = found
         self._access = access
         self._client = _client(access)
@@ -90,7 +90,7 @@ class Kube:
             async with asyncio.timeout(head_timeout_s):
                 answer = await self._sent("GET", path, params=params, read_s=read_timeout_s)
         except TimeoutError as exc:
-            raise Unreachable(f"{what}: no answer within {head_timeout_s:g} s") from exc
+            raise KubeUnreachable(f"{what}: no answer within {head_timeout_s:g} s") from exc
         try:
             if not answer.is_success:
                 async with asyncio.timeout(head_timeout_s):
@@ -98,7 +98,7 @@ class Kube:
                 raise _refusal(what, answer)
             yield _lines(answer)
         except httpx.HTTPError as exc:
-            raise Unreachable(f"{what}: {exc!r}") from exc
+            raise KubeUnreachable(f"{what}: {exc!r}") from exc
         finally:
             await answer.aclose()
 
@@ -124,17 +124,17 @@ class Kube:
                 finally:
                     await answer.aclose()
         except TimeoutError as exc:
-            raise Unreachable(f"{what}: no answer within {timeout_s:g} s") from exc
+            raise KubeUnreachable(f"{what}: no answer within {timeout_s:g} s") from exc
         except httpx.HTTPError as exc:
-            raise Unreachable(f"{what}: {exc!r}") from exc
+            raise KubeUnreachable(f"{what}: {exc!r}") from exc
         if not answer.is_success:
             raise _refusal(what, answer)
         try:
             found = msgspec.json.decode(content)
         except msgspec.DecodeError as exc:
-            raise Unreachable(f"{what}: answered with something other than JSON: {content[:200]!r}") from exc
+            raise KubeUnreachable(f"{what}: answered with something other than JSON: {content[:200]!r}") from exc
         if not isinstance(found, dict):
-            raise Unreachable(f"{what}: answered with something other than an object: {content[:200]!r}")
+            raise KubeUnreachable(f"{what}: answered with something other than an object: {content[:200]!r}")
         return found
 
     async def _sent(
@@ -166,7 +166,7 @@ class Kube:
             except httpx.HTTPError as exc:
                 if _is_distrust(exc):
                     await self._trust_anew()
-                raise Unreachable(f"{method} {self.url}{path}: {exc!r}") from exc
+                raise KubeUnreachable(f"{method} {self.url}{path}: {exc!r}") from exc
             if answer.status_code != httpx.codes.UNAUTHORIZED or is_last or not await self._renewed(token):
                 return answer
             await answer.aclose()
@@ -208,7 +208,7 @@ def _is_distrust(exc: httpx.HTTPError) -> bool:
     return "CERTIFICATE_VERIFY_FAILED" in str(exc)
 
 
-def _client(access: Access) -> httpx.AsyncClient:
+def _client(access: ApiServerAccess) -> httpx.AsyncClient:
     # Not the environment's proxies: those are for the way out of the cluster.
     verify = access.tls if access.tls is not None else False  # False: plain http
     return httpx.AsyncClient(verify=verify, proxy=access.proxy, trust_env=False)

@@ -9,10 +9,10 @@ from types import MappingProxyType
 
 import structlog
 
-from lorafleet.kube.client import Json, Kube
+from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeConfigError
-from lorafleet.kube.slices import FoundWorker, SliceBook
-from lorafleet.kube.watch import TIMES, Times, follow
+from lorafleet.kube.slices import DiscoveredWorker, SliceTable
+from lorafleet.kube.watch import TIMES, WatchTimes, follow
 
 log = structlog.get_logger()
 
@@ -21,17 +21,17 @@ _GATHER_S = 0.03
 _CONNECT_AGAIN_S = 5.0
 
 
-class Slices:
+class SliceWatch:
     """Owns `workers`: swapped whole, and kept as last known while the API server is away."""
 
     def __init__(
         self,
-        connect: Callable[[], AbstractAsyncContextManager[Kube]],
+        connect: Callable[[], AbstractAsyncContextManager[KubeClient]],
         *,
         selector: str,
         namespaces: Sequence[str],
         on_failure: Callable[[Exception], object] = lambda _: None,
-        times: Times = TIMES,
+        times: WatchTimes = TIMES,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -39,7 +39,7 @@ class Slices:
         selector    labels of the Services, which their slices have too
         namespaces  empty for our own
         """
-        self.workers: Mapping[str, FoundWorker] = MappingProxyType({})
+        self.workers: Mapping[str, DiscoveredWorker] = MappingProxyType({})
         self.confirmed_at: float | None = None
         self._connect = connect
         self._selector = selector
@@ -49,7 +49,7 @@ class Slices:
         self.times = times
         self._clock = clock
         self._rng = rng
-        self._book = SliceBook()
+        self._book = SliceTable()
         self._unlisted: set[str] | None = None
         self._confirmed: dict[str, float] = {}
         self._due: asyncio.TimerHandle | None = None
@@ -78,7 +78,7 @@ class Slices:
                 if self._due is not None:
                     self._due.cancel()
 
-    async def _connected(self, stack: AsyncExitStack) -> Kube:
+    async def _connected(self, stack: AsyncExitStack) -> KubeClient:
         said = ""
         while True:
             try:
@@ -90,7 +90,7 @@ class Slices:
                     log.warning("API server not configured", error=said, again_in_s=_CONNECT_AGAIN_S)
                 await asyncio.sleep(_CONNECT_AGAIN_S)
 
-    async def _follow(self, kube: Kube, namespace: str) -> None:
+    async def _follow(self, kube: KubeClient, namespace: str) -> None:
         def listed(slices: list[Json]) -> None:
             self._book.replace(namespace, slices)
             assert self._unlisted is not None

@@ -3,9 +3,9 @@
 KubeError
     KubeConflict    409: somebody else was there first
     KubeNotFound    404
-    Gone            410: that version is no longer kept, list again
-    Forbidden       401 and 403: no valid token, or a Role is missing
-    Unreachable     no answer in time, or none that can be understood; status 0
+    KubeGone        410: that version is no longer kept, list again
+    KubeForbidden   401 and 403: no valid token, or a Role is missing
+    KubeUnreachable no answer in time, or none that can be understood; status 0
 """
 
 from collections.abc import Mapping
@@ -31,15 +31,15 @@ class KubeNotFound(KubeError):
     pass
 
 
-class Gone(KubeError):
+class KubeGone(KubeError):
     pass
 
 
-class Forbidden(KubeError):
+class KubeForbidden(KubeError):
     pass
 
 
-class Unreachable(KubeError):
+class KubeUnreachable(KubeError):
     def __init__(self, message: str) -> None:
         super().__init__(0, "Unreachable", message)
 
@@ -49,11 +49,11 @@ class KubeConfigError(Exception):
 
 
 _BY_STATUS: Mapping[int, type[KubeError]] = {
-    401: Forbidden,
-    403: Forbidden,
+    401: KubeForbidden,
+    403: KubeForbidden,
     404: KubeNotFound,
     409: KubeConflict,
-    410: Gone,
+    410: KubeGone,
 }
 
 

@@ -14,7 +14,7 @@ POOL_LABEL = "lorafleet.io/pool"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundWorker:
+class DiscoveredWorker:
     """A worker as the slices name it.
 
     id             its pod's name, else its address
@@ -38,10 +38,10 @@ class FoundWorker:
 
 
 @dataclass(slots=True)
-class SliceBook:
+class SliceTable:
     """The slices of one or more namespaces, by name, as they were last seen; `workers` are what they add up to."""
 
-    _slices: dict[tuple[str, str], tuple[FoundWorker, ...]] = field(default_factory=dict)
+    _slices: dict[tuple[str, str], tuple[DiscoveredWorker, ...]] = field(default_factory=dict)
     _families: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def put(self, slice_: Mapping[str, Any]) -> None:
@@ -61,13 +61,13 @@ class SliceBook:
         for slice_ in slices:
             self.put(slice_)
 
-    def workers(self) -> dict[str, FoundWorker]:
+    def workers(self) -> dict[str, DiscoveredWorker]:
         """id -> worker. The same pod in several slices is one: IPv4 speaks for it, and any word of its end counts.
 
         Of two pods with one name, in two namespaces, the first namespace has it: an agent goes by its pod's name, and
         whatever is done to "worker-0" can be done to one only.
         """
-        found: dict[str, FoundWorker] = {}
+        found: dict[str, DiscoveredWorker] = {}
         for key in sorted(self._slices, key=lambda key: (key[0], _rank(self._families[key]), key[1])):
             for worker in self._slices[key]:
                 known = found.get(worker.id)
@@ -83,15 +83,15 @@ Called = Mapping[tuple[str, str], str]
 
 
 def by_own_name(
-    found: Mapping[str, FoundWorker], called: Called, *, ids: Container[str], owners: Mapping[str, str]
-) -> dict[str, FoundWorker]:
+    found: Mapping[str, DiscoveredWorker], called: Called, *, ids: Container[str], owners: Mapping[str, str]
+) -> dict[str, DiscoveredWorker]:
     """Found workers by the names that they go by elsewhere: usually their pods', which is what an agent is told.
 
     ids     the names of all workers that somebody else knows
     owners  their agents' URLs -> their names, for a worker that the slices call otherwise, or not at all
     """
-    places: dict[str, FoundWorker] = {}
-    strangers: list[tuple[str, FoundWorker]] = []
+    places: dict[str, DiscoveredWorker] = {}
+    strangers: list[tuple[str, DiscoveredWorker]] = []
     for worker in found.values():
         name: str | None = worker.id
         if worker.agent_url is not None:
@@ -108,7 +108,7 @@ def by_own_name(
     return places
 
 
-def found_in(slice_: Mapping[str, Any]) -> tuple[FoundWorker, ...]:
+def found_in(slice_: Mapping[str, Any]) -> tuple[DiscoveredWorker, ...]:
     """The workers that one slice names. What is not as the API has it is passed over; nothing raises.
 
     source  discovery.k8s.io/v1: `endpoints` and `ports` may be null (a Service without pods); a condition that is
@@ -131,7 +131,7 @@ def found_in(slice_: Mapping[str, Any]) -> tuple[FoundWorker, ...]:
         serving = conditions.get("serving")
         target = _mapping(endpoint.get("targetRef"))
         workers.append(
-            FoundWorker(
+            DiscoveredWorker(
                 id=str(target.get("name") or address) if target.get("kind", "Pod") == "Pod" else address,
                 namespace=namespace,
                 agent_url=_url("http", host, ports.get(AGENT)),
@@ -149,7 +149,7 @@ def found_in(slice_: Mapping[str, Any]) -> tuple[FoundWorker, ...]:
     return tuple(workers)
 
 
-def _joined(first: FoundWorker, other: FoundWorker) -> FoundWorker:
+def _joined(first: DiscoveredWorker, other: DiscoveredWorker) -> DiscoveredWorker:
     is_terminating = first.is_terminating or other.is_terminating
     return replace(
         first,

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import msgspec
 import structlog
 
-from lorafleet.kube.client import Json, Kube
-from lorafleet.kube.errors import Gone, KubeError, Unreachable, refusal
+from lorafleet.kube.client import Json, KubeClient
+from lorafleet.kube.errors import KubeError, KubeGone, KubeUnreachable, refusal
 from lorafleet.service.loops import backoff_s
 
 log = structlog.get_logger()
@@ -24,7 +24,7 @@ _MOST_RETRY_AFTER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class WatchTimes:
     """Of one loop, in seconds.
 
     watch_s     how long the API server is to keep a watch open, between these two; bookmarks show that it lives
@@ -40,11 +40,11 @@ class Times:
     call_s: float = 10.0
 
 
-TIMES = Times()
+TIMES = WatchTimes()
 
 
 async def follow(
-    kube: Kube,
+    kube: KubeClient,
     path: str,
     *,
     label_selector: str = "",
@@ -53,7 +53,7 @@ async def follow(
     on_event: Callable[[str, Json], object],
     on_failure: Callable[[Exception], object] = lambda _: None,
     on_answer: Callable[[], object] = lambda: None,
-    times: Times = TIMES,
+    times: WatchTimes = TIMES,
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> NoReturn:
@@ -67,7 +67,7 @@ async def follow(
 
     A callback that raises is a failure too: it is logged with its traceback, and everything is listed again.
     """
-    loop = _Follower(
+    loop = _ListWatchLoop(
         kube, path, label_selector, page, on_list, on_event, on_failure, on_answer, times, clock, rng or random.Random()
     )
     while True:
@@ -75,8 +75,8 @@ async def follow(
 
 
 @dataclass(slots=True)
-class _Follower:
-    kube: Kube
+class _ListWatchLoop:
+    kube: KubeClient
     path: str
     label_selector: str
     page: int
@@ -84,7 +84,7 @@ class _Follower:
     on_event: Callable[[str, Json], object]
     on_failure: Callable[[Exception], object]
     on_answer: Callable[[], object]
-    times: Times
+    times: WatchTimes
     clock: Callable[[], float]
     rng: random.Random
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
@@ -162,7 +162,7 @@ class _Follower:
     def _take(self, event: Json) -> None:
         kind, changed = event.get("type"), event.get("object")
         if not isinstance(changed, dict):
-            raise Unreachable(f"{self.path}: an event without an object: {event!r:.200}")
+            raise KubeUnreachable(f"{self.path}: an event without an object: {event!r:.200}")
         if kind == "ERROR":
             raise refusal(f"watch {self.path}", int(changed.get("code") or 0), changed)
         if kind in ("ADDED", "MODIFIED", "DELETED"):
@@ -184,10 +184,10 @@ class _Follower:
         self.version, self.why = "", _why(exc)
 
     def _tell(self, exc: KubeError) -> None:
-        if isinstance(exc, Unreachable) and self.away_since is None:
+        if isinstance(exc, KubeUnreachable) and self.away_since is None:
             self.away_since = self.clock()
             log.warning("API server away", path=self.path, error=str(exc))
-        elif not isinstance(exc, Gone | Unreachable) and self._is_worth_telling():
+        elif not isinstance(exc, KubeGone | KubeUnreachable) and self._is_worth_telling():
             log.warning("objects not followed", path=self.path, failures=self.failures, error=str(exc))
 
     def _is_worth_telling(self) -> bool:
@@ -206,11 +206,11 @@ def _event(line: bytes) -> dict[str, Any]:
     try:
         event = msgspec.json.decode(line)
     except msgspec.DecodeError as exc:
-        raise Unreachable(f"an event that is no JSON: {line[:200]!r}") from exc
+        raise KubeUnreachable(f"an event that is no JSON: {line[:200]!r}") from exc
     if not isinstance(event, dict):
-        raise Unreachable(f"an event that is no object: {line[:200]!r}")
+        raise KubeUnreachable(f"an event that is no object: {line[:200]!r}")
     return event
 
 
 def _why(exc: Exception) -> str:
-    return "version no longer kept" if isinstance(exc, Gone) else f"after a failure: {exc}"[:200]
+    return "version no longer kept" if isinstance(exc, KubeGone) else f"after a failure: {exc}"[:200]

@@ -21,7 +21,7 @@ _SETTING = "engine_salt"
 
 
 @dataclass(frozen=True, slots=True)
-class Connector:
+class KvConnector:
     """One connector.
 
     key     what its stored blocks are found by
@@ -42,65 +42,65 @@ _TOKENS_AND_SALT = "tokens and `cache_salt`"
 _LMCACHE_MODULE = "lmcache.integration.vllm.lmcache_mp_connector"
 
 # v1/core/kv_cache_utils.py generate_block_hash_extra_keys: an adapter's name and path are in each block's hash.
-CONNECTORS: Mapping[str, Connector] = MappingProxyType(
+CONNECTORS: Mapping[str, KvConnector] = MappingProxyType(
     {
-        "OffloadingConnector": Connector("safe", _HASHES, "offloading/scheduler.py make_offload_key"),
-        "SimpleCPUOffloadConnector": Connector(
+        "OffloadingConnector": KvConnector("safe", _HASHES, "offloading/scheduler.py make_offload_key"),
+        "SimpleCPUOffloadConnector": KvConnector(
             "safe", _HASHES, "simple_cpu_offload_connector.py, and v1/simple_kv_offload/manager.py"
         ),
-        "MooncakeStoreConnector": Connector("safe", _HASHES, "mooncake/store/data.py process_tokens"),
-        "NixlConnector": Connector("safe", _REQUEST, "nixl/pull_scheduler.py get_num_new_matched_tokens"),
-        "NixlPullConnector": Connector("safe", _REQUEST, "nixl/pull_scheduler.py get_num_new_matched_tokens"),
-        "NixlPushConnector": Connector("safe", _REQUEST, "nixl/push_scheduler.py get_num_new_matched_tokens"),
-        "MooncakeConnector": Connector("safe", _REQUEST, "mooncake/mooncake_connector.py get_num_new_matched_tokens"),
-        "HiSparseConnector": Connector(
+        "MooncakeStoreConnector": KvConnector("safe", _HASHES, "mooncake/store/data.py process_tokens"),
+        "NixlConnector": KvConnector("safe", _REQUEST, "nixl/pull_scheduler.py get_num_new_matched_tokens"),
+        "NixlPullConnector": KvConnector("safe", _REQUEST, "nixl/pull_scheduler.py get_num_new_matched_tokens"),
+        "NixlPushConnector": KvConnector("safe", _REQUEST, "nixl/push_scheduler.py get_num_new_matched_tokens"),
+        "MooncakeConnector": KvConnector("safe", _REQUEST, "mooncake/mooncake_connector.py get_num_new_matched_tokens"),
+        "HiSparseConnector": KvConnector(
             "safe", "none: it moves a running request's own blocks", "hisparse/connector.py get_num_new_matched_tokens"
         ),
-        "ExampleHiddenStatesConnector": Connector(
+        "ExampleHiddenStatesConnector": KvConnector(
             "safe", "none: it stores and never loads", "example_hidden_states_connector.py get_num_new_matched_tokens"
         ),
-        "LMCacheMPConnector": Connector(
+        "LMCacheMPConnector": KvConnector(
             "salted",
             _TOKENS_AND_SALT,
             "lmcache_mp_connector.py, and LMCache 0.5.6 v1/multiprocess/custom_types.py IPCCacheServerKey",
         ),
-        "LMCacheConnectorV1": Connector(
+        "LMCacheConnectorV1": KvConnector(
             "refused", "tokens", "lmcache_connector.py, and LMCache 0.5.6 v1/token_database.py _hash_tokens"
         ),
-        "ExampleConnector": Connector(
+        "ExampleConnector": KvConnector(
             "refused", "tokens and images", "example_connector.py _generate_foldername_debug"
         ),
         # The example connector's name in older versions.
-        "SharedStorageConnector": Connector(
+        "SharedStorageConnector": KvConnector(
             "refused", "tokens and images", "example_connector.py _generate_foldername_debug"
         ),
-        "HF3FSKVConnector": Connector("refused", "tokens", "hf3fs/hf3fs_connector.py _compute_prefix_hash"),
-        "FlexKVConnectorV1": Connector(
+        "HF3FSKVConnector": KvConnector("refused", "tokens", "hf3fs/hf3fs_connector.py _compute_prefix_hash"),
+        "FlexKVConnectorV1": KvConnector(
             "refused",
             "tokens; adapter and `cache_salt` in versions since February 2026, and vLLM does not say which one runs",
             "flexkv_connector.py, and FlexKV integration/vllm/vllm_v1_adapter.py _extract_namespace",
         ),
-        "MoRIIOConnector": Connector(
+        "MoRIIOConnector": KvConnector(
             "refused",
             "none: in READ mode a consumer takes every prompt for transferred",
             "moriio/moriio_connector.py get_num_new_matched_tokens",
         ),
-        "DecodeBenchConnector": Connector(
+        "DecodeBenchConnector": KvConnector(
             "refused",
             "none: it fills every prompt's blocks with the same values",
             "decode_bench_connector.py get_num_new_matched_tokens",
         ),
         # It loads from the first of its parts that has anything, and stores into all.
-        _MULTI: Connector("refused", "its parts'", "multi_connector.py"),
+        _MULTI: KvConnector("refused", "its parts'", "multi_connector.py"),
     }
 )
 
 # Connectors of other packages, by their module.
-OUTSIDE: Mapping[str, Mapping[str, Connector]] = MappingProxyType(
+OUTSIDE: Mapping[str, Mapping[str, KvConnector]] = MappingProxyType(
     {
         _LMCACHE_MODULE: MappingProxyType(
             {
-                "LMCacheMPConnector": Connector(
+                "LMCacheMPConnector": KvConnector(
                     "salted",
                     _TOKENS_AND_SALT,
                     "LMCache 0.5.6 integration/vllm/lmcache_mp_connector.py",
@@ -113,7 +113,7 @@ OUTSIDE: Mapping[str, Mapping[str, Connector]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ConnectorVerdict:
     """What may be done with adapters on one engine.
 
     reason    what was found there, for people; empty where nothing was
@@ -130,10 +130,10 @@ class Judgement:
         return self.reason if self.separation == "refused" else ""
 
 
-NO_CONNECTOR = Judgement()
+NO_CONNECTOR = ConnectorVerdict()
 
 
-def judged(config: Mapping[str, Any]) -> Judgement:
+def judged(config: Mapping[str, Any]) -> ConnectorVerdict:
     """What vLLM does with adapters under this `--kv-transfer-config`.
 
     A MultiConnector is as its worst part. What is not in the tables is refused.
@@ -147,31 +147,33 @@ def judged(config: Mapping[str, Any]) -> Judgement:
     known = OUTSIDE.get(str(module), {}).get(str(name)) if module else CONNECTORS.get(str(name))
     if known is None:
         where = f" of {module}" if module else ""
-        return Judgement("refused", f"how KV connector {name}{where} keeps adapters apart is not known", is_known=False)
+        return ConnectorVerdict(
+            "refused", f"how KV connector {name}{where} keeps adapters apart is not known", is_known=False
+        )
     return _judgement(str(name), known)
 
 
-def _judgement(name: str, connector: Connector) -> Judgement:
+def _judgement(name: str, connector: KvConnector) -> ConnectorVerdict:
     if connector.separation == "safe":
-        return Judgement("safe", f"KV connector {name}: its key holds the adapter")
+        return ConnectorVerdict("safe", f"KV connector {name}: its key holds the adapter")
     if connector.separation == "salted":
-        return Judgement("salted", f"KV connector {name} finds blocks by {connector.key}, without the adapter")
-    return Judgement("refused", f"KV connector {name} gives one adapter another's KV; its key: {connector.key}")
+        return ConnectorVerdict("salted", f"KV connector {name} finds blocks by {connector.key}, without the adapter")
+    return ConnectorVerdict("refused", f"KV connector {name} gives one adapter another's KV; its key: {connector.key}")
 
 
-def _worst_part(config: Mapping[str, Any]) -> Judgement:
+def _worst_part(config: Mapping[str, Any]) -> ConnectorVerdict:
     extra = config.get("kv_connector_extra_config")
     parts = extra.get("connectors") if isinstance(extra, Mapping) else None
     if not isinstance(parts, list) or not parts or not all(isinstance(part, Mapping) for part in parts):
         said = json.dumps(parts)[:200]
-        return Judgement(
+        return ConnectorVerdict(
             "refused", f"{_MULTI}: `connectors` must be a list of connectors, found {said}", is_known=False
         )
     found = max((judged(part) for part in parts), key=lambda each: (_ORDER.index(each.separation), not each.is_known))
     return replace(found, reason=f"{_MULTI}: {found.reason}") if found.reason else found
 
 
-def learned(config: Mapping[str, Any] | None, *, offloading: str, has_connector: bool) -> Judgement:
+def learned(config: Mapping[str, Any] | None, *, offloading: str, has_connector: bool) -> ConnectorVerdict:
     """What a running vLLM tells of its connector.
 
     config         `kv_transfer_config` of its `/server_info`, which only VLLM_SERVER_DEV_MODE=1 has; None: not told
@@ -186,7 +188,7 @@ def learned(config: Mapping[str, Any] | None, *, offloading: str, has_connector:
     if not has_connector:
         return NO_CONNECTOR
     how = f"say with {_SETTING} what keeps adapters apart there, see docs/engines.md"
-    return Judgement("refused", f"the engine has a KV connector, and does not tell which; {how}", is_known=False)
+    return ConnectorVerdict("refused", f"the engine has a KV connector, and does not tell which; {how}", is_known=False)
 
 
 def offloaded(backend: str) -> Mapping[str, Any]:
@@ -195,7 +197,7 @@ def offloaded(backend: str) -> Mapping[str, Any]:
     return {"kv_connector": names.get(backend, f"of --kv-offloading-backend {backend}")}
 
 
-def decided(setting: EngineSalt, found: Judgement) -> Judgement:
+def decided(setting: EngineSalt, found: ConnectorVerdict) -> ConnectorVerdict:
     """What the setting makes of what was found.
 
     auto         as it was found
@@ -206,7 +208,7 @@ def decided(setting: EngineSalt, found: Judgement) -> Judgement:
     if setting == "never":
         return replace(found, separation="safe")
     if setting == "no_adapters":
-        return Judgement("refused", f"{_SETTING} is no_adapters")
+        return ConnectorVerdict("refused", f"{_SETTING} is no_adapters")
     if setting == "always" and not (found.separation == "refused" and found.is_known):
         return replace(found, separation="salted", reason=found.reason or f"{_SETTING} is always")
     return found

@@ -81,31 +81,31 @@ class _ClearedArray(BlocksCleared, gc=False, array_like=True, tag="AllBlocksClea
     pass
 
 
-class _Maps(Struct, gc=False, array_like=True):
+class _MapBatch(Struct, gc=False, array_like=True):
     ts: float
     events: list[BlocksStored | BlocksRemoved | BlocksCleared]
     rank: int | None = None
 
 
-class _Arrays(Struct, gc=False, array_like=True):
+class _ArrayBatch(Struct, gc=False, array_like=True):
     ts: float
     events: list[_StoredArray | _RemovedArray | _ClearedArray]
     rank: int | None = None
 
 
-class _Mixed(Struct, gc=False, array_like=True):
+class _MixedBatch(Struct, gc=False, array_like=True):
     ts: float
     events: list[Any]
     rank: Any = None
 
 
-class Decoder:
+class KvEventDecoder:
     """Decodes one feed's batches. It tries the encoding first that the last batch had; engines do not change theirs."""
 
     def __init__(self) -> None:
-        maps, arrays = msgspec.msgpack.Decoder(_Maps).decode, msgspec.msgpack.Decoder(_Arrays).decode
+        maps, arrays = msgspec.msgpack.Decoder(_MapBatch).decode, msgspec.msgpack.Decoder(_ArrayBatch).decode
         self._typed: list[Any] = [maps, arrays]
-        self._mixed = msgspec.msgpack.Decoder(_Mixed)
+        self._mixed = msgspec.msgpack.Decoder(_MixedBatch)
 
     def decode(self, payload: bytes) -> KvEventBatch:
         """The batch in `payload`; raises UndecodableBatch. What is odd in a batch does not spoil the rest of it."""

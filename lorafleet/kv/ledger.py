@@ -16,10 +16,10 @@ from lorafleet.kv.events import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    Decoder,
     EngineHash,
     ExtraKeys,
     KvEventBatch,
+    KvEventDecoder,
     UndecodableBatch,
 )
 
@@ -50,7 +50,7 @@ _NAME_BYTES, _HASH_BYTES = 32, 48
 _ROOTS_KEPT = 4096
 
 
-class Sink(Protocol):
+class LedgerSink(Protocol):
     """Who hears of changes, in order. A block is only added where it was not, and only dropped where it was."""
 
     def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None: ...
@@ -62,7 +62,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
+class KvEventTraits:
     """How one engine's events differ from the next one's."""
 
     group: int = 0
@@ -71,15 +71,15 @@ class Traits:
     """A load of an adapter starts afresh, and nothing announces that its former blocks are unreachable."""
 
 
-TRAITS: Mapping[str, Traits] = {
-    "vllm": Traits(),
+TRAITS: Mapping[str, KvEventTraits] = {
+    "vllm": KvEventTraits(),
     # Adapter hashes are seeded anew at every load, and an unload publishes nothing (SGLang 0.5.23, seen running).
-    "sglang": Traits(forgets_on_load=True),
+    "sglang": KvEventTraits(forgets_on_load=True),
 }
 
 
 @dataclass(slots=True)
-class _Shelf:
+class _MediumBlocks:
     """One medium: engine hash -> our hash, and copies beyond the first (nearly always none)."""
 
     tier: Tier
@@ -87,15 +87,15 @@ class _Shelf:
     more: dict[int, int] = field(default_factory=dict)
 
 
-class Ledger:
+class BlockLedger:
     """The blocks of one engine rank."""
 
     def __init__(
         self,
         base_model: str,
         block_size: int,
-        sink: Sink,
-        traits: Traits = TRAITS["vllm"],
+        sink: LedgerSink,
+        traits: KvEventTraits = TRAITS["vllm"],
         *,
         most_blocks: int = 0,
     ) -> None:
@@ -105,11 +105,11 @@ class Ledger:
         self.accepted: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self._told: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-        self._decode = Decoder().decode
+        self._decode = KvEventDecoder().decode
         self._sink = sink
         self._traits = traits
         self._most_blocks = most_blocks
-        self._shelves = {medium: _Shelf(tier) for medium, tier in _TIER_OF.items()}
+        self._shelves = {medium: _MediumBlocks(tier) for medium, tier in _TIER_OF.items()}
         self._device = self._shelves["GPU"]
         # Our hash -> how many engine hashes stand for it: two, where the engine salts with what its events do not say.
         self._held: dict[Tier, dict[BlockHash, int]] = {tier: {} for tier in TIERS}
@@ -297,7 +297,7 @@ class Ledger:
         except (TypeError, OverflowError):
             return "shape"
 
-    def _copy(self, shelf: _Shelf, hashes: Sequence[EngineHash]) -> str | None:
+    def _copy(self, shelf: _MediumBlocks, hashes: Sequence[EngineHash]) -> str | None:
         """Another medium has blocks: only those that we know by name; connectors leave out tokens, adapter or keys.
 
         source  vLLM 0.32 kv_connector/v1/offloading/events.py _placeholder_stored; mooncake/store/worker.py
@@ -310,7 +310,7 @@ class Ledger:
         # The event is counted once, as what part of it was not taken.
         return "unknown_block"
 
-    def _put(self, shelf: _Shelf, names: Sequence[int], ours: Sequence[BlockHash]) -> None:
+    def _put(self, shelf: _MediumBlocks, names: Sequence[int], ours: Sequence[BlockHash]) -> None:
         """One more copy of each block on this shelf."""
         held = self._held[shelf.tier]
         added: list[BlockHash] = []
@@ -330,7 +330,7 @@ class Ledger:
         if added:
             self._sink.add(shelf.tier, added)
 
-    def _overflow(self, shelf: _Shelf) -> None:
+    def _overflow(self, shelf: _MediumBlocks) -> None:
         """Drop those heard of longest ago: so many are there only after removals that we missed.
 
         Some more at once than must go, because a dict's front is slow to find where much has been taken from it.
@@ -369,7 +369,7 @@ class Ledger:
         if gone:
             self._sink.drop(last.tier, gone)
 
-    def _take(self, shelf: _Shelf, name: int, gone: list[BlockHash]) -> bool:
+    def _take(self, shelf: _MediumBlocks, name: int, gone: list[BlockHash]) -> bool:
         """One copy less; false when there was none. A block with no copy left at the tier goes to `gone`."""
         more = shelf.more.get(name)
         if more is not None:
@@ -394,7 +394,7 @@ class Ledger:
 
     # --- small questions -----------------------------------------------------------------------------------------
 
-    def _shelf(self, medium: str | None) -> _Shelf | None:
+    def _shelf(self, medium: str | None) -> _MediumBlocks | None:
         return self._shelves.get((medium or "GPU").upper())
 
     def _known(self, name: int) -> BlockHash | None:

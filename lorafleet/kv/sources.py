@@ -11,7 +11,7 @@ _HERE = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class KvEventEndpoints:
     """ZMQ endpoints to connect to, one a data-parallel rank; empty where nothing is published that we reach."""
 
     events: tuple[str, ...] = ()
@@ -19,7 +19,7 @@ class Sources:
     topic: str = ""
 
 
-def sources_of(host: str, ranks: Sequence[Mapping[str, Any]]) -> Sources:
+def sources_of(host: str, ranks: Sequence[Mapping[str, Any]]) -> KvEventEndpoints:
     """From each rank's KVEventsConfig, its ports resolved (vLLM's and SGLang's words), of an engine on `host`.
 
     All ranks or none: a part of an engine's blocks is no index of it.
@@ -27,8 +27,8 @@ def sources_of(host: str, ranks: Sequence[Mapping[str, Any]]) -> Sources:
     events = tuple(_at(host, rank.get("endpoint")) for rank in ranks if _publishes(rank))
     replay = tuple(_at(host, rank.get("replay_endpoint")) for rank in ranks)
     if not events or len(events) != len(ranks) or not all(events):
-        return Sources()
-    return Sources(events, replay if all(replay) else (), str(ranks[0].get("topic") or ""))
+        return KvEventEndpoints()
+    return KvEventEndpoints(events, replay if all(replay) else (), str(ranks[0].get("topic") or ""))
 
 
 def _publishes(rank: Mapping[str, Any]) -> bool:

@@ -33,7 +33,7 @@ _QUIET_TICKS = 25
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class RankEndpoint:
     """The sockets of one engine rank. Without `replay` every hole is a loss."""
 
     events: str
@@ -41,7 +41,7 @@ class Endpoint:
     topic: str
 
 
-class Listener(Protocol):
+class RankListener(Protocol):
     """Who is told what one follower hears."""
 
     def batch(self, payload: bytes) -> None:
@@ -63,10 +63,10 @@ class Listener(Protocol):
         """A message was not in the engine's form, and is skipped."""
 
 
-class Follower:
+class RankSubscriber:
     """One rank's batches. `last` is the newest told; times are the loop's."""
 
-    def __init__(self, endpoint: Endpoint, listener: Listener, hub: "Hub") -> None:
+    def __init__(self, endpoint: RankEndpoint, listener: RankListener, hub: "SubscriberHub") -> None:
         self.endpoint = endpoint
         self.last = -1
         self.heard_at = hub.loop.time()
@@ -228,7 +228,7 @@ class Follower:
         self._listener.lost(first, seq - 1)
 
 
-class Hub:
+class SubscriberHub:
     """The sockets of all followers on one event loop. Make it where the loop runs, and close it there."""
 
     def __init__(self, *, tail_poll_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -238,8 +238,8 @@ class Hub:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # libzmq's own bound is 1,023, and at a start each rank takes two: 64 engines of eight ranks would be too many.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._followers: dict[Follower, int] = {}
-        self._busy: list[Follower] = []
+        self._followers: dict[RankSubscriber, int] = {}
+        self._busy: list[RankSubscriber] = []
         self._tick_at: asyncio.TimerHandle | None = None
         self._watching = asyncio.create_task(self._watch())
 
@@ -258,14 +258,14 @@ class Hub:
         made.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
         return made
 
-    def follow(self, endpoint: Endpoint, listener: Listener) -> Follower:
+    def follow(self, endpoint: RankEndpoint, listener: RankListener) -> RankSubscriber:
         """Tell this listener an endpoint's batches from the oldest that the engine still has; raises zmq.ZMQError."""
-        follower = Follower(endpoint, listener, self)
+        follower = RankSubscriber(endpoint, listener, self)
         self._followers[follower] = follower.fd
         self._wait_for(follower)
         return follower
 
-    def forget(self, follower: Follower) -> None:
+    def forget(self, follower: RankSubscriber) -> None:
         """Nothing more is told."""
         self.loop.remove_reader(self._followers.pop(follower))
         if follower in self._busy:
@@ -282,7 +282,7 @@ class Hub:
         await asyncio.gather(self._watching, return_exceptions=True)
         self._context.destroy(linger=0)
 
-    def wake(self, follower: Follower) -> None:
+    def wake(self, follower: RankSubscriber) -> None:
         """There may be messages."""
         if follower not in self._followers:
             return
@@ -299,7 +299,7 @@ class Hub:
         until = self._clock() + _BUDGET_S
         todo = [follower for follower in self._busy if self._has_news(follower)]
         while todo:
-            more: list[Follower] = []
+            more: list[RankSubscriber] = []
             for number, follower in enumerate(todo):
                 if self._clock() > until:
                     # Those who missed their turn are first next time.
@@ -316,21 +316,21 @@ class Hub:
         if self._busy and self._tick_at is None:
             self._tick_at = self.loop.call_later(_TICK_S, self._tick)
 
-    def _drained(self, follower: Follower) -> int:
+    def _drained(self, follower: RankSubscriber) -> int:
         try:
             return follower.drain(_TURN)
         except Exception:  # the top of a loop: it logs and goes on, or every socket would fall silent
             log.exception("KV events of one message not taken", endpoint=follower.endpoint.events)
             return 0
 
-    def _has_news(self, follower: Follower) -> bool:
+    def _has_news(self, follower: RankSubscriber) -> bool:
         if follower.is_readable():
             follower.quiet_ticks = 0
             return True
         follower.quiet_ticks += 1
         return False
 
-    def _wait_for(self, follower: Follower) -> None:
+    def _wait_for(self, follower: RankSubscriber) -> None:
         self.loop.add_reader(self._followers[follower], self.wake, follower)
         # ZMQ's descriptor tells of changes only: what came before has to be asked for.
         if follower.is_readable():

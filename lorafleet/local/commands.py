@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorafleet.engine.arguments import has
-from lorafleet.local.options import DEFAULT_SLOTS, NOTHING, Given, prefix_of
+from lorafleet.local.options import DEFAULT_SLOTS, NOTHING, ServiceOptions, prefix_of
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, parse_config
 
@@ -28,7 +28,7 @@ _TINY_DTYPE = ("--dtype", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
+class LocalBaseModel:
     """The base model as every agent is told of it. `name` is the engine's, `asked_by` the one in requests.
 
     is_tiny   the one made here
@@ -59,7 +59,7 @@ def agents_environment(engine_words: Sequence[str], lora_roots: Sequence[str], *
     }
 
 
-def common(port: int, port_file: Path, key_files: Iterable[Path], given: Given = NOTHING) -> list[str]:
+def common(port: int, port_file: Path, key_files: Iterable[Path], given: ServiceOptions = NOTHING) -> list[str]:
     """The flags that every service gets: its address and keys, and its file of settings where a person named one."""
     keys = [word for path in key_files for word in ("--key-files", str(path))]
     config = [] if given.config is None else ["--config", str(given.config)]
@@ -97,7 +97,7 @@ def agent(
     *,
     name: str,
     engine: str,
-    base: Base,
+    base: LocalBaseModel,
     max_loras: int | None,
     max_lora_rank: int,
     orchestrator_url: str,

@@ -26,7 +26,7 @@ _COLUMN_EDGES = 3  # a line, and a space on either side
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DemoRow:
     """One answer. Token counts are the engine's own; `predicted` is what the router expected to be cached."""
 
     adapter: str
@@ -38,7 +38,7 @@ class Row:
     text: str
 
 
-async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[str]) -> list[Row]:
+async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[str]) -> list[DemoRow]:
     """Ask base, two adapters, and the base again; print the table; the rows."""
     asked = [None, *shown(lora_ids), None]
     headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -48,7 +48,7 @@ async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[s
     return rows
 
 
-async def ask(client: httpx.AsyncClient, base_model: str, lora_id: str | None, prompt: str = PROMPT) -> Row:
+async def ask(client: httpx.AsyncClient, base_model: str, lora_id: str | None, prompt: str = PROMPT) -> DemoRow:
     """One streamed chat completion at temperature 0. Raises httpx.HTTPStatusError with the router's own message."""
     body = {
         "model": base_model,
@@ -73,7 +73,7 @@ async def ask(client: httpx.AsyncClient, base_model: str, lora_id: str | None, p
                 text += piece
             usage = chunk.get("usage") or usage
         headers = answer.headers
-    return Row(
+    return DemoRow(
         adapter=headers["x-lorafleet-adapter"],
         worker=headers["x-lorafleet-worker"],
         prompt_tokens=usage.get("prompt_tokens", 0),
@@ -96,7 +96,7 @@ def shown(lora_ids: Sequence[str]) -> list[str]:
     return (favourites or list(lora_ids))[:2]
 
 
-def table(rows: Sequence[Row], text_width: int = 0) -> Table:
+def table(rows: Sequence[DemoRow], text_width: int = 0) -> Table:
     """The rows; of each text so many characters, and without room for its heading none."""
     has_text = text_width >= len(_TEXT)
     made = Table(title="The same prompt, four times (prompt and cached: tokens)", title_justify="left", expand=False)
@@ -112,13 +112,13 @@ def table(rows: Sequence[Row], text_width: int = 0) -> Table:
     return made
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[DemoRow], console: Console) -> None:
     """The table, with as much of the texts as there is room for."""
     left = console.width - console.measure(table(rows)).maximum - _COLUMN_EDGES
     console.print(table(rows, min(left, _TEXT_WIDTH)))
 
 
-def _print(rows: Sequence[Row]) -> None:
+def _print(rows: Sequence[DemoRow]) -> None:
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = 140

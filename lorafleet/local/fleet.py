@@ -19,9 +19,9 @@ import httpx
 import yaml
 
 from lorafleet.local import adapter_folders, commands, demo, notices, welcome
-from lorafleet.local.options import Options, lora_roots
-from lorafleet.local.processes import Child, Guard, clean_environment, tail_of
-from lorafleet.local.progress import Steps
+from lorafleet.local.options import FleetOptions, lora_roots
+from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, tail_of
+from lorafleet.local.progress import StartProgress
 from lorafleet.service import files
 from lorafleet.service.auth import hash_key, new_key
 from lorafleet.service.failure import CommandFailed
@@ -43,18 +43,18 @@ _CALM_S = 30.0  # a child that ran this long has its backoff forgotten
 class LocalFleet:
     """The children and what is known of them. Make it, `live`, and always `stop`."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: FleetOptions) -> None:
         self.options = options
-        self.steps = Steps()
+        self.steps = StartProgress()
         self.is_ready = False
         self.token = ""
         self._folder = options.state_dir.resolve()
         self._mark = secrets.token_hex(16)
         # Not the state folder, which may lie deep.
         self._scratch = socket_folder("lf-", name_bytes=_SOCKET_NAME_BYTES)
-        self._guard = Guard(self._mark, self._scratch)
+        self._guard = ProcessGuard(self._mark, self._scratch)
         self._ports = {"router": options.router_port, "orchestrator": options.orchestrator_port}
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, ChildProcess] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None
         self._held_back: dict[str, str] = {}  # workers that are up and cordoned or draining, by an earlier run's word
@@ -140,7 +140,7 @@ class LocalFleet:
         elif self.options.demo:
             await demo.run(self.url("router"), self.token, base.asked_by, registered)
 
-    def _prepare(self) -> tuple[commands.Base, dict[str, Path]]:
+    def _prepare(self) -> tuple[commands.LocalBaseModel, dict[str, Path]]:
         """The base model's folder and the adapters' by lora_id; the tiny ones are made where none were given."""
         for name in ("logs", "run"):
             (self._folder / name).mkdir(exist_ok=True)
@@ -156,7 +156,7 @@ class LocalFleet:
         name = str(said.get("served_model_name") or model_name(model))
         asked_by = str(said.get("base_model") or name)
         is_tiny = self.options.model is None
-        base = commands.Base(name=name, folder=model.resolve(), is_tiny=is_tiny, asked_by=asked_by)
+        base = commands.LocalBaseModel(name=name, folder=model.resolve(), is_tiny=is_tiny, asked_by=asked_by)
         if self.options.adapters is None and not base.is_tiny:
             return base, {}  # the tiny model's adapters fit no other
         for line in adapter_folders.remarks(self._adapters):
@@ -175,7 +175,9 @@ class LocalFleet:
         entry = {"sha256": hash_key(self.token), "scopes": ["admin"], "note": "lorafleet up, for its own processes"}
         self._own_keys.write_text(yaml.safe_dump({"keys": [entry]}))
 
-    async def _start_workers(self, client: httpx.AsyncClient, base: commands.Base, max_lora_rank: int) -> None:
+    async def _start_workers(
+        self, client: httpx.AsyncClient, base: commands.LocalBaseModel, max_lora_rank: int
+    ) -> None:
         # On 2 cores two vLLMs are ready after 36 s together and after 46 s in turn; more than one a core only queue up.
         at_once = self.options.workers if self.options.engine == "sim" else max(1, os.cpu_count() or 2)
         turn = asyncio.Semaphore(at_once)
@@ -321,7 +323,7 @@ class LocalFleet:
         if house == "workers":
             environment |= self._agents_environment(name)
         environment["VLLM_RPC_BASE_PATH"] = str(self._scratch)  # or its own sockets stay in /tmp when it is killed
-        child = Child(name=name, command=command, environment=environment, log_path=log_path)
+        child = ChildProcess(name=name, command=command, environment=environment, log_path=log_path)
         log_path.write_bytes(b"")  # this run's only: a failure's tail must not be an older one's
         self._children[name] = child
         self._port_file(name).unlink(missing_ok=True)
@@ -329,7 +331,7 @@ class LocalFleet:
         assert self._group is not None
         self._keepers.append(self._group.create_task(self._keep(child)))
 
-    async def _keep(self, child: Child) -> None:
+    async def _keep(self, child: ChildProcess) -> None:
         """Restart it whenever it ends, slower each time. Raises Failure when it never comes up to begin with."""
         in_a_row = 0
         while True:
@@ -353,7 +355,7 @@ class LocalFleet:
     def _no_space(self) -> CommandFailed:
         return CommandFailed(f"{files.no_space(self._folder)}, or name another folder with --state-dir")
 
-    def _failed(self, child: Child, what: str) -> CommandFailed:
+    def _failed(self, child: ChildProcess, what: str) -> CommandFailed:
         if shutil.disk_usage(self._folder).free < _NO_SPACE_BYTES:  # its log would not have the reason
             return self._no_space()
         return CommandFailed(f"{child.name} {what}. The end of {child.log_path}:\n{child.tail()}")
@@ -369,7 +371,7 @@ class LocalFleet:
         said = self.options.of("router").values
         return commands.router(self._common("router"), self.url("orchestrator"), state_dir, self.options.grace_s, said)
 
-    def _agent(self, name: str, base: commands.Base, max_lora_rank: int) -> list[str]:
+    def _agent(self, name: str, base: commands.LocalBaseModel, max_lora_rank: int) -> list[str]:
         return commands.agent(
             self._common(name),
             name=name,

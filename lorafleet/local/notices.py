@@ -3,12 +3,12 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from lorafleet.local.options import HOUSES, Options, prefix_of, unread
+from lorafleet.local.options import HOUSES, FleetOptions, prefix_of, unread
 
 _MOST_NAMED = 5
 
 
-def told_of(options: Options, environment: Mapping[str, str]) -> list[str]:
+def told_of(options: FleetOptions, environment: Mapping[str, str]) -> list[str]:
     """A line for each thing beside the flags of `up` that steers this fleet, or that somebody may think does."""
     lines = []
     given = {prefix_of(house) for house in HOUSES}

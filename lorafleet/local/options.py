@@ -54,7 +54,7 @@ _OWN_WORDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class ServiceOptions:
     """Settings of one service that a person gave, by name: texts of the environment over values of its file."""
 
     config: Path | None = None
@@ -68,11 +68,11 @@ class Given:
             return default
 
 
-NOTHING = Given()
+NOTHING = ServiceOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class FleetOptions:
     """A fleet as it was asked for.
 
     max_loras   the flag alone: None where it was not given
@@ -88,14 +88,14 @@ class Options:
     orchestrator_port: int
     state_dir: Path
     key_file: Path | None = None
-    given: Mapping[str, Given] = field(default_factory=dict)
+    given: Mapping[str, ServiceOptions] = field(default_factory=dict)
     engine_words: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     demo: bool = False
     once: bool = False
     grace_s: float = 10.0
 
-    def of(self, house: str) -> Given:
+    def of(self, house: str) -> ServiceOptions:
         return self.given.get(house, NOTHING)
 
     def said_of_workers(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def asked(
     environment: Mapping[str, str],
     demo: bool,
     once: bool,
-) -> Options:
+) -> FleetOptions:
     """The fleet that flags, arguments for the engines, environment and files add up to. Raises Failure, status 2.
 
     configs   service -> its file
@@ -135,7 +135,7 @@ def asked(
         _check_words(all_words, max_loras, kind)
         arguments.refuse(all_words, kind, environment)
         number = workers if workers is not None else len(_named(devices)) or DEFAULT_WORKERS
-        return Options(
+        return FleetOptions(
             engine=kind,
             workers=number,
             model=model or (Path(str(of_workers["model"])) if of_workers.get("model") else None),
@@ -151,7 +151,7 @@ def asked(
             demo=demo,
             once=once,
         )
-    except (SettingsError, arguments.EngineWordsError) as exc:
+    except (SettingsError, arguments.EngineArgumentsError) as exc:
         raise CommandFailed(str(exc), status=2) from exc
 
 
@@ -161,7 +161,7 @@ def unread(environment: Mapping[str, str]) -> list[str]:
     return sorted(name for name in environment if name.startswith("LORAFLEET_") and not name.startswith(known))
 
 
-def lora_roots(options: Options, own: Path) -> list[str]:
+def lora_roots(options: FleetOptions, own: Path) -> list[str]:
     """Folders that the agents may read adapters from: ours, and those that a person gave. Raises Failure."""
     try:
         return [str(own), *_texts(options.of("workers").values, "lora_roots")]
@@ -229,7 +229,7 @@ def prefix_of(house: str) -> str:
     return f"LORAFLEET_{house.upper()}_"
 
 
-def _given(house: str, config: Path | None, environment: Mapping[str, str]) -> Given:
+def _given(house: str, config: Path | None, environment: Mapping[str, str]) -> ServiceOptions:
     prefix = prefix_of(house)
     by_environment = {
         name.removeprefix(prefix).lower(): text for name, text in environment.items() if name.startswith(prefix)
@@ -241,10 +241,10 @@ def _given(house: str, config: Path | None, environment: Mapping[str, str]) -> G
         where = f"{prefix}{name.upper()}" if by_environment.get(name) else f"{name} in {named}"
         if by_environment.get(name) or by_file.get(name):
             raise SettingsError(f"{where} cannot be set for `lorafleet up`: {why}")
-    return Given(config=Path(named) if named else None, values=by_file | by_environment)
+    return ServiceOptions(config=Path(named) if named else None, values=by_file | by_environment)
 
 
-def _port(house: str, flag: int | None, given: Given) -> int:
+def _port(house: str, flag: int | None, given: ServiceOptions) -> int:
     if flag is not None:
         return flag
     said = str(given.values.get("port", _PORTS[house]))

@@ -23,7 +23,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(slots=True, kw_only=True)
-class Child:
+class ChildProcess:
     """One process of the fleet, by name, with its log file. `command` is asked anew for every start."""
 
     name: str
@@ -124,7 +124,7 @@ def kill_marked(mark: str, *, within_s: float = 5.0) -> list[int]:
     return first
 
 
-class Guard:
+class ProcessGuard:
     """A small process that waits for our end, however it comes, and then sweeps up. `mark` names what it kills."""
 
     def __init__(self, mark: str, scratch: Path) -> None:

@@ -13,7 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 _REMIND_S = 10.0
 
 
-class Steps:
+class StartProgress:
     """Where `lorafleet up` says what it does. On stderr, so that stdout holds the ready line and what follows it."""
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -26,7 +26,7 @@ class Steps:
             columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), TimeElapsedColumn())
             self._live = Progress(*columns, console=Console(file=self._out))
 
-    def __enter__(self) -> "Steps":
+    def __enter__(self) -> "StartProgress":
         if self._live is not None:
             self._live.start()
         return self

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from lorafleet.local import adapter_folders, commands
 from lorafleet.local.fleet import LocalFleet
-from lorafleet.local.options import Options
+from lorafleet.local.options import FleetOptions
 from lorafleet.service import signals
-from lorafleet.service.auth import KeyFileError, Keys
+from lorafleet.service.auth import ApiKeys, KeyFileError
 from lorafleet.service.failure import CommandFailed
 
 
-def run(options: Options) -> int:
+def run(options: FleetOptions) -> int:
     """Bring the fleet up, stay until a signal, take it down; the exit status. Raises Failure."""
     check(options)
     with _locked(options.state_dir):
@@ -29,7 +29,7 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def check(options: Options, *, has: Callable[[str], bool] = is_installed) -> None:
+def check(options: FleetOptions, *, has: Callable[[str], bool] = is_installed) -> None:
     """Raises Failure for what no start could mend. `has` tells whether a module can be imported."""
     if options.engine == "vllm" and not has("vllm"):
         raise CommandFailed(
@@ -55,7 +55,7 @@ def check(options: Options, *, has: Callable[[str], bool] = is_installed) -> Non
         raise CommandFailed(f"--adapters {options.adapters}: {wrong}", status=2)
     if options.key_file is not None:
         try:
-            Keys([options.key_file])
+            ApiKeys([options.key_file])
         except KeyFileError as exc:
             raise CommandFailed(f"--key-file: {exc}", status=2) from exc
 
@@ -107,7 +107,7 @@ def _locked(state_dir: Path) -> Iterator[None]:
         os.close(handle)
 
 
-async def _main(options: Options) -> int:
+async def _main(options: FleetOptions) -> int:
     """Everything after the checks, under our own signal handling; 0, or 130 when stopped before it was ready."""
     stopping = asyncio.Event()
     fleet = LocalFleet(options)

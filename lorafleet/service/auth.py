@@ -113,7 +113,7 @@ def new_key() -> str:
     return "lf-" + secrets.token_urlsafe(32)
 
 
-class Keys:
+class ApiKeys:
     """The keys of some files, re-read when a file changes. A broken new version leaves the last good one in force."""
 
     def __init__(self, files: Sequence[Path], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -191,7 +191,7 @@ class Keys:
         self._trouble = trouble
 
 
-def requires(keys: Keys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
+def requires(keys: ApiKeys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
     """A FastAPI dependency: the caller, or 401 without a known key, 403 without the scope."""
 
     async def caller(request: Request) -> Caller:
@@ -203,12 +203,12 @@ def requires(keys: Keys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
     return caller
 
 
-def of_metrics(keys: Keys, *, need_key: bool) -> list[Depended]:
+def of_metrics(keys: ApiKeys, *, need_key: bool) -> list[Depended]:
     """The dependencies of a house's `/metrics`: none, or a key with the scope `metrics`."""
     return [Depends(requires(keys, "metrics"))] if need_key else []
 
 
-class KeyFirst(APIRoute):
+class AuthFirstRoute(APIRoute):
     """A route whose `dependencies` are asked before its body is read; FastAPI reads and parses that first."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -223,7 +223,7 @@ class KeyFirst(APIRoute):
         return ask_and_answer
 
 
-def may_send(keys: Keys, *scopes: str) -> Callable[[str | None], None]:
+def may_send(keys: ApiKeys, *scopes: str) -> Callable[[str | None], None]:
     """Raises HttpError for an `Authorization` header without a known key, or whose key has none of these scopes."""
 
     def check(authorization: str | None) -> None:
@@ -242,7 +242,7 @@ def check_scope(caller: Caller, scope: str) -> None:
         raise HttpError(403, "scope_missing", f"this needs a key with scope {scope!r}; yours has: {held}")
 
 
-def refuse_open_server(keys: Keys, host: str, *, allow_open: bool) -> None:
+def refuse_open_server(keys: ApiKeys, host: str, *, allow_open: bool) -> None:
     """Raises KeyFileError when a server without keys would listen beyond loopback."""
     if keys.is_open and not allow_open and not _is_loopback(host):
         raise KeyFileError(
@@ -251,7 +251,7 @@ def refuse_open_server(keys: Keys, host: str, *, allow_open: bool) -> None:
         )
 
 
-def host_check(keys: Keys, *, allow_open: bool) -> Callable[[str | bytes], None] | None:
+def host_check(keys: ApiKeys, *, allow_open: bool) -> Callable[[str | bytes], None] | None:
     """`check_host` for a server without keys, which relies on being out of everybody's reach; None for any other."""
     return check_host if keys.is_open and not allow_open else None
 

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 
-class Count:
+class MetricValue:
     """One number."""
 
     __slots__ = ("value",)
@@ -33,7 +33,7 @@ class Count:
         self.value = value
 
 
-class Spread:
+class BucketCounts:
     """How many observations fell into each bucket, and their sum."""
 
     __slots__ = ("_bounds", "counts", "sum")
@@ -48,10 +48,10 @@ class Spread:
         self.sum += value
 
 
-C = TypeVar("C", Count, Spread)
+C = TypeVar("C", MetricValue, BucketCounts)
 
 
-class _Family(Collector, Generic[C]):
+class _MetricFamily(Collector, Generic[C]):
     """One metric with a child for each combination of its labels' values; `_only` is there without labels."""
 
     _only: C
@@ -99,11 +99,11 @@ class _Family(Collector, Generic[C]):
         raise NotImplementedError
 
 
-class _Numbers(_Family[Count]):
+class _NumberFamily(_MetricFamily[MetricValue]):
     """Without labels it is its own one number."""
 
-    def _new(self) -> Count:
-        return Count()
+    def _new(self) -> MetricValue:
+        return MetricValue()
 
     def inc(self, amount: float = 1.0) -> None:
         self._only.value += amount
@@ -116,12 +116,12 @@ class _Numbers(_Family[Count]):
         yield metric
 
 
-class Counter(_Numbers):
+class Counter(_NumberFamily):
     def _metric(self) -> Metric:
         return CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
 
 
-class Gauge(_Numbers):
+class Gauge(_NumberFamily):
     def dec(self, amount: float = 1.0) -> None:
         self._only.value -= amount
 
@@ -132,7 +132,7 @@ class Gauge(_Numbers):
         return GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)
 
 
-class Histogram(_Family[Spread]):
+class Histogram(_MetricFamily[BucketCounts]):
     def __init__(
         self,
         name: str,
@@ -147,8 +147,8 @@ class Histogram(_Family[Spread]):
         self._bounds = tuple(float(bound) for bound in buckets)
         super().__init__(name, documentation, labelnames, registry=registry, namespace=namespace, subsystem=subsystem)
 
-    def _new(self) -> Spread:
-        return Spread(self._bounds)
+    def _new(self) -> BucketCounts:
+        return BucketCounts(self._bounds)
 
     def observe(self, value: float) -> None:
         self._only.observe(value)

@@ -83,7 +83,7 @@ def error_response(exc: Any) -> JSONResponse:
     return JSONResponse(body, exc.status, error_headers(exc.status, retry_after_s))
 
 
-class CheckHost:
+class HostCheckMiddleware:
     """ASGI middleware: `check`, if there is one, looks at each request's `Host` first, and may raise HttpError."""
 
     def __init__(self, app: ASGIApp, *, check: Callable[[str], None] | None) -> None:
@@ -100,7 +100,7 @@ class CheckHost:
         await self._app(scope, receive, send)
 
 
-class JsonBodies:
+class JsonBodyMiddleware:
     """ASGI middleware: a body of JSON is read whole, and goes on only if all would read it so.
 
     Python's own reader takes NaN, Infinity and halves of surrogate pairs: what cannot be said again in any answer, and

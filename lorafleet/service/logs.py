@@ -28,7 +28,7 @@ _FULL_PAUSE_S = 0.01
 def configure(component: str, *, log_format: str = "json", level: str = "info") -> None:
     """Send our own and the libraries' lines to stderr in one form. Call once, at a process's start.
 
-    No line raises or waits, see `Sink`.
+    No line raises or waits, see `LogWriter`.
     """
     descriptor = _stderr()
     shared: list[Any] = [
@@ -43,7 +43,7 @@ def configure(component: str, *, log_format: str = "json", level: str = "info") 
         else [_without_locals, structlog.processors.JSONRenderer()]
     )
 
-    sink = Sink(descriptor, what="log lines")
+    sink = LogWriter(descriptor, what="log lines")
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
@@ -66,12 +66,12 @@ def _stderr() -> int:
     return os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
 
 
-def other_output(what: str) -> "Sink":
+def other_output(what: str) -> "LogWriter":
     """A way to stderr for lines that are no log lines; however many there are, ours are not dropped for them."""
-    return Sink(_stderr(), what=what)
+    return LogWriter(_stderr(), what=what)
 
 
-class Sink:
+class LogWriter:
     """A stream whose `write` neither raises nor waits: a thread of its own writes, to a file descriptor.
 
     Whoever reads stderr may have ended, or have stopped reading, and its disk may be full: what we serve goes on, and

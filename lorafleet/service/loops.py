@@ -100,7 +100,7 @@ def _asked(exc: Exception) -> str:
     return f" at {url.scheme}://{url.netloc.decode()}"
 
 
-class Later:
+class DelayedCalls:
     """Calls to be made after the same delay each, or up to a tenth of a second later: two timers for all that come in
     a tenth of a second.
     """
@@ -133,7 +133,7 @@ def _make(calls: Iterator[tuple[Callable[..., object], tuple[object, ...]]]) -> 
             return
 
 
-class Changes:
+class ChangeSignal:
     """Something that changes and can be waited for; any number may wait."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from pydantic_settings.exceptions import SettingsError as Unparsed
 from lorafleet.service import yamls
 from lorafleet.service.urls import is_http, plain_key, shown
 
-S = TypeVar("S", bound="HouseSettings")
+S = TypeVar("S", bound="ServiceSettings")
 
 
 class SettingsError(Exception):
@@ -40,7 +40,7 @@ Url = Annotated[str, AfterValidator(whole_url)]
 Key = Annotated[str, AfterValidator(plain_key)]
 
 
-class HouseSettings(BaseSettings):
+class ServiceSettings(BaseSettings):
     """What every house can be told. Subclasses set `env_prefix` and add their own; all are frozen."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", nested_model_default_partial_update=True)
@@ -64,7 +64,7 @@ class HouseSettings(BaseSettings):
     port_file: Path | None = Field(default=None, description="write the listening port here once serving")
 
 
-class _Values(PydanticBaseSettingsSource):
+class _MappingSource(PydanticBaseSettingsSource):
     """Settings from an already parsed mapping."""
 
     def __init__(self, settings_cls: type[BaseSettings], values: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class _Values(PydanticBaseSettingsSource):
         return self._values
 
 
-class _Environment(EnvSettingsSource):
+class _EnvironmentSource(EnvSettingsSource):
     """Settings from environment variables. Raises SettingsError for a list or a mapping that is no JSON."""
 
     def decode_complex_value(self, field_name: str, field: Any, value: Any) -> Any:
@@ -121,7 +121,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
                 cli_avoid_json=True,
                 cli_exit_on_error=False,  # argparse would print a hundred flags above what is wrong
             )
-            return init_settings, flags, _Environment(settings_cls), _Values(settings_cls, from_file)
+            return init_settings, flags, _EnvironmentSource(settings_cls), _MappingSource(settings_cls, from_file)
 
     Sourced.__doc__ = cls.__doc__
     try:
@@ -198,7 +198,7 @@ def read_file(path: Path) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 
-def _refuse_unknown_environment(cls: type[HouseSettings], prefix: str) -> None:
+def _refuse_unknown_environment(cls: type[ServiceSettings], prefix: str) -> None:
     known = {prefix + name.upper() for name in cls.model_fields}
     unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
     if unknown:

@@ -12,7 +12,7 @@ import httpx
 _LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20)  # httpx' own
 
 
-class Transport(httpx.AsyncHTTPTransport):
+class DirectTransport(httpx.AsyncHTTPTransport):
     """Environment and netrc have no say.
 
     raises  httpx.HTTPError alone, whatever the peer does
@@ -31,7 +31,7 @@ class Transport(httpx.AsyncHTTPTransport):
         except BaseException:
             await self._close_orphans()
             raise
-        answer.stream = _Body(answer)
+        answer.stream = _ResponseBody(answer)
         return answer
 
     async def _close_orphans(self) -> None:
@@ -54,7 +54,7 @@ def _trust() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-class _Body(httpx.AsyncByteStream):
+class _ResponseBody(httpx.AsyncByteStream):
     """An answer's body, which takes itself out of a circle once it is read.
 
     The client wraps it into a stream that has the answer, and gives that to the answer (httpx 0.28 _client.py

@@ -54,7 +54,7 @@ _LEARNED_AT_ONCE = 64
 
 
 @dataclass(slots=True)
-class Words:
+class AsciiBpeCache:
     """One tokenizer's words: how to split by, and their ids so far, packed as unsigned 32-bit integers.
 
     cuts_at_spaces  a space behind anything but white space begins a word, and there is nothing that is no word
@@ -75,7 +75,7 @@ class Words:
         self._whole = dict(self.added_ids)
 
     @classmethod
-    def of(cls, tokenizer_json: str, token_to_id: Callable[[str], int | None]) -> "Words | None":
+    def of(cls, tokenizer_json: str, token_to_id: Callable[[str], int | None]) -> "AsciiBpeCache | None":
         """From the text of a tokenizer.json; None where words would not be exact. Raises msgspec.DecodeError.
 
         token_to_id  what the library made of that text: it numbers added tokens anew where the file has holes, has one

@@ -26,9 +26,9 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from lorafleet.tokenizer.ascii_bpe import Words
-from lorafleet.tokenizer.split_points import Cuts
-from lorafleet.tokenizer.template_cache import Frames, Part, Speakers, Watched
+from lorafleet.tokenizer.ascii_bpe import AsciiBpeCache
+from lorafleet.tokenizer.split_points import SplitPoints
+from lorafleet.tokenizer.template_cache import Part, RenderedTemplateCache, Speakers, StandInTemplate
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
@@ -98,14 +98,14 @@ _CONTINUE_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 Message = dict[str, Any]
 
 
-class AsMade(dict[str, Any]):
+class VllmMadeFunction(dict[str, Any]):
     """The function of a tool call that vLLM itself makes of a request: its keys stay in their order.
 
     source  vLLM 0.32 entrypoints/openai/responses/utils.py: such messages go to the template without being read again
     """
 
 
-class ToolsAsMade(list[Message]):
+class VllmMadeTools(list[Message]):
     """The tools that vLLM itself makes of a request. There may be none, which a template can tell from no list at all.
 
     source  vLLM 0.32 renderers/online_renderer.py render_responses: the list goes to the template, empty or not
@@ -129,8 +129,8 @@ class ChatTokenizer:
         tokenizer: Tokenizer,
         templates: Mapping[str, str],
         named_tokens: Mapping[str, str],
-        cuts: Cuts | None = None,
-        words: Words | None = None,
+        cuts: SplitPoints | None = None,
+        words: AsciiBpeCache | None = None,
         added_tokens: Sequence[str] = (),
     ) -> None:
         """`templates` by name ("default", "tool_use"), `named_tokens` as templates see them ("eos_token").
@@ -144,8 +144,8 @@ class ChatTokenizer:
         self._cuts = cuts
         self._words = words
         self._has_frame = tokenizer.num_special_tokens_to_add(False) > 0
-        self._templates = {name: _Template(source, named_tokens) for name, source in templates.items()}
-        self._frames: Frames | None = None
+        self._templates = {name: _ChatTemplate(source, named_tokens) for name, source in templates.items()}
+        self._frames: RenderedTemplateCache | None = None
         if cuts is not None and cuts.sure is not None and "default" in self._templates:
             self._frames = self._templates["default"].frames(cuts)
 
@@ -156,8 +156,8 @@ class ChatTokenizer:
             raise Untokenizable("no tokenizer.json: only models with a fast tokenizer can be tokenized here")
         try:
             tokenizer = Tokenizer.from_str(files["tokenizer.json"])
-            cuts = Cuts.of(files["tokenizer.json"])
-            words = Words.of(files["tokenizer.json"], tokenizer.token_to_id)
+            cuts = SplitPoints.of(files["tokenizer.json"])
+            words = AsciiBpeCache.of(files["tokenizer.json"], tokenizer.token_to_id)
         except msgspec.DecodeError:
             cuts = words = None  # in a shape that we do not know: it can be encoded, but not in pieces
         except Exception as exc:  # tokenizers raises bare Exception for every fault of the file
@@ -280,7 +280,7 @@ class ChatTokenizer:
         text: str = self._tokenizer.decode(list(ids))
         return text
 
-    def _template(self, tools: list[Message] | None) -> "_Template":
+    def _template(self, tools: list[Message] | None) -> "_ChatTemplate":
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
@@ -350,7 +350,7 @@ def _tools(tools: Any) -> list[Message] | None:
     """As vLLM's pydantic models dump them again: known keys only, in their order, null where absent."""
     if tools is None:
         return None
-    if not isinstance(tools, list) or not (tools or isinstance(tools, ToolsAsMade)):
+    if not isinstance(tools, list) or not (tools or isinstance(tools, VllmMadeTools)):
         raise Untokenizable("tools must be a list with at least one tool")
     return [_tool(tool) for tool in tools]
 
@@ -529,7 +529,7 @@ def _tool_calls(calls: Any) -> list[Message]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or call.get("type", "function") != "function":
             raise Untokenizable("each tool call must be an object of type function with a function")
-        order = () if isinstance(function, AsMade) else ("arguments", "name")
+        order = () if isinstance(function, VllmMadeFunction) else ("arguments", "name")
         known = _in_order(function, order) | {"arguments": _arguments(function.get("arguments"))}
         read.append(_in_order(call, ("id", "function", "type")) | {"function": known})
     return read
@@ -627,7 +627,7 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)  # noqa: DTZ005  (Transformers gives templates local time)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     """`message.role` of a plain object is looked up as its key at once: the sandbox tries an attribute first. And
     `loop.first` is a plain truth: the sandbox asks a dozen questions whether it might change something.
     """
@@ -648,8 +648,8 @@ _DICT_ATTRIBUTES: Final = frozenset(dir(dict))
 _LOOP_FIGURES: Final = frozenset(["first", "last", "index", "index0", "revindex", "revindex0", "length"])
 
 
-def _environment() -> _Environment:
-    environment = _Environment(
+def _environment() -> _TemplateEnvironment:
+    environment = _TemplateEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         autoescape=False,
@@ -661,7 +661,7 @@ def _environment() -> _Environment:
     return environment
 
 
-class _Template:
+class _ChatTemplate:
     """A chat template, compiled once, and what vLLM reads off its source."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
@@ -700,9 +700,9 @@ class _Template:
             raise Untokenizable(f"the chat template refused the request: {exc}") from exc
         return _cut_at_tag(text, messages[-1]["content"]) if continuing else text
 
-    def frames(self, cuts: Cuts) -> Frames:
+    def frames(self, cuts: SplitPoints) -> RenderedTemplateCache:
         """What it puts around the texts of conversations without tools and wishes."""
-        watched = Watched(_environment(), self._code)
+        watched = StandInTemplate(_environment(), self._code)
 
         def rendered(speakers: Speakers, texts: Sequence[Any]) -> str:
             return self.render(self._said(speakers, texts), None, _USUAL_ARGUMENTS)
@@ -711,7 +711,7 @@ class _Template:
             said = self._said(speakers, texts)
             return watched.shown(self._usual | {"add_generation_prompt": True, "messages": said, "tools": None})
 
-        return Frames(cuts, rendered, shown)
+        return RenderedTemplateCache(cuts, rendered, shown)
 
     def _said(self, speakers: Speakers, texts: Sequence[Any]) -> list[Message]:
         contents = [[{"type": "text", "text": text}] for text in texts] if self.takes_parts else texts

@@ -41,7 +41,7 @@ class AddedToken(msgspec.Struct):
     normalized: bool = True
 
 
-class _Model(msgspec.Struct):
+class _TokenizerModel(msgspec.Struct):
     """The vocabulary and merges, megabytes of them, are skipped unread."""
 
     type: str = ""
@@ -51,14 +51,14 @@ class _Model(msgspec.Struct):
 class TokenizerFile(msgspec.Struct):
     """What of a tokenizer.json decides where texts may be cut and words begin."""
 
-    model: _Model
+    model: _TokenizerModel
     added_tokens: list[AddedToken] = []
     normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class SplitPoints:
     """The added tokens of one tokenizer; behind each a text may be cut.
 
     sure  those that are found wherever their letters stand, whatever stands around them; None: none are
@@ -70,7 +70,7 @@ class Cuts:
     """Shorter pieces cost more to look up than to encode."""
 
     @classmethod
-    def of(cls, tokenizer_json: str) -> "Cuts | None":
+    def of(cls, tokenizer_json: str) -> "SplitPoints | None":
         """From the text of a tokenizer.json; None where no cut is provably safe. Raises msgspec.DecodeError."""
         file = msgspec.json.decode(tokenizer_json, type=TokenizerFile)
         # A normalized token is looked for in the stretches between the raw ones, so it cannot cross a raw one.

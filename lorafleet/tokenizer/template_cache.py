@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from jinja2.sandbox import SandboxedEnvironment
 
-from lorafleet.tokenizer.split_points import Cuts
+from lorafleet.tokenizer.split_points import SplitPoints
 
 # Frames kept, the longest conversation that gets one, and how often a template is watched in vain for one order of
 # speakers: a text may answer a question in a way that no frame can have. Guesses, nothing measured.
@@ -38,11 +38,11 @@ Part = str | int
 Speakers = tuple[str, ...]
 
 
-class _Looked(Exception):
+class _TextInspected(Exception):
     """The template did with a text what no stand-in can. None of the errors that jinja2's filters catch."""
 
 
-class _Shown:
+class _StandIn:
     """Something with texts in it whose letters the template has not seen."""
 
     # Underscored: a template may ask whether text has an attribute of some name, and text has none of these.
@@ -54,11 +54,11 @@ class _Shown:
         self._asked = asked
         self._text = text
 
-    def __add__(self, other: object) -> "_Shown":
-        return _Shown(self._parts + _parts(other), self._asked)
+    def __add__(self, other: object) -> "_StandIn":
+        return _StandIn(self._parts + _parts(other), self._asked)
 
-    def __radd__(self, other: object) -> "_Shown":
-        return _Shown(_parts(other) + self._parts, self._asked)
+    def __radd__(self, other: object) -> "_StandIn":
+        return _StandIn(_parts(other) + self._parts, self._asked)
 
     def __bool__(self) -> bool:
         return self._answer(bool)
@@ -72,14 +72,14 @@ class _Shown:
     def endswith(self, other: object) -> bool:
         return self._answer(str.endswith, other)
 
-    def strip(self) -> "_Shown":
+    def strip(self) -> "_StandIn":
         number, _ = self._one()
-        return _Shown((~number,), self._asked)
+        return _StandIn((~number,), self._asked)
 
     def _one(self) -> tuple[int, str]:
         [number, *more] = self._parts
         if self._text is None or more or not isinstance(number, int):
-            raise _Looked
+            raise _TextInspected
         return number, self._text
 
     def _answer(self, question: Callable[..., bool], *others: object) -> bool:
@@ -90,7 +90,7 @@ class _Shown:
         return answer
 
     def _looked(self, *_: object) -> NoReturn:
-        raise _Looked
+        raise _TextInspected
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __call__ = __hash__ = _looked
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _looked
@@ -99,7 +99,7 @@ class _Shown:
 
 
 def _parts(value: object) -> tuple[Part, ...]:
-    if isinstance(value, _Shown):
+    if isinstance(value, _StandIn):
         return value._parts
     return (value,) if isinstance(value, str) else _raises()
 
@@ -107,13 +107,13 @@ def _parts(value: object) -> tuple[Part, ...]:
 def _joined(values: Iterable[Any]) -> Any:
     """As `"".join`, of text and of what is shown."""
     found = list(values)
-    asked = next((value._asked for value in found if isinstance(value, _Shown)), None)
+    asked = next((value._asked for value in found if isinstance(value, _StandIn)), None)
     if asked is None:
         return "".join(found)
-    return _Shown(tuple([part for value in found for part in _parts(value)]), asked)
+    return _StandIn(tuple([part for value in found for part in _parts(value)]), asked)
 
 
-class Watched:
+class StandInTemplate:
     """A template that renders stand-ins: its compiled code, in an environment that knows them."""
 
     def __init__(self, environment: SandboxedEnvironment, code: CodeType) -> None:
@@ -125,7 +125,7 @@ class Watched:
         self._template = environment.template_class.from_code(environment, code, {})
         # Compiled code makes text of whatever it shows by this name.
         named = self._template.root_render_func.__globals__
-        named["str"] = lambda value: value if isinstance(value, _Shown) else str(value)
+        named["str"] = lambda value: value if isinstance(value, _StandIn) else str(value)
 
     def shown(self, variables: Mapping[str, Any]) -> tuple[Part, ...]:
         """What it renders. Raises whatever it raises."""
@@ -135,13 +135,13 @@ class Watched:
 
 
 def _raises(*_: object, **__: object) -> NoReturn:
-    raise _Looked
+    raise _TextInspected
 
 
 def _test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(test)
     def asked(*arguments: Any) -> Any:
-        if any(isinstance(argument, _Shown) for argument in arguments):
+        if any(isinstance(argument, _StandIn) for argument in arguments):
             return test("") if name in _KINDS else _raises()
         return test(*arguments)
 
@@ -154,17 +154,17 @@ def _filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(filter_)
     def filtered(*arguments: Any, **named: Any) -> Any:
-        if any(isinstance(argument, _Shown) for argument in (*arguments, *named.values())):
+        if any(isinstance(argument, _StandIn) for argument in (*arguments, *named.values())):
             if name == "trim" and len(arguments) == 1 and not named:
                 return arguments[0].strip()
             if name not in _HARMLESS_FILTERS:
-                raise _Looked
+                raise _TextInspected
         return filter_(*arguments, **named)
 
     return filtered
 
 
-class Frame(NamedTuple):
+class RenderedTemplate(NamedTuple):
     """What stands around the texts of a conversation, cut behind each.
 
     questions  what its texts must answer
@@ -181,7 +181,9 @@ class Frame(NamedTuple):
     rest: str
 
     @classmethod
-    def of(cls, shown: Sequence[Part], asked: Sequence[Question], count: int, cuts: Cuts) -> "Frame | None":
+    def of(
+        cls, shown: Sequence[Part], asked: Sequence[Question], count: int, cuts: SplitPoints
+    ) -> "RenderedTemplate | None":
         """None where one of `count` texts is not shown once and in order, or has no sure cut behind it."""
         plain, numbers = [""], []
         for part in shown:
@@ -205,7 +207,7 @@ class Frame(NamedTuple):
         return cls(tuple(dict.fromkeys(asked)), tuple(lead), tuple(around), stripped if any(stripped) else (), before)
 
     def pieces(self, texts: list[str], min_chars: int) -> list[str] | None:
-        """The prompt in pieces as `Cuts.pieces` has them; None where these texts have another frame."""
+        """The prompt in pieces as `SplitPoints.pieces` has them; None where these texts have another frame."""
         for number, question, arguments, answer in self.questions:
             if question(texts[number], *arguments) is not answer:
                 return None
@@ -223,12 +225,12 @@ class Frame(NamedTuple):
         return pieces
 
 
-class Frames:
+class RenderedTemplateCache:
     """The frames of one template, by who speaks."""
 
     def __init__(
         self,
-        cuts: Cuts,
+        cuts: SplitPoints,
         rendered: Callable[[Speakers, Sequence[Any]], str],
         shown: Callable[[Speakers, Sequence[Any]], Sequence[Part]],
     ) -> None:
@@ -239,11 +241,11 @@ class Frames:
         self._cuts = cuts
         self._rendered = rendered
         self._shown = shown
-        self._frames: dict[Speakers, Frame] = {}
+        self._frames: dict[Speakers, RenderedTemplate] = {}
         self._tries: dict[Speakers, int] = {}
 
     def pieces(self, speakers: Speakers, texts: list[str]) -> list[str] | None:
-        """The prompt of a conversation, as `Cuts.pieces` would cut it, but for texts with added tokens in them; None
+        """The prompt of a conversation, cut as `SplitPoints.pieces` cuts it, but for texts with added tokens; None
         where it must be rendered.
         """
         frame = self._frames.get(speakers)
@@ -253,7 +255,7 @@ class Frames:
             pieces = None if frame is None else frame.pieces(texts, self._cuts.min_chars)
         return pieces
 
-    def _learned(self, speakers: Speakers, texts: list[str]) -> Frame | None:
+    def _learned(self, speakers: Speakers, texts: list[str]) -> RenderedTemplate | None:
         if len(speakers) > _LONGEST:
             return None
         if len(self._tries) >= _MOST_FRAMES:
@@ -261,9 +263,9 @@ class Frames:
             self._frames.clear()
         self._tries[speakers] = self._tries.get(speakers, 0) + 1
         asked: list[Question] = []
-        stand_ins = [_Shown((number,), asked, text) for number, text in enumerate(texts)]
+        stand_ins = [_StandIn((number,), asked, text) for number, text in enumerate(texts)]
         try:
-            frame = Frame.of(self._shown(speakers, stand_ins), asked, len(texts), self._cuts)
+            frame = RenderedTemplate.of(self._shown(speakers, stand_ins), asked, len(texts), self._cuts)
             if frame is None or "".join(frame.pieces(texts, 1) or ()) != self._rendered(speakers, texts):
                 return None
         except Exception:  # noqa: BLE001  (a template may fail in any way Python can; then rendering says how)

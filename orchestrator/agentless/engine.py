@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 import structlog
 
-from lorafleet.engine.agentless import PlainEngine
+from lorafleet.engine.agentless import AgentlessEngine
 from lorafleet.engine.vllm_errors import is_ending
 from lorafleet.kv.connectors import EngineSalt
 from workers.wire import (
@@ -83,7 +83,7 @@ class Hand:
         self._client = client
         self._allowed = allowed
         self._digest_of = digest_of
-        self._engine = PlainEngine(
+        self._engine = AgentlessEngine(
             worker.id,
             worker.engine_url,
             self._get,

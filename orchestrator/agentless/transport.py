@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from lorafleet.service.http import envelope
 from lorafleet.service.loops import forever
-from lorafleet.service.transport import Transport
+from lorafleet.service.transport import DirectTransport
 from orchestrator.agentless.engine import Allowed, Hand, PlainWorker, Refused
 from workers.wire import (
     ClaimRequest,
@@ -57,7 +57,9 @@ class PlainWorkers(httpx.AsyncBaseTransport):
         self._every_s = every_s
         self._clock = clock
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.AsyncClient(transport=Transport(), timeout=timeout_s, headers=headers, trust_env=False)
+        self._client = httpx.AsyncClient(
+            transport=DirectTransport(), timeout=timeout_s, headers=headers, trust_env=False
+        )
         self._hands: dict[str, Hand] = {}
 
     async def run(self, hear: Callable[[Metadata], object]) -> None:

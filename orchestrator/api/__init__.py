@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from fastapi import APIRouter
 
-from lorafleet.service.auth import Keys, of_metrics
+from lorafleet.service.auth import ApiKeys, of_metrics
 from lorafleet.service.http import add_routes
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes
@@ -28,7 +28,7 @@ from orchestrator.reconcile.reconciler import Reconciler
 
 def build_router(
     *,
-    keys: Keys,
+    keys: ApiKeys,
     registry: Registry,
     reconciler: Reconciler,
     metrics: OrchestratorMetrics,

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Query, Response
 from pydantic import BaseModel, Field
 
-from lorafleet.service.auth import Keys, requires
+from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
 from orchestrator.api.views import Views
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError, Permanent, Transient, Unavailable
@@ -56,7 +56,7 @@ class Wanted(BaseModel):
     cursor: Cursor = None
 
 
-def adapter_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: Views) -> APIRouter:
+def adapter_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler, views: Views) -> APIRouter:
     api = APIRouter(tags=["adapters"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
 

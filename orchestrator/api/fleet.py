@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends
 
-from lorafleet.service.auth import Keys, requires
+from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor, Cursor, Limit, page_of
 from orchestrator.api.views import Views
 from orchestrator.core.errors import Conflict
@@ -13,7 +13,7 @@ from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Heartbeat, HeartbeatAnswer, WorkerDrain, WorkerItem, WorkerList
 
 
-def worker_routes(keys: Keys, reconciler: Reconciler, views: Views) -> APIRouter:
+def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: Views) -> APIRouter:
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "load"))])
 
     @api.get("/v1/workers")
@@ -31,7 +31,7 @@ def worker_routes(keys: Keys, reconciler: Reconciler, views: Views) -> APIRouter
     return api
 
 
-def heartbeat_routes(keys: Keys, reconciler: Reconciler) -> APIRouter:
+def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "register"))])
 
     @api.post("/v1/workers/register")
@@ -58,7 +58,7 @@ def heartbeat_routes(keys: Keys, reconciler: Reconciler) -> APIRouter:
     return api
 
 
-def fleet_routes(keys: Keys, registry: Registry, reconciler: Reconciler, views: Views) -> APIRouter:
+def fleet_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler, views: Views) -> APIRouter:
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.post("/v1/workers/{worker_id}/cordon")

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import FileResponse
 from starlette.background import BackgroundTask
 
-from lorafleet.service.auth import Keys, requires
+from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Limit
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.store.backend import Entry
@@ -22,7 +22,7 @@ ALIAS_KINDS = ("alias_set", "alias_deleted", "alias_rollout")
 HistoryCursor = Annotated[int | None, Query(ge=1, description="`next` of the answer before")]
 
 
-def history_routes(keys: Keys, store: Store) -> APIRouter:
+def history_routes(keys: ApiKeys, store: Store) -> APIRouter:
     api = APIRouter(tags=["history"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.get("/v1/history")

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Query
 from pydantic import BaseModel
 
-from lorafleet.service.auth import Keys, requires
+from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor, Cursor, Limit, page_of
 from orchestrator.api.views import Views
 from orchestrator.core.errors import NotFound, OrchestratorRequestError
@@ -49,7 +49,7 @@ class Wanted(BaseModel):
 
 
 def placement_routes(
-    keys: Keys, registry: Registry, reconciler: Reconciler, views: Views, clock: Callable[[], float]
+    keys: ApiKeys, registry: Registry, reconciler: Reconciler, views: Views, clock: Callable[[], float]
 ) -> APIRouter:
     api = APIRouter(tags=["placements"], dependencies=[Depends(requires(keys, "admin"))])
     fleet, store = reconciler.fleet, reconciler.store

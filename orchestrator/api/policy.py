@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Response
 
-from lorafleet.service.auth import Keys, requires
+from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor, IfMatch
 from orchestrator.intent.registry import Registry
 from orchestrator.reconcile.reconciler import Reconciler
@@ -13,7 +13,7 @@ from orchestrator.wire import Policy
 POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}
 
 
-def policy_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> APIRouter:
+def policy_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler) -> APIRouter:
     api = APIRouter(tags=["policy"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.get("/v1/policy")

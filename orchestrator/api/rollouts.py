@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Response
 
-from lorafleet.service.auth import Keys, requires
+from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor
 from orchestrator.core.rollout import Guard, Rollout, Step, Tally, Targets, targets_now
 from orchestrator.intent.registry import Registry
@@ -30,7 +30,7 @@ ROLLOUT_EXAMPLE = {
 }
 
 
-def rollout_routes(keys: Keys, registry: Registry, reconciler: Reconciler) -> APIRouter:
+def rollout_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler) -> APIRouter:
     """To be included before the routes of the bare alias: its name takes every path."""
     api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
     rollouts = reconciler.rollouts

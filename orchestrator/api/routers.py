@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from lorafleet.service.auth import Keys, requires
+from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor
 from orchestrator.api.views import Views
 from orchestrator.core.demand import ASKS_S, Hold, Use
@@ -49,7 +49,7 @@ USAGE_EXAMPLE = {
 
 
 def router_routes(
-    keys: Keys,
+    keys: ApiKeys,
     registry: Registry,
     reconciler: Reconciler,
     views: Views,

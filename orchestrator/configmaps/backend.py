@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from lorafleet.kube.client import Kube
+from lorafleet.kube.client import KubeClient
 from lorafleet.kube.errors import KubeError
 from lorafleet.kube.watch import follow
 from orchestrator.configmaps.journal import Journal
@@ -36,7 +36,9 @@ class ConfigMaps:
 
     backup_name = "lorafleet-backup.json"
 
-    def __init__(self, kube: Kube, *, namespace: str, fleet: str, give_up_s: float = 30.0, call_s: float = 5.0) -> None:
+    def __init__(
+        self, kube: KubeClient, *, namespace: str, fleet: str, give_up_s: float = 30.0, call_s: float = 5.0
+    ) -> None:
         self._kube = kube
         self.fleet = fleet
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"

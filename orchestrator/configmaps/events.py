@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from lorafleet.kube.client import Json, Kube
+from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeConflict, KubeError
 from orchestrator.configmaps.objects import name_of, uid_of
 
@@ -23,7 +23,13 @@ class Notices:
     """Says each thing about each object once, in the background; an Event is a courtesy, and no more than tried."""
 
     def __init__(
-        self, kube: Kube, *, namespace: str, reporter: str, wall: Callable[[], float] = time.time, call_s: float = 5.0
+        self,
+        kube: KubeClient,
+        *,
+        namespace: str,
+        reporter: str,
+        wall: Callable[[], float] = time.time,
+        call_s: float = 5.0,
     ) -> None:
         self._kube = kube
         self._namespace = namespace

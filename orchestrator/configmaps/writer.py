@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
-from lorafleet.kube.client import Json, Kube
-from lorafleet.kube.errors import Forbidden, KubeError, KubeNotFound, Unreachable
+from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeConflict as Collision
+from lorafleet.kube.errors import KubeError, KubeForbidden, KubeNotFound, KubeUnreachable
 from lorafleet.service.loops import backoff_s
 from orchestrator.configmaps.mirror import Mirror
 from orchestrator.configmaps.objects import lean, name_of
@@ -96,7 +96,7 @@ class Writer:
 
     def __init__(
         self,
-        kube: Kube,
+        kube: KubeClient,
         *,
         folder: str,
         mirror: Mirror,
@@ -226,11 +226,11 @@ class Writer:
                     raise StoreError(f"ConfigMap {wish.name}: {exc}") from exc
                 doubtful = wish.name
             except KubeError as exc:
-                if isinstance(exc, Forbidden):
+                if isinstance(exc, KubeForbidden):
                     forbidden_at = min(forbidden_at, now())
                     may_pass = failures > 0 and now() - forbidden_at < _STARTING_S
                 else:
-                    may_pass = isinstance(exc, Unreachable) or exc.status in _BUSY
+                    may_pass = isinstance(exc, KubeUnreachable) or exc.status in _BUSY
                 if not may_pass:
                     raise _refused(exc) from exc
                 failures += 1
@@ -271,6 +271,6 @@ class Writer:
 
 
 def _refused(exc: KubeError) -> StoreError:
-    if isinstance(exc, Forbidden):
+    if isinstance(exc, KubeForbidden):
         return StoreError(f"{exc}; the Role needs get, list, watch, create, update and delete on configmaps")
     return StoreError(str(exc))

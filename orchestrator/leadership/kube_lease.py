@@ -14,7 +14,7 @@ from copy import deepcopy
 from datetime import UTC, datetime
 from typing import Any
 
-from lorafleet.kube.client import Json, Kube
+from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeConflict, KubeError, KubeNotFound
 from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import Hold
@@ -31,7 +31,7 @@ class KubeLease:
     is_absence_new = False  # pods start at any time, and a Lease is deleted with one command: a first start waits
 
     def __init__(
-        self, kube: Kube, *, namespace: str, name: str, timeout_s: float, wall: Callable[[], float] = time.time
+        self, kube: KubeClient, *, namespace: str, name: str, timeout_s: float, wall: Callable[[], float] = time.time
     ) -> None:
         self._kube = kube
         self._what = f"Lease {namespace}/{name}"

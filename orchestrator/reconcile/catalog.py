@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 
-from lorafleet.service.loops import Changes
+from lorafleet.service.loops import ChangeSignal
 from orchestrator.core.errors import Expired
 from orchestrator.core.state import Adapter
 from orchestrator.store.store import Store
@@ -28,7 +28,7 @@ class CatalogBook:
         self._workers: dict[str, CatalogWorker] = {}
         self._draining: tuple[Draining, ...] = ()
         self._body: tuple[int, bytes] = (-1, b"")
-        self.changed = Changes()
+        self.changed = ChangeSignal()
 
     @property
     def revision(self) -> int:

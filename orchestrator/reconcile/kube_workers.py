@@ -11,8 +11,8 @@ from functools import partial
 
 import structlog
 
-from lorafleet.kube.discovery import Slices
-from lorafleet.kube.slices import FoundWorker, by_own_name
+from lorafleet.kube.discovery import SliceWatch
+from lorafleet.kube.slices import DiscoveredWorker, by_own_name
 from lorafleet.service.loops import forever
 from orchestrator.core.errors import Transient
 from orchestrator.reconcile.agent_client import Agents
@@ -30,7 +30,7 @@ class Finder:
 
     def __init__(
         self,
-        slices: Slices,
+        slices: SliceWatch,
         *,
         fleet: Fleet,
         agents: Agents,
@@ -57,7 +57,7 @@ class Finder:
             tasks.create_task(forever(follow, name="slices", every_s=self._again_s))
             tasks.create_task(forever(self._meet, name="found", every_s=self._again_s, poke=self._due))
 
-    def stock_engines(self) -> list[FoundWorker]:
+    def stock_engines(self) -> list[DiscoveredWorker]:
         """Those whose Service has no port `agent`: nobody reports for them."""
         return [worker for worker in self._slices.workers.values() if worker.agent_url is None]
 
@@ -68,7 +68,7 @@ class Finder:
             self._poke()
         self._due.set()
 
-    def _by_name(self) -> dict[str, FoundWorker]:
+    def _by_name(self) -> dict[str, DiscoveredWorker]:
         entries = self._fleet.entries
         owners = {entry.report.agent_url.rstrip("/"): name for name, entry in entries.items()}
         return by_own_name(self._slices.workers, self._called, ids=entries, owners=owners)
@@ -81,13 +81,13 @@ class Finder:
         if len(self._called) > known:
             self._fleet.place(self._by_name())
 
-    def _is_new(self, name: str, worker: FoundWorker) -> bool:
+    def _is_new(self, name: str, worker: DiscoveredWorker) -> bool:
         entry = self._fleet.entries.get(name)
         if worker.agent_url is None:
             return False
         return entry is None or (entry.reach != "heard" and entry.report.agent_url.rstrip("/") != worker.agent_url)
 
-    async def _ask(self, worker: FoundWorker) -> None:
+    async def _ask(self, worker: DiscoveredWorker) -> None:
         assert worker.agent_url is not None
         async with self._free:
             try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from lorafleet.kube.slices import FoundWorker
+from lorafleet.kube.slices import DiscoveredWorker
 from orchestrator.core.placement.warm_up import WARMING
 from orchestrator.core.state import OCCUPYING, Failure, Held, Observed, Pair, Worker
 from orchestrator.store.backend import WorkerIntent
@@ -30,7 +30,7 @@ class Entry:
     since: dict[tuple[str, str], float] = field(default_factory=dict)
     """(lora_id, engine boot) -> when we, or the agent, first saw it ready"""
     probed_at: float = 0.0
-    found: FoundWorker | None = None
+    found: DiscoveredWorker | None = None
 
     @property
     def is_terminating(self) -> bool:
@@ -52,9 +52,9 @@ class Fleet:
         self._clock = clock
         self._wall = wall
         self.entries: dict[str, Entry] = {}
-        self._places: Mapping[str, FoundWorker] = {}
+        self._places: Mapping[str, DiscoveredWorker] = {}
 
-    def place(self, found: Mapping[str, FoundWorker]) -> bool:
+    def place(self, found: Mapping[str, DiscoveredWorker]) -> bool:
         """Take what EndpointSlices say, by worker id; whether that can change a decision."""
         self._places = found
         is_news = False
@@ -290,7 +290,7 @@ def is_warming(entry: Entry, intent: WorkerIntent | None) -> bool:
     return entry.reach == "heard" and report.is_warming and not is_held_back
 
 
-def _placed(report: Metadata, found: FoundWorker | None) -> Metadata:
+def _placed(report: Metadata, found: DiscoveredWorker | None) -> Metadata:
     """With zone, node and pool from the slices, where the agent knows none."""
     if found is None:
         return report

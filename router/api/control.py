@@ -12,14 +12,14 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 
 from lorafleet.http_server.connection import Front
-from lorafleet.service.auth import Caller, KeyFirst, of_metrics, requires
+from lorafleet.service.auth import AuthFirstRoute, Caller, of_metrics, requires
 from lorafleet.service.http import HttpError
 from router.api.explain import again, explained, undecided
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import ReplicaState, RoutableAdapter, RouterFleet
 from router.core.resolve import usable_adapters
-from router.processes.aggregate import Answer, Siblings
+from router.processes.aggregate import Answer, WorkerProcesses
 from router.protocols.routes import route_of
 from router.request.services import RequestRecord, Services
 from router.request.stages import asked, read, request_id, resolve_target, tokenize
@@ -64,9 +64,9 @@ async def _decisions(parts: Services, wanted: _Wanted) -> _Items:
     return items
 
 
-def control_routes(parts: Services, siblings: Siblings | None = None) -> APIRouter:
+def control_routes(parts: Services, siblings: WorkerProcesses | None = None) -> APIRouter:
     """Models, and why a request goes where it goes; with `siblings`, of all processes on this port."""
-    api = APIRouter(route_class=KeyFirst)
+    api = APIRouter(route_class=AuthFirstRoute)
     infers = Annotated[Caller, Depends(requires(parts.keys, "infer"))]
     admin = [Depends(requires(parts.keys, "admin"))]
 
@@ -179,7 +179,7 @@ def exposed(parts: Services, clients: Front) -> bytes:
     return generate_latest(metrics.registry)
 
 
-def health_routes(parts: Services, own: Callable[[], bytes], siblings: Siblings | None = None) -> APIRouter:
+def health_routes(parts: Services, own: Callable[[], bytes], siblings: WorkerProcesses | None = None) -> APIRouter:
     """What probes and Prometheus ask; open to whoever can reach it, but for metrics that need a key.
 
     own  this process's metrics; with `siblings`, those of all processes are shown

@@ -13,19 +13,19 @@ from typing import Protocol
 import httpx
 import structlog
 
-from lorafleet.engine.agentless import PlainEngine
-from lorafleet.kube.discovery import Slices
-from lorafleet.kube.slices import FoundWorker
+from lorafleet.engine.agentless import AgentlessEngine
+from lorafleet.kube.discovery import SliceWatch
+from lorafleet.kube.slices import DiscoveredWorker
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.service.loops import Changes, forever
+from lorafleet.service.loops import ChangeSignal, forever
 from orchestrator.wire import Catalog
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
 from router.core.fleet import Alias, Replica, RoutableAdapter, RouterFleet, with_last_resort
 from router.core.kv.index import WorkerId
 from router.fleet.catalog import draining_by_worker, named_by, read_catalog, save_catalog
 from router.fleet.discovered_adapters import listed_adapters
-from router.fleet.replica_report import Follow, placed, replica_from, state_of
-from router.fleet.worker_sources import Named, named_workers
+from router.fleet.replica_report import FollowedWorker, placed, replica_from, state_of
+from router.fleet.worker_sources import WorkerSource, named_workers
 from router.http.engine_pool import EngineLost
 from router.http.fetch import Refused, Stream
 from workers.wire import Metadata
@@ -42,7 +42,7 @@ _LOOKS_APART_S = 0.1
 _LOOK_WITHIN_S = 1.0
 
 
-class Listener(Protocol):
+class ReplicaListener(Protocol):
     """Who wants to know that a worker said something, or is gone."""
 
     def heard(self, replica: Replica, metadata: Metadata) -> None: ...
@@ -67,9 +67,9 @@ class Discovery:
         engine_salt: EngineSalt = "auto",
         orchestrator_url: str,
         engines: Mapping[str, str] = MappingProxyType({}),
-        slices: Slices | None = None,
+        slices: SliceWatch | None = None,
         zone: str = "",
-        listener: Listener,
+        listener: ReplicaListener,
         state_file: Path | None,
         catalog_poll_s: float,
         metadata_poll_s: float,
@@ -92,7 +92,7 @@ class Discovery:
         first_sync_wait_s  see `until_met`
         """
         self.fleet = RouterFleet()
-        self.changes = Changes()
+        self.changes = ChangeSignal()
         self.drains_begun = asyncio.Event()
         """Set when the catalog names new drains: the orchestrator waits for a report that knows them."""
         self.has_catalog = False
@@ -112,7 +112,7 @@ class Discovery:
         self._url = orchestrator_url.rstrip("/")
         self._engines = engines
         self.slices = slices
-        self._found: Mapping[str, FoundWorker] = MappingProxyType({})
+        self._found: Mapping[str, DiscoveredWorker] = MappingProxyType({})
         self._zone = zone
         self._called: dict[tuple[str, str], str] = {}
         self._began_at = clock()
@@ -134,7 +134,7 @@ class Discovery:
         self._draining: dict[str, frozenset[str]] = {}
         self._etag: str | None = None
         self._catalog_poke = asyncio.Event()
-        self._follows: dict[str, Follow] = {}
+        self._follows: dict[str, FollowedWorker] = {}
         self._rebuild_later: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
@@ -347,19 +347,19 @@ class Discovery:
             if id_ in named:
                 self._follow(worker)
 
-    def _has_moved(self, follow: Follow) -> bool:
+    def _has_moved(self, follow: FollowedWorker) -> bool:
         """Whether to follow it elsewhere. One that answers stays: an address that nobody names may still be its own."""
         if follow.named.has_agent and follow.plain is not None:
             return True
         return follow.url not in follow.named.addresses and not follow.is_answering
 
-    def _follow(self, worker: Named) -> None:
+    def _follow(self, worker: WorkerSource) -> None:
         """Follow it; one that was followed at another address is the same worker, and what runs there runs on."""
         if worker.id in self._follows:
             self._leave(worker.id)
-        follow = Follow(worker, worker.addresses[0], asyncio.Event())
+        follow = FollowedWorker(worker, worker.addresses[0], asyncio.Event())
         if not worker.has_agent:
-            follow.plain = PlainEngine(
+            follow.plain = AgentlessEngine(
                 worker.id,
                 follow.url,
                 partial(self._ask_engine, follow.url, token=self._engine_key),
@@ -390,7 +390,7 @@ class Discovery:
             task.cancel()
         self._list_anew()
 
-    async def _hear(self, follow: Follow) -> None:
+    async def _hear(self, follow: FollowedWorker) -> None:
         asked_at = self._clock()
         try:
             metadata = await self._report(follow)
@@ -416,7 +416,7 @@ class Discovery:
             self._rebuild()
         self._listener.heard(replica, follow.metadata)
 
-    async def _is_silent(self, follow: Follow) -> None:
+    async def _is_silent(self, follow: FollowedWorker) -> None:
         """No report: it restarts, is gone, or is somewhere else by now."""
         follow.heard_at, follow.is_answering = follow.heard_at or self._clock(), False
         is_late = self._clock() - follow.heard_at > self._unreachable_after_s
@@ -435,7 +435,7 @@ class Discovery:
             self._listener.unheard(WorkerId(id_))
         self._rebuild()
 
-    async def _report(self, follow: Follow) -> Metadata:
+    async def _report(self, follow: FollowedWorker) -> Metadata:
         if follow.plain is not None:
             return await follow.plain.report()
         metadata = Metadata.model_validate_json(await self._ask(follow.url, "/metadata"))
@@ -444,7 +444,7 @@ class Discovery:
             raise Refused(f"{follow.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
         return metadata
 
-    def _rename(self, follow: Follow, name: str) -> None:
+    def _rename(self, follow: FollowedWorker, name: str) -> None:
         """Found in slices by another name than its own: from now on it goes by its own."""
         log.info("worker goes by its own name", found=follow.named.id, worker=name, agent_url=follow.url)
         self._called[follow.named.id, follow.url] = name
@@ -458,7 +458,7 @@ class Discovery:
         listed = listed_adapters(plain, self._taken) if plain else {}
         self._known = MappingProxyType({**self._adapters, **listed}) if listed else self._adapters
 
-    async def _engine_answers(self, follow: Follow) -> bool:
+    async def _engine_answers(self, follow: FollowedWorker) -> bool:
         """An agent's restart or upgrade moves nothing: while its engine answers, the last report stays valid."""
         if follow.metadata is None:
             return False
@@ -491,7 +491,7 @@ class Discovery:
             self.has_catalog = True  # all that there is to know
         self.changes.notify()
 
-    def _replica(self, follow: Follow, metadata: Metadata) -> Replica:
+    def _replica(self, follow: FollowedWorker, metadata: Metadata) -> Replica:
         is_silent = self._clock() - follow.heard_at > self._unreachable_after_s
         state = state_of(follow, metadata, is_silent=is_silent)
         is_ending, draining = follow.named.is_ending, self._draining.get(follow.named.id, frozenset())

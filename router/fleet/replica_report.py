@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
-from lorafleet.engine.agentless import PlainEngine
+from lorafleet.engine.agentless import AgentlessEngine
 from router.core.fleet import Replica, ReplicaState, Report, Resident
 from router.core.kv.index import WorkerId
-from router.fleet.worker_sources import Named
+from router.fleet.worker_sources import WorkerSource
 from workers.wire import Metadata
 
 
 @dataclass(slots=True)
-class Follow:
+class FollowedWorker:
     """One worker, at one of its addresses. `plain`: its engine, where it has no agent.
 
     is_named        somebody names it now
@@ -22,10 +22,10 @@ class Follow:
     engine_answers  its engine does, though its agent may not
     """
 
-    named: Named
+    named: WorkerSource
     url: str
     poke: asyncio.Event
-    plain: PlainEngine | None = None
+    plain: AgentlessEngine | None = None
     is_named: bool = True
     is_answering: bool = False
     metadata: Metadata | None = None
@@ -37,7 +37,7 @@ class Follow:
     tasks: tuple[asyncio.Task[None], ...] = ()
 
 
-def placed(metadata: Metadata, named: Named) -> Metadata:
+def placed(metadata: Metadata, named: WorkerSource) -> Metadata:
     """With zone and node from the slices, where the agent knows none."""
     zone, node = metadata.zone or named.zone, metadata.node or named.node
     if (zone, node) == (metadata.zone, metadata.node):
@@ -46,7 +46,7 @@ def placed(metadata: Metadata, named: Named) -> Metadata:
 
 
 def replica_from(
-    follow: Follow, metadata: Metadata, *, state: ReplicaState, draining: frozenset[str], zone: str
+    follow: FollowedWorker, metadata: Metadata, *, state: ReplicaState, draining: frozenset[str], zone: str
 ) -> Replica:
     """A replica as its agent describes it; `draining` are engine names that the catalog says to avoid there."""
     loras = () if metadata.lora.refusal else metadata.lora.loaded_loras
@@ -97,7 +97,7 @@ def replica_from(
     )
 
 
-def state_of(follow: Follow, metadata: Metadata, *, is_silent: bool) -> ReplicaState:
+def state_of(follow: FollowedWorker, metadata: Metadata, *, is_silent: bool) -> ReplicaState:
     if is_silent and not follow.engine_answers:
         return "unreachable"
     if metadata.state not in ("ready", "draining"):

@@ -16,7 +16,7 @@ _FORGET_AFTER_S = 900.0
 
 
 @dataclass(slots=True)
-class Use:
+class UseCounts:
     """What one engine name on one worker was given, and what came of it. Fields as in wire.AdapterUse.
 
     last_at   when it was last given something; `ended_at`: when a request of it last ended
@@ -44,7 +44,7 @@ class Use:
 
 
 @dataclass(slots=True)
-class _Hold:
+class _HoldCounts:
     held: int = 0
     hold_s: float = 0.0
     sheds: int = 0
@@ -53,10 +53,10 @@ class _Hold:
 
 
 @dataclass(slots=True)
-class Holds:
+class HeldRequests:
     """Per adapter, requests that were kept back or turned away; the base model's are nobody's."""
 
-    _holds: dict[str, _Hold] = field(default_factory=dict)
+    _holds: dict[str, _HoldCounts] = field(default_factory=dict)
 
     def held(self, lora_id: str, hold_s: float, now: float) -> None:
         """Count one request whose wait is over."""
@@ -91,29 +91,29 @@ class Holds:
             for lora_id, it in self._holds.items()
         )
 
-    def _of(self, lora_id: str, now: float) -> _Hold:
-        hold = self._holds.setdefault(lora_id, _Hold())
+    def _of(self, lora_id: str, now: float) -> _HoldCounts:
+        hold = self._holds.setdefault(lora_id, _HoldCounts())
         hold.last_at = now
         return hold
 
 
 @dataclass(slots=True)
-class Usage:
+class UsageCounts:
     """Cumulative counts per (worker, engine name) since this router's boot. `waits_s`: as in wire.UsageReport."""
 
     router_id: str
     load: LoadBook
-    holds: Holds = field(default_factory=Holds)
+    holds: HeldRequests = field(default_factory=HeldRequests)
     waits_s: Callable[[], Mapping[WorkerId, float]] = dict
     boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    _uses: dict[tuple[WorkerId, str], Use] = field(default_factory=dict)
+    _uses: dict[tuple[WorkerId, str], UseCounts] = field(default_factory=dict)
     _seq: "itertools.count[int]" = field(default_factory=itertools.count)
 
-    def dispatched(self, worker: WorkerId, engine_name: str, prompt_tokens: int, now: float) -> Use:
+    def dispatched(self, worker: WorkerId, engine_name: str, prompt_tokens: int, now: float) -> UseCounts:
         """Count one request that is about to be sent; what is returned is told when it has `ended`."""
         use = self._uses.get((worker, engine_name))
         if use is None:
-            use = self._uses[worker, engine_name] = Use()
+            use = self._uses[worker, engine_name] = UseCounts()
         use.requests += 1
         use.prompt_tokens += prompt_tokens
         use.last_at = now
@@ -159,7 +159,7 @@ class Usage:
 
 
 async def send_usage(
-    client: httpx.AsyncClient, url: str, usage: Usage, revision: Callable[[], int], now: Callable[[], float]
+    client: httpx.AsyncClient, url: str, usage: UsageCounts, revision: Callable[[], int], now: Callable[[], float]
 ) -> None:
     """One report to the orchestrator; raises httpx.HTTPError when it does not arrive."""
     body = usage.report(revision(), now()).model_dump_json()

@@ -7,12 +7,12 @@ knows where a pod is before its agent has told anybody.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lorafleet.kube.slices import Called, FoundWorker, by_own_name
+from lorafleet.kube.slices import Called, DiscoveredWorker, by_own_name
 from orchestrator.wire import CatalogWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class WorkerSource:
     """A worker, before it has said anything itself.
 
     addresses   of its agent, or of its engine where it has no agent; the first is the best known
@@ -32,8 +32,8 @@ class Named:
 
 
 def named_workers(
-    catalog: Iterable[CatalogWorker], found: Mapping[str, FoundWorker], engines: Mapping[str, str], called: Called
-) -> dict[str, Named]:
+    catalog: Iterable[CatalogWorker], found: Mapping[str, DiscoveredWorker], engines: Mapping[str, str], called: Called
+) -> dict[str, WorkerSource]:
     """Worker id -> worker.
 
     engines  worker id -> URL of engines without an agent, from our own settings
@@ -44,16 +44,16 @@ def named_workers(
     names = [*listed, *(name for name in places if name not in listed)]
     workers = {name: _joined(name, listed.get(name), places.get(name)) for name in names}
     for name, url in engines.items():
-        workers[name] = Named(id=name, addresses=(url,), has_agent=False)
+        workers[name] = WorkerSource(id=name, addresses=(url,), has_agent=False)
     return {name: worker for name, worker in workers.items() if worker.addresses}
 
 
-def _joined(name: str, listed: CatalogWorker | None, found: FoundWorker | None) -> Named:
+def _joined(name: str, listed: CatalogWorker | None, found: DiscoveredWorker | None) -> WorkerSource:
     agents = [found.agent_url if found else None, listed.agent_url.rstrip("/") if listed else None]
     engines = [found.engine_url if found else None, listed.engine_url.rstrip("/") if listed else None]
     has_agent = any(agents)
     addresses = dict.fromkeys(url for url in (agents if has_agent else engines) if url)
-    return Named(
+    return WorkerSource(
         id=name,
         addresses=tuple(addresses),
         has_agent=has_agent,

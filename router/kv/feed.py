@@ -12,8 +12,8 @@ import structlog
 import zmq
 
 from lorafleet.kv.blocks import BlockHash
-from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, Ledger, Tier
-from lorafleet.kv.subscribe import Endpoint, Follower, Hub
+from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, BlockLedger, Tier
+from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
 from lorafleet.service.loops import backoff_s, forever
 from lorafleet.service.own_key import OwnKey
 from router.core.kv.index import Draft, KvIndex, WorkerId
@@ -72,7 +72,7 @@ class Shared(Protocol):
     pool: EnginePool | None
     fall_back_after_s: float
 
-    def hub(self) -> Hub:
+    def hub(self) -> SubscriberHub:
         """The engines' sockets."""
 
     def ranks_changed(self) -> None:
@@ -123,7 +123,7 @@ class _EngineRank:
             # Whose name may get other weights: with an agent it carries their digest.
             traits = replace(traits, forgets_on_load=True)
         most_blocks = KEPT_TIMES * source.total_blocks
-        self.ledger = Ledger(source.base_model, source.block_size, self._into, traits, most_blocks=most_blocks)
+        self.ledger = BlockLedger(source.base_model, source.block_size, self._into, traits, most_blocks=most_blocks)
 
     def batch(self, payload: bytes) -> None:
         if not self.is_open:
@@ -176,7 +176,7 @@ class Feed:
         self._index = index
         self._ranks = max(1, len(source.events))
         self._engine: list[_EngineRank] = []
-        self._followers: list[Follower] = []
+        self._followers: list[RankSubscriber] = []
         self._task: asyncio.Task[None] | None = None
         self._clock = asyncio.get_running_loop().time
         self._heard_at = self._clock()
@@ -268,7 +268,7 @@ class Feed:
                 listener = _EngineRank(self, rank)
                 # Beside an agent's ledger that fell silent something may be missing, and is asked for.
                 listener.ledger.expect_repeats(bool(self._repeats_until) or self._task is not None)
-                self._followers.append(hub.follow(Endpoint(events, replay, source.topic), listener))
+                self._followers.append(hub.follow(RankEndpoint(events, replay, source.topic), listener))
                 self._engine.append(listener)
         except zmq.ZMQError as exc:
             log.warning("KV events cannot be followed", worker=source.worker, endpoints=source.events, error=str(exc))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from lorafleet.engine.agentless import start_of
 from lorafleet.kv.blocks import BlockHash
 from lorafleet.kv.ledger import TRAITS
-from lorafleet.kv.subscribe import Hub
+from lorafleet.kv.subscribe import SubscriberHub
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
 from router.core.fleet import Replica
@@ -66,7 +66,7 @@ class Feeds:
     _most_blocks: dict[WorkerId, int] = field(default_factory=dict)
     _loaded: dict[WorkerId, Mapping[str, str | None]] = field(default_factory=dict)
     _rank_of: dict[WorkerId, tuple[WorkerId, int]] = field(default_factory=dict)
-    _hub: Hub | None = None
+    _hub: SubscriberHub | None = None
     _keeping: asyncio.Task[None] | None = None
     _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -227,10 +227,10 @@ class Feeds:
             await self._hub.close()
             self._hub = None
 
-    def hub(self) -> Hub:
+    def hub(self) -> SubscriberHub:
         """The engines' sockets, opened with the first."""
         if self._hub is None:
-            self._hub = Hub(tail_poll_s=self.tail_poll_s)
+            self._hub = SubscriberHub(tail_poll_s=self.tail_poll_s)
         return self._hub
 
     def ranks_changed(self) -> None:

@@ -71,7 +71,7 @@ Answer = Callable[[bytes], Awaitable[bytes]]
 Values = dict[str, float]
 
 
-class _Said(msgspec.Struct, array_like=True, frozen=True):
+class _ProcessMetrics(msgspec.Struct, array_like=True, frozen=True):
     """What one process shows now; `boot` tells it from the one that had its slot before."""
 
     slot: int
@@ -79,27 +79,27 @@ class _Said(msgspec.Struct, array_like=True, frozen=True):
     text: str
 
 
-class _Shown(msgspec.Struct, array_like=True, frozen=True):
+class _ShownCounts(msgspec.Struct, array_like=True, frozen=True):
     """What was last shown of the counts of the process in a slot."""
 
     boot: str
     counts: dict[str, Values]
 
 
-class _Seen(msgspec.Struct):
+class _SlotCounts(msgspec.Struct):
     """Counts, by family, that Prometheus has seen: by slot, and of all processes that are gone."""
 
-    shown: dict[int, _Shown] = msgspec.field(default_factory=dict)
+    shown: dict[int, _ShownCounts] = msgspec.field(default_factory=dict)
     departed: dict[str, Values] = msgspec.field(default_factory=dict)
 
 
-_decode_said = msgspec.msgpack.Decoder(_Said).decode
-_decode_seen = msgspec.msgpack.Decoder(_Seen).decode
+_decode_said = msgspec.msgpack.Decoder(_ProcessMetrics).decode
+_decode_seen = msgspec.msgpack.Decoder(_SlotCounts).decode
 _decode_question = msgspec.msgpack.Decoder(tuple[str, bytes]).decode
 _encode = msgspec.msgpack.encode
 
 
-class Siblings:
+class WorkerProcesses:
     """This process's way to the others of the same parent, and theirs to it."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Siblings:
         self._server: asyncio.Server | None = None
         self._answer_within_s = answer_within_s
         self._lock_tries = lock_tries
-        self._seen = _Seen()
+        self._seen = _SlotCounts()
         self._stamp: Stamp | None = None
 
     async def start(self) -> None:
@@ -154,22 +154,24 @@ class Siblings:
         """Prometheus' text over all processes. Counts never fall: a process that went leaves what it last showed."""
         theirs = await self.ask(_METRICS, within_s=self._answer_within_s)
         said = [self._said(), *(_decode_said(answer) for answer in theirs.values() if answer is not None)]
-        pages = [_Page.read(one.text) for one in said]
+        pages = [_MetricsPage.read(one.text) for one in said]
         lost = await self._lost(said, pages)
-        whole = _Page.read(_OWN.format(processes=len(said)))
+        whole = _MetricsPage.read(_OWN.format(processes=len(said)))
         for page in pages:
             whole.add(page)
         for counts in lost:
             whole.add_values(counts)
         return whole.text().encode()
 
-    def _said(self) -> _Said:
-        return _Said(self._slot, self._boot, self._metrics().decode())
+    def _said(self) -> _ProcessMetrics:
+        return _ProcessMetrics(self._slot, self._boot, self._metrics().decode())
 
     async def _told_metrics(self, _question: bytes) -> bytes:
         return _encode(self._said())
 
-    async def _lost(self, said: Sequence[_Said], pages: Sequence["_Page"]) -> Sequence[Mapping[str, Values]]:
+    async def _lost(
+        self, said: Sequence[_ProcessMetrics], pages: Sequence["_MetricsPage"]
+    ) -> Sequence[Mapping[str, Values]]:
         """Counts that were shown once, of processes that did not answer now; notes what is shown this time.
 
         Without the folder or its lock (a full disk, no descriptors left) they are as far as this process knows.
@@ -188,14 +190,14 @@ class Siblings:
         if (stamp := stamp_of(file)) is not None and stamp != self._stamp:
             self._seen, self._stamp = _decode_seen(file.read_bytes()), stamp
 
-    def _note(self, said: Sequence[_Said], pages: Sequence["_Page"]) -> Sequence[Mapping[str, Values]]:
+    def _note(self, said: Sequence[_ProcessMetrics], pages: Sequence["_MetricsPage"]) -> Sequence[Mapping[str, Values]]:
         seen = self._seen
         for one, page in zip(said, pages, strict=True):
             before = seen.shown.get(one.slot)
             if before is not None and before.boot != one.boot:
                 for family, values in before.counts.items():
                     _add(seen.departed.setdefault(family, {}), values)
-            seen.shown[one.slot] = _Shown(one.boot, page.counts())
+            seen.shown[one.slot] = _ShownCounts(one.boot, page.counts())
         here = {one.slot for one in said}
         return [seen.departed, *(shown.counts for slot, shown in seen.shown.items() if slot not in here)]
 
@@ -227,7 +229,7 @@ lorafleet_router_processes {processes}
 """
 
 
-class _Page:
+class _MetricsPage:
     """Prometheus' text, by family: its comment lines, its type, its values. Lines are taken apart no further than
     name with labels, and value: 810 samples of each of 4 processes are added up in 4 ms, as objects in 30."""
 
@@ -237,7 +239,7 @@ class _Page:
         self._values: dict[str, Values] = {}
 
     @classmethod
-    def read(cls, text: str) -> "_Page":
+    def read(cls, text: str) -> "_MetricsPage":
         """A page of what prometheus_client writes: HELP, TYPE, and then the family's samples, without times."""
         page, head = cls(), ""
         values: Values = {}
@@ -253,7 +255,7 @@ class _Page:
                 values[name] = float(value)
         return page
 
-    def add(self, other: "_Page") -> None:
+    def add(self, other: "_MetricsPage") -> None:
         """Take another's in: sums, or of what all have of the same thing, the largest."""
         for family, values in other._values.items():
             self._heads.setdefault(family, other._heads[family])

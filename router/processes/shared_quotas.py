@@ -45,7 +45,7 @@ def shared_memory(processes: int) -> int:
     return descriptor
 
 
-class SharedAccounts:
+class SharedQuotas:
     """This process's table, and those of the others; see Others in router/core/queue/quota.py."""
 
     def __init__(self, descriptor: int, slot: int, processes: int) -> None:

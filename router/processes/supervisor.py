@@ -56,7 +56,7 @@ _PORT_PAUSE_S = 0.1
 _TOLD_S = 1.0
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessMember(msgspec.Struct, frozen=True, kw_only=True):
     """What a process of several is told by its parent.
 
     folder       private, shared by all processes of this parent, removed with it
@@ -77,7 +77,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: float
 
     def bind(self) -> socket.socket:
-        """A socket of our own on the shared port; bound, and not listening before `Joining` lets it."""
+        """A socket of our own on the shared port; bound, and not listening before `JoiningApp` lets it."""
         return serve.claim(self.host, self.port, shared=True)
 
     def router_id(self, configured: str) -> str:
@@ -85,12 +85,12 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return f"{configured or socket.gethostname()}-{self.slot if configured else os.getpid()}"
 
 
-def member() -> Member | None:
+def member() -> ProcessMember | None:
     """What our parent told us, or None for a process on its own. Ends this process when the parent is gone."""
     told = os.environ.pop(ENVIRONMENT, None)
     if told is None:
         return None
-    me = msgspec.json.decode(told, type=Member)
+    me = msgspec.json.decode(told, type=ProcessMember)
     line = socket.socket(fileno=me.lifeline)
     line.set_inheritable(False)
     os.set_inheritable(me.accounts, False)
@@ -98,7 +98,7 @@ def member() -> Member | None:
     return me
 
 
-def _until_orphaned(line: socket.socket, me: Member) -> None:
+def _until_orphaned(line: socket.socket, me: ProcessMember) -> None:
     with contextlib.suppress(OSError):
         while line.recv(1):
             pass
@@ -109,7 +109,7 @@ def _until_orphaned(line: socket.socket, me: Member) -> None:
     os._exit(1)
 
 
-class Joining:
+class JoiningApp:
     """An app that listens when it has started, and when it takes another's place not before it can route.
 
     Until then the kernel gives every connection to the processes that do.
@@ -118,7 +118,7 @@ class Joining:
     def __init__(
         self,
         app: ASGIApp,
-        me: Member,
+        me: ProcessMember,
         sock: socket.socket,
         *,
         synced: Callable[[float], Awaitable[object]],
@@ -179,7 +179,7 @@ def run(
     accounts = shared_memory(processes)
     folder = socket_folder("lorafleet-router-", name_bytes=_SOCKET_NAME_BYTES)
     try:
-        parent = _Parent(
+        parent = _Supervisor(
             command,
             processes,
             accounts,
@@ -232,7 +232,7 @@ def _may_come_free(host: str, port: int) -> bool:
     return answer.status_code == 503 and b'"stopping"' in answer.content
 
 
-class _Parent:
+class _Supervisor:
     def __init__(
         self,
         command: Sequence[str],
@@ -329,7 +329,7 @@ class _Parent:
     async def _start(self, slot: int) -> tuple[asyncio.subprocess.Process, socket.socket]:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        told = Member(
+        told = ProcessMember(
             slot=slot,
             processes=self._processes,
             host=self._host,

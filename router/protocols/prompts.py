@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from lorafleet.tokenizer.chat import AsMade, ToolsAsMade
+from lorafleet.tokenizer.chat import VllmMadeFunction, VllmMadeTools
 from router.protocols.routes import PromptKind
 
 Body = Mapping[str, Any]
@@ -46,7 +46,7 @@ _UNSEEN_TOOLS = frozenset(
 _CUSTOM_INPUT = "input"
 
 
-class Template(Protocol):
+class TemplateTraits(Protocol):
     """What vLLM asks of a base model's chat template before it converts a message of Anthropic's form."""
 
     @property
@@ -58,11 +58,11 @@ class Template(Protocol):
         """The reasoning effort that stands for no thinking: "none", or "low" where that makes no difference."""
 
 
-class _Unknown(Exception):
+class _PromptUnknown(Exception):
     """Only the engine can tell."""
 
 
-def prompt_body(kind: PromptKind, body: Body, template: Template | None = None) -> Body | None:
+def prompt_body(kind: PromptKind, body: Body, template: TemplateTraits | None = None) -> Body | None:
     """The chat or completion whose prompt is this body's; None where it cannot be known here.
 
     template  of the base model, where it is known here; without one, messages that depend on it are unknown
@@ -87,7 +87,7 @@ def chat_of_responses(body: Body) -> Body | None:
         return None
     try:
         return _responses_chat(body)
-    except (_Unknown, LookupError, TypeError, AttributeError, ValueError):
+    except (_PromptUnknown, LookupError, TypeError, AttributeError, ValueError):
         return None  # vLLM refuses it, or it is of a form that we do not know
 
 
@@ -113,7 +113,7 @@ def _responses_chat(body: Body) -> Body:
         "add_special_tokens": True,
     }
     if given_tools := body.get("tools"):
-        chat["tools"] = ToolsAsMade(shown for tool in given_tools for shown in _responses_tools(tool))
+        chat["tools"] = VllmMadeTools(shown for tool in given_tools for shown in _responses_tools(tool))
     reasoning = body.get("reasoning") or {}
     if (effort := reasoning.get("effort")) is not None:
         chat["reasoning_effort"] = _text(effort)
@@ -132,7 +132,7 @@ def _goes_on(items: Sequence[Any]) -> bool:
         return True
     if last.get("type") in _CALLS_AND_RESULTS:
         return False
-    raise _Unknown
+    raise _PromptUnknown
 
 
 def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
@@ -153,13 +153,13 @@ def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
     elif kind == "message" and item["role"] in {"user", "system", "developer"}:
         messages.append({"role": item["role"], "content": _content(item["content"])})
     else:
-        raise _Unknown
+        raise _PromptUnknown
 
 
 def _add_call(
     messages: list[Message], before: Message | None, item: Mapping[str, Any], name: str, arguments: str
 ) -> None:
-    function = AsMade(name=name, arguments=arguments)
+    function = VllmMadeFunction(name=name, arguments=arguments)
     call = {"id": _text(item["call_id"]), "function": function, "type": "function"}
     if before is None:
         messages.append({"role": "assistant", "tool_calls": [call]})
@@ -176,7 +176,7 @@ def _add_to_turn(messages: list[Message], before: Message | None, field: str, te
 
 def _reasoning(item: Mapping[str, Any]) -> str:
     if item.get("encrypted_content"):
-        raise _Unknown
+        raise _PromptUnknown
     parts = item.get("content") or item["summary"]
     return _text(parts[0]["text"]) if parts else ""
 
@@ -187,7 +187,7 @@ def _said(item: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     if item.get("type") != "message" or content[0].get("type") != "output_text":
-        raise _Unknown
+        raise _PromptUnknown
     return _text(content[0]["text"])
 
 
@@ -197,7 +197,7 @@ def _content(content: Any) -> str | list[Message]:
     parts = []
     for part in content:
         if part.get("type") not in _TEXT_PARTS:
-            raise _Unknown
+            raise _PromptUnknown
         parts.append({"type": "text", "text": _text(part["text"])})
     return parts
 
@@ -209,14 +209,14 @@ def _responses_tools(tool: Mapping[str, Any]) -> Iterator[Message]:
         yield _shown(tool)
     elif kind == "custom":
         if (tool.get("format") or {}).get("type") == "grammar":
-            raise _Unknown  # vLLM refuses it
+            raise _PromptUnknown  # vLLM refuses it
         yield _shown({"name": tool["name"], "description": tool.get("description"), "parameters": _custom_schema()})
     elif kind == "namespace":
         for inner in tool["tools"]:
             if inner["type"] == "function":
                 yield _shown({**inner, "name": _flat_name(tool["name"], inner["name"])})
     elif kind not in _UNSEEN_TOOLS:
-        raise _Unknown
+        raise _PromptUnknown
 
 
 def _shown(function: Mapping[str, Any]) -> Message:
@@ -245,19 +245,19 @@ def _custom_arguments(payload: Any) -> str:
 # --- Anthropic's messages ----------------------------------------------------------------------------------------
 
 
-def chat_of_messages(body: Body, template: Template | None = None) -> Body | None:
+def chat_of_messages(body: Body, template: TemplateTraits | None = None) -> Body | None:
     """The chat that vLLM makes of Anthropic's messages, or None."""
     try:
         return _messages_chat(body, template)
-    except (_Unknown, LookupError, TypeError, AttributeError, ValueError):
+    except (_PromptUnknown, LookupError, TypeError, AttributeError, ValueError):
         return None
 
 
-def _messages_chat(body: Body, template: Template | None) -> Body:
+def _messages_chat(body: Body, template: TemplateTraits | None) -> Body:
     given = body["messages"]
     has_inline = any(message["role"] == "system" for message in given)
     if has_inline and template is None:
-        raise _Unknown
+        raise _PromptUnknown
     moves_inline = has_inline and template is not None and template.wants_system_first
     system = _system_texts(body.get("system"), inline=False)
     if moves_inline:
@@ -287,7 +287,7 @@ def _system_texts(system: Any, *, inline: bool) -> list[str]:
     texts = []
     for block in system or ():
         if block["type"] in {"tool_addition", "tool_removal"}:
-            raise _Unknown  # they change the list of tools
+            raise _PromptUnknown  # they change the list of tools
         text = block.get("text")
         if block["type"] == "text" and text and not text.startswith(_BILLING_HEADER):
             texts.append(_text(text))
@@ -298,7 +298,7 @@ def _add_message(messages: list[Message], message: Mapping[str, Any]) -> None:
     """Append a turn; the results of tools that it holds come before it, each a message of its own."""
     role, content = message["role"], message["content"]
     if role not in {"user", "assistant"}:
-        raise _Unknown
+        raise _PromptUnknown
     if isinstance(content, str):
         messages.append({"role": role, "content": content})
         return
@@ -328,7 +328,7 @@ def _add_block(messages: list[Message], turn: Message, texts: list[Message], blo
     elif kind == "tool_result" and turn["role"] == "user":
         messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": _result(block)})
     elif kind not in {"redacted_thinking", "tool_reference"}:
-        raise _Unknown  # a picture; a result in the assistant's own turn
+        raise _PromptUnknown  # a picture; a result in the assistant's own turn
 
 
 def _result(block: Mapping[str, Any]) -> str:
@@ -336,7 +336,7 @@ def _result(block: Mapping[str, Any]) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if any(part["type"] != "text" for part in content):
-        raise _Unknown
+        raise _PromptUnknown
     return "\n".join(_text(part.get("text", "")) for part in content)
 
 
@@ -352,10 +352,10 @@ def _messages_tool(tool: Mapping[str, Any]) -> Message:
     return {"type": "function", "function": function}
 
 
-def _effort(body: Body, template: Template | None) -> str | None:
+def _effort(body: Body, template: TemplateTraits | None) -> str | None:
     if (body.get("thinking") or {}).get("type") == "disabled":
         if template is None:
-            raise _Unknown
+            raise _PromptUnknown
         return template.disabled_effort
     effort = (body.get("output_config") or {}).get("effort")
     return None if effort is None else _text(effort)
@@ -367,5 +367,5 @@ def _with_given(chat: Message, body: Body, names: Sequence[str]) -> Message:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise _Unknown
+        raise _PromptUnknown
     return value

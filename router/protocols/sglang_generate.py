@@ -63,7 +63,7 @@ _NO_COMPLETION = (msgspec.DecodeError, RecursionError, ValueError, TypeError, Lo
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class GenerateBatch:
     """A call, taken apart.
 
     items     bodies of `/v1/completions` as JSON, each perhaps with a `lora_id`, in order
@@ -77,7 +77,7 @@ class Batch:
     is_streamed: bool
 
 
-def split(body: bytes) -> Batch:
+def split(body: bytes) -> GenerateBatch:
     """The completions of a call.
 
     raises  BadBody naming the field: of a wrong type, a list of another length than the prompts, or not offered
@@ -106,7 +106,7 @@ def split(body: bytes) -> Batch:
         items.append(item)
     if is_streamed and (is_list or items[0].get("n", 1) != 1):
         raise BadBody("/generate streams one text with n 1; send several calls, or leave out stream", param="stream")
-    return Batch(tuple(map(msgspec.json.encode, items)), names, is_list, is_streamed)
+    return GenerateBatch(tuple(map(msgspec.json.encode, items)), names, is_list, is_streamed)
 
 
 def completion_params(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def completion_params(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
-def join(batch: Batch, answers: Sequence[bytes]) -> bytes:
+def join(batch: GenerateBatch, answers: Sequence[bytes]) -> bytes:
     """The answer to a call, from the whole answers to its items, in their order. Raises ReplicaUnreachable."""
     try:
         outputs = [one for answer, name in zip(answers, batch.names, strict=True) for one in _outputs(answer, name)]
@@ -144,7 +144,7 @@ def join(batch: Batch, answers: Sequence[bytes]) -> bytes:
     return msgspec.json.encode(outputs[0] if alone else outputs)
 
 
-class Growing:
+class CumulativeStream:
     """A completion's stream as SGLang streams: each event has all of the text so far."""
 
     def __init__(self, name: str) -> None:

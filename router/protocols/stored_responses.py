@@ -28,7 +28,7 @@ class ResponseNotFound(RequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredAt:
+class StoredResponse:
     """What an id tells. `tenant` is a mark, not a name."""
 
     tenant: str
@@ -45,11 +45,11 @@ def tagged_response_id(given: object, fresh: str, *, tenant: str | None, worker:
     return f"{prefix}.{_mark(tenant)}.{_packed(worker)}"
 
 
-def stored_at(response_id: object) -> StoredAt | None:
+def stored_at(response_id: object) -> StoredResponse | None:
     """Where an id of ours says that its response is; None for any other."""
     found = _TAGGED.fullmatch(response_id) if isinstance(response_id, str) else None
     worker = _unpacked(found.group(2)) if found else None
-    return StoredAt(found.group(1), worker) if found and worker else None
+    return StoredResponse(found.group(1), worker) if found and worker else None
 
 
 def worker_of(response_id: object, *, tenant: str | None, param: str) -> str:

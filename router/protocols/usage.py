@@ -20,51 +20,51 @@ class EngineUsage(msgspec.Struct, frozen=True):
     cached_tokens: int | None
 
 
-class _Details(msgspec.Struct):
+class _TokenDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _OpenAI(msgspec.Struct):
+class _OpenAIUsage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
+    prompt_tokens_details: _TokenDetails | None = None
 
 
-class _Responses(msgspec.Struct):
+class _ResponsesUsage(msgspec.Struct):
     input_tokens: int
     output_tokens: int | None = None
-    input_tokens_details: _Details | None = None
+    input_tokens_details: _TokenDetails | None = None
 
 
-class _Messages(msgspec.Struct):
+class _MessagesUsage(msgspec.Struct):
     input_tokens: int
     output_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
     cache_read_input_tokens: int | None = None
 
 
-class _WithOpenAI(msgspec.Struct):
-    usage: _OpenAI | None = None
+class _OpenAIAnswer(msgspec.Struct):
+    usage: _OpenAIUsage | None = None
 
 
-class _OneResponse(msgspec.Struct):
-    usage: _Responses | None = None
+class _ResponseObject(msgspec.Struct):
+    usage: _ResponsesUsage | None = None
 
 
-class _WithResponse(msgspec.Struct):
+class _ResponsesAnswer(msgspec.Struct):
     """The whole answer has it on top, a stream's last event one level down."""
 
-    usage: _Responses | None = None
-    response: _OneResponse | None = None
+    usage: _ResponsesUsage | None = None
+    response: _ResponseObject | None = None
 
 
-class _WithMessages(msgspec.Struct):
-    usage: _Messages | None = None
+class _MessagesAnswer(msgspec.Struct):
+    usage: _MessagesUsage | None = None
 
 
-_openai = msgspec.json.Decoder(_WithOpenAI).decode
-_responses = msgspec.json.Decoder(_WithResponse).decode
-_messages = msgspec.json.Decoder(_WithMessages).decode
+_openai = msgspec.json.Decoder(_OpenAIAnswer).decode
+_responses = msgspec.json.Decoder(_ResponsesAnswer).decode
+_messages = msgspec.json.Decoder(_MessagesAnswer).decode
 
 
 def usage_of(kind: UsageKind, body: bytes) -> EngineUsage | None:
@@ -95,7 +95,7 @@ _SIGNATURE = re.compile(rb'"system_fingerprint":"[^"\\]*"')
 _EVENT = re.compile(rb".+?(?:\r?\n\r?\n|$)", re.DOTALL)
 
 
-class HiddenUsage:
+class UsageFilter:
     """A stream without the usage that the router asked for and the client did not, otherwise as if nobody had asked.
 
     vLLM 0.32 signs a stream with its `system_fingerprint`: on the usage event where there is one, else on the event

@@ -30,7 +30,7 @@ from router.core.fleet import Excluded, Replica, RoutableAdapter
 from router.core.queue.admission import Bounds, Room
 from router.core.schedule.rendezvous import rendezvous_order
 from router.fleet.discovery import Discovery
-from router.fleet.usage_report import Holds
+from router.fleet.usage_report import HeldRequests
 from router.http.engine_pool import EngineLost
 from router.http.fetch import Refused
 from router.telemetry.metrics import RouterMetrics
@@ -92,7 +92,7 @@ class ColdStarts:
     max_held_bytes: float = inf
     tenant_share: float = 1.0
     tenant_adapters: float = inf
-    holds: Holds = field(default_factory=Holds)
+    holds: HeldRequests = field(default_factory=HeldRequests)
     silent_after_s: float = inf
     clock: Callable[[], float] = time.monotonic
     _flights: dict[str, _Flight] = field(default_factory=dict)

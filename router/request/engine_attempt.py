@@ -24,7 +24,7 @@ from router.http.sse import (
     says_done,
 )
 from router.protocols.routes import Route, is_begun_only
-from router.protocols.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
+from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
 
 _SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, DEAD))
 # SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
@@ -98,7 +98,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     _is_decided: bool = False
     _exchange: HttpExchange | None = None
     _echo: Renamed | None = None
-    _hidden: HiddenUsage | None = None
+    _hidden: UsageFilter | None = None
     _got: list[bytes] = []
     _size: int = 0
     _tail: deque[bytes] | None = None
@@ -152,7 +152,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self.first = enveloped(self.status, self.first)
 
     def relay(
-        self, exchange: HttpExchange, echo: Renamed, tell: Callable[[], None], *, hidden: HiddenUsage | None = None
+        self, exchange: HttpExchange, echo: Renamed, tell: Callable[[], None], *, hidden: UsageFilter | None = None
     ) -> None:
         """Send a stream's bytes on as they come; then `tell`, perhaps at once: a StreamBroken is its `failure` when
         the engine left.
@@ -170,7 +170,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         if self._connection is None:
             self._over()
 
-    async def relayed(self, exchange: HttpExchange, echo: Renamed, *, hidden: HiddenUsage | None = None) -> None:
+    async def relayed(self, exchange: HttpExchange, echo: Renamed, *, hidden: UsageFilter | None = None) -> None:
         """`relay`, until it is over."""
         over = asyncio.get_running_loop().create_future()
         self.relay(exchange, echo, partial(_set, over), hidden=hidden)

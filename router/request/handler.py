@@ -32,7 +32,7 @@ from router.protocols import sglang_generate
 from router.protocols.bodies import check_items
 from router.protocols.routes import ROUTES, Route, find, response_id_of
 from router.protocols.stored_responses import gone, worker_of
-from router.protocols.usage import HiddenUsage
+from router.protocols.usage import UsageFilter
 from router.request.dispatched import DispatchedRequest
 from router.request.engine_attempt import Call, EngineAttempt, Limits, open_attempt
 from router.request.engine_body import FORWARDED_HEADERS
@@ -253,7 +253,7 @@ class InferenceHandler:
             journeys.append(RequestRun(parts, self._limits, caller, question))
         if batch.is_streamed:
             (journey,) = journeys
-            journey.grows = sglang_generate.Growing(batch.names[0])
+            journey.grows = sglang_generate.CumulativeStream(batch.names[0])
             if self._keep_alive_s:
                 answer.keep_alive(self._keep_alive_s)
             answer.journey = journey
@@ -263,7 +263,7 @@ class InferenceHandler:
                 await self._serve_granted(batch, journeys, caller, answer)
 
     async def _serve_granted(
-        self, batch: sglang_generate.Batch, journeys: Sequence[RequestRun], caller: Caller, answer: "_Answer"
+        self, batch: sglang_generate.GenerateBatch, journeys: Sequence[RequestRun], caller: Caller, answer: "_Answer"
     ) -> None:
         """As one before the limits of its key: refused half-way, what it had come to would be computed for nothing."""
         parts = self._parts
@@ -281,7 +281,7 @@ class InferenceHandler:
             parts.quotas.end_batch(granted, parts.clock())
 
     async def _serve_items(
-        self, batch: sglang_generate.Batch, journeys: Sequence[RequestRun], answer: "_Answer", at_once: int
+        self, batch: sglang_generate.GenerateBatch, journeys: Sequence[RequestRun], answer: "_Answer", at_once: int
     ) -> None:
         turns = asyncio.Semaphore(at_once)
         tasks = [asyncio.create_task(_item(journey, turns)) for journey in journeys]
@@ -420,7 +420,7 @@ class _Answer(msgspec.Struct, eq=False):
             self.fail(_stopping())
         self.close()
 
-    def _begun(self, journey: RequestRun, attempt: EngineAttempt) -> tuple[Renamed, HiddenUsage | None]:
+    def _begun(self, journey: RequestRun, attempt: EngineAttempt) -> tuple[Renamed, UsageFilter | None]:
         """There is an answer: all of it goes out, or the head of a stream, and how the rest of it is to be shown."""
         parts, flight, question, call = self.parts, journey.flight, journey.question, journey.call
         assert flight is not None
@@ -450,7 +450,7 @@ class _Answer(msgspec.Struct, eq=False):
         if journey.grows is not None:
             echo = Growing(journey.grows.events)
         self.begin(attempt.status, about)
-        return echo, HiddenUsage(parts.signatures, flight.replica.id) if question.hides_usage else None
+        return echo, UsageFilter(parts.signatures, flight.replica.id) if question.hides_usage else None
 
     def _streamed(self) -> None:
         """A stream has ended, well or not."""

@@ -13,7 +13,7 @@ from router.core.queue.admission import Bounds, Room
 from router.core.queue.fair_queue import Prompt, QueuedRequest
 from router.core.schedule.decision import Decision
 from router.core.scheduler import Scheduler
-from router.fleet.usage_report import Holds
+from router.fleet.usage_report import HeldRequests
 from router.telemetry.metrics import RouterMetrics
 
 log = structlog.get_logger()
@@ -80,13 +80,13 @@ class RequestQueue:
         clock: Callable[[], float],
         most_waiting_bytes: float = inf,
         tenant_share: float = 1.0,
-        holds: Holds | None = None,
+        holds: HeldRequests | None = None,
     ) -> None:
         """
         tenant_share  of `most_waiting` and of the bytes that one tenant may take
         holds         told of each request that waited or was turned away
         """
-        self._holds = holds or Holds()
+        self._holds = holds or HeldRequests()
         self._mind = mind
         self._metrics = metrics
         self._most_wait_s = most_wait_s

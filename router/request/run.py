@@ -87,7 +87,7 @@ class RequestRun(msgspec.Struct, eq=False):
     caller: Caller
     question: ParsedRequest
     trace: Trace | None = None
-    grows: sglang_generate.Growing | None = None
+    grows: sglang_generate.CumulativeStream | None = None
     granted: Granted | None = None
     target: Target | None = None
     tokens: Tokens | None = None

@@ -10,8 +10,8 @@ from math import inf
 
 import msgspec
 
-from lorafleet.service.auth import Keys
-from lorafleet.service.loops import Later
+from lorafleet.service.auth import ApiKeys
+from lorafleet.service.loops import DelayedCalls
 from router.config import RouterSettings
 from router.core.failover.poison import PoisonRequests
 from router.core.fleet import Incarnation
@@ -21,7 +21,7 @@ from router.core.queue.quota import Quotas
 from router.core.schedule.decision import Decision
 from router.core.scheduler import Scheduler
 from router.fleet.discovery import Discovery
-from router.fleet.usage_report import Usage
+from router.fleet.usage_report import UsageCounts
 from router.http.engine_pool import EnginePool
 from router.kv.feeds import Feeds
 from router.request.background import Background
@@ -29,7 +29,7 @@ from router.request.cold_starts import ColdStarts
 from router.request.queue import RequestQueue
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tracing import Tracer
-from router.tokenizing.prompt_cache import ChainCache
+from router.tokenizing.prompt_cache import BlockHashCache
 from router.tokenizing.tokenizers import Source, Tokenizers
 
 # At most so many, and one each so many seconds: then they reach back ten seconds or more, and what thousands a second
@@ -81,7 +81,7 @@ class Services:
     """What the stages work with; built once by app.py."""
 
     config: RouterSettings
-    keys: Keys
+    keys: ApiKeys
     discovery: Discovery
     tokenizers: Tokenizers
     feeds: Feeds
@@ -89,7 +89,7 @@ class Services:
     waiting: RequestQueue
     trust: PredictionAccuracy
     cold: ColdStarts
-    usage: Usage
+    usage: UsageCounts
     metrics: RouterMetrics
     pool: EnginePool
     background: Background
@@ -98,12 +98,12 @@ class Services:
     quotas: Quotas = field(default_factory=Quotas)
     tracer: Tracer | None = None
     credit: CacheDisclosure = field(default_factory=CacheDisclosure)
-    chains: ChainCache = field(default_factory=ChainCache)
+    chains: BlockHashCache = field(default_factory=BlockHashCache)
     clock: Callable[[], float] = time.monotonic
     decisions: Decisions = field(default_factory=Decisions)
     # What each engine signs its streams with.
     signatures: dict[str, bytes] = field(default_factory=dict)
-    speculations: Later = field(default_factory=lambda: Later(_SPECULATE_S))
+    speculations: DelayedCalls = field(default_factory=lambda: DelayedCalls(_SPECULATE_S))
     stopping: bool = False
     has_failed: bool = False
     _turns: dict[Incarnation, asyncio.Lock] = field(default_factory=dict)

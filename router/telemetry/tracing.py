@@ -115,7 +115,7 @@ class Trace:
         handed_over(self)
 
 
-class Sender(Protocol):
+class TraceSender(Protocol):
     """Takes traces to a collector; both are called on the sending thread or after it."""
 
     def send(self, traces: Sequence[Trace]) -> bool: ...
@@ -128,7 +128,7 @@ class Tracer:
 
     def __init__(
         self,
-        sender: Sender,
+        sender: TraceSender,
         *,
         ratio: float,
         counted: Callable[[Outcome, int], object],

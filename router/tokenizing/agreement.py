@@ -11,7 +11,7 @@ from router.core.kv.index import WorkerId
 
 
 @dataclass(slots=True)
-class _Engine:
+class _EngineAgreement:
     """tokenizer: the number of the one it was held against, 0 for none yet; agrees: None where it answered no probe."""
 
     base_model: str
@@ -21,18 +21,18 @@ class _Engine:
     is_settled: bool = False
 
 
-class Agreement:
+class TokenizerAgreement:
     """The engines that were heard of, by worker. Tokenizers go by numbers from 1 on, each new one by its own."""
 
     def __init__(self) -> None:
-        self._engines: dict[WorkerId, _Engine] = {}
+        self._engines: dict[WorkerId, _EngineAgreement] = {}
 
     def heard(self, base_model: str, incarnation: Incarnation) -> None:
         """It is there; what another boot of it said counts no more."""
         worker, boot_id = incarnation
         known = self._engines.get(worker)
         if known is None or (known.base_model, known.boot_id) != (base_model, boot_id):
-            self._engines[worker] = _Engine(base_model, boot_id)
+            self._engines[worker] = _EngineAgreement(base_model, boot_id)
 
     def answered(self, incarnation: Incarnation, tokenizer: int, agrees: bool | None) -> None:
         """Note its answer, if it is still the same boot. One that answered no probe is to be asked again."""
@@ -71,7 +71,7 @@ class Agreement:
         engine = self._engines.pop(worker, None)
         return None if engine is None else engine.base_model
 
-    def _known(self, incarnation: Incarnation) -> _Engine | None:
+    def _known(self, incarnation: Incarnation) -> _EngineAgreement | None:
         worker, boot_id = incarnation
         engine = self._engines.get(worker)
         return engine if engine is not None and engine.boot_id == boot_id else None

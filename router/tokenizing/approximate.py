@@ -56,7 +56,7 @@ _decode = msgspec.json.Decoder().decode
 _NOT_AGAIN = (ValueError, TypeError, RecursionError, OverflowError)
 
 
-class Approximation(msgspec.Struct, frozen=True):
+class ApproximatePrompt(msgspec.Struct, frozen=True):
     """An approximate prompt.
 
     units   its bytes in place of token ids, unsigned 32-bit
@@ -82,7 +82,7 @@ def approximate_root(root: BlockHash) -> BlockHash:
     return BlockHash(xxh3_64_intdigest(b"approximate", root))
 
 
-def approximation(fields: Fields, decoded: Mapping[str, Any], size_bytes: int) -> Approximation | None:
+def approximation(fields: Fields, decoded: Mapping[str, Any], size_bytes: int) -> ApproximatePrompt | None:
     """The approximate prompt of a body; None where it has nothing that a prompt could be made from.
 
     fields      of the body, undecoded; `decoded` those of them that are decoded already
@@ -102,7 +102,7 @@ def approximation(fields: Fields, decoded: Mapping[str, Any], size_bytes: int) -
     del whole[len(whole) - len(whole) % _UNIT_BYTES :]
     units = array("I", bytes(whole))
     head = len(units) if head_bytes < 0 else min(len(units), head_bytes // _UNIT_BYTES)
-    return Approximation(units, head, max(len(units), size_bytes // _UNIT_BYTES if is_cut else 0))
+    return ApproximatePrompt(units, head, max(len(units), size_bytes // _UNIT_BYTES if is_cut else 0))
 
 
 def _pieces(fields: Fields, decoded: Mapping[str, Any]) -> Iterator[_Piece]:

@@ -18,7 +18,7 @@ _SEEN = 1 << 18
 _SHORTEST_BLOCKS = 64
 
 
-class PieceCache:
+class PieceTokenCache:
     """(name of a tokenizer, piece of text) -> its ids; the least recently used go first. Only the event loop uses it.
 
     A piece is held as text, not as a digest: equal text is the only thing that surely has equal ids. A short one is
@@ -69,7 +69,7 @@ def _size_bytes(piece: str, ids: "array[int]") -> int:
     return sys.getsizeof(piece) + len(ids) * ids.itemsize + _ENTRY_BYTES
 
 
-class ChainCache:
+class BlockHashCache:
     """The block hashes of long prompts' beginnings; the least recently used go first. The event loop is its only user.
 
     A beginning is known by a hash of its ids, as its blocks are.

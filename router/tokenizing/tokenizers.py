@@ -17,7 +17,7 @@ import msgspec
 import structlog
 from jinja2 import TemplateError
 
-from lorafleet.service.fast_metrics import Count
+from lorafleet.service.fast_metrics import MetricValue
 from lorafleet.tokenizer.ascii_bpe import MAX_CHARS
 from lorafleet.tokenizer.chat import ChatTokenizer, Untokenizable, read_files
 from router.core.fleet import Incarnation
@@ -25,9 +25,9 @@ from router.core.kv.index import WorkerId
 from router.protocols.prompts import prompt_body
 from router.protocols.routes import PromptKind
 from router.telemetry.metrics import RouterMetrics
-from router.tokenizing.agreement import Agreement
-from router.tokenizing.approximate import Approximation
-from router.tokenizing.prompt_cache import PieceCache
+from router.tokenizing.agreement import TokenizerAgreement
+from router.tokenizing.approximate import ApproximatePrompt
+from router.tokenizing.prompt_cache import PieceTokenCache
 from workers.wire import ModelFiles
 
 log = structlog.get_logger()
@@ -136,7 +136,7 @@ class Tokens(msgspec.Struct, frozen=True):
     seen: int = 0
     kept: int = 0
     made_by: int = 0
-    approximation: Approximation | None = None
+    approximation: ApproximatePrompt | None = None
 
 
 NO_TOKENS = Tokens(None, "none")
@@ -151,7 +151,7 @@ Slowly = Callable[[], Coroutine[Any, Any, Tokens]]
 _NOT_HERE = (Untokenizable, TemplateError, TypeError, ValueError, RecursionError)
 
 
-class _Made(NamedTuple):
+class _LoadedTokenizer(NamedTuple):
     """A tokenizer of ours. `pieces` is the name under which its ids are kept, which no other one has."""
 
     number: int
@@ -159,7 +159,7 @@ class _Made(NamedTuple):
     pieces: str
 
 
-class _Busy(Exception):
+class _ThreadsBusy(Exception):
     """Too many prompts wait for a thread."""
 
 
@@ -189,15 +189,18 @@ class Tokenizers:
         self._mode = mode
         self._paths = dict(paths or {})
         self._remote_timeout_s = remote_timeout_s
-        self._counts: tuple[Count, Count] | None = None
+        self._counts: tuple[MetricValue, MetricValue] | None = None
         if metrics is not None:
             self._counts = metrics.tokenized.labels("cache"), metrics.tokenized.labels("tokenizer")
         self._clock = clock
-        self._cache = PieceCache(cache_bytes)
-        self._long, self._very_long = _Threads(threads, "tokenize"), _Threads(threads, "tokenize-long")
-        self._local: dict[str, _Made] = {}
+        self._cache = PieceTokenCache(cache_bytes)
+        self._long, self._very_long = (
+            _TokenizerThreads(threads, "tokenize"),
+            _TokenizerThreads(threads, "tokenize-long"),
+        )
+        self._local: dict[str, _LoadedTokenizer] = {}
         self._made = 0
-        self._agreement = Agreement()
+        self._agreement = TokenizerAgreement()
         # Base models most of whose engines are of another mind than our tokenizer by now.
         self._outvoted: set[str] = set()
         self._learning: set[str] = set()
@@ -233,7 +236,7 @@ class Tokenizers:
     def adopt(self, base_model: str, tokenizer: ChatTokenizer) -> int:
         """Use this tokenizer from now on, with which no engine has agreed yet; returns its number."""
         self._made += 1
-        self._local[base_model] = _Made(self._made, tokenizer, f"{base_model}#{self._made}")
+        self._local[base_model] = _LoadedTokenizer(self._made, tokenizer, f"{base_model}#{self._made}")
         self._outvoted.discard(base_model)
         return self._made
 
@@ -313,7 +316,7 @@ class Tokenizers:
             self._outvoted.add(base_model)
         self._agreement.unsettle(base_model)
 
-    def _in_use(self, base_model: str) -> _Made | None:
+    def _in_use(self, base_model: str) -> _LoadedTokenizer | None:
         return None if base_model in self._outvoted else self._local.get(base_model)
 
     def _has_files(self, base_model: str, agent_url: str) -> bool:
@@ -368,7 +371,9 @@ class Tokenizers:
             log.debug("not tokenized here", base_model=base_model, error=str(exc))
             return remote
 
-    def _encode(self, local: _Made, body: Mapping[str, Any], remote: "Slowly", max_model_len: int) -> "Tokens | Slowly":
+    def _encode(
+        self, local: _LoadedTokenizer, body: Mapping[str, Any], remote: "Slowly", max_model_len: int
+    ) -> "Tokens | Slowly":
         """Piece by piece, and only those that were not seen before. Raises _NOT_HERE."""
         tokenizer = local.tokenizer
         pieces, special = tokenizer.prompt_pieces(body)
@@ -406,14 +411,14 @@ class Tokenizers:
 
     async def _in_thread(
         self,
-        threads: "_Threads",
+        threads: "_TokenizerThreads",
         encode: "Callable[[], list[array[int]]]",
         joined: "Callable[[list[array[int]]], Tokens]",
         remote: "Slowly",
     ) -> Tokens:
         try:
             return joined(await threads.run(encode))
-        except _Busy:
+        except _ThreadsBusy:
             return NO_TOKENS  # the engine would be asked for the longest prompts, just when there are too many
         except _NOT_HERE as exc:
             log.debug("not tokenized here", error=str(exc))
@@ -421,7 +426,7 @@ class Tokenizers:
 
     def _joined(
         self,
-        local: _Made,
+        local: _LoadedTokenizer,
         pieces: Sequence[str],
         made: "list[array[int]]",
         missing: Sequence[int],
@@ -527,7 +532,7 @@ class Tokenizers:
         return _packed(tokens) if isinstance(tokens, list) else None
 
 
-class _Threads:
+class _TokenizerThreads:
     """A few threads, and a bound on who may wait for one."""
 
     def __init__(self, threads: int, name: str) -> None:
@@ -538,7 +543,7 @@ class _Threads:
     async def run(self, work: "Callable[[], list[array[int]]]") -> "list[array[int]]":
         """What `work` returns. Raises _Busy."""
         if self._taken >= self._most:
-            raise _Busy
+            raise _ThreadsBusy
         self._taken += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)

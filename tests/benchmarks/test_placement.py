@@ -58,7 +58,7 @@ def test_one_lru_over_all_slots_misses_what_it_evicted_and_nothing_else():
     assert shared_lru(soon, 1, warm_s=0.0, takes_time=True) == (2, 1)
 
 
-class Nobody:
+class LoadWantedPolicy:
     """Loads what is wanted on the only worker."""
 
     name = "nobody"
@@ -87,7 +87,7 @@ class Nobody:
 def test_a_request_waits_for_its_load_and_then_for_those_before_it():
     requests = [Request(1.0, 0, 0.5), Request(1.1, 0, 0.5), Request(60.0, 0, 0.5)]
     world = World(Scene(name="one", workers=1, lasts_s=100), requests, seed=1)
-    world.run(Nobody(world))
+    world.run(LoadWantedPolicy(world))
     first, second, third = requests
     assert LOAD_S / 2 < first.first_token - first.at < LOAD_S * 3
     assert second.first_token == pytest.approx(first.first_token + 0.5)
@@ -98,7 +98,7 @@ def test_a_request_waits_for_its_load_and_then_for_those_before_it():
 def test_an_engine_is_given_a_second_of_work_and_the_rest_goes_where_its_adapter_comes_to_be():
     requests = [Request(20.0 + number / 100, 0, 1.0) for number in range(10)] + [Request(0.0, 0, 0.1)]
     world = World(Scene(name="two", workers=2, lasts_s=100), sorted(requests, key=lambda request: request.at), seed=1)
-    placer = Nobody(world)
+    placer = LoadWantedPolicy(world)
     world.at(20.5, lambda: placer.world.load(0, world.workers["w1"]))
     world.run(placer)
     first = sorted(request.first_token for request in requests[:10])
@@ -111,7 +111,7 @@ def test_an_engine_is_given_a_second_of_work_and_the_rest_goes_where_its_adapter
 def test_a_lost_worker_s_requests_begin_again_where_their_adapter_is():
     requests = [Request(1.0, 0, 0.5), Request(50.0, 0, 5.0)]
     world = World(Scene(name="two", workers=1, lasts_s=200, lost=51.0, back=60.0), requests, seed=1)
-    placer = Nobody(world)
+    placer = LoadWantedPolicy(world)
     placer.lost = lambda worker: None
     placer.wanted = lambda adapter: (
         world.workers

@@ -15,8 +15,8 @@ import pytest
 import zmq.asyncio
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from lorafleet.kv.events import Decoder
-from lorafleet.kv.ledger import TRAITS, Ledger, Tier
+from lorafleet.kv.events import KvEventDecoder
+from lorafleet.kv.ledger import TRAITS, BlockLedger, Tier
 from router.request.engine_body import NO_WISHES, dialect_of
 from tests.contract.conftest import FRESH
 from tests.engines import Kind, RunningEngine
@@ -60,8 +60,8 @@ class Bench:
     def __post_init__(self) -> None:
         self.dialect = dialect_of(self.engine.traits.dialect, engine_name="")
         self.traits = TRAITS[self.engine.traits.dialect]
-        self.ledger = Ledger(BASE, BLOCK, self.cached, self.traits)
-        self._decode = Decoder().decode
+        self.ledger = BlockLedger(BASE, BLOCK, self.cached, self.traits)
+        self._decode = KvEventDecoder().decode
 
     def tokens(self, blocks: int) -> list[int]:
         """Whole blocks and one token more, that no test has used before."""

@@ -16,7 +16,7 @@ from anthropic import AsyncAnthropic, BadRequestError, NotFoundError
 from lorafleet.tokenizer.chat import ChatTokenizer
 from router.protocols.prompts import prompt_body
 from router.protocols.routes import ROUTES, Route, is_begun_only
-from router.protocols.sglang_generate import Growing, join, split
+from router.protocols.sglang_generate import CumulativeStream, join, split
 from router.protocols.stored_responses import tagged_response_id, worker_of
 from router.protocols.usage import usage_of, usage_of_events
 from router.request.engine_body import may_send_ids
@@ -291,7 +291,7 @@ def generated(direct: Direct, **body: Any) -> Any:
         assert answer.status_code == 200, answer.text
         answers.append(answer.content)
     if batch.is_streamed:
-        return Growing(batch.names[0]).events(answers[0])
+        return CumulativeStream(batch.names[0]).events(answers[0])
     return json.loads(join(batch, answers))
 
 

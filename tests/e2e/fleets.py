@@ -28,7 +28,7 @@ READY = re.compile(r"^ready router=(http://127\.0\.0\.1:\d+) orchestrator=(http:
 
 
 @dataclass(slots=True)
-class Fleet:
+class RunningFleet:
     """A running `lorafleet up`."""
 
     process: "subprocess.Popen[str]"
@@ -99,7 +99,7 @@ def start(
     environment: dict[str, str] | None = None,
     is_empty: bool = False,
     cwd: Path | None = None,
-) -> Fleet:
+) -> RunningFleet:
     """Start it; use `wait_ready` next. `is_empty`: it makes its model and adapters itself, rather than find copies."""
     if not (is_empty or state_dir.exists()):
         shutil.copytree(_made().name, state_dir)
@@ -122,7 +122,7 @@ def start(
             preexec_fn=_stop_with_tests,  # noqa: PLW1509  (one system call, and nothing here holds a lock)
         )
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    return Fleet(process, tag, state_dir, errors, headers=headers)
+    return RunningFleet(process, tag, state_dir, errors, headers=headers)
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def _stop_with_tests() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def wait_ready(fleet: Fleet, *, within_s: float) -> Fleet:
+def wait_ready(fleet: RunningFleet, *, within_s: float) -> RunningFleet:
     """Read its output up to the ready line, which must be the first line there."""
     began = time.monotonic()
     line = read_line(fleet, within_s=within_s)
@@ -150,7 +150,7 @@ def wait_ready(fleet: Fleet, *, within_s: float) -> Fleet:
     return fleet
 
 
-def read_line(fleet: Fleet, *, within_s: float) -> str:
+def read_line(fleet: RunningFleet, *, within_s: float) -> str:
     """One line of its standard output, without the end of line; empty when it has ended."""
     assert fleet.process.stdout is not None
     with selectors.DefaultSelector() as selector:
@@ -162,7 +162,7 @@ def read_line(fleet: Fleet, *, within_s: float) -> str:
 @contextlib.contextmanager
 def running(
     state_dir: Path, *flags: str, token: str = "", within_s: float = 60.0, environment: dict[str, str] | None = None
-) -> Iterator[Fleet]:
+) -> Iterator[RunningFleet]:
     """A fleet that is ready, and is stopped with nothing left when the block ends."""
     fleet = start(state_dir, *flags, token=token, environment=environment)
     try:
@@ -175,7 +175,7 @@ def running(
     assert not left, f"left running: {left}"
 
 
-def kill(fleet: Fleet) -> dict[int, str]:
+def kill(fleet: RunningFleet) -> dict[int, str]:
     """Whatever of it still runs is killed; what that was."""
     left = fleet.processes()
     for pid in left:

@@ -31,7 +31,7 @@ _PAUSE_S = 0.1  # each, between requests: a stream, but not one that takes the p
 
 
 @dataclass(slots=True)
-class Sent:
+class SentRequests:
     """What became of the requests. `workers`: how many each has answered."""
 
     answered: int = 0
@@ -39,7 +39,7 @@ class Sent:
     failed: list[str] = field(default_factory=list)
 
 
-class Release:
+class InstalledRelease:
     """A running release. Make it with `installed`."""
 
     def __init__(self, server: KubeServer, cluster: Controller, folder: Path) -> None:
@@ -108,9 +108,9 @@ class Release:
         return [address for address, said in zip(addresses, found, strict=True) if said["is_leading"]]
 
     @contextlib.asynccontextmanager
-    async def under_requests(self, *, models: tuple[str, ...] = (BASE, *ADAPTERS)) -> AsyncIterator[Sent]:
+    async def under_requests(self, *, models: tuple[str, ...] = (BASE, *ADAPTERS)) -> AsyncIterator[SentRequests]:
         """A few clients that ask one thing after another; afterwards none of what they asked may have failed."""
-        sent = Sent()
+        sent = SentRequests()
         stopping = asyncio.Event()
         asking = [asyncio.create_task(self._ask_until(stopping, models, sent)) for _ in range(_CLIENTS)]
         try:
@@ -121,7 +121,7 @@ class Release:
         assert not sent.failed, f"{len(sent.failed)} of {sent.answered + len(sent.failed)}: {sent.failed[:5]}"
         assert sent.answered >= _CLIENTS
 
-    async def burst(self, model: str, sent: Sent, *, requests: int) -> None:
+    async def burst(self, model: str, sent: SentRequests, *, requests: int) -> None:
         """So many at once that one worker alone is a poor choice."""
         message = {"role": "user", "content": "a burst"}
         body = {"model": model, "max_tokens": 64, "stream": False, "messages": [message]}
@@ -136,7 +136,7 @@ class Release:
         headers = {"authorization": f"Bearer {self.token('test')}"}
         return httpx.AsyncClient(headers=headers, timeout=patience(30), trust_env=False, verify=False)
 
-    async def _ask_until(self, stopping: asyncio.Event, models: tuple[str, ...], sent: Sent) -> None:
+    async def _ask_until(self, stopping: asyncio.Event, models: tuple[str, ...], sent: SentRequests) -> None:
         async with self._client() as client:
             for number, model in enumerate(itertools.cycle(models)):
                 if stopping.is_set():
@@ -158,13 +158,13 @@ class Release:
 
 
 @contextlib.asynccontextmanager
-async def installed(folder: Path, values: dict[str, Any]) -> AsyncIterator[Release]:
+async def installed(folder: Path, values: dict[str, Any]) -> AsyncIterator[InstalledRelease]:
     """The chart with these values on top of a small fleet's, every pod of it ready. `folder`: a short path."""
     model = await asyncio.to_thread(_made_model, folder / "model")
     path = folder / "values.yaml"
     path.write_text(yaml.safe_dump(small_fleet(model) | values))
     async with KubeServer(tls=True) as server, Controller(server, NAMESPACE, folder, nodes=NODES) as cluster:
-        release = Release(server, cluster, folder)
+        release = InstalledRelease(server, cluster, folder)
         await release.helm("install", NAME, str(CHART), "--namespace", NAMESPACE, "--values", str(path))
         await cluster.settled(within_s=120)
         yield release
@@ -193,7 +193,7 @@ def small_fleet(model: Path) -> dict[str, Any]:
     }
 
 
-async def _asked(client: httpx.AsyncClient, url: str, body: dict[str, Any], sent: Sent) -> None:
+async def _asked(client: httpx.AsyncClient, url: str, body: dict[str, Any], sent: SentRequests) -> None:
     """Counts it as answered when it is answered as it should be. Raises httpx.HTTPError and ValueError."""
     async with client.stream("POST", url, json=body) as answer:
         content = (await answer.aread()).decode()

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from router.request.engine_body import dialect_of
-from tests.e2e.fleets import Fleet, chat, until
+from tests.e2e.fleets import RunningFleet, chat, until
 
 SQL, PYTHON, COLD = "sql-expert/v1", "python-expert/v1", "cold/v1"
 BLOCK = 32
@@ -53,7 +53,7 @@ class FleetSuite:
     come_back_within_s = 30.0
     unload_path = "/v1/unload_lora_adapter"
 
-    def test_base_and_adapters_answer_and_say_where(self, fleet: Fleet) -> None:
+    def test_base_and_adapters_answer_and_say_where(self, fleet: RunningFleet) -> None:
         workers = fleet.workers()
         for lora_id in (None, SQL, PYTHON):
             answer = fleet.ask(prompt=fresh_prompt(), **({"lora_id": lora_id} if lora_id else {}))
@@ -68,7 +68,7 @@ class FleetSuite:
             assert answer.headers["x-request-id"]
             assert answer.json()["model"] == "tiny-qwen"
 
-    def test_an_adapters_text_is_its_own_and_what_the_engine_itself_says(self, fleet: Fleet) -> None:
+    def test_an_adapters_text_is_its_own_and_what_the_engine_itself_says(self, fleet: RunningFleet) -> None:
         prompt = fresh_prompt()
         texts = {}
         for lora_id in (SQL, PYTHON):
@@ -83,7 +83,9 @@ class FleetSuite:
         base = text(fleet.ask(prompt=prompt))
         assert len({base, *texts.values()}) == 3
 
-    def test_a_repeated_prompt_goes_where_its_blocks_are_and_the_engine_counts_the_hit(self, fleet: Fleet) -> None:
+    def test_a_repeated_prompt_goes_where_its_blocks_are_and_the_engine_counts_the_hit(
+        self, fleet: RunningFleet
+    ) -> None:
         prompts = [fresh_prompt() for _ in range(4)]
         firsts = [fleet.ask(prompt=prompt) for prompt in prompts]
         for prompt, first in zip(prompts, firsts, strict=True):
@@ -94,7 +96,7 @@ class FleetSuite:
             whole_blocks = (first.json()["usage"]["prompt_tokens"] - 1) // BLOCK
             assert cached(again) == predicted(again) == whole_blocks * BLOCK > 0
 
-    def test_a_prompt_under_another_adapter_matches_no_block(self, fleet: Fleet) -> None:
+    def test_a_prompt_under_another_adapter_matches_no_block(self, fleet: RunningFleet) -> None:
         prompt = fresh_prompt()
         for lora_id in (None, SQL, PYTHON):
             first = fleet.ask(prompt=prompt, **({"lora_id": lora_id} if lora_id else {}))
@@ -102,13 +104,13 @@ class FleetSuite:
         again = fleet.ask(prompt=prompt, lora_id=SQL)
         assert predicted(again) == cached(again) > 0
 
-    def test_an_adapter_loaded_nowhere_is_loaded_when_asked_for(self, fleet: Fleet) -> None:
+    def test_an_adapter_loaded_nowhere_is_loaded_when_asked_for(self, fleet: RunningFleet) -> None:
         assert fleet.held_by(COLD) == []
         answer = fleet.ask(prompt=fresh_prompt(), lora_id=COLD)
         assert text(answer)
         assert answer.headers["x-lorafleet-worker"] in fleet.held_by(COLD)
 
-    def test_requests_for_an_adapter_that_its_engines_have_lost_are_served(self, fleet: Fleet) -> None:
+    def test_requests_for_an_adapter_that_its_engines_have_lost_are_served(self, fleet: RunningFleet) -> None:
         text(fleet.ask(prompt=fresh_prompt(), lora_id=PYTHON))
         for worker in fleet.held_by(PYTHON):
             metadata = fleet.workers()[worker]
@@ -118,7 +120,7 @@ class FleetSuite:
             answers = list(threads.map(lambda _: fleet.ask(prompt=fresh_prompt(), lora_id=PYTHON), range(5)))
         assert [answer.status_code for answer in answers] == [200] * 5, [answer.text for answer in answers]
 
-    def test_a_streamed_answer_comes_in_pieces(self, fleet: Fleet) -> None:
+    def test_a_streamed_answer_comes_in_pieces(self, fleet: RunningFleet) -> None:
         def first_piece() -> int:
             body = chat(prompt=fresh_prompt(), lora_id=SQL, stream=True, max_tokens=48, ignore_eos=True)
             with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=120) as answer:
@@ -133,7 +135,7 @@ class FleetSuite:
         # wait for the last is ours.
         assert any(first_piece() < 40 for _ in range(5))
 
-    def test_unknown_names_and_broken_bodies_have_their_own_errors(self, fleet: Fleet) -> None:
+    def test_unknown_names_and_broken_bodies_have_their_own_errors(self, fleet: RunningFleet) -> None:
         unknown = fleet.ask(model="no-such-model")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
         unknown = fleet.ask(lora_id="no-such/adapter")
@@ -142,7 +144,7 @@ class FleetSuite:
         assert broken.status_code == 400
         assert broken.json()["error"]["message"]
 
-    def test_the_openai_client_works_unchanged(self, fleet: Fleet) -> None:
+    def test_the_openai_client_works_unchanged(self, fleet: RunningFleet) -> None:
         from openai import OpenAI  # 0.7 s, which no other test need wait for
 
         with OpenAI(base_url=f"{fleet.router}/v1", api_key="any", http_client=httpx.Client(trust_env=False)) as client:
@@ -172,7 +174,7 @@ class FleetSuite:
             assert {"tiny-qwen", SQL, PYTHON, COLD} <= listed
             assert client.models.retrieve(SQL).id == SQL
 
-    def test_explain_shows_every_replicas_scores_and_sends_nothing(self, fleet: Fleet) -> None:
+    def test_explain_shows_every_replicas_scores_and_sends_nothing(self, fleet: RunningFleet) -> None:
         prompt = fresh_prompt()
         asked = fleet.ask(prompt=prompt)
         until(lambda: "0 of" not in explain(fleet, prompt).splitlines()[0], within_s=10, what="the blocks are known")
@@ -181,7 +183,7 @@ class FleetSuite:
         assert "->" in said
         assert all(worker in said for worker in fleet.workers())
 
-    def test_a_killed_engine_comes_back_with_its_adapters(self, fleet: Fleet) -> None:
+    def test_a_killed_engine_comes_back_with_its_adapters(self, fleet: RunningFleet) -> None:
         worker = fleet.ask(prompt=fresh_prompt(), lora_id=SQL).headers["x-lorafleet-worker"]
         before = fleet.workers()[worker]
         held = {lora["lora_id"] for lora in before["lora"]["loaded_loras"] if lora["state"] == "ready"}
@@ -218,13 +220,13 @@ def model_name(metadata: dict[str, Any], lora_id: str) -> str:
     return dialect.model(metadata["model"]["base_model"], engine_name(metadata, lora_id))
 
 
-def explain(fleet: Fleet, prompt: str) -> str:
+def explain(fleet: RunningFleet, prompt: str) -> str:
     answer = cli(fleet, "explain", prompt)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 
 
-def cli(fleet: Fleet, *args: str, token: str = "") -> "subprocess.CompletedProcess[str]":
+def cli(fleet: RunningFleet, *args: str, token: str = "") -> "subprocess.CompletedProcess[str]":
     """`lorafleet ARGS` to this fleet."""
     where = ["--router-url", fleet.router, "--orchestrator-url", fleet.orchestrator, "--token", token]
     command = [sys.executable, "-P", "-m", "lorafleet", *where, *args]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.fleets import Fleet, until
+from tests.e2e.fleets import RunningFleet, until
 from tests.e2e.scenarios import COLD, PYTHON, SQL, fresh_prompt
 
 FIVE = (SQL, PYTHON, "legal/v2", COLD, "late/v1")
@@ -21,7 +21,7 @@ class ShiftSuite:
     requests = 8
 
     @pytest.fixture
-    def few_slots(self, fleet: Fleet) -> Iterator[None]:
+    def few_slots(self, fleet: RunningFleet) -> Iterator[None]:
         url = f"{fleet.orchestrator}/v1/policy"
         before = fleet.get(url)
         changes = {"reserve_slots": 2, "min_residency_s": 0.5}
@@ -30,7 +30,7 @@ class ShiftSuite:
         fleet.http("PATCH", url, json={name: before[name] for name in changes})
 
     @pytest.mark.usefixtures("few_slots")
-    def test_adapters_follow_the_traffic_and_no_request_fails(self, fleet: Fleet) -> None:
+    def test_adapters_follow_the_traffic_and_no_request_fails(self, fleet: RunningFleet) -> None:
         for hot in ((FIVE[0], FIVE[1]), (FIVE[2], FIVE[3]), (FIVE[4], FIVE[0]), (FIVE[1], FIVE[2])):
             with ThreadPoolExecutor(4) as pool:
                 answers = list(pool.map(lambda name: _ask(fleet, name), hot * self.requests))
@@ -44,11 +44,11 @@ class ShiftSuite:
         assert len(set().union(*held.values())) >= 2
 
 
-def _ask(fleet: Fleet, lora_id: str) -> Any:
+def _ask(fleet: RunningFleet, lora_id: str) -> Any:
     return fleet.ask(prompt=fresh_prompt(), lora_id=lora_id, max_tokens=8)
 
 
-def _engines(fleet: Fleet) -> dict[str, set[str]]:
+def _engines(fleet: RunningFleet) -> dict[str, set[str]]:
     """Worker -> lora_ids that its engine itself lists."""
     found = {}
     for worker, metadata in fleet.workers().items():
@@ -57,7 +57,7 @@ def _engines(fleet: Fleet) -> dict[str, set[str]]:
     return found
 
 
-def _placements(fleet: Fleet) -> dict[str, set[str]]:
+def _placements(fleet: RunningFleet) -> dict[str, set[str]]:
     """Worker -> lora_ids that are ready there, as the orchestrator says; empty while anything is on its way."""
     rows = fleet.get(f"{fleet.orchestrator}/v1/placements")["data"]
     if any(row["state"] not in ("ready", "on_disk", "remote") for row in rows):

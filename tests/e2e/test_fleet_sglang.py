@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from lorafleet.local import tiny_model
-from tests.e2e.fleets import Fleet, running, until
+from tests.e2e.fleets import RunningFleet, running, until
 from tests.e2e.scenarios import COLD, PYTHON, SQL, FleetSuite, cached, fresh_prompt, predicted, text
 
 pytestmark = pytest.mark.fleet
@@ -27,7 +27,7 @@ STUB = {
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder: Path = tmp_path_factory.mktemp("sglang")
     tiny_model.make_adapters(folder / "adapters")
     tiny_model.make_adapter(folder / "adapters", COLD)
@@ -41,7 +41,9 @@ class TestTwoSglangWorkers(FleetSuite):
     unload_path = "/unload_lora_adapter"
     come_back_within_s = 180 if IS_REAL else FleetSuite.come_back_within_s
 
-    def test_an_adapter_that_was_unloaded_and_loaded_again_is_expected_to_have_no_blocks(self, fleet: Fleet) -> None:
+    def test_an_adapter_that_was_unloaded_and_loaded_again_is_expected_to_have_no_blocks(
+        self, fleet: RunningFleet
+    ) -> None:
         prompt = fresh_prompt()
         first = fleet.ask(prompt=prompt, lora_id=SQL)
         worker = first.headers["x-lorafleet-worker"]
@@ -58,7 +60,7 @@ class TestTwoSglangWorkers(FleetSuite):
         assert reloaded.headers["x-lorafleet-worker"] in fleet.held_by(SQL)
         assert predicted(reloaded) == cached(reloaded) == 0
 
-    def test_a_replica_that_does_not_report_an_adapter_is_never_asked_for_it(self, fleet: Fleet) -> None:
+    def test_a_replica_that_does_not_report_an_adapter_is_never_asked_for_it(self, fleet: RunningFleet) -> None:
         """Else it would bring back what was unloaded, or answer from the base model."""
         holders = set(fleet.held_by(PYTHON))
         served = {fleet.ask(prompt=fresh_prompt(), lora_id=PYTHON).headers["x-lorafleet-worker"] for _ in range(10)}
@@ -68,7 +70,7 @@ class TestTwoSglangWorkers(FleetSuite):
             names = {lora["engine_name"] for lora in metadata["lora"]["loaded_loras"] if lora["state"] == "ready"}
             assert {item["id"] for item in listed if item["parent"]} == names
 
-    def test_what_sglang_answers_from_the_base_model_alone_is_refused_for_an_adapter(self, fleet: Fleet) -> None:
+    def test_what_sglang_answers_from_the_base_model_alone_is_refused_for_an_adapter(self, fleet: RunningFleet) -> None:
         body = {"input": fresh_prompt(), "max_output_tokens": 8}
         url = f"{fleet.router}/v1/responses"
         assert fleet.http("POST", url, json=body | {"model": "tiny-qwen"}).status_code == 200

@@ -12,7 +12,7 @@ import pytest
 
 from lorafleet.cli.keys import add_key
 from lorafleet.local import tiny_model
-from tests.e2e.fleets import Fleet, chat, is_free, kill, read_line, running, start, until, wait_ready
+from tests.e2e.fleets import RunningFleet, chat, is_free, kill, read_line, running, start, until, wait_ready
 from tests.e2e.scenarios import COLD, SQL, FleetSuite, cli, fresh_prompt, text
 from tests.patience import patience
 from tests.properties import THOROUGH, sample
@@ -24,7 +24,7 @@ FLAGS = ("--engine", "sim", "--workers")
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder: Path = tmp_path_factory.mktemp("sim")
     tiny_model.make_adapters(folder / "adapters")
     tiny_model.make_adapter(folder / "adapters", COLD)
@@ -33,7 +33,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 class TestSimWorkers(FleetSuite):
-    def test_every_worker_takes_part(self, fleet: Fleet) -> None:
+    def test_every_worker_takes_part(self, fleet: RunningFleet) -> None:
         asked = {fleet.ask(prompt=fresh_prompt(), max_tokens=1).headers["x-lorafleet-worker"] for _ in range(60)}
         assert len(asked) > WORKERS // 2
 
@@ -51,7 +51,7 @@ def test_a_signal_ends_everything_and_the_same_folder_again_knows_what_it_knew(t
         ended_by(fleet, signal.SIGTERM)
 
 
-def ended_by(fleet: Fleet, how: signal.Signals) -> None:
+def ended_by(fleet: RunningFleet, how: signal.Signals) -> None:
     """Nothing is left of it."""
     assert len(fleet.processes()) > 6
     assert fleet.stop(how) == 0
@@ -129,14 +129,14 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(shelf: Path) -> Iterator[Fleet]:
+def small(shelf: Path) -> Iterator[RunningFleet]:
     """One worker, and the shelf."""
     with running(shelf.parent / "state", *FLAGS, "1", "--adapters", str(shelf)) as fleet:
         yield fleet
 
 
 @pytest.mark.parametrize("house", ["router", "orchestrator", "workers"])
-def test_a_dead_child_is_started_again_and_said_so(small: Fleet, house: str) -> None:
+def test_a_dead_child_is_started_again_and_said_so(small: RunningFleet, house: str) -> None:
     before = small.kill("-m", house)
     name = "w0" if house == "workers" else house
     until(lambda: f"{name}: ended with SIGKILL" in small.said(), within_s=10, what="it says so")
@@ -144,7 +144,7 @@ def test_a_dead_child_is_started_again_and_said_so(small: Fleet, house: str) -> 
     until(lambda: small.ask(prompt=fresh_prompt(), lora_id="good/v1").is_success, within_s=30, what="an answer")
 
 
-def test_two_fleets_cannot_share_a_folder_and_nobody_else_can_read_it(small: Fleet) -> None:
+def test_two_fleets_cannot_share_a_folder_and_nobody_else_can_read_it(small: RunningFleet) -> None:
     second = start(small.state_dir, *FLAGS, "1")
     assert second.process.wait(patience(30)) == 1
     assert "--state-dir" in second.said()
@@ -174,16 +174,16 @@ def test_the_demo_shows_the_hit_and_leaves_nothing_in_a_folder_with_packages_nam
     assert said.count("curl ") == 3
 
 
-def test_a_folder_that_is_no_adapter_is_said_and_stops_nobody(small: Fleet) -> None:
+def test_a_folder_that_is_no_adapter_is_said_and_stops_nobody(small: RunningFleet) -> None:
     assert "adapter bad/v1: failed" in small.said()
     assert text(small.ask(prompt=fresh_prompt(), lora_id="good/v1"))
 
 
-def test_an_adapter_may_call_the_base_model_as_a_hub_does(small: Fleet) -> None:
+def test_an_adapter_may_call_the_base_model_as_a_hub_does(small: RunningFleet) -> None:
     assert text(small.ask(prompt=fresh_prompt(), lora_id="hub/v1"))
 
 
-def test_an_adapter_of_another_base_model_is_refused_until_somebody_vouches(small: Fleet, shelf: Path) -> None:
+def test_an_adapter_of_another_base_model_is_refused_until_somebody_vouches(small: RunningFleet, shelf: Path) -> None:
     assert "adapter other/v1: failed: base_model_mismatch" in small.said()
     spec = {"lora_id": "other/v1", "source": str(shelf / "other/v1"), "base_model": "tiny-qwen"}
     assert small.http("POST", f"{small.orchestrator}/v1/adapters", json=spec).status_code == 200
@@ -211,7 +211,7 @@ def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, dict[str, str]]]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningFleet, dict[str, str]]]:
     """A fleet with a key file, and its keys by name. sql-expert/v1 is acme's alone."""
     folder = tmp_path_factory.mktemp("guarded")
     path = folder / "keys.yaml"
@@ -229,7 +229,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, d
         yield fleet, keys
 
 
-def test_without_a_key_every_house_says_401(guarded: tuple[Fleet, dict[str, str]]) -> None:
+def test_without_a_key_every_house_says_401(guarded: tuple[RunningFleet, dict[str, str]]) -> None:
     nobody = _as(guarded[0], "")
     for url in (f"{nobody.router}/v1/models", f"{nobody.orchestrator}/v1/adapters"):
         answer = nobody.http("GET", url)
@@ -241,7 +241,7 @@ def test_without_a_key_every_house_says_401(guarded: tuple[Fleet, dict[str, str]
     assert "LORAFLEET_TOKEN" in said.stderr
 
 
-def test_no_house_reads_a_body_of_who_may_not_send_one(guarded: tuple[Fleet, dict[str, str]]) -> None:
+def test_no_house_reads_a_body_of_who_may_not_send_one(guarded: tuple[RunningFleet, dict[str, str]]) -> None:
     fleet, keys = guarded
     agent = fleet.http("GET", f"{fleet.orchestrator}/v1/workers").json()["data"][0]["agent_url"]
     for url in (
@@ -262,7 +262,7 @@ def _status_before_the_body(url: str, key: str) -> int:
         return int(client.recv(64).split()[1])
 
 
-def test_a_key_without_the_scope_is_refused(guarded: tuple[Fleet, dict[str, str]]) -> None:
+def test_a_key_without_the_scope_is_refused(guarded: tuple[RunningFleet, dict[str, str]]) -> None:
     fleet, keys = guarded
     acme = _as(fleet, keys["acme"])
     spec = {"lora_id": "mine/v1", "source": "file:///mine"}
@@ -271,7 +271,7 @@ def test_a_key_without_the_scope_is_refused(guarded: tuple[Fleet, dict[str, str]
     assert cli(fleet, "workers", "list", token=keys["admin"]).returncode == 0
 
 
-def test_a_tenants_adapter_is_not_there_for_another(guarded: tuple[Fleet, dict[str, str]]) -> None:
+def test_a_tenants_adapter_is_not_there_for_another(guarded: tuple[RunningFleet, dict[str, str]]) -> None:
     fleet, keys = guarded
     acme, other = _as(fleet, keys["acme"]), _as(fleet, keys["other"])
     assert text(acme.ask(prompt=fresh_prompt(), lora_id=SQL))
@@ -284,13 +284,13 @@ def test_a_tenants_adapter_is_not_there_for_another(guarded: tuple[Fleet, dict[s
     assert json.dumps(refused.json()).replace(SQL, "") == json.dumps(absent.json()).replace("sql-expert/v9", "")
 
 
-def _models(fleet: Fleet) -> set[str]:
+def _models(fleet: RunningFleet) -> set[str]:
     return {item["id"] for item in fleet.get(f"{fleet.router}/v1/models")["data"]}
 
 
-def _as(fleet: Fleet, key: str) -> Fleet:
+def _as(fleet: RunningFleet, key: str) -> RunningFleet:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return Fleet(
+    return RunningFleet(
         fleet.process, fleet.tag, fleet.state_dir, fleet.errors, fleet.router, fleet.orchestrator, headers=headers
     )
 

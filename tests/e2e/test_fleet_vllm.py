@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.local import tiny_model
-from tests.e2e.fleets import Fleet, running
+from tests.e2e.fleets import RunningFleet, running
 from tests.e2e.scenarios import SQL, FleetSuite
 from tests.e2e.shifting import FIVE, ShiftSuite
 
@@ -27,7 +27,7 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder: Path = tmp_path_factory.mktemp("vllm")
     tiny_model.make_adapters(folder / "adapters")
     for lora_id in FIVE[3:]:
@@ -41,11 +41,13 @@ class TestTwoVllmWorkers(FleetSuite):
     come_back_within_s = 240.0
 
     @pytest.mark.thorough  # another start of a real engine
-    def test_a_killed_engine_comes_back_with_its_adapters(self, fleet: Fleet) -> None:
+    def test_a_killed_engine_comes_back_with_its_adapters(self, fleet: RunningFleet) -> None:
         super().test_a_killed_engine_comes_back_with_its_adapters(fleet)
 
     @by_model
-    def test_openais_client_has_its_tools_called_and_may_leave_the_choice(self, fleet: Fleet, model: str) -> None:
+    def test_openais_client_has_its_tools_called_and_may_leave_the_choice(
+        self, fleet: RunningFleet, model: str
+    ) -> None:
         from openai import OpenAI
 
         # strict: the weights are random, and without it the arguments are any JSON.
@@ -64,7 +66,9 @@ class TestTwoVllmWorkers(FleetSuite):
         assert ask(tool_choice="auto", max_tokens=8).usage.completion_tokens == 8
 
     @by_model
-    def test_anthropics_client_has_its_tools_called_and_may_leave_the_choice(self, fleet: Fleet, model: str) -> None:
+    def test_anthropics_client_has_its_tools_called_and_may_leave_the_choice(
+        self, fleet: RunningFleet, model: str
+    ) -> None:
         from anthropic import Anthropic
 
         ask = functools.partial(

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from tests.e2e.kubernetes import ADAPTERS, NAME, NAMESPACE, Release, installed
+from tests.e2e.kubernetes import ADAPTERS, NAME, NAMESPACE, InstalledRelease, installed
 from tests.kube import workloads
 from tests.patience import patience, until
 
@@ -29,12 +29,12 @@ def folder() -> Iterator[Path]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def release(folder: Path) -> AsyncIterator[Release]:
+async def release(folder: Path) -> AsyncIterator[InstalledRelease]:
     async with installed(folder, {}) as release:
         yield release
 
 
-def leader(release: Release) -> str | None:
+def leader(release: InstalledRelease) -> str | None:
     """The pod whose orchestrator holds the Lease, by the address in it. None while a leader that left has no heir."""
     lease = release.server.objects.get("leases", NAMESPACE, f"{NAME}-lorafleet")
     assert lease is not None
@@ -42,7 +42,7 @@ def leader(release: Release) -> str | None:
     return next((pod.name for pod in release.cluster.pods.values() if f"//{pod.address}:" in said), None)
 
 
-async def until_led(release: Release, *, besides: str | None = None) -> str:
+async def until_led(release: InstalledRelease, *, besides: str | None = None) -> str:
     """The pod that leads, once one does."""
 
     def is_led() -> bool:
@@ -54,16 +54,18 @@ async def until_led(release: Release, *, besides: str | None = None) -> str:
     return found
 
 
-def is_renewed(release: Release, since: int) -> bool:
+def is_renewed(release: InstalledRelease, since: int) -> bool:
     """Whether the Lease was written among the requests from this one on."""
     return any(asked.verb == "update" and "/leases/" in asked.path for asked in release.server.requests[since:])
 
 
-async def test_the_charts_own_test_gets_a_completion(release: Release) -> None:
+async def test_the_charts_own_test_gets_a_completion(release: InstalledRelease) -> None:
     assert "Phase:          Succeeded" in await release.helm("test", NAME)
 
 
-async def test_an_upgrade_of_everything_fails_no_request_and_keeps_tokens_and_adapters(release: Release) -> None:
+async def test_an_upgrade_of_everything_fails_no_request_and_keeps_tokens_and_adapters(
+    release: InstalledRelease,
+) -> None:
     before = {pod["metadata"]["uid"] for pod in release.cluster.pods_of(instance=NAME)}
     token = release.token("admin")
     async with release.under_requests():
@@ -73,7 +75,7 @@ async def test_an_upgrade_of_everything_fails_no_request_and_keeps_tokens_and_ad
     assert await release.adapters() == set(ADAPTERS)
 
 
-async def test_a_pool_that_grows_fails_no_request_and_the_new_worker_takes_part(release: Release) -> None:
+async def test_a_pool_that_grows_fails_no_request_and_the_new_worker_takes_part(release: InstalledRelease) -> None:
     newest = f"{NAME}-lorafleet-sim-2"
     async with release.under_requests() as sent:
         await release.kubectl("scale", POOL, "--replicas=3")
@@ -90,7 +92,7 @@ async def test_a_pool_that_grows_fails_no_request_and_the_new_worker_takes_part(
     assert set((await release.workers()).values()) == {"ready"}
 
 
-async def test_a_node_that_is_drained_fails_no_request(release: Release) -> None:
+async def test_a_node_that_is_drained_fails_no_request(release: InstalledRelease) -> None:
     assert on_node(release, "node-b")
     async with release.under_requests():
         await release.kubectl("drain", "node-b", "--delete-emptydir-data", f"--timeout={patience(50):.0f}s")
@@ -100,7 +102,7 @@ async def test_a_node_that_is_drained_fails_no_request(release: Release) -> None
 
 
 async def test_a_leader_that_is_killed_is_followed_by_another_and_no_request_fails(
-    release: Release, folder: Path
+    release: InstalledRelease, folder: Path
 ) -> None:
     killed = await until_led(release)
     async with release.under_requests():
@@ -116,7 +118,9 @@ async def test_a_leader_that_is_killed_is_followed_by_another_and_no_request_fai
         await until(lambda: sent.answered >= 6)
 
 
-async def test_an_adapter_comes_by_kubectl_apply_and_goes_by_kubectl_delete(release: Release, folder: Path) -> None:
+async def test_an_adapter_comes_by_kubectl_apply_and_goes_by_kubectl_delete(
+    release: InstalledRelease, folder: Path
+) -> None:
     labels = {"lorafleet.io/kind": "adapter", "lorafleet.io/fleet": f"{NAME}-lorafleet"}
     said = {"lora_id": "by-hand/v1", "source": str(folder / "model" / "adapters" / ADAPTERS[1])}
     meta = {"name": "by-hand", "labels": labels}
@@ -134,7 +138,9 @@ async def test_an_adapter_comes_by_kubectl_apply_and_goes_by_kubectl_delete(rele
     await until(is_gone)
 
 
-async def test_an_api_server_that_is_away_and_comes_back_without_history_fails_no_request(release: Release) -> None:
+async def test_an_api_server_that_is_away_and_comes_back_without_history_fails_no_request(
+    release: InstalledRelease,
+) -> None:
     """For longer than the Lease lasts: nobody leads meanwhile, and routers know the fleet as it was."""
 
     async def leads_nobody() -> bool:
@@ -151,19 +157,19 @@ async def test_an_api_server_that_is_away_and_comes_back_without_history_fails_n
     assert set((await release.workers()).values()) == {"ready"}
 
 
-async def test_the_roles_of_the_chart_are_enough(release: Release) -> None:
+async def test_the_roles_of_the_chart_are_enough(release: InstalledRelease) -> None:
     assert release.server.forbidden == []
 
 
-async def test_pods_end_by_themselves_with_everything_that_they_started(release: Release) -> None:
+async def test_pods_end_by_themselves_with_everything_that_they_started(release: InstalledRelease) -> None:
     assert release.cluster.left == []
 
 
-async def test_no_pod_wrote_where_a_container_cannot(release: Release) -> None:
+async def test_no_pod_wrote_where_a_container_cannot(release: InstalledRelease) -> None:
     written = [path for pod in release.cluster.pods.values() for path in pod.working_folder.iterdir()]
     assert written == []
 
 
-def on_node(release: Release, node: str) -> list[str]:
+def on_node(release: InstalledRelease, node: str) -> list[str]:
     pods = release.cluster.pods_of(instance=NAME)
     return [pod["metadata"]["name"] for pod in pods if pod["spec"]["nodeName"] == node and not workloads.is_going(pod)]

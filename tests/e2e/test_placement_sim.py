@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.local import tiny_model
-from tests.e2e.fleets import Fleet, running, until
+from tests.e2e.fleets import RunningFleet, running, until
 from tests.e2e.scenarios import fresh_prompt
 from tests.e2e.shifting import FIVE, ShiftSuite
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.fleet
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder: Path = tmp_path_factory.mktemp("shift")
     tiny_model.make_adapters(folder / "adapters")
     for lora_id in FIVE[3:]:
@@ -29,7 +29,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 class TestTwoSimWorkers(ShiftSuite):
     @pytest.mark.usefixtures("few_slots")
-    def test_a_lost_workers_hot_adapters_are_elsewhere_within_five_seconds_plus_the_load(self, fleet: Fleet) -> None:
+    def test_a_lost_workers_hot_adapters_are_elsewhere_within_five_seconds_plus_the_load(
+        self, fleet: RunningFleet
+    ) -> None:
         hot = FIVE[:2]
 
         def ask(lora_id: str) -> int:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from lorafleet.local import tiny_model
-from tests.e2e.fleets import Fleet, chat, running, until
+from tests.e2e.fleets import RunningFleet, chat, running, until
 from tests.e2e.scenarios import fresh_prompt
 from tests.patience import patience
 
@@ -24,7 +24,7 @@ STEPS = [{"weight": 0.4, "for_s": 0.5}, {"weight": 0.8, "for_s": 0.5}]
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder: Path = tmp_path_factory.mktemp("rollouts")
     for lora_id in (V1, SOUND, SLOW, FAILING):
         config = tiny_model.make_adapter(folder / "adapters", lora_id) / "adapter_config.json"
@@ -35,10 +35,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @dataclass(slots=True)
-class Traffic:
+class AliasTraffic:
     """Users who ask an alias again and again, streamed. `served`: user -> which adapter, in order."""
 
-    fleet: Fleet
+    fleet: RunningFleet
     alias: str
     served: dict[str, list[str]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
@@ -61,8 +61,8 @@ class Traffic:
 
 
 @contextmanager
-def traffic(fleet: Fleet, alias: str) -> Iterator[Traffic]:
-    going = Traffic(fleet, alias, {f"user-{number}": [] for number in range(12)})
+def traffic(fleet: RunningFleet, alias: str) -> Iterator[AliasTraffic]:
+    going = AliasTraffic(fleet, alias, {f"user-{number}": [] for number in range(12)})
     users = list(going.served)
     threads = [threading.Thread(target=going.ask_on, args=(users[part::4],)) for part in range(4)]
     for thread in threads:
@@ -75,7 +75,7 @@ def traffic(fleet: Fleet, alias: str) -> Iterator[Traffic]:
             thread.join()
 
 
-def rolled_out(fleet: Fleet, alias: str, to: str, **limits: float) -> tuple[dict, Traffic]:
+def rolled_out(fleet: RunningFleet, alias: str, to: str, **limits: float) -> tuple[dict, AliasTraffic]:
     """The rollout at its end, and the traffic that went on before, while and after it ran."""
     url = f"{fleet.orchestrator}/v1/aliases/{alias}"
     assert fleet.http("PUT", url, json={"targets": [{"lora_id": V1}]}).status_code == 201
@@ -97,7 +97,9 @@ def rolled_out(fleet: Fleet, alias: str, to: str, **limits: float) -> tuple[dict
     return fleet.get(f"{url}/rollout"), going
 
 
-def test_a_sound_version_arrives_without_one_failed_request_and_no_user_goes_back_and_forth(fleet: Fleet) -> None:
+def test_a_sound_version_arrives_without_one_failed_request_and_no_user_goes_back_and_forth(
+    fleet: RunningFleet,
+) -> None:
     item, going = rolled_out(fleet, "sound", SOUND, max_first_token_ratio=20)  # of a busy machine's milliseconds
     assert (item["state"], going.failed) == ("done", [])
     for found in going.served.values():
@@ -112,7 +114,7 @@ def test_a_sound_version_arrives_without_one_failed_request_and_no_user_goes_bac
 
 
 @pytest.mark.parametrize(("bad", "why"), [(SLOW, "first token"), (FAILING, "error rate")])
-def test_a_bad_version_goes_back_by_itself(fleet: Fleet, bad: str, why: str) -> None:
+def test_a_bad_version_goes_back_by_itself(fleet: RunningFleet, bad: str, why: str) -> None:
     item, going = rolled_out(fleet, f"to-{bad.partition('/')[2]}", bad)
     assert (item["state"], item["weight"]) == ("rolled_back", 0.0), item
     assert why in item["reason"]

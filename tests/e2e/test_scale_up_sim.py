@@ -26,7 +26,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-class Traffic:
+class AdapterTraffic:
     """Requests for all adapters in turn, one a few milliseconds after the other, until told to stop."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
@@ -86,7 +86,7 @@ async def test_a_worker_that_is_added_under_load_is_warm_before_it_is_ready(tmp_
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=router, timeout=60))
         assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(10))
 
-        traffic = Traffic(client)
+        traffic = AdapterTraffic(client)
         running = asyncio.create_task(traffic.run())
         try:
             await traffic.until(lambda answers: {adapter_of(answer) for answer in answers} == set(NAMES))

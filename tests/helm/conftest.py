@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helm.releases import Release
+from tests.helm.releases import HelmRelease
 from tests.kube.conftest import Cluster, kube, people, seat, seats
 
 __all__ = ["kube", "people", "seat", "seats"]
 
 
 @pytest.fixture
-def release(kube: Cluster, tmp_path: Path) -> Release:
-    return Release(kube, tmp_path)
+def release(kube: Cluster, tmp_path: Path) -> HelmRelease:
+    return HelmRelease(kube, tmp_path)

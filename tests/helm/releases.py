@@ -12,7 +12,7 @@ from tests.kube.binaries import helm, run
 from tests.kube.conftest import Cluster
 
 
-class Release:
+class HelmRelease:
     """The chart in a cluster's namespace, by the helm that users run."""
 
     def __init__(self, kube: Cluster, home: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from lorafleet.service.auth import SCOPES, Keys, hash_key
+from lorafleet.service.auth import SCOPES, ApiKeys, hash_key
 from tests.helm.rendering import NAMESPACE, VALUES, containers, manifests, of_kind, one, pod_templates, secret
 from tests.helm.test_settings import mounted
 
@@ -164,7 +164,7 @@ def scopes(case: str, house: str, tmp_path) -> dict[str, frozenset[str]]:
     path = tmp_path / f"{house}.yaml"
     path.write_text(secret(case, f"fleet-lorafleet-keys-{house}")["keys.yaml"])
     known = {entry["sha256"] for entry in yaml.safe_load(path.read_text())["keys"]}
-    keys = Keys([path])
+    keys = ApiKeys([path])
     return {role: keys.caller(f"Bearer {token}").scopes for role, token in tokens.items() if hash_key(token) in known}
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from docs.chart_schema import HOUSES
-from lorafleet.service.auth import Keys, hash_key
+from lorafleet.service.auth import ApiKeys, hash_key
 from lorafleet.service.settings import load
 from orchestrator.wire import AdapterSpec
 from tests.helm.rendering import helm_template, manifests, of_kind
@@ -78,7 +78,7 @@ def test_its_script_makes_a_secret_with_the_keys_that_the_chart_reads_and_the_ri
     def scopes(house: str) -> dict[str, set[str]]:
         path = tmp_path / f"{house}.yaml"
         path.write_text(made[f"{house}-keys.yaml"])
-        hashes, keys = {entry["sha256"] for entry in yaml.safe_load(path.read_text())["keys"]}, Keys([path])
+        hashes, keys = {entry["sha256"] for entry in yaml.safe_load(path.read_text())["keys"]}, ApiKeys([path])
         roles = ("admin", "orchestrator", "router", "test", "worker")
         return {
             role: set(keys.caller(f"Bearer {made[role]}").scopes) for role in roles if hash_key(made[role]) in hashes

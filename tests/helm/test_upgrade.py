@@ -5,7 +5,7 @@ release began so), with and without hands in between.
 import pytest
 import yaml
 
-from tests.helm.releases import Release
+from tests.helm.releases import HelmRelease
 from tests.helm.rendering import CHART, RELEASE
 from tests.kube.api import connected
 from tests.kube.binaries import BinaryMissing, helm, helm_3
@@ -27,7 +27,7 @@ SCALES = "/apis/apps/v1/namespaces/{namespace}"
 class Upgrades:
     """One release of a pool of six workers and four routers."""
 
-    def __init__(self, release: Release, kube, folder, way: str) -> None:
+    def __init__(self, release: HelmRelease, kube, folder, way: str) -> None:
         self.release, self.kube, self._way = release, kube, way
         self._file = folder / "given.yaml"
         self._count = 0

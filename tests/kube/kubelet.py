@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.local.processes import Child, clean_environment, kill_marked, marked
+from lorafleet.local.processes import ChildProcess, clean_environment, kill_marked, marked
 from tests.kube import podspec
 from tests.kube.podspec import Place
 from tests.kube.store import Object
@@ -42,7 +42,7 @@ class PlayedPod:
         self.phase = "Running"
         self.restarts = 0
         self.left: list[str] = []
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, ChildProcess] = {}
         self._place, self._read, self._told, self._extra, self._pace = place, read, told, extra, pace
         self._mark = uuid.uuid4().hex
         self._logs = place.folder.parent / "logs"
@@ -178,7 +178,7 @@ class PlayedPod:
         if hook := ((container.get("lifecycle") or {}).get("preStop") or {}).get("exec"):
             words = podspec.translated_words(hook["command"], container, self._place, child.environment)
             path = self._logs / f"{self.name}.{container['name']}.prestop.log"
-            before = Child(name="preStop", command=lambda: words, environment=child.environment, log_path=path)
+            before = ChildProcess(name="preStop", command=lambda: words, environment=child.environment, log_path=path)
             await before.start()
             assert before.process is not None
             with contextlib.suppress(TimeoutError):
@@ -187,12 +187,12 @@ class PlayedPod:
             await before.stop(0.0)
         await child.stop(max(2.0, deadline - time.monotonic()))
 
-    def _child(self, container: Mapping[str, Any]) -> Child:
+    def _child(self, container: Mapping[str, Any]) -> ChildProcess:
         own = podspec.environment(container, self._place, self._read)
         environment = clean_environment(self._mark) | {"HOSTNAME": self.name} | dict(self._extra) | own
         words = podspec.command(container, self._place, environment)
         self.working_folder.mkdir(exist_ok=True)
-        return Child(
+        return ChildProcess(
             name=f"{self.name}/{container['name']}",
             command=lambda: ["env", "-C", str(self.working_folder), *words],
             environment=environment,

@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from lorafleet.kube.client import Kube
+from lorafleet.kube.client import KubeClient
 from lorafleet.kube.watch import follow
 from tests.patience import within
 
@@ -52,7 +52,7 @@ class Seen:
 
 
 @contextlib.asynccontextmanager
-async def seeing(kube: Kube, path: str, *, selector: str = "", **more) -> AsyncIterator[Seen]:
+async def seeing(kube: KubeClient, path: str, *, selector: str = "", **more) -> AsyncIterator[Seen]:
     seen = Seen()
     told = {"on_list": seen.listed, "on_event": seen.event, "on_failure": seen.failed, "on_answer": seen.answered}
     loop = asyncio.create_task(follow(kube, path, label_selector=selector, rng=random.Random(1), **(told | more)))

@@ -16,8 +16,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lorafleet.http_server.serve import bind
-from lorafleet.kube.client import Kube, connect
-from lorafleet.kube.errors import Forbidden, Gone, KubeConfigError, KubeConflict, KubeError, KubeNotFound, Unreachable
+from lorafleet.kube.client import KubeClient, connect
+from lorafleet.kube.errors import (
+    KubeConfigError,
+    KubeConflict,
+    KubeError,
+    KubeForbidden,
+    KubeGone,
+    KubeNotFound,
+    KubeUnreachable,
+)
 from tests.kube.certificates import Certificate, made_for
 from tests.patience import patience
 from tests.serving import serving
@@ -78,7 +86,7 @@ async def kube(api, tmp_path):
         await client.close()
 
 
-async def test_every_verb_sends_its_body_as_json_with_the_kubeconfigs_token(kube: Kube, api):
+async def test_every_verb_sends_its_body_as_json_with_the_kubeconfigs_token(kube: KubeClient, api):
     assert kube.namespace == "fleet"
     assert await kube.get("/api/v1/x", labelSelector="a=b", limit=5) == {"kind": "Thing"}
     await kube.post("/api/v1/x", {"a": 1})
@@ -102,16 +110,16 @@ async def test_every_verb_sends_its_body_as_json_with_the_kubeconfigs_token(kube
 @pytest.mark.parametrize(
     ("code", "reason", "error"),
     [
-        (401, "Unauthorized", Forbidden),
-        (403, "Forbidden", Forbidden),
+        (401, "Unauthorized", KubeForbidden),
+        (403, "Forbidden", KubeForbidden),
         (404, "NotFound", KubeNotFound),
         (409, "AlreadyExists", KubeConflict),
-        (410, "Expired", Gone),
+        (410, "Expired", KubeGone),
         (422, "Invalid", KubeError),
         (503, "ServiceUnavailable", KubeError),
     ],
 )
-async def test_a_refusal_is_an_error_with_its_status_reason_and_message(kube: Kube, api, code, reason, error):
+async def test_a_refusal_is_an_error_with_its_status_reason_and_message(kube: KubeClient, api, code, reason, error):
     api.answer = lambda request: status(code, reason, headers={"retry-after": "3"})
     with pytest.raises(error, match=f"GET .*/api/v1/x: HTTP {code} {reason}: so it is") as told:
         await kube.get("/api/v1/x")
@@ -119,17 +127,17 @@ async def test_a_refusal_is_an_error_with_its_status_reason_and_message(kube: Ku
     assert type(told.value) is error
 
 
-async def test_what_is_no_answer_is_unreachable_whatever_came_instead(kube: Kube, api):
+async def test_what_is_no_answer_is_unreachable_whatever_came_instead(kube: KubeClient, api):
     for nonsense in (Response("<html>"), JSONResponse([1])):
         api.answer = lambda request, nonsense=nonsense: nonsense
-        with pytest.raises(Unreachable, match="something other than"):
+        with pytest.raises(KubeUnreachable, match="something other than"):
             await kube.get("/api/v1/x")
 
     async def never(request):
         await asyncio.Event().wait()
 
     api.answer = never
-    with pytest.raises(Unreachable, match=r"no answer within 0\.05 s"):
+    with pytest.raises(KubeUnreachable, match=r"no answer within 0\.05 s"):
         await kube.get("/api/v1/x", timeout_s=0.05)
 
 
@@ -137,22 +145,22 @@ async def test_a_server_that_is_not_there_is_unreachable(tmp_path):
     free = bind("127.0.0.1", 0)
     free.close()
     client = await connect(kubeconfig(tmp_path / "config", "http://127.0.0.1:9"), environ={})
-    with pytest.raises(Unreachable, match="ConnectError"):
+    with pytest.raises(KubeUnreachable, match="ConnectError"):
         await client.get("/api")
     await client.close()
 
 
-async def test_an_error_that_is_no_status_object_is_told_as_it_came(kube: Kube, api):
+async def test_an_error_that_is_no_status_object_is_told_as_it_came(kube: KubeClient, api):
     api.answer = lambda request: Response("upstream connect error", 502)
     with pytest.raises(KubeError, match="HTTP 502 : upstream connect error"):
         await kube.get("/api/v1/x")
 
 
-async def test_a_refused_token_is_read_again_and_the_call_goes_through(kube: Kube, api, tmp_path):
+async def test_a_refused_token_is_read_again_and_the_call_goes_through(kube: KubeClient, api, tmp_path):
     api.answer = lambda request: (
         JSONResponse({"ok": True}) if request.headers["authorization"] == "Bearer t1" else status(401, "Unauthorized")
     )
-    with pytest.raises(Forbidden):
+    with pytest.raises(KubeForbidden):
         await kube.get("/api")
     assert len(api.asked) == 1, "with nothing new to try it is asked once"
     kubeconfig(tmp_path / "config", kube.url, token="t1")
@@ -162,7 +170,7 @@ async def test_a_refused_token_is_read_again_and_the_call_goes_through(kube: Kub
     assert len(api.asked) == 4, "the new token stays"
 
 
-async def test_lines_come_whole_however_they_were_cut_and_a_silent_stream_is_unreachable(kube: Kube, api):
+async def test_lines_come_whole_however_they_were_cut_and_a_silent_stream_is_unreachable(kube: KubeClient, api):
     never = asyncio.Event()
 
     async def pieces():
@@ -179,12 +187,12 @@ async def test_lines_come_whole_however_they_were_cut_and_a_silent_stream_is_unr
             async for line in lines:
                 seen.append(json.loads(line))  # noqa: PERF401  (kept though the stream breaks)
 
-    with pytest.raises(Unreachable, match="ReadTimeout"):
+    with pytest.raises(KubeUnreachable, match="ReadTimeout"):
         await read()
     never.set()
     assert seen == [{"a": 1}, {"b": 2}, {"c": 3}]
     api.answer = lambda request: status(403, "Forbidden")
-    with pytest.raises(Forbidden, match="so it is"):
+    with pytest.raises(KubeForbidden, match="so it is"):
         async with kube.stream("/w", read_timeout_s=1):
             pass
 
@@ -275,10 +283,10 @@ async def test_in_a_pod_its_account_is_used_over_tls_and_the_kubernetes_library_
         stranger.mkdir()
         _account(stranger, host, "t")
         kube = await connect(environ=environ, account=stranger)
-        with pytest.raises(Unreachable, match="CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(KubeUnreachable, match="CERTIFICATE_VERIFY_FAILED"):
             await kube.get("/version")
         (stranger / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
-        with pytest.raises(Unreachable):
+        with pytest.raises(KubeUnreachable):
             await kube.get("/version")
         assert await kube.get("/version") == {"token": "Bearer t"}, "an authority that changes is read again"
         await kube.close()
@@ -298,7 +306,7 @@ async def test_a_kubeconfig_of_https_brings_its_own_authority(tmp_path, api):
         del config["clusters"][0]["cluster"]["certificate-authority"]
         path.write_text(yaml.safe_dump(config))
         kube = await connect(path, environ={})
-        with pytest.raises(Unreachable, match="CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(KubeUnreachable, match="CERTIFICATE_VERIFY_FAILED"):
             await kube.get("/version")
         await kube.close()
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lorafleet.http_server.serve import bind
-from lorafleet.kube.watch import Times
+from lorafleet.kube.watch import WatchTimes
 from lorafleet.local.tiny_model import make_model
 from router.app import build
 from router.config import RouterSettings
@@ -30,9 +30,9 @@ from tests.router.doubles import CHAT, Control, Engine, with_sql
 from tests.serving import serving
 
 # As in production, and quicker where it is about waiting.
-QUICK = Times(watch_s=(1.0, 1.5), silent_s=0.3, pause_s=(0.02, 0.2), steady_s=0.3, call_s=0.3)
+QUICK = WatchTimes(watch_s=(1.0, 1.5), silent_s=0.3, pause_s=(0.02, 0.2), steady_s=0.3, call_s=0.3)
 # No watch ends by itself, and none falls silent, on however slow a machine.
-STEADY = Times(watch_s=(600.0, 900.0), silent_s=300.0, pause_s=(0.02, 0.2), steady_s=0.3, call_s=30.0)
+STEADY = WatchTimes(watch_s=(600.0, 900.0), silent_s=300.0, pause_s=(0.02, 0.2), steady_s=0.3, call_s=30.0)
 
 
 @dataclass
@@ -125,7 +125,7 @@ async def many_agents(control: Control, names: list[str]) -> AsyncIterator[list[
 
 @contextlib.asynccontextmanager
 async def running(
-    kube: Cluster, *engines, control=None, named=(), times: Times = QUICK, **settings
+    kube: Cluster, *engines, control=None, named=(), times: WatchTimes = QUICK, **settings
 ) -> AsyncIterator[Fleet]:
     """`named`: the workers that the catalog names; all others are known to the API server alone."""
     control = control or Control()

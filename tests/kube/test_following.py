@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from lorafleet.kube.client import connect
-from lorafleet.kube.errors import Forbidden, Gone, KubeConflict, KubeNotFound
-from lorafleet.kube.watch import Times
+from lorafleet.kube.errors import KubeConflict, KubeForbidden, KubeGone, KubeNotFound
+from lorafleet.kube.watch import WatchTimes
 from tests.kube.seen import seeing
 
-BRIEF = Times(watch_s=(1.0, 1.0), silent_s=5.0, pause_s=(0.02, 0.1), steady_s=0.2, call_s=5.0)
+BRIEF = WatchTimes(watch_s=(1.0, 1.0), silent_s=5.0, pause_s=(0.02, 0.1), steady_s=0.2, call_s=5.0)
 
 
 @pytest.fixture
@@ -85,13 +85,13 @@ async def test_refusals_are_told_apart_by_what_a_caller_can_do(client, kube, pat
     with pytest.raises(KubeNotFound, match="not found"):
         await client.get(f"{path}/b")
     kube.faults.compact()  # a real one does so every five minutes
-    with pytest.raises(Gone):
+    with pytest.raises(KubeGone):
         await client.get(
             path, limit=1, **{"continue": "eyJ2IjoibWV0YS5rOHMuaW8vdjEiLCJydiI6MSwic3RhcnQiOiJhXHUwMDAwIn0"}
         )
     kube.ours.tokens["good"] = "nobody"
     stranger = await connect(kube.ours.kubeconfig(tmp_path / "stranger", token="bad"), environ={})
-    with pytest.raises(Forbidden) as unknown:
+    with pytest.raises(KubeForbidden) as unknown:
         await stranger.get(path)
     assert unknown.value.status == 401
     await stranger.close()

@@ -10,8 +10,8 @@ import pytest
 
 from lorafleet.kube.access import KubeConfig
 from lorafleet.kube.client import opened
-from lorafleet.kube.discovery import Slices
-from lorafleet.kube.watch import Times
+from lorafleet.kube.discovery import SliceWatch
+from lorafleet.kube.watch import WatchTimes
 from lorafleet.local.tiny_model import make_model
 from lorafleet.service.own_key import OwnKey
 from orchestrator.app import build
@@ -25,7 +25,7 @@ from tests.orchestrator.doubles import FakeAgent
 from tests.patience import patience, until
 from tests.serving import serving
 
-QUICK = Times(watch_s=(1.0, 1.5), silent_s=0.3, pause_s=(0.02, 0.2), steady_s=0.3, call_s=0.3)
+QUICK = WatchTimes(watch_s=(1.0, 1.5), silent_s=0.3, pause_s=(0.02, 0.2), steady_s=0.3, call_s=0.3)
 
 
 class Found(House):
@@ -34,7 +34,7 @@ class Found(House):
     def __init__(self, path, kube, **settings):
         super().__init__(path, Clock(), **settings)
         self.kube = kube
-        self.slices = Slices(
+        self.slices = SliceWatch(
             partial(opened, KubeConfig(kube.kubeconfig)), selector=SELECTOR, namespaces=(), times=QUICK
         )
         self.pokes = asyncio.Event()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.kube.slices import FoundWorker, SliceBook, found_in
+from lorafleet.kube.slices import DiscoveredWorker, SliceTable, found_in
 
 PORTS = [
     {"name": "agent", "port": 8090, "protocol": "TCP"},
@@ -35,7 +35,7 @@ def test_a_worker_has_its_urls_by_port_name_and_its_place():
         )
     )
     assert found == (
-        FoundWorker(
+        DiscoveredWorker(
             id="w0",
             namespace="fleet",
             agent_url="http://10.0.0.7:8090",
@@ -87,7 +87,7 @@ def test_of_a_dual_stack_ipv4_speaks_whichever_slice_came_first():
     four = slice_of("z", endpoint("w0", "10.0.0.7", zone="a"))
     six = slice_of("a", endpoint("w0", "fd00::7", zone="a", nodeName="n1"), family="IPv6")
     for order in ([four, six], [six, four]):
-        book = SliceBook()
+        book = SliceTable()
         book.replace("fleet", order)
         (worker,) = book.workers().values()
         assert (worker.agent_url, worker.zone, worker.node) == ("http://10.0.0.7:8090", "a", "n1")
@@ -96,7 +96,7 @@ def test_of_a_dual_stack_ipv4_speaks_whichever_slice_came_first():
 
 
 def test_any_slice_that_says_terminating_is_believed():
-    book = SliceBook()
+    book = SliceTable()
     book.put(slice_of("a", endpoint("w0", "10.0.0.7", conditions={"ready": True})))
     book.put(slice_of("b", endpoint("w0", "10.0.0.7", conditions={"serving": True, "terminating": True})))
     worker = book.workers()["w0"]
@@ -104,7 +104,7 @@ def test_any_slice_that_says_terminating_is_believed():
 
 
 def test_two_pods_of_one_name_in_two_namespaces_are_never_mixed():
-    book = SliceBook()
+    book = SliceTable()
     book.put(slice_of("s", endpoint("w0", "10.0.0.8"), namespace="b"))
     six = slice_of("s", endpoint("w0", "fd00::7", conditions={"terminating": True}), namespace="a", family="IPv6")
     book.put(six)
@@ -135,7 +135,7 @@ _ODD_ENDPOINT = st.fixed_dictionaries(
     )
 )
 def test_whatever_is_in_a_slice_nothing_raises(odd):
-    book = SliceBook()
+    book = SliceTable()
     book.put(odd)
     assert all(worker.id for worker in book.workers().values())
     book.remove(odd)
@@ -159,7 +159,7 @@ def test_however_pods_are_dealt_out_over_slices_each_is_found_once(pods, seed):
             # Moved from slice to slice, an endpoint is in two of them for a moment.
             for slot in {rng.randrange(3), rng.randrange(3)}:
                 slices.setdefault((family, slot), []).append(endpoint(name, address, conditions=conditions))
-    book = SliceBook()
+    book = SliceTable()
     named = [slice_of(f"s{slot}-{family}", *found, family=f"IPv{family}") for (family, slot), found in slices.items()]
     rng.shuffle(named)
     book.replace("fleet", named)
@@ -176,7 +176,7 @@ def test_however_pods_are_dealt_out_over_slices_each_is_found_once(pods, seed):
     st.lists(st.tuples(st.sampled_from(["put", "remove"]), st.integers(0, 3), st.sets(st.integers(0, 9), max_size=4)))
 )
 def test_events_in_any_order_leave_what_the_last_of_each_slice_said(events):
-    book, model = SliceBook(), {}
+    book, model = SliceTable(), {}
     for kind, number, pods in events:
         changed = slice_of(f"s{number}", *(endpoint(f"w{pod}", f"10.0.0.{pod}") for pod in sorted(pods)))
         if kind == "put":

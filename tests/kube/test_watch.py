@@ -11,15 +11,15 @@ import structlog
 
 from lorafleet.kube.client import connect
 from lorafleet.kube.errors import KubeError, refusal
-from lorafleet.kube.watch import Times, _Follower, follow
+from lorafleet.kube.watch import WatchTimes, _ListWatchLoop, follow
 from tests.kube.seen import Seen, seeing
 from tests.kube.server import KubeServer
 from tests.patience import within
 
 PATH = "/api/v1/namespaces/default/configmaps"
 # As in production, a hundred times faster where it is about waiting.
-QUICK = Times(watch_s=(1.0, 1.2), silent_s=0.3, pause_s=(0.02, 0.1), steady_s=0.2, call_s=0.3)
-STEADY = Times(watch_s=(20.0, 30.0), silent_s=5.0, pause_s=(0.02, 0.1), steady_s=0.2, call_s=2.0)
+QUICK = WatchTimes(watch_s=(1.0, 1.2), silent_s=0.3, pause_s=(0.02, 0.1), steady_s=0.2, call_s=0.3)
+STEADY = WatchTimes(watch_s=(20.0, 30.0), silent_s=5.0, pause_s=(0.02, 0.1), steady_s=0.2, call_s=2.0)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ async def test_a_role_that_is_missing_is_said_and_asked_for_ever_more_rarely(ser
     server.kubeconfig(tmp_path / "kubeconfig", token="t0")
     kube = await connect(tmp_path / "kubeconfig")
     seen = Seen()
-    times = Times(pause_s=(0.01, 0.08))
+    times = WatchTimes(pause_s=(0.01, 0.08))
     with structlog.testing.capture_logs() as logs:
         loop = asyncio.create_task(
             follow(kube, PATH, on_list=seen.listed, on_event=seen.event, on_failure=seen.failed, times=times)
@@ -181,7 +181,7 @@ async def test_whoever_cannot_take_something_in_is_told_everything_again(server,
 @pytest.mark.parametrize("seed", range(4))
 async def test_after_whatever_went_wrong_the_last_word_is_the_servers(server, tmp_path, seed):
     chance = random.Random(seed)
-    times = Times(watch_s=(1.0, 1.0), silent_s=0.2, pause_s=(0.005, 0.03), steady_s=0.1, call_s=0.3)
+    times = WatchTimes(watch_s=(1.0, 1.0), silent_s=0.2, pause_s=(0.005, 0.03), steady_s=0.1, call_s=0.3)
     faults = [
         lambda: server.faults.drop_watches(cleanly=True),
         server.faults.drop_watches,
@@ -261,7 +261,7 @@ async def test_however_it_fails_an_api_server_is_asked_a_bounded_number_of_times
     clock = Time()
     server = Broken(clock, how)
     told = [lambda *_: None] * 4
-    loop = _Follower(server, PATH, "", 500, *told, Times(), clock, random.Random(1), clock.sleep)
+    loop = _ListWatchLoop(server, PATH, "", 500, *told, WatchTimes(), clock, random.Random(1), clock.sleep)
     while clock.now < 3600 and len(server.asked) < 10_000:
         await loop.round()
     per_minute = Counter(int(at // 60) for at in server.asked)

@@ -9,7 +9,7 @@ import pytest
 
 from lorafleet.local import commands
 from lorafleet.local.notices import told_of
-from lorafleet.local.options import Options, asked, device_groups, lora_roots, unread
+from lorafleet.local.options import FleetOptions, asked, device_groups, lora_roots, unread
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.settings import SettingsError, load
 from workers.config import WorkerSettings
@@ -18,7 +18,7 @@ from workers.engines.adopt import adopted
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
-def ask(*words: str, environment: dict[str, str] | None = None, **changes: Any) -> Options:
+def ask(*words: str, environment: dict[str, str] | None = None, **changes: Any) -> FleetOptions:
     base = {
         "engine": None, "workers": None, "model": None, "adapters": None, "max_loras": None, "router_port": None,
         "orchestrator_port": None, "state_dir": Path("/state"), "key_file": None, "configs": {}, "devices": None,
@@ -28,11 +28,11 @@ def ask(*words: str, environment: dict[str, str] | None = None, **changes: Any) 
 
 
 def settings_of(
-    options: Options, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str] | None = None, rank: int = 16
+    options: FleetOptions, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str] | None = None, rank: int = 16
 ) -> WorkerSettings:
     """The settings of the first agent of this fleet, as the agent itself reads them."""
     is_tiny = options.model is None
-    base = commands.Base(name="tiny-qwen", folder=Path("/state/tiny-qwen"), is_tiny=is_tiny)
+    base = commands.LocalBaseModel(name="tiny-qwen", folder=Path("/state/tiny-qwen"), is_tiny=is_tiny)
     command = commands.agent(
         commands.common(0, Path("/state/run/w0.port"), [], options.of("workers")),
         name="w0",

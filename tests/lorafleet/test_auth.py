@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 from lorafleet.cli.keys import add_key
 from lorafleet.service.auth import (
     OPEN,
+    ApiKeys,
     Caller,
     KeyFileError,
     KeyLimits,
-    Keys,
     check_host,
     hash_key,
     host_check,
@@ -33,7 +33,7 @@ def key_file(path, *entries):
     return path
 
 
-class Clock:
+class KeyFileClock:
     now = 0.0
 
     def __call__(self):
@@ -42,20 +42,20 @@ class Clock:
 
 
 def test_without_a_file_everybody_may_do_everything():
-    assert Keys([]).caller(None) is OPEN
-    assert Keys([]).caller("Bearer whatever") is OPEN
+    assert ApiKeys([]).caller(None) is OPEN
+    assert ApiKeys([]).caller("Bearer whatever") is OPEN
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic one", "one", "Bearer two", "bearer  "])
 def test_a_missing_or_unknown_key_is_refused(tmp_path, header):
-    keys = Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
+    keys = ApiKeys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
     with pytest.raises(HttpError) as refused:
         keys.caller(header)
     assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
 
 
 def test_a_known_key_is_its_tenant_with_its_scopes(tmp_path):
-    keys = Keys(
+    keys = ApiKeys(
         [key_file(tmp_path / "a", ("one", "acme", "infer")), key_file(tmp_path / "b", ("two", "null", "admin"))]
     )
     assert keys.caller("Bearer one") == Caller("acme", frozenset({"infer"}), hash_key("one")[:12])
@@ -65,7 +65,7 @@ def test_a_known_key_is_its_tenant_with_its_scopes(tmp_path):
 
 def test_a_known_header_is_remembered_until_a_file_changes_and_an_unknown_one_never(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
-    keys = Keys([path], clock=Clock())
+    keys = ApiKeys([path], clock=KeyFileClock())
     assert keys.caller("Bearer one").tenant == "acme"
     with pytest.raises(HttpError):
         keys.caller("Bearer two")
@@ -78,13 +78,13 @@ def test_a_known_header_is_remembered_until_a_file_changes_and_an_unknown_one_ne
 
 
 def test_a_header_that_is_mostly_blanks_is_known_and_not_remembered(tmp_path):
-    keys = Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
+    keys = ApiKeys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
     assert keys.caller(b"Bearer " + b" " * 60_000 + b"one").tenant == "acme"
     assert not keys._remembered
 
 
 def test_however_many_headers_a_key_comes_in_few_are_remembered(tmp_path):
-    keys = Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
+    keys = ApiKeys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
     for spaces in range(10_000):
         assert keys.caller("Bearer " + " " * (spaces % 9000) + "one").tenant == "acme"
     assert len(keys._remembered) <= 4096
@@ -95,7 +95,7 @@ def test_a_key_may_have_limits_and_each_of_them_may_be_left_out(tmp_path):
     entries = [("one", "{requests_per_minute: 60, concurrent_requests: 3}"), ("two", "{}"), ("three", "null")]
     lines = [f"- {{sha256: {hash_key(key)}, scopes: [infer], limits: {limits}}}" for key, limits in entries]
     path.write_text("keys:\n" + "\n".join(lines) + "\n")
-    keys = Keys([path])
+    keys = ApiKeys([path])
     assert keys.caller("Bearer one").limits == KeyLimits(requests_per_minute=60, concurrent_requests=3)
     assert keys.caller("Bearer two").limits is None
     assert keys.caller("Bearer three").limits is None
@@ -120,7 +120,7 @@ def test_a_limit_with_a_typo_is_refused_and_named(tmp_path, limits, says):
     path = tmp_path / "k"
     path.write_text(f"keys: [{{sha256: {'a' * 64}, scopes: [infer], limits: {limits}}}]")
     with pytest.raises(KeyFileError, match="entry 0") as refused:
-        Keys([path])
+        ApiKeys([path])
     assert says in str(refused.value)
 
 
@@ -128,7 +128,7 @@ def test_a_new_key_gets_the_limits_it_was_made_with(tmp_path):
     path = tmp_path / "k"
     key = add_key(path, "acme", ["infer"], limits={"requests_per_minute": 5, "tokens_per_minute": None})
     plain = add_key(path, None, ["admin"])
-    keys = Keys([path])
+    keys = ApiKeys([path])
     assert keys.caller(f"Bearer {key}").limits == KeyLimits(requests_per_minute=5)
     assert keys.caller(f"Bearer {plain}").limits is None
     with pytest.raises(CommandFailed, match="--tokens-per-minute"):
@@ -148,16 +148,16 @@ def test_a_new_key_gets_the_limits_it_was_made_with(tmp_path):
 )
 def test_a_broken_new_version_of_any_kind_leaves_the_last_good_one_in_force(tmp_path, broken):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
-    keys = Keys([path], clock=Clock())
+    keys = ApiKeys([path], clock=KeyFileClock())
     path.write_bytes(broken)
     assert keys.caller("Bearer one")
     with pytest.raises(KeyFileError):
-        Keys([path])
+        ApiKeys([path])
 
 
 def test_a_changed_file_is_in_force_at_once_and_a_broken_one_changes_nothing(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
-    keys = Keys([path], clock=Clock())
+    keys = ApiKeys([path], clock=KeyFileClock())
     assert keys.caller("Bearer one")
     path.write_text("keys: [{sha256: nonsense}]")
     assert keys.caller("Bearer one")
@@ -182,7 +182,7 @@ def no_more_files():
 
 def test_a_key_is_revoked_however_often_the_new_file_could_not_be_read_at_first(tmp_path):
     path = key_file(tmp_path / "k", ("leaked", "acme", "infer"), ("good", "acme", "infer"))
-    keys = Keys([path], clock=Clock())
+    keys = ApiKeys([path], clock=KeyFileClock())
     key_file(path, ("good", "acme", "infer"))
     with capture_logs() as said:
         with no_more_files():
@@ -196,7 +196,7 @@ def test_a_key_is_revoked_however_often_the_new_file_could_not_be_read_at_first(
 
 def test_a_broken_file_is_read_once_and_every_new_trouble_is_said(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
-    keys = Keys([path], clock=Clock())
+    keys = ApiKeys([path], clock=KeyFileClock())
     with capture_logs() as said:
         path.write_text("keys: [{sha256: nonsense}]")
         keys.caller("Bearer one")
@@ -212,7 +212,7 @@ def test_a_broken_file_is_read_once_and_every_new_trouble_is_said(tmp_path):
 
 def test_a_file_that_is_put_back_as_it_was_is_said_to_be_read_and_so_is_its_next_loss(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
-    keys = Keys([path], clock=Clock())
+    keys = ApiKeys([path], clock=KeyFileClock())
     with capture_logs() as said:
         for _ in range(2):
             away = path.rename(tmp_path / "away")
@@ -241,7 +241,7 @@ def test_a_file_that_breaks_its_form_is_refused_at_the_start_by_name(tmp_path, t
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(KeyFileError, match=r"keys\.yaml"):
-        Keys([path])
+        ApiKeys([path])
 
 
 @given(st.sets(st.sampled_from(["infer", "load", "admin"]), min_size=1))
@@ -269,10 +269,10 @@ def test_an_adapter_belongs_to_its_tenants_and_to_those_above_tenants():
 def test_a_server_without_keys_stays_on_loopback_unless_told_otherwise(host, refused):
     if refused:
         with pytest.raises(KeyFileError, match=r"--key-files"):
-            refuse_open_server(Keys([]), host, allow_open=False)
+            refuse_open_server(ApiKeys([]), host, allow_open=False)
     else:
-        refuse_open_server(Keys([]), host, allow_open=False)
-    refuse_open_server(Keys([]), host, allow_open=True)
+        refuse_open_server(ApiKeys([]), host, allow_open=False)
+    refuse_open_server(ApiKeys([]), host, allow_open=True)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +307,9 @@ def test_a_page_whose_name_was_pointed_at_an_open_server_is_refused(host):
 
 
 def test_a_name_matters_only_where_no_key_does(tmp_path):
-    assert host_check(Keys([]), allow_open=False) is check_host
-    assert host_check(Keys([]), allow_open=True) is None
-    assert host_check(Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))]), allow_open=False) is None
+    assert host_check(ApiKeys([]), allow_open=False) is check_host
+    assert host_check(ApiKeys([]), allow_open=True) is None
+    assert host_check(ApiKeys([key_file(tmp_path / "k", ("one", "acme", "infer"))]), allow_open=False) is None
 
 
 def test_new_keys_differ_and_are_not_in_their_own_hash():
@@ -319,7 +319,7 @@ def test_new_keys_differ_and_are_not_in_their_own_hash():
 
 
 async def test_errors_of_every_kind_come_in_one_envelope(tmp_path):
-    keys = Keys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
+    keys = ApiKeys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
     app = FastAPI()
     install_error_handlers(app)
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from lorafleet.cli import main as cli
 from lorafleet.cli import tables
 from lorafleet.local import demo
-from lorafleet.service.auth import Keys, hash_key
+from lorafleet.service.auth import ApiKeys, hash_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.store.store import Store
@@ -36,25 +36,25 @@ from tests.serving import serving_in_thread
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class CliResult:
     status: int
     out: str
     err: str
 
 
-Run = Callable[..., Said]
+Run = Callable[..., CliResult]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """`lorafleet ARGS`, in this process."""
 
-    def run_it(*args: str) -> Said:
+    def run_it(*args: str) -> CliResult:
         monkeypatch.setattr(sys, "argv", ["lorafleet", *args])
         with pytest.raises(SystemExit) as end:
             cli.main()
         captured = capsys.readouterr()
-        return Said(int(end.value.code or 0), captured.out, captured.err)
+        return CliResult(int(end.value.code or 0), captured.out, captured.err)
 
     return run_it
 
@@ -74,7 +74,7 @@ def orchestrator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def ask(run: Run, orchestrator: str) -> Run:
     """`lorafleet ARGS` to that orchestrator; must succeed."""
 
-    def ask_it(*args: str) -> Said:
+    def ask_it(*args: str) -> CliResult:
         said = run("--orchestrator-url", orchestrator, *args)
         assert said.status == 0, said.err
         return said
@@ -207,7 +207,7 @@ def test_no_terminal_obeys_what_others_wrote(ask: Run, run: Run, orchestrator: s
 
 @pytest.mark.parametrize("answer", ["<html>", '{"foo": 1}', "[1]", '{"data": 1}', None])
 def test_a_server_that_is_another_is_one_line_that_names_the_flag(run: Run, answer: str | None) -> None:
-    class Page(BaseHTTPRequestHandler):
+    class PageHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if answer else 404)
             self.end_headers()
@@ -216,7 +216,7 @@ def test_a_server_that_is_another_is_one_line_that_names_the_flag(run: Run, answ
         def log_message(self, *_args: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Page) as server:
+    with HTTPServer(("127.0.0.1", 0), PageHandler) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -360,7 +360,7 @@ def test_the_demo_shows_worker_and_first_token_at_any_width_and_the_text_where_t
 ) -> None:
     out = io.StringIO()
     words = "local After traffic filename Their Coffee " * 3
-    rows = [demo.Row("python-expert/v1@73baeb0f6a1d", f"w{n}", 221, 192, 192, 1505.0, words) for n in range(4)]
+    rows = [demo.DemoRow("python-expert/v1@73baeb0f6a1d", f"w{n}", 221, 192, 192, 1505.0, words) for n in range(4)]
     demo.show(rows, Console(file=out, width=width, force_terminal=True, color_system=None))
     seen = out.getvalue()
     for cell in ("worker", "first token", "cached", "w3", "192", "1505 ms", "python-expert/v1@73baeb0f6a1d"):
@@ -428,7 +428,7 @@ def test_a_new_key_is_printed_once_and_the_file_holds_only_its_hash(run: Run, tm
     text = path.read_text()
     assert first not in text
     assert [entry["sha256"] for entry in yaml.safe_load(text)["keys"]] == [hash_key(first), hash_key(second)]
-    keys = Keys([path])
+    keys = ApiKeys([path])
     assert keys.caller(f"Bearer {first}").tenant == "acme"
     assert not keys.caller(f"Bearer {first}").may("admin")
     assert keys.caller(f"Bearer {second}").may("admin")
@@ -481,7 +481,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def routed(run: Run, router: str) -> Run:
     """`lorafleet ARGS` to that router; must succeed."""
 
-    def ask_it(*args: str) -> Said:
+    def ask_it(*args: str) -> CliResult:
         said = run("--router-url", router, *args)
         assert said.status == 0, said.err
         return said
@@ -489,7 +489,7 @@ def routed(run: Run, router: str) -> Run:
     return ask_it
 
 
-def row_of(said: Said, word: str) -> list[str]:
+def row_of(said: CliResult, word: str) -> list[str]:
     return next(line for line in said.out.splitlines() if word in line).split()
 
 
@@ -503,7 +503,7 @@ def test_the_last_decisions_are_listed_newest_first_with_the_engines_own_count(r
 
 
 def test_decisions_that_a_process_of_the_router_did_not_tell_are_said_to_be_missing(run: Run) -> None:
-    class Partly(BaseHTTPRequestHandler):
+    class PartialAnswerHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps({"data": [], "next": None, "missing": [1, 3]}).encode()
             self.send_response(200)
@@ -511,7 +511,7 @@ def test_decisions_that_a_process_of_the_router_did_not_tell_are_said_to_be_miss
             self.end_headers()
             self.wfile.write(body)
 
-    with HTTPServer(("127.0.0.1", 0), Partly) as server:
+    with HTTPServer(("127.0.0.1", 0), PartialAnswerHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         said = run("--router-url", url, "decisions")

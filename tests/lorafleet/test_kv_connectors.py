@@ -9,7 +9,7 @@ import pytest
 
 from lorafleet.engine.metrics_page import parse_metrics, transfer_config
 from lorafleet.kv.blocks import adapter_salt
-from lorafleet.kv.connectors import CONNECTORS, NO_CONNECTOR, OUTSIDE, Connector, decided, judged, learned
+from lorafleet.kv.connectors import CONNECTORS, NO_CONNECTOR, OUTSIDE, KvConnector, decided, judged, learned
 
 SPEC = importlib.util.find_spec("vllm")
 PACKAGE = Path(SPEC.origin).parent if SPEC is not None and SPEC.origin else None
@@ -158,7 +158,7 @@ def test_salts_are_different_wherever_adapter_or_clients_salt_are():
 
 
 def test_each_row_says_what_is_in_the_key():
-    rows: list[Connector] = [*CONNECTORS.values(), *(row for rows in OUTSIDE.values() for row in rows.values())]
+    rows: list[KvConnector] = [*CONNECTORS.values(), *(row for rows in OUTSIDE.values() for row in rows.values())]
     assert all(row.key and row.source for row in rows)
     assert all(
         "adapter" in row.key or row.key.startswith(("none", "the block ids"))

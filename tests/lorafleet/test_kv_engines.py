@@ -6,9 +6,9 @@ import httpx
 import pytest
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from lorafleet.kv.events import Decoder
-from lorafleet.kv.ledger import Ledger
-from lorafleet.kv.subscribe import Endpoint, Hub
+from lorafleet.kv.events import KvEventDecoder
+from lorafleet.kv.ledger import BlockLedger
+from lorafleet.kv.subscribe import RankEndpoint, SubscriberHub
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import start_engine
 from tests.patience import patience, until
@@ -19,13 +19,13 @@ BLOCK = 32
 MOST_BLOCKS = 64  # small, so that there are evictions all the time
 
 
-class Held(set):
+class DeviceBlocks(set):
     """What a ledger tells, of the device."""
 
     def __init__(self):
         super().__init__()
-        self.ledger = Ledger("tiny-qwen", BLOCK, self)
-        self.decode = Decoder().decode
+        self.ledger = BlockLedger("tiny-qwen", BLOCK, self)
+        self.decode = KvEventDecoder().decode
         self.is_open = False
         self.losses = 0
 
@@ -83,10 +83,10 @@ def engine(request, tmp_path_factory):
 async def test_every_hit_of_the_engine_is_predicted_to_the_block(engine):
     rng = random.Random(5)
     heads = [[rng.randrange(10, 3000) for _ in range(BLOCK * rng.randrange(4, 16))] for _ in range(4)]
-    hub, held = Hub(tail_poll_s=0.1), Held()
+    hub, held = SubscriberHub(tail_poll_s=0.1), DeviceBlocks()
     evicted = hits = 0
     try:
-        hub.follow(Endpoint(engine.kv_endpoint, engine.replay_endpoint, "kv"), held)
+        hub.follow(RankEndpoint(engine.kv_endpoint, engine.replay_endpoint, "kv"), held)
         await until(lambda: held.is_open)
         async with httpx.AsyncClient(base_url=engine.url, timeout=patience(60)) as client:
             for number in range(60):

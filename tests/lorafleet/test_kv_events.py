@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from lorafleet.kv.events import BlocksCleared, BlocksRemoved, BlocksStored, Decoder, UndecodableBatch
+from lorafleet.kv.events import BlocksCleared, BlocksRemoved, BlocksStored, KvEventDecoder, UndecodableBatch
 
 # vLLM 0.32's own bytes for a store, a removal and a clearing.
 GOLDEN = bytes.fromhex(
@@ -28,11 +28,11 @@ STORED = {
 
 
 def decoded(*events, rank=0, decoder=None):
-    return (decoder or Decoder()).decode(msgspec.msgpack.encode([1.5, list(events), rank]))
+    return (decoder or KvEventDecoder()).decode(msgspec.msgpack.encode([1.5, list(events), rank]))
 
 
 def test_vllms_own_bytes_are_understood():
-    batch = Decoder().decode(GOLDEN)
+    batch = KvEventDecoder().decode(GOLDEN)
     assert [type(event) for event in batch.events] == [BlocksStored, BlocksRemoved, BlocksCleared]
     assert (batch.ts, batch.rank, batch.rejected) == (1.5, 0, None)
     assert batch.events[0].token_ids == [1]
@@ -41,7 +41,7 @@ def test_vllms_own_bytes_are_understood():
 @pytest.mark.parametrize("name", [7, 2**64 - 1, -(2**63), b"\x07" * 32])
 def test_a_map_and_an_array_say_the_same_with_int_and_bytes_hashes(name):
     event = {**STORED, "block_hashes": [name]}
-    decoder = Decoder()
+    decoder = KvEventDecoder()
     from_map = decoded(event, decoder=decoder).events[0]
     from_array = decoded(list(event.values()), decoder=decoder).events[0]
     assert isinstance(from_array, BlocksStored)
@@ -63,7 +63,7 @@ def test_fields_that_we_do_not_know_are_skipped():
     assert decoded([*STORED.values(), None, "LOCAL", {"a": 1}]).events[0].block_hashes == [7]
     assert decoded(STORED, rank=3).rank == 3
     raw = msgspec.msgpack.encode([1.0, [STORED], None, {"later": True}])
-    assert Decoder().decode(raw).events[0].block_hashes == [7]
+    assert KvEventDecoder().decode(raw).events[0].block_hashes == [7]
 
 
 @pytest.mark.parametrize("as_array", [False, True])
@@ -100,4 +100,4 @@ def test_what_is_no_event_at_all_is_counted(odd):
 )
 def test_what_is_no_batch_is_refused(payload):
     with pytest.raises(UndecodableBatch):
-        Decoder().decode(payload)
+        KvEventDecoder().decode(payload)

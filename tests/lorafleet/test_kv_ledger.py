@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.kv.events import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
-from lorafleet.kv.ledger import TIERS, TRAITS, Ledger, extra_of, media_key
+from lorafleet.kv.ledger import TIERS, TRAITS, BlockLedger, extra_of, media_key
 from tests.properties import examples
 
 ROOT = root_hash("m")
@@ -20,7 +20,7 @@ OURS = {p[: i + 1]: block for p in PROMPTS for i, block in enumerate(block_hashe
 MEDIA = {"GPU": "device", "CPU": "host", "cpu": "host", "CPU_PINNED": "host", "STORAGE": "storage"}
 
 
-class Heard:
+class StrictSink:
     """A sink that minds: nothing comes twice, nothing goes that is not there."""
 
     def __init__(self):
@@ -59,8 +59,8 @@ variants, prompts = st.sampled_from("ab"), st.sampled_from(PROMPTS)
 class LedgerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.heard = Heard()
-        self.ledger = Ledger("m", 1, self.heard)
+        self.heard = StrictSink()
+        self.ledger = BlockLedger("m", 1, self.heard)
         self.copies = {medium: Counter() for medium in ("GPU", "CPU", "CPU_PINNED", "STORAGE")}
         self.prefix = {name(v, prefix): prefix for v in "ab" for prefix in OURS}
         self.accepted = 0
@@ -153,8 +153,8 @@ TestLedger.settings = settings(max_examples=examples(200), stateful_step_count=4
 
 
 def ledger(**more):
-    heard = Heard()
-    return Ledger(**{"base_model": "m", "block_size": 2, "sink": heard, **more}), heard
+    heard = StrictSink()
+    return BlockLedger(**{"base_model": "m", "block_size": 2, "sink": heard, **more}), heard
 
 
 def chain(tokens, adapter="", salt="", **more):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorafleet.kv.sources import Sources, sources_of
+from lorafleet.kv.sources import KvEventEndpoints, sources_of
 
 BOUND = {"publisher": "zmq", "enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "topic": "kv"}
 
@@ -10,16 +10,20 @@ BOUND = {"publisher": "zmq", "enable_kv_cache_events": True, "endpoint": "tcp://
 @pytest.mark.parametrize(
     ("host", "changes", "found"),
     [
-        ("10.0.0.7", {"replay_endpoint": "tcp://*:1"}, Sources(("tcp://10.0.0.7:5557",), ("tcp://10.0.0.7:1",), "kv")),
-        ("fd00::7", {"endpoint": "tcp://[::]:5557"}, Sources(("tcp://[fd00::7]:5557",), (), "kv")),
-        ("10.0.0.7", {"endpoint": "ipc:///tmp/kv"}, Sources()),
-        ("127.0.0.1", {"endpoint": "ipc:///tmp/kv", "topic": ""}, Sources(("ipc:///tmp/kv",), (), "")),
-        ("10.0.0.7", {"endpoint": "tcp://10.0.0.9:5557"}, Sources()),  # it connects to somebody's there
-        ("10.0.0.7", {"endpoint": None}, Sources()),
-        ("10.0.0.7", {"enable_kv_cache_events": False}, Sources()),
-        ("10.0.0.7", {"publisher": "null"}, Sources()),
+        (
+            "10.0.0.7",
+            {"replay_endpoint": "tcp://*:1"},
+            KvEventEndpoints(("tcp://10.0.0.7:5557",), ("tcp://10.0.0.7:1",), "kv"),
+        ),
+        ("fd00::7", {"endpoint": "tcp://[::]:5557"}, KvEventEndpoints(("tcp://[fd00::7]:5557",), (), "kv")),
+        ("10.0.0.7", {"endpoint": "ipc:///tmp/kv"}, KvEventEndpoints()),
+        ("127.0.0.1", {"endpoint": "ipc:///tmp/kv", "topic": ""}, KvEventEndpoints(("ipc:///tmp/kv",), (), "")),
+        ("10.0.0.7", {"endpoint": "tcp://10.0.0.9:5557"}, KvEventEndpoints()),  # it connects to somebody's there
+        ("10.0.0.7", {"endpoint": None}, KvEventEndpoints()),
+        ("10.0.0.7", {"enable_kv_cache_events": False}, KvEventEndpoints()),
+        ("10.0.0.7", {"publisher": "null"}, KvEventEndpoints()),
     ],
-)  # fmt: skip
+)
 def test_only_sockets_that_the_engine_has_bound_and_we_reach_are_followed(host, changes, found):
     assert sources_of(host, [BOUND | changes]) == found
 
@@ -27,4 +31,4 @@ def test_only_sockets_that_the_engine_has_bound_and_we_reach_are_followed(host, 
 def test_ranks_are_followed_all_or_none():
     second = BOUND | {"endpoint": "tcp://*:5558"}
     assert sources_of("h", [BOUND, second]).events == ("tcp://h:5557", "tcp://h:5558")
-    assert sources_of("h", [BOUND, second | {"publisher": "null"}]) == sources_of("h", []) == Sources()
+    assert sources_of("h", [BOUND, second | {"publisher": "null"}]) == sources_of("h", []) == KvEventEndpoints()

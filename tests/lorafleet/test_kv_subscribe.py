@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import zmq
 
-from lorafleet.kv.subscribe import Endpoint, Hub
+from lorafleet.kv.subscribe import RankEndpoint, SubscriberHub
 from tests.kv import KvEngine
 from tests.patience import until
 
 
-class Told:
+class RecordedBatches:
     """What one follower told."""
 
     def __init__(self):
@@ -45,10 +45,10 @@ class Told:
 @contextlib.asynccontextmanager
 async def following(engine, *, tail_poll_s=60.0, replay=True):
     async with engine.running():
-        hub = Hub(tail_poll_s=tail_poll_s)
-        told = Told()
+        hub = SubscriberHub(tail_poll_s=tail_poll_s)
+        told = RecordedBatches()
         try:
-            hub.follow(Endpoint(engine.events, engine.replay if replay else "", engine.topic.decode()), told)
+            hub.follow(RankEndpoint(engine.events, engine.replay if replay else "", engine.topic.decode()), told)
             await until(lambda: told.openings)
             yield told, hub
         finally:
@@ -166,11 +166,12 @@ async def test_many_engines_share_one_hub_and_a_forgotten_one_is_silent():
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine.running())
-        hub = Hub(tail_poll_s=60)
+        hub = SubscriberHub(tail_poll_s=60)
         stack.push_async_callback(hub.close)
-        told = [Told() for _ in engines]
+        told = [RecordedBatches() for _ in engines]
         followers = [
-            hub.follow(Endpoint(e.events, e.replay, e.topic.decode()), t) for e, t in zip(engines, told, strict=True)
+            hub.follow(RankEndpoint(e.events, e.replay, e.topic.decode()), t)
+            for e, t in zip(engines, told, strict=True)
         ]
         await until(lambda: all(each.openings for each in told))
         counts = [await connected(engine, each) for engine, each in zip(engines, told, strict=True)]
@@ -186,11 +187,11 @@ async def test_many_engines_share_one_hub_and_a_forgotten_one_is_silent():
 async def test_a_fleet_of_over_a_thousand_ranks_is_followed(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
-    hub = Hub(tail_poll_s=60.0)
-    told = [Told() for _ in range(1100)]
+    hub = SubscriberHub(tail_poll_s=60.0)
+    told = [RecordedBatches() for _ in range(1100)]
     try:
         for number, each in enumerate(told):
-            hub.follow(Endpoint(f"ipc://{tmp_path}/{number}", "", "kv"), each)
+            hub.follow(RankEndpoint(f"ipc://{tmp_path}/{number}", "", "kv"), each)
         await until(lambda: all(each.openings for each in told))
     finally:
         await hub.close()
@@ -198,21 +199,21 @@ async def test_a_fleet_of_over_a_thousand_ranks_is_followed(tmp_path):
 
 
 async def test_an_endpoint_that_cannot_be_connected_to_is_refused():
-    hub = Hub(tail_poll_s=60)
+    hub = SubscriberHub(tail_poll_s=60)
     try:
         with pytest.raises(zmq.ZMQError):
-            hub.follow(Endpoint("tcp://*:5557", "", "kv"), Told())
+            hub.follow(RankEndpoint("tcp://*:5557", "", "kv"), RecordedBatches())
     finally:
         await hub.close()
 
 
 async def test_an_engine_that_goes_and_comes_back_is_heard_again():
     engine = KvEngine(f"kv@{uuid.uuid4().hex}")
-    hub = Hub(tail_poll_s=0.1)
-    told = Told()
+    hub = SubscriberHub(tail_poll_s=0.1)
+    told = RecordedBatches()
     try:
         async with engine.running():
-            hub.follow(Endpoint(engine.events, engine.replay, engine.topic.decode()), told)
+            hub.follow(RankEndpoint(engine.events, engine.replay, engine.topic.decode()), told)
             await until(lambda: told.openings)
             count = await connected(engine, told)
         async with engine.running():

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from lorafleet.service.loops import Changes, Later, backoff_s, forever
+from lorafleet.service.loops import ChangeSignal, DelayedCalls, backoff_s, forever
 from tests.patience import patience, until, within
 
 
@@ -103,7 +103,7 @@ async def test_a_poke_starts_the_next_round_at_once():
 
 
 async def test_everyone_who_waits_sees_a_change_and_a_deadline_ends_the_wait():
-    changes, value = Changes(), []
+    changes, value = ChangeSignal(), []
     waiting = [asyncio.create_task(changes.until(lambda: len(value) > 1, timeout_s=5)) for _ in range(3)]
     await asyncio.sleep(0)
     value.append(1)
@@ -118,7 +118,7 @@ async def test_everyone_who_waits_sees_a_change_and_a_deadline_ends_the_wait():
 
 @pytest.mark.parametrize("turns", range(4))
 async def test_a_cancellation_that_comes_together_with_what_was_waited_for_is_not_forgotten(turns):
-    changes, poke, told = Changes(), asyncio.Event(), []
+    changes, poke, told = ChangeSignal(), asyncio.Event(), []
 
     async def step():
         told.append(1)
@@ -139,7 +139,7 @@ async def test_a_cancellation_that_comes_together_with_what_was_waited_for_is_no
 
 
 async def test_calls_that_are_put_off_are_made_in_order_each_no_sooner_than_its_delay():
-    loop, later, made, all_made = asyncio.get_running_loop(), Later(0.05), [], asyncio.Event()
+    loop, later, made, all_made = asyncio.get_running_loop(), DelayedCalls(0.05), [], asyncio.Event()
 
     def fails():
         raise RuntimeError("no")
@@ -166,7 +166,7 @@ async def test_calls_that_are_put_off_are_made_in_order_each_no_sooner_than_its_
 
 
 async def test_calls_that_were_put_off_let_others_have_their_turn():
-    loop, later, made, over = asyncio.get_running_loop(), Later(0.0), [], asyncio.Event()
+    loop, later, made, over = asyncio.get_running_loop(), DelayedCalls(0.0), [], asyncio.Event()
 
     def call(number):
         began = time.perf_counter()

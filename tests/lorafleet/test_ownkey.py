@@ -12,7 +12,7 @@ from lorafleet.service.own_key import OwnKey
 from tests.patience import patience
 
 
-class Clock:
+class OwnKeyClock:
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -36,7 +36,7 @@ def file(tmp_path):
 
 
 def test_a_file_comes_before_a_fixed_key_and_is_read_again_when_it_changes(file):
-    clock = Clock()
+    clock = OwnKeyClock()
     own = OwnKey("fixed", file, clock=clock)
     assert own.headers == {"authorization": "Bearer lf-one"}
     put(file, "lf-two")
@@ -52,7 +52,7 @@ def test_without_a_file_the_key_stays_and_without_a_key_nothing_is_sent():
 
 @pytest.mark.parametrize("broken", ["", " \n", "two words", None])
 def test_a_file_that_breaks_leaves_the_last_good_key_until_it_is_mended(file, broken):
-    clock = Clock()
+    clock = OwnKeyClock()
     own = OwnKey("", file, clock=clock)
     if broken is None:
         file.unlink()
@@ -75,7 +75,7 @@ def test_a_file_that_is_no_key_at_the_start_is_named(tmp_path, text, says):
 
 
 async def test_a_client_asks_for_it_at_each_request_and_leaves_anothers_key_alone(file):
-    clock, seen = Clock(), []
+    clock, seen = OwnKeyClock(), []
 
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(request.headers.get("authorization"))

@@ -2,15 +2,15 @@ import pytest
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from lorafleet.cli.client import Api
+from lorafleet.cli.client import RestClient
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.settings import HouseSettings, SettingsError, load, load_or_exit
+from lorafleet.service.settings import ServiceSettings, SettingsError, load, load_or_exit
 from orchestrator.config import OrchestratorSettings
 from router.config import RouterSettings
 from workers.config import WorkerSettings
 
 
-class Example(HouseSettings):
+class ExampleSettings(ServiceSettings):
     """An example."""
 
     model_config = SettingsConfigDict(env_prefix="LORAFLEET_EXAMPLE_")
@@ -22,7 +22,7 @@ class Example(HouseSettings):
 
 
 def loaded(*argv):
-    return load(Example, argv, prog="example")
+    return load(ExampleSettings, argv, prog="example")
 
 
 def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(monkeypatch, tmp_path):
@@ -32,7 +32,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_defau
     monkeypatch.setenv("LORAFLEET_EXAMPLE_WAIT_S", "4.0")
     found = loaded("--config", str(file), "--port", "5")
     assert (found.port, found.wait_s, found.names, found.host) == (5, 4.0, ("c",), "127.0.0.1")
-    assert isinstance(found, Example)
+    assert isinstance(found, ExampleSettings)
 
 
 def test_a_list_repeats_its_flag_or_is_json_in_the_environment(monkeypatch):
@@ -55,7 +55,7 @@ def test_a_list_or_mapping_in_the_environment_that_is_no_json_is_one_line_that_s
 ):
     monkeypatch.setenv(f"LORAFLEET_EXAMPLE_{name}", text)
     with pytest.raises(SystemExit) as ended:
-        load_or_exit(Example, [], prog="example")
+        load_or_exit(ExampleSettings, [], prog="example")
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert said.startswith(f"example: LORAFLEET_EXAMPLE_{name}: ")
@@ -99,7 +99,7 @@ def test_unknown_names_are_refused_by_name_wherever_they_stand_with_the_one_that
 @pytest.mark.parametrize("argv", [["--zzzz", "3"], ["--zzzz=3"], ["zzzz"], ["--port"]])
 def test_a_wrong_flag_is_one_line(capsys, argv):
     with pytest.raises(SystemExit) as ended:
-        load_or_exit(Example, argv, prog="example")
+        load_or_exit(ExampleSettings, argv, prog="example")
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert argv[0] in said
@@ -194,13 +194,13 @@ def test_a_token_is_what_its_file_has_without_the_line_break(monkeypatch):
 def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch, capsys, token):
     monkeypatch.setenv("LORAFLEET_EXAMPLE_TOKEN", token)
     with pytest.raises(SystemExit) as ended:
-        load_or_exit(Example, [], prog="example")
+        load_or_exit(ExampleSettings, [], prog="example")
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert said.startswith("example: token: must be one key")
     assert "lf-" not in said
     with pytest.raises(CommandFailed) as refused:
-        Api("http://127.0.0.1:1", token)
+        RestClient("http://127.0.0.1:1", token)
     assert "lf-" not in str(refused.value)
     assert refused.value.status == 2
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from lorafleet.service.transport import Transport
+from lorafleet.service.transport import DirectTransport
 from tests.patience import within
 from tests.serving import serving
 
@@ -32,7 +32,7 @@ async def _refusals() -> set[type[Exception]]:
     failures: set[type[Exception]] = set()
     with socket.create_server(("127.0.0.1", 0)) as server:
         resetting = asyncio.create_task(asyncio.to_thread(_reset, server))
-        async with httpx.AsyncClient(transport=Transport()) as client:
+        async with httpx.AsyncClient(transport=DirectTransport()) as client:
             for _ in range(_TIMES):
                 try:
                     await client.get(f"http://127.0.0.1:{server.getsockname()[1]}/")
@@ -60,7 +60,7 @@ async def _keep_busy() -> None:
 async def test_an_answer_that_nobody_has_any_more_waits_for_no_collector(how):
     async with (
         serving(Starlette(routes=[Route("/", _long)])) as url,
-        httpx.AsyncClient(transport=Transport()) as client,
+        httpx.AsyncClient(transport=DirectTransport()) as client,
     ):
         gc.collect()
         gc.disable()
@@ -74,7 +74,7 @@ async def test_an_answer_that_nobody_has_any_more_waits_for_no_collector(how):
 async def test_an_answer_is_read_whole_and_says_how_long_it_took():
     async with (
         serving(Starlette(routes=[Route("/", _long)])) as url,
-        httpx.AsyncClient(transport=Transport()) as client,
+        httpx.AsyncClient(transport=DirectTransport()) as client,
     ):
         answer = await client.get(url)
         assert (answer.content, answer.is_closed) == (b"x" * 100_000, True)
@@ -106,7 +106,7 @@ async def test_a_call_that_is_called_off_at_any_moment_keeps_no_connection(when)
         if name == when:
             task.cancel()
 
-    transport = Transport()
+    transport = DirectTransport()
     async with serving(Starlette(routes=[Route("/", answer)])) as url, httpx.AsyncClient(transport=transport) as client:
         task = asyncio.create_task(client.get(url, extensions={"trace": trace}))
         with pytest.raises(asyncio.CancelledError):
@@ -118,5 +118,5 @@ async def test_a_call_that_is_called_off_at_any_moment_keeps_no_connection(when)
 
 
 def test_the_authorities_are_read_once_for_all_clients_of_a_process():
-    first, second = Transport(), Transport()
+    first, second = DirectTransport(), DirectTransport()
     assert first._pool._ssl_context is second._pool._ssl_context

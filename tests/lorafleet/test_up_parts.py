@@ -15,9 +15,9 @@ import pytest
 from lorafleet.local import commands, welcome
 from lorafleet.local.fleet import model_name
 from lorafleet.local.notices import held_back, known_before, starting
-from lorafleet.local.options import Options
-from lorafleet.local.processes import Child, Guard, clean_environment, kill_marked, marked
-from lorafleet.local.progress import Steps
+from lorafleet.local.options import FleetOptions
+from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, kill_marked, marked
+from lorafleet.local.progress import StartProgress
 from lorafleet.local.up import check, run
 from lorafleet.service.failure import CommandFailed
 from tests.patience import until, wait_until
@@ -26,12 +26,12 @@ from tests.workers.running import is_running
 SLEEPER = "import time; time.sleep(600)"
 
 
-def options(tmp_path: Path, **changes: object) -> Options:
+def options(tmp_path: Path, **changes: object) -> FleetOptions:
     base = {
         "engine": "sim", "workers": 1, "model": None, "adapters": None, "max_loras": 2, "router_port": 0,
         "orchestrator_port": 0, "state_dir": tmp_path / "state",
     }  # fmt: skip
-    return Options(**(base | changes))
+    return FleetOptions(**(base | changes))
 
 
 @pytest.mark.parametrize("flag", ["--router-port", "--orchestrator-port"])
@@ -165,7 +165,7 @@ def test_of_our_settings_a_child_gets_those_of_its_own_service(monkeypatch: pyte
 
 def test_steps_are_whole_lines_with_the_time_where_nobody_watches() -> None:
     out = io.StringIO()
-    with Steps(out) as steps:
+    with StartProgress(out) as steps:
         steps.begin("w0", "starting")
         steps.still("w0", "starting")
         steps.done("w0", "ready")
@@ -176,7 +176,7 @@ def test_steps_are_whole_lines_with_the_time_where_nobody_watches() -> None:
 
 async def test_a_child_that_ignores_sigterm_is_killed_and_said_so(tmp_path: Path) -> None:
     code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); {SLEEPER}"
-    child = Child(
+    child = ChildProcess(
         name="stubborn",
         command=lambda: [sys.executable, "-c", code],
         environment=dict(os.environ),
@@ -223,7 +223,7 @@ def test_the_guard_sweeps_up_after_a_parent_that_was_killed(tmp_path: Path) -> N
 def test_a_released_guard_has_swept_and_is_gone(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    guard = Guard(os.urandom(8).hex(), scratch)
+    guard = ProcessGuard(os.urandom(8).hex(), scratch)
     guard.release()
     assert not scratch.exists()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from lorafleet.tokenizer import ascii_bpe
-from lorafleet.tokenizer.ascii_bpe import MAX_CHARS, Words
+from lorafleet.tokenizer.ascii_bpe import MAX_CHARS, AsciiBpeCache
 from tests.properties import examples
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -50,7 +50,7 @@ def built(name):
 
 
 TOKENIZERS = {name: built(name) for name in SPLITS}
-WORDS = {name: Words.of(tokenizer.to_str(), tokenizer.token_to_id) for name, tokenizer in TOKENIZERS.items()}
+WORDS = {name: AsciiBpeCache.of(tokenizer.to_str(), tokenizer.token_to_id) for name, tokenizer in TOKENIZERS.items()}
 
 # What splits are about, and everything that ASCII has, \x1c to \x1f among it, which Python takes for spaces.
 ascii_texts = st.text(st.characters(max_codepoint=127), max_size=30)
@@ -97,7 +97,7 @@ def test_every_three_characters_of_ascii_that_matter_are_split_as_the_tokenizer_
 
 
 def test_what_stands_between_spaces_is_split_once_in_a_long_text():
-    words = Words.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
+    words = AsciiBpeCache.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
         return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
@@ -110,7 +110,7 @@ def test_what_stands_between_spaces_is_split_once_in_a_long_text():
 
 def test_short_texts_between_markers_are_split_once(monkeypatch):
     monkeypatch.setattr(ascii_bpe, "_MAX_WHOLE", 10)
-    words = Words.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
+    words = AsciiBpeCache.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
         return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
@@ -134,7 +134,7 @@ def test_what_is_not_plain_or_too_long_is_left_to_the_tokenizer(text):
 
 
 def test_of_many_new_words_some_are_learned_each_time_until_all_are_known():
-    words = Words.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
+    words = AsciiBpeCache.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
     learned = []
 
     def encode(word):
@@ -153,7 +153,7 @@ def test_of_many_new_words_some_are_learned_each_time_until_all_are_known():
 
 def test_the_table_is_bounded_in_words_and_in_their_length(monkeypatch):
     monkeypatch.setattr(ascii_bpe, "_MAX_WORDS", 50)
-    words = Words.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
+    words = AsciiBpeCache.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
         return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
@@ -168,7 +168,7 @@ def test_the_table_is_bounded_in_words_and_in_their_length(monkeypatch):
 
 
 def changed(**changes):
-    """What `Words.of` takes, of a tokenizer whose library numbers as its file does."""
+    """What `AsciiBpeCache.of` takes, of a tokenizer whose library numbers as its file does."""
     file = json.loads(TOKENIZERS["qwen"].to_str()) | changes
     return json.dumps(file), {token["content"]: token["id"] for token in file["added_tokens"]}.get
 
@@ -202,8 +202,8 @@ TOKEN = {"id": 1, "content": "<x>", "single_word": False, "lstrip": False, "rstr
     ids=str,
 )
 def test_a_tokenizer_that_does_more_than_split_and_merge_has_no_table(changes):
-    assert Words.of(*changed()) is not None
-    assert Words.of(*changed(**changes)) is None
+    assert AsciiBpeCache.of(*changed()) is not None
+    assert AsciiBpeCache.of(*changed(**changes)) is None
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,9 @@ def test_a_tokenizer_that_does_more_than_split_and_merge_has_no_table(changes):
     ],
 )  # fmt: skip
 def test_an_expression_that_may_mean_something_else_here_has_no_table(pattern):
-    assert Words.of(*changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [split(pattern), BYTES]})) is None
+    assert (
+        AsciiBpeCache.of(*changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [split(pattern), BYTES]})) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,4 +234,4 @@ def test_a_tokenizer_whose_library_numbers_otherwise_than_its_file_has_no_table(
     file["added_tokens"] += [TOKEN | {"special": False} | token for token in added]
     library = Tokenizer.from_str(json.dumps(file))
     assert any(library.token_to_id(token["content"]) != token["id"] for token in added)
-    assert Words.of(json.dumps(file), library.token_to_id) is None
+    assert AsciiBpeCache.of(json.dumps(file), library.token_to_id) is None

@@ -16,7 +16,7 @@ for _unneeded in ("pygments", "rich", "watchfiles"):
 
 from lorafleet.http_server import serve  # noqa: E402
 from router.processes import supervisor  # noqa: E402
-from router.processes.aggregate import Siblings  # noqa: E402
+from router.processes.aggregate import WorkerProcesses  # noqa: E402
 from tests.router.variables import REFUSES_TO_START  # noqa: E402
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
     async def synced(_within_s: float) -> None: ...
 
-    joining = supervisor.Joining(app, me, sock, synced=synced)
+    joining = supervisor.JoiningApp(app, me, sock, synced=synced)
     within = {"drain_s": flags.drain_s, "grace_s": flags.grace_s}
     serve.run(lambda: serve.serve(joining, sock, **within))
 
@@ -57,9 +57,9 @@ def parent(flags: argparse.Namespace) -> int | str:
 class App:
     """Says who it is, asks its siblings, streams, and hangs."""
 
-    def __init__(self, me: supervisor.Member, flags: argparse.Namespace) -> None:
+    def __init__(self, me: supervisor.ProcessMember, flags: argparse.Namespace) -> None:
         self.me, self.flags = me, flags
-        self.siblings = Siblings(Path(me.folder), me.slot, metrics=bytes, answers={"who": self.told})
+        self.siblings = WorkerProcesses(Path(me.folder), me.slot, metrics=bytes, answers={"who": self.told})
 
     async def told(self, question: bytes) -> bytes:
         return json.dumps({"slot": self.me.slot, "question": question.decode()}).encode()

@@ -32,7 +32,7 @@ def main() -> None:
         sys.exit(f"many: {exc}")
 
 
-def serve_as(me: supervisor.Member, config: RouterSettings) -> None:
+def serve_as(me: supervisor.ProcessMember, config: RouterSettings) -> None:
     from router.app import build  # their parent needs none of it
 
     app, parts = build(config, me)
@@ -46,12 +46,12 @@ def serve_as(me: supervisor.Member, config: RouterSettings) -> None:
         parts.stopping = True
 
     within = {"within_s": float(os.environ[JOIN_WITHIN_S])} if JOIN_WITHIN_S in os.environ else {}
-    joining = supervisor.Joining(app, me, sock, synced=synced, **within)
+    joining = supervisor.JoiningApp(app, me, sock, synced=synced, **within)
     within = {"drain_s": config.drain_s, "grace_s": config.grace_s}
     serve.run(lambda: serve.serve(joining, sock, http=app.state.http, **within, on_stop=stopping))
 
 
-def more_routes(app, me: supervisor.Member) -> None:
+def more_routes(app, me: supervisor.ProcessMember) -> None:
     from starlette.responses import Response
 
     siblings = app.state.siblings

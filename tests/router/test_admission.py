@@ -14,7 +14,7 @@ from router.core.fleet import Roster
 from router.core.queue.admission import Bounds, Drain, Room, wait_s
 from router.core.queue.fair_queue import Prompt, QueuedRequest
 from router.core.schedule.decision import RoutingRequest
-from router.fleet.usage_report import Holds
+from router.fleet.usage_report import HeldRequests
 from router.request.queue import RequestQueue
 from router.telemetry.metrics import RouterMetrics
 from tests.patience import patience, within
@@ -445,7 +445,7 @@ async def test_one_that_cannot_be_begun_is_told_and_holds_up_nobody():
 
 
 async def test_of_each_adapter_it_is_told_who_waits_who_waited_and_who_was_turned_away():
-    hall = Hall(most_waiting=1, holds=Holds())
+    hall = Hall(most_waiting=1, holds=HeldRequests())
     hall.sent()
     waiting = asyncio.create_task(hall.admitted(seconds=0.01, adapter=SQL))
     await asyncio.sleep(0)

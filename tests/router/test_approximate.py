@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
 from router.protocols.routes import ROUTES
-from router.tokenizing.approximate import Approximation, approximate_root, approximation
+from router.tokenizing.approximate import ApproximatePrompt, approximate_root, approximation
 from tests.patience import until
 from tests.properties import examples
 from tests.router.doubles import BASE, CHAT, Control, Engine, fleet, sample_value, with_sql
@@ -26,7 +26,7 @@ Body = dict[str, Any]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def approximated(body: Body | bytes) -> Approximation | None:
+def approximated(body: Body | bytes) -> ApproximatePrompt | None:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return approximation(_fields(raw), {}, len(raw))
 

@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import JSONResponse, Response
 from structlog.testing import capture_logs
 
-from lorafleet.service.loops import Changes
+from lorafleet.service.loops import ChangeSignal
 from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, ModelNotFound, NoCapacity, Saturated
 from router.core.fleet import RoutableAdapter, RouterFleet
 from router.core.queue.admission import Bounds, Room
@@ -214,7 +214,7 @@ class Known:
     def __init__(self, *replicas):
         adapter = RoutableAdapter("sql/v1", "m", DIGEST, "s3://adapters/sql", secret="store/key", rank=32)
         self.fleet = RouterFleet(1, {replica.id: replica for replica in replicas}, {"sql/v1": adapter})
-        self.changes = Changes()
+        self.changes = ChangeSignal()
         self.report_ages_s = {}
 
     def look_now(self, worker):

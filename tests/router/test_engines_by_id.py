@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from lorafleet.engine.agentless import engines_by_id
 from orchestrator.config import OrchestratorSettings
 from router.config import RouterSettings
-from tests.router.test_plain_engines import BASE, Guarded, ask, routing
+from tests.router.test_plain_engines import BASE, GuardedEngine, ask, routing
 from tests.serving import serving
 
 
@@ -42,7 +42,7 @@ def test_an_address_that_is_no_id_is_refused_with_one_that_works(settings, named
 
 @pytest.mark.skipif(not has_ipv6(), reason="needs IPv6 on loopback")
 async def test_an_engine_at_an_ipv6_address_is_served_under_its_id():
-    async with serving(Guarded().app, host="::1") as url:
+    async with serving(GuardedEngine().app, host="::1") as url:
         named = "v6=" + url.replace("::1:", "[::1]:")
         async with routing(named, tokenizer="remote") as (client, _):
             answer = await ask(client, BASE)

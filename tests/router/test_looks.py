@@ -14,7 +14,7 @@ from tests.router.test_policy import a_replica
 REPLICA = a_replica("w0", engine_boot_id="a", model_name="served")
 
 
-class Asked:
+class ScriptedEngines:
     """Answers each path as it is told to; an exception is raised."""
 
     def __init__(self, **answers):
@@ -58,7 +58,7 @@ def refused(status):
     ],
 )
 async def test_an_engine_is_as_well_as_what_it_answers_of_what_it_is_made_for(completions, pooling, found):
-    asked = Asked(completions=completions, pooling=pooling)
+    asked = ScriptedEngines(completions=completions, pooling=pooling)
     asked.go_on.set()
     asked.looks.look(REPLICA)
     await until(lambda: asked.found)
@@ -68,7 +68,7 @@ async def test_an_engine_is_as_well_as_what_it_answers_of_what_it_is_made_for(co
 
 
 async def test_an_engine_is_asked_once_at_a_time_and_again_afterwards():
-    asked = Asked(completions=b"{}")
+    asked = ScriptedEngines(completions=b"{}")
     for _ in range(5):
         asked.looks.look(REPLICA)
     asked.looks.look(a_replica("w0", engine_boot_id="b"))
@@ -80,7 +80,7 @@ async def test_an_engine_is_asked_once_at_a_time_and_again_afterwards():
 
 
 async def test_a_look_that_fails_in_a_way_that_nobody_expected_finds_nothing_and_the_next_one_is_taken():
-    asked = Asked(completions=ZeroDivisionError())
+    asked = ScriptedEngines(completions=ZeroDivisionError())
     asked.go_on.set()
     asked.looks.look(REPLICA)
     await until(lambda: asked.paths and not asked.looks._under_way)
@@ -91,7 +91,7 @@ async def test_a_look_that_fails_in_a_way_that_nobody_expected_finds_nothing_and
 
 
 async def test_nothing_is_asked_any_more_when_the_router_has_stopped():
-    asked = Asked(completions=b"{}")
+    asked = ScriptedEngines(completions=b"{}")
     asked.looks.look(REPLICA)
     await until(lambda: asked.paths)
     await asked.looks.close()

@@ -27,7 +27,7 @@ ROUTERS, BARE = "tests.router.many", "tests.router.bare"
 
 
 @dataclass
-class Several:
+class SupervisedRouters:
     """A parent and its processes, as whoever started them sees them."""
 
     process: asyncio.subprocess.Process
@@ -104,7 +104,7 @@ async def several(
         start_new_session=True,
     )
     try:
-        yield Several(process, folder)
+        yield SupervisedRouters(process, folder)
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGINT)  # which drains for no time
@@ -169,7 +169,7 @@ async def begun(client: httpx.AsyncClient, stack: contextlib.AsyncExitStack):
     return pieces
 
 
-async def all_begun(fleet: Several, pids: set[int], stack: contextlib.AsyncExitStack):
+async def all_begun(fleet: SupervisedRouters, pids: set[int], stack: contextlib.AsyncExitStack):
     """A bare stream of each process, whose first piece is here and whose second waits for `let_end`."""
     streams = []
     for client in (await fleet.clients(stack, pids)).values():
@@ -179,7 +179,7 @@ async def all_begun(fleet: Several, pids: set[int], stack: contextlib.AsyncExitS
     return streams
 
 
-async def let_end(fleet: Several, streams) -> None:
+async def let_end(fleet: SupervisedRouters, streams) -> None:
     """End all streams of `all_begun`, and see that each is whole."""
     (fleet.folder / "go-on").touch()
     assert [await rest(stream) for stream in streams] == [b"two"] * len(streams)

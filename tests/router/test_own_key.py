@@ -11,7 +11,7 @@ from tests.router.doubles import BASE, CHAT, Control, Engine, fleet
 
 
 @dataclass
-class Guarded(Control):
+class GuardedControl(Control):
     """Takes one key, and remembers which paths were asked with it."""
 
     takes: str = "one"
@@ -35,7 +35,7 @@ class Guarded(Control):
 
 
 async def test_orchestrator_and_agents_are_asked_with_the_key_that_is_in_the_file_now(tmp_path):
-    file, control = tmp_path / "token", Guarded()
+    file, control = tmp_path / "token", GuardedControl()
     file.write_text("one\n")
     async with fleet(Engine("w0"), control=control, token_file=file) as (client, _, _):
         await until(lambda: control.opened >= {"catalog", "metadata"})

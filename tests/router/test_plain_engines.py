@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from structlog.testing import capture_logs
 
-from lorafleet.engine.agentless import PlainEngine, engines_by_id, start_of, tells_start
+from lorafleet.engine.agentless import AgentlessEngine, engines_by_id, start_of, tells_start
 from lorafleet.local.tiny_model import make_adapters, make_model
 from lorafleet.service.settings import load as load_settings
 from orchestrator.wire import CatalogWorker
@@ -236,7 +236,7 @@ async def test_no_adapter_of_an_engine_is_believed_that_is_no_vllm() -> None:
         assert engine.bodies[-1]["model"] == BASE
 
 
-class Guarded:
+class GuardedEngine:
     """An engine that may want a key, as vLLM does with --api-key; what each call showed it is in `shown`."""
 
     def __init__(self, wants: str = "") -> None:
@@ -265,7 +265,7 @@ class Guarded:
 
 
 async def test_our_own_key_is_shown_to_no_engine() -> None:
-    guarded = Guarded()
+    guarded = GuardedEngine()
     async with serving(guarded.app) as url, routing(f"x={url}", token="secret", tokenizer="remote") as (client, _):
         assert (await ask(client, BASE)).status_code == 200
         assert guarded.shown.keys() >= {"/health", "/v1/models", "/metrics", "/tokenize", "/v1/completions"}
@@ -273,7 +273,7 @@ async def test_our_own_key_is_shown_to_no_engine() -> None:
 
 
 async def test_an_engine_that_wants_a_key_is_shown_its_own() -> None:
-    guarded = Guarded(wants="k")
+    guarded = GuardedEngine(wants="k")
     async with serving(guarded.app) as url:
         async with routing(f"x={url}", token="secret", engine_key="k") as (client, _):
             assert (await ask(client, BASE)).status_code == 200
@@ -292,7 +292,7 @@ async def test_an_engine_beside_an_agent_is_shown_no_key() -> None:
         assert "authorization" not in engine.headers[-1]
 
 
-class Said:
+class EngineAnswers:
     """What an engine would answer, by path."""
 
     def __init__(self) -> None:
@@ -319,12 +319,12 @@ class Said:
         raise ConnectionError(f"GET {path}: 404")
 
 
-def boots(said: Said) -> PlainEngine:
-    return PlainEngine("e0", "http://10.0.0.7:8100/", said)
+def boots(said: EngineAnswers) -> AgentlessEngine:
+    return AgentlessEngine("e0", "http://10.0.0.7:8100/", said)
 
 
 async def test_a_name_with_another_path_is_another_boot_so_that_its_blocks_are_forgotten() -> None:
-    said = Said()
+    said = EngineAnswers()
     engine = boots(said)
     first = (await engine.report()).engine_boot_id
     assert (await engine.report()).engine_boot_id == first
@@ -339,7 +339,7 @@ async def test_a_name_with_another_path_is_another_boot_so_that_its_blocks_are_f
 
 
 async def test_an_engine_that_does_not_say_when_it_started_may_have_started_again() -> None:
-    said = Said()
+    said = EngineAnswers()
     engine = boots(said)
     assert tells_start((await engine.report()).engine_boot_id)
     said.started_at = 0.0
@@ -349,7 +349,7 @@ async def test_an_engine_that_does_not_say_when_it_started_may_have_started_agai
 
 
 async def test_a_digest_that_nobody_has_read_is_left_empty_and_slots_are_as_the_engine_tells() -> None:
-    said = Said()
+    said = EngineAnswers()
     said.paths = {"sql": "/a", f"team/x@{'0' * 12}": "/b"}
     report = await boots(said).report()
     assert [(lora.lora_id, lora.digest) for lora in report.lora.loaded_loras] == [("sql", ""), ("team/x", "")]
@@ -368,7 +368,7 @@ async def test_a_digest_that_nobody_has_read_is_left_empty_and_slots_are_as_the_
     ],
 )
 async def test_event_sockets_are_those_that_the_engine_has_bound(endpoints, found) -> None:
-    said = Said()
+    said = EngineAnswers()
     said.sources = {
         str(rank): {"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"}
         for rank, endpoint in enumerate(endpoints)
@@ -388,7 +388,7 @@ ODD = {
 
 @pytest.mark.parametrize("models", ODD.values(), ids=ODD)
 async def test_an_odd_answer_is_one_error_whatever_is_odd_about_it(models) -> None:
-    said = Said()
+    said = EngineAnswers()
     said.models = models.encode()
     with pytest.raises(ValueError, match=re.escape("http://10.0.0.7:8100")):
         await boots(said).report()
@@ -396,7 +396,7 @@ async def test_an_odd_answer_is_one_error_whatever_is_odd_about_it(models) -> No
 
 @pytest.mark.parametrize("sources", [[3], {"0": 3}, {"0": {"endpoint": [], "enable_kv_cache_events": True}}, {"x": {}}])
 async def test_odd_event_sockets_are_none(sources) -> None:
-    said = Said()
+    said = EngineAnswers()
     said.sources = sources
     assert (await boots(said).report()).transport.kv_events == ()
 
@@ -407,7 +407,7 @@ async def test_an_engine_that_answers_oddly_is_silent_and_keeps_no_router_from_s
         return PlainTextResponse(models)
 
     sound, strange = (
-        Guarded(),
+        GuardedEngine(),
         Starlette(
             routes=[
                 Route("/health", lambda _: PlainTextResponse("")),
@@ -422,13 +422,13 @@ async def test_an_engine_that_answers_oddly_is_silent_and_keeps_no_router_from_s
 
 
 async def test_a_name_that_no_registration_could_have_is_not_served() -> None:
-    said = Said()
+    said = EngineAnswers()
     said.paths = {"sql": "/a", "a\r\nset-cookie: b": "/b", "../x": "/c", "ünïcode": "/d", "two words": "/e"}
     assert listed_adapters([await boots(said).report()], ()).keys() == {"sql"}
 
 
 async def test_of_one_name_under_two_base_models_the_first_base_model_counts() -> None:
-    said = Said()
+    said = EngineAnswers()
     report = await boots(said).report()
     other = report.model_copy(update={"model": report.model.model_copy(update={"base_model": "another"})})
     for reports in ([report, other], [other, report]):

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
 from structlog.testing import capture_logs
 
-from lorafleet.service.auth import KeyLimits, Keys, hash_key
+from lorafleet.service.auth import ApiKeys, KeyLimits, hash_key
 from router.core.errors import RateLimited
 from router.core.queue.quota import Left, Quotas, header_block, shown_s
 from router.processes import shared_quotas
-from router.processes.shared_quotas import SharedAccounts, shared_memory
+from router.processes.shared_quotas import SharedQuotas, shared_memory
 from tests.patience import until
 from tests.properties import examples
 from tests.router.doubles import BASE, Engine, chunk, echo, fleet
@@ -310,7 +310,7 @@ def processes(count):
     """The accounts of so many processes; ours all, so they count as alive."""
     descriptor = shared_memory(count)
     try:
-        yield [SharedAccounts(descriptor, slot, count) for slot in range(count)]
+        yield [SharedQuotas(descriptor, slot, count) for slot in range(count)]
     finally:
         os.close(descriptor)
 
@@ -409,7 +409,7 @@ def test_a_clock_that_was_read_before_another_process_wrote_neither_hides_what_i
 def test_a_batch_of_a_key_whose_requests_at_once_are_written_with_a_point_is_counted_in_every_process(tmp_path):
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys: [{{sha256: {hash_key('mine')}, scopes: [infer], limits: {{concurrent_requests: 2.0}}}}]")
-    limits = Keys([path]).caller("Bearer mine").limits
+    limits = ApiKeys([path]).caller("Bearer mine").limits
     with processes(2) as (here, there):
         batch = Quotas(here).take_batch("k", limits, 0.0, 5, at_once=64)
         assert batch.at_once == 2
@@ -433,10 +433,10 @@ def test_what_a_process_that_died_had_under_way_is_over_and_what_it_took_is_not(
 def test_a_process_that_takes_anothers_place_begins_with_nothing_of_its_own_under_way():
     limits = KeyLimits(requests_per_minute=6, concurrent_requests=1)
     descriptor = shared_memory(2)
-    here, there = (Quotas(SharedAccounts(descriptor, slot, 2)) for slot in range(2))
+    here, there = (Quotas(SharedQuotas(descriptor, slot, 2)) for slot in range(2))
     here.take("k", limits, 0.0)
     refused(there, limits, 0.0)
-    again = Quotas(SharedAccounts(descriptor, 0, 2))
+    again = Quotas(SharedQuotas(descriptor, 0, 2))
     os.close(descriptor)
     there.settle(there.take("k", limits, 0.0), 0.0)
     assert again.headers(again.take("k", limits, 0.0), 0.0)["x-ratelimit-remaining-requests"] == "3"
@@ -445,17 +445,17 @@ def test_a_process_that_takes_anothers_place_begins_with_nothing_of_its_own_unde
 def test_what_a_process_took_stays_taken_when_another_takes_its_place_and_nobody_had_looked_meanwhile():
     limits = KeyLimits(requests_per_minute=6, tokens_per_minute=100)
     descriptor = shared_memory(2)
-    dead, there = (Quotas(SharedAccounts(descriptor, slot, 2)) for slot in range(2))
+    dead, there = (Quotas(SharedQuotas(descriptor, slot, 2)) for slot in range(2))
     for _ in range(6):
         dead.settle(dead.take("k", limits, 0.0, 10), 0.0, completion_tokens=5)
     dead.take("other", limits, 0.0, 100)
-    again = Quotas(SharedAccounts(descriptor, 0, 2))
+    again = Quotas(SharedQuotas(descriptor, 0, 2))
     refused(again, limits, 0.0)
     refused(there, limits, 0.0)
     granted = again.take("k", limits, 10.0)
     assert again.headers(granted, 10.0)["x-ratelimit-remaining-tokens"] == "26"
     refused(there, limits, 10.0)
-    assert refused(Quotas(SharedAccounts(descriptor, 0, 2)), limits, 11.0, 50, key="other").limit == "tokens_per_minute"
+    assert refused(Quotas(SharedQuotas(descriptor, 0, 2)), limits, 11.0, 50, key="other").limit == "tokens_per_minute"
     os.close(descriptor)
 
 
@@ -463,11 +463,11 @@ def test_accounts_of_the_process_before_are_forgotten_like_others_when_the_table
     monkeypatch.setattr(shared_quotas, "_MOST", 12)
     limits = KeyLimits(requests_per_minute=1)
     descriptor = shared_memory(2)
-    dead = Quotas(SharedAccounts(descriptor, 0, 2))
+    dead = Quotas(SharedQuotas(descriptor, 0, 2))
     for number in range(11):
         dead.take(f"idle{number}", limits, 0.0)
     dead.take("busy", limits, 100.0)
-    here, other = SharedAccounts(descriptor, 0, 2), Quotas(SharedAccounts(descriptor, 1, 2))
+    here, other = SharedQuotas(descriptor, 0, 2), Quotas(SharedQuotas(descriptor, 1, 2))
     again = Quotas(here)
     again.take("k", limits, 101.0)
     assert len(here._cells) == 2

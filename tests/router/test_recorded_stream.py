@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from lorafleet.kv.events import Decoder
-from lorafleet.kv.ledger import Ledger
+from lorafleet.kv.events import KvEventDecoder
+from lorafleet.kv.ledger import BlockLedger
 from router.core.kv.index import KvIndex, WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy, hit_tokens
 from tests.recordings.recording import Asked, Heard, load
@@ -44,8 +44,8 @@ class Mind:
     index: KvIndex = field(default_factory=lambda: KvIndex(BLOCK_SIZE))
 
     def __post_init__(self):
-        self.decoder = Decoder()
-        self.ledger = Ledger("m", BLOCK_SIZE, self, most_blocks=2 * RECORDING.total_blocks)
+        self.decoder = KvEventDecoder()
+        self.ledger = BlockLedger("m", BLOCK_SIZE, self, most_blocks=2 * RECORDING.total_blocks)
 
     def add(self, tier, hashes):
         assert self.index.add(W, hashes, tier) == len(hashes)

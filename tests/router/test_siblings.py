@@ -13,13 +13,13 @@ from structlog.testing import capture_logs
 
 from router.api.control import answers, control_routes
 from router.processes import aggregate
-from router.processes.aggregate import Siblings
+from router.processes.aggregate import WorkerProcesses
 from router.telemetry.metrics import RouterMetrics
 from tests.patience import until, within
 from tests.router.doubles import CHAT, Engine, fleet, sample_value
 
 
-class Process:
+class MetricsProcess:
     """One process's metrics and its place among the others, in this one."""
 
     def __init__(self, folder: Path, slot: int, **limits: float) -> None:
@@ -28,12 +28,12 @@ class Process:
         self.took = Histogram("took", "t", buckets=(1, 2), registry=self.registry)
         self.revision = Gauge("lorafleet_router_catalog_revision", "r", registry=self.registry)
         self.waiting = Gauge("lorafleet_router_waiting_requests", "w", registry=self.registry)
-        self.place = Siblings(folder, slot, metrics=lambda: generate_latest(self.registry), **limits)
+        self.place = WorkerProcesses(folder, slot, metrics=lambda: generate_latest(self.registry), **limits)
 
 
 @contextlib.asynccontextmanager
 async def process(folder: Path, slot: int, **limits: float):
-    one = Process(folder, slot, **limits)
+    one = MetricsProcess(folder, slot, **limits)
     await one.place.start()
     try:
         yield one
@@ -217,7 +217,7 @@ async def test_a_sibling_that_stops_waiting_for_an_answer_causes_no_error(tmp_pa
 
     unexpected = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unexpected.append(context))
-    a, b = (Siblings(tmp_path, slot, metrics=bytes, answers={"slow": slow}) for slot in (0, 1))
+    a, b = (WorkerProcesses(tmp_path, slot, metrics=bytes, answers={"slow": slow}) for slot in (0, 1))
     await b.start()
     with capture_logs() as logs:
         asking = asyncio.create_task(a.ask("slow", within_s=6000.0))
@@ -243,7 +243,7 @@ async def test_a_question_waits_no_longer_than_its_asker_says(tmp_path):
 
     hanging = await asyncio.start_unix_server(hang, tmp_path / "1.sock")
     async with within(5):
-        assert await Siblings(tmp_path, 0, metrics=bytes).ask("anything", within_s=0.01) == {1: None}
+        assert await WorkerProcesses(tmp_path, 0, metrics=bytes).ask("anything", within_s=0.01) == {1: None}
     hanging.close()
     go_on.set()
     await gone.wait()
@@ -293,7 +293,9 @@ async def test_decisions_of_a_silent_process_are_reported_missing(tmp_path):
     async with fleet(Engine("w0")) as (client, _, here), fleet(Engine("w0")) as (other, _, there):
         for asked in (client, other):
             assert (await asked.post("/v1/chat/completions", json=CHAT)).status_code == 200
-        places = [Siblings(tmp_path, n, metrics=bytes, answers=answers(parts)) for n, parts in enumerate((here, there))]
+        places = [
+            WorkerProcesses(tmp_path, n, metrics=bytes, answers=answers(parts)) for n, parts in enumerate((here, there))
+        ]
         for place in places:
             await place.start()
         breaking = await asyncio.start_unix_server(break_off, tmp_path / "2.sock")

@@ -17,7 +17,7 @@ from router.protocols.prompts import chat_of_messages, chat_of_responses, prompt
 from router.protocols.routes import ROUTES, find, is_begun_only, response_id_of, route_of, sequences_of
 from router.protocols.sglang_generate import split
 from router.protocols.stored_responses import ResponseNotFound, gone, stored_at, tagged_response_id, worker_of
-from router.protocols.usage import EngineUsage, HiddenUsage, usage_of, usage_of_events
+from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
 from router.request.engine_body import Body, dress_vllm, refuse_steering
 from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, UNKNOWN_MESSAGES, UNKNOWN_RESPONSES
 
@@ -193,7 +193,7 @@ def text_event(text: str, *, index: int = 0, ends: bool = False, signed: bool = 
 
 
 def shown(known: dict, *chunks: bytes) -> list[bytes]:
-    hidden = HiddenUsage(known, "w0")
+    hidden = UsageFilter(known, "w0")
     return [*(hidden.events(chunk) for chunk in chunks), hidden.end()]
 
 

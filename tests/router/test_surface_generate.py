@@ -3,7 +3,7 @@ import json
 import pytest
 
 from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
-from router.protocols.sglang_generate import Growing, join, split
+from router.protocols.sglang_generate import CumulativeStream, join, split
 
 SQL = "sql-expert/v1"
 
@@ -167,7 +167,7 @@ def told(events: bytes) -> list:
 
 
 def test_each_event_of_a_stream_has_all_of_the_text_so_far():
-    growing = Growing("")
+    growing = CumulativeStream("")
     (first,) = told(growing.events(chunk("one", [7])))
     assert (first["text"], first["output_ids"], first["meta_info"]["finish_reason"]) == ("one", [7], None)
     assert growing.events(chunk(" two", [8], "length")) == b"", "the end waits for what was cached"
@@ -178,7 +178,7 @@ def test_each_event_of_a_stream_has_all_of_the_text_so_far():
 
 
 def test_a_stream_that_ends_without_its_usage_still_ends_with_its_text():
-    growing = Growing("z")
+    growing = CumulativeStream("z")
     growing.events(chunk("one", [7], "length"))
     last, done = told(growing.events(b"data: [DONE]\n\n"))
     assert (last["text"], last["meta_info"]["id"], done) == ("one", "z", "[DONE]")
@@ -186,7 +186,7 @@ def test_a_stream_that_ends_without_its_usage_still_ends_with_its_text():
 
 def test_an_error_in_a_stream_goes_on_as_it_is():
     error = b'data: {"error":{"message":"dead"}}\n\n'
-    growing = Growing("")
+    growing = CumulativeStream("")
     assert growing.events(error) == error
     assert growing.events(last_chunk()) == b""
 
@@ -194,6 +194,6 @@ def test_an_error_in_a_stream_goes_on_as_it_is():
 @pytest.mark.parametrize("data", [b"nonsense", b"[]", b'{"choices":' + b"[" * 100_000], ids=["none", "list", "nested"])
 def test_what_is_no_completion_breaks_a_stream_and_is_no_whole_answer(data):
     with pytest.raises(StreamBroken, match="no completion's event"):
-        Growing("").events(b"data: " + data + b"\n\n")
+        CumulativeStream("").events(b"data: " + data + b"\n\n")
     with pytest.raises(ReplicaUnreachable, match="no completion"):
         join(split(b'{"text":"a"}'), [data])

@@ -18,7 +18,7 @@ from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.local.tiny_model import make_model
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from router.telemetry.metrics import RouterMetrics
-from router.tokenizing.prompt_cache import ChainCache, PieceCache
+from router.tokenizing.prompt_cache import BlockHashCache, PieceTokenCache
 from router.tokenizing.tokenizers import Tokenizers, Tokens
 from tests.patience import patience, until, within
 from tests.properties import examples
@@ -40,7 +40,7 @@ def chat(model) -> ChatTokenizer:
     return ChatTokenizer.from_dir(model)
 
 
-class Worker:
+class TokenizingWorker:
     """An agent and its engine in one: serves a model's files and tokenizes with them."""
 
     def __init__(self, chat: ChatTokenizer, files: dict[str, str]) -> None:
@@ -84,8 +84,8 @@ async def client():
 
 
 @pytest.fixture
-def worker(chat, model) -> Worker:
-    return Worker(chat, read_files(model))
+def worker(chat, model) -> TokenizingWorker:
+    return TokenizingWorker(chat, read_files(model))
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_cached_ids_are_those_of_tokenizing_from_scratch(chat, bodies):
 @settings(max_examples=examples(100))
 @given(asked=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12)), max_size=60))
 def test_the_cache_stays_within_its_bytes_and_answers_only_what_was_put(asked):
-    cache, put = PieceCache(4_000), {}
+    cache, put = PieceTokenCache(4_000), {}
     for base_model, number in asked:
         piece = f"{number} " * (5 * number + 1)
         ids = array("I", [number] * (10 * number))
@@ -179,7 +179,7 @@ def test_the_cache_stays_within_its_bytes_and_answers_only_what_was_put(asked):
 
 
 def test_what_was_asked_for_last_is_kept_longest():
-    cache = PieceCache(2_000)
+    cache = PieceTokenCache(2_000)
     for number in (*range(4), *range(4)):
         cache.put(BASE, str(number), array("I", range(20)))
     assert cache.get(BASE, "0") is not None
@@ -191,7 +191,7 @@ def test_what_was_asked_for_last_is_kept_longest():
 
 @pytest.mark.parametrize(("chars", "times"), [(100, 2), (10_000, 1)])
 def test_a_short_piece_is_held_from_the_second_time_on_and_a_long_one_at_once(chars, times):
-    cache = PieceCache(1_000_000)
+    cache = PieceTokenCache(1_000_000)
     for number in range(1, times + 1):
         assert cache.get(BASE, "a" * chars) is None
         cache.put(BASE, "a" * chars, array("I", range(20)))
@@ -219,7 +219,7 @@ ROOT = root_hash(BASE)
     )
 )
 def test_a_chain_that_was_kept_is_that_of_hashing_from_scratch(asked):
-    chains = ChainCache(500)
+    chains = BlockHashCache(500)
     for block_size, branch, length, *marks in asked:
         ids = array("I", [*range(min(length, 150)), *range(1000 * branch, 1000 * branch + max(0, length - 150))])
         seen, kept = sorted(min(mark, length) for mark in marks)
@@ -229,7 +229,7 @@ def test_a_chain_that_was_kept_is_that_of_hashing_from_scratch(asked):
 
 
 def test_the_beginning_of_a_long_conversation_is_hashed_once():
-    chains = ChainCache()
+    chains = BlockHashCache()
     first = chains.chain(array("I", range(3000)), block_size=16, root=ROOT, kept=2000)
     longer = chains.chain(array("I", [*range(2000), *range(5)]), block_size=16, root=ROOT, seen=2000, kept=2000)
     other = chains.chain(array("I", range(3000)), block_size=16, root=root_hash(BASE, "another"), seen=2000)
@@ -238,7 +238,7 @@ def test_the_beginning_of_a_long_conversation_is_hashed_once():
 
 
 def test_what_conversations_begin_with_that_then_part_is_hashed_twice_and_no_more():
-    chains = ChainCache()
+    chains = BlockHashCache()
     first, second, third = (
         chains.chain(array("I", [*range(2000), *[n] * 500]), block_size=16, root=ROOT, seen=min(n, 1) * 2000, kept=2500)
         for n in range(3)
@@ -262,7 +262,11 @@ async def test_a_cache_of_no_bytes_keeps_nothing(client, chat):
 async def test_when_one_worker_has_no_files_the_next_is_asked_and_the_first_left_alone(client, chat, model):
     now = [100.0]
     tokenizers = Tokenizers(client, clock=lambda: now[0])
-    broken, failing, whole = Worker(chat, {}), Worker(chat, {}), Worker(chat, read_files(model))
+    broken, failing, whole = (
+        TokenizingWorker(chat, {}),
+        TokenizingWorker(chat, {}),
+        TokenizingWorker(chat, read_files(model)),
+    )
     failing.agent_status = 500
     async with serving(broken.app) as one, serving(failing.app) as two, serving(whole.app) as three:
         for _ in range(2):
@@ -312,7 +316,7 @@ async def test_a_token_that_the_engine_makes_of_a_name_in_its_files_and_we_do_no
     added = dict(engine["added_tokens"][-1], content="[PAD]", id=4096)
     engine["added_tokens"].append(added)
     files["tokenizer.json"] = json.dumps(engine)
-    worker = Worker(ChatTokenizer.from_files(files), files)
+    worker = TokenizingWorker(ChatTokenizer.from_files(files), files)
     if named is not None:
         worker.files = read_files(model)
         worker.files[file] = json.dumps(json.loads(worker.files.get(file, "{}")) | named)
@@ -347,13 +351,13 @@ async def test_a_configured_folder_of_another_model_is_refused_by_the_probes(cli
 LONG = {"prompt": RULES}
 
 
-def another(model) -> Worker:
+def another(model) -> TokenizingWorker:
     """A worker whose tokenizer knows half of the merges."""
     files = read_files(model)
     file = json.loads(files["tokenizer.json"])
     file["model"]["merges"] = file["model"]["merges"][: len(file["model"]["merges"]) // 2]
     files["tokenizer.json"] = json.dumps(file)
-    return Worker(ChatTokenizer.from_files(files), files)
+    return TokenizingWorker(ChatTokenizer.from_files(files), files)
 
 
 async def learned(tokenizers, url, worker="w0", boot="1") -> None:
@@ -406,7 +410,7 @@ async def test_an_engine_of_another_mind_changes_nothing_for_the_others_until_mo
     client, chat, model
 ):
     tokenizers = Tokenizers(client)
-    old, new = Worker(chat, read_files(model)), another(model)
+    old, new = TokenizingWorker(chat, read_files(model)), another(model)
     async with serving(old.app) as old_url, serving(new.app) as new_url:
         for worker in ("w0", "w1", "w2"):
             await learned(tokenizers, old_url, worker)
@@ -452,7 +456,7 @@ async def test_when_most_disagree_and_none_has_files_that_agree_the_engines_are_
 
 async def test_when_the_last_that_agreed_is_gone_those_that_are_left_are_asked_for_their_files(client, chat, model):
     tokenizers = Tokenizers(client)
-    old, new = Worker(chat, read_files(model)), another(model)
+    old, new = TokenizingWorker(chat, read_files(model)), another(model)
     async with serving(old.app) as old_url, serving(new.app) as new_url:
         await learned(tokenizers, old_url, "w0")
         await learned(tokenizers, new_url, "w1")
@@ -480,7 +484,7 @@ async def test_an_engine_that_cannot_be_asked_now_has_not_agreed_and_is_asked_ag
 
 
 async def test_an_engine_that_answers_no_probe_has_not_agreed_and_has_no_vote(client, worker):
-    tokenizers, refusing = Tokenizers(client), Worker(worker.chat, worker.files)
+    tokenizers, refusing = Tokenizers(client), TokenizingWorker(worker.chat, worker.files)
     refusing.tokenize_status = 401
     async with serving(worker.app) as url, serving(refusing.app) as other:
         await learned(tokenizers, url)

@@ -60,14 +60,14 @@ class Collector:
         return Starlette(routes=[Route("/v1/traces", take, methods=["POST"])])
 
 
-class Counted(dict):
+class TraceCounts(dict):
     def __call__(self, outcome, traces):
         self[outcome] = self.get(outcome, 0) + traces
 
 
 @contextlib.asynccontextmanager
 async def tracing_to(collector: Collector, *, ratio=1.0, environment=None):
-    counted = Counted()
+    counted = TraceCounts()
     async with serving(collector.app) as url:
         made = tracer(url, ratio=ratio, instance="edge-0", counted=counted, environment=environment or {})
         assert made is not None
@@ -161,14 +161,14 @@ async def test_only_a_valid_traceparent_is_a_parent(given, goes_on):
 
 
 async def test_a_client_that_does_not_record_is_not_recorded_and_else_a_share_is():
-    class Nowhere:
+    class DiscardingSender:
         def send(self, traces):
             return True
 
         def close(self):
             pass
 
-    made = Tracer(Nowhere(), ratio=0.25, counted=Counted(), rng=random.Random(0))
+    made = Tracer(DiscardingSender(), ratio=0.25, counted=TraceCounts(), rng=random.Random(0))
     assert made.begin(CHAT, 0.0, NOT_SAMPLED) is None
     assert made.begin(CHAT, 0.0, THEIRS) is not None
     sampled = sum(made.begin(CHAT, 0.0, None) is not None for _ in range(4000))
@@ -291,7 +291,7 @@ async def test_a_collector_that_refuses_is_counted(caplog):
 
 async def test_the_environment_turns_it_on_and_off_and_says_more(monkeypatch):
     def made(endpoint="", **environment):
-        return tracer(endpoint, ratio=1.0, instance="i", counted=Counted(), environment=environment)
+        return tracer(endpoint, ratio=1.0, instance="i", counted=TraceCounts(), environment=environment)
 
     assert made() is None
     assert made("http://127.0.0.1:1", OTEL_SDK_DISABLED="true") is None

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from orchestrator.wire import UsageReport
 from router.core.schedule.load import LoadBook
-from router.fleet.usage_report import Holds, Usage
+from router.fleet.usage_report import HeldRequests, UsageCounts
 from tests.patience import patience, until
 from tests.router.doubles import CHAT, Engine, chunk, error_of, fleet, with_sql
 
@@ -126,7 +126,7 @@ async def test_a_held_request_is_a_hold_and_one_that_is_turned_away_is_a_shed_to
 
 
 def test_a_report_counts_up_and_what_another_version_leaves_out_is_zero():
-    usage = Usage("r0", LoadBook())
+    usage = UsageCounts("r0", LoadBook())
     for _ in range(3):
         usage.dispatched("w0", "sql/v1@ab", 10, 1.0).ended(0.5, 4, 0.25, 2.0, is_error=False)
     usage.dispatched("w0", "sql/v1@ab", 10, 1.0).ended(0.0, 0, None, 2.0, is_error=True)
@@ -144,7 +144,7 @@ def test_a_report_counts_up_and_what_another_version_leaves_out_is_zero():
 
 
 def test_what_waits_for_room_is_reported_as_long_as_it_does_however_long_that_is():
-    holds = Holds()
+    holds = HeldRequests()
     for _ in range(2):
         holds.waits("sql/v1", 0.0)
     holds.waited("sql/v1", 2.0, 2.0)
@@ -157,7 +157,7 @@ def test_what_waits_for_room_is_reported_as_long_as_it_does_however_long_that_is
 
 
 def test_the_base_models_holds_are_not_kept_and_old_ones_are_forgotten():
-    holds = Holds()
+    holds = HeldRequests()
     holds.held("", 1.0, 0.0)
     holds.shed("sql/v1", 0.0)
     assert [hold.lora_id for hold in holds.report(1.0)] == ["sql/v1"]
@@ -179,7 +179,7 @@ async def test_how_long_what_waits_for_a_worker_will_have_to_wait_is_reported():
 
 def test_what_ends_after_a_long_stream_is_told_and_forgotten_a_while_after_that():
     load = LoadBook()
-    usage = Usage("r0", load)
+    usage = UsageCounts("r0", load)
     flight = load.begin("w0", "sql/v1@ab", 0.2, 0.0)
     use = usage.dispatched("w0", "sql/v1@ab", 100, 0.0)
     assert usage.report(1, 5000.0).uses[0].in_flight == 1

@@ -7,7 +7,7 @@ from itertools import count
 from math import inf
 from random import Random
 
-from lorafleet.engine.rates import Rates
+from lorafleet.engine.rates import EngineRates
 from router.core.errors import Saturated
 from router.core.fleet import Report, Roster
 from router.core.queue.fair_queue import Match, Prompt, QueuedRequest
@@ -65,7 +65,7 @@ class Town:
         self.engines = [
             SimulatedEngine(prefill=prefill, token_s=token_s, max_num_seqs=max_num_seqs) for _ in range(engines)
         ]
-        self.rates = [Rates() for _ in range(engines)]
+        self.rates = [EngineRates() for _ in range(engines)]
         self.replicas = [a_replica(f"w{i}", max_num_seqs=max_num_seqs, max_model_len=0) for i in range(engines)]
         self.roster = Roster(tuple(self.replicas))
         self.mind = Scheduler(roster=lambda _: self.roster, match=lambda _: Match(), rng=Random(seed), **mind)

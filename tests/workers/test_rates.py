@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorafleet.engine.agentless import EngineLoad
-from lorafleet.engine.metrics_page import Scrape
-from lorafleet.engine.rates import USUAL_PREFILL_TOKENS_PER_S, Rates, Reading
+from lorafleet.engine.metrics_page import EngineMetrics
+from lorafleet.engine.rates import USUAL_PREFILL_TOKENS_PER_S, EngineCounters, EngineRates
 from router.core.schedule.cost import Costs
 from tests.patience import patience, until
 from tests.properties import examples, sample
@@ -50,7 +50,7 @@ class Load:
         self.engine = SimulatedEngine(prefill=prefill, token_s=token_s)
         self.rng = Random(seed)
 
-    def readings(self, prompts: Lengths, per_s: float, seconds: float) -> Iterator[Reading]:
+    def readings(self, prompts: Lengths, per_s: float, seconds: float) -> Iterator[EngineCounters]:
         """One a second, while requests come at `per_s`."""
         engine = self.engine
         end, arrival = engine.now + seconds, engine.now + self.rng.expovariate(per_s)
@@ -62,7 +62,7 @@ class Load:
                 arrival += self.rng.expovariate(per_s)
 
 
-def off(rates: Rates, load: Load) -> tuple[float, float]:
+def off(rates: EngineRates, load: Load) -> tuple[float, float]:
     """By which share the prefill rate and one token's time are wrong."""
     pace = load.engine.batch.pace
     return (
@@ -89,7 +89,7 @@ LEVELS = {
 @pytest.mark.parametrize(("prefill", "token_s"), sample(SPEEDS, 1))
 def test_two_minutes_of_any_load_give_both_rates_within_a_tenth(level, prefill, token_s):
     prompts, per_s = LEVELS[level]
-    load, rates = Load(prefill=prefill, token_s=token_s, seed=3), Rates()
+    load, rates = Load(prefill=prefill, token_s=token_s, seed=3), EngineRates()
     for reading in load.readings(prompts, per_s, 150):
         rates.add(reading)
     prefill_off, token_off = off(rates, load)
@@ -98,7 +98,7 @@ def test_two_minutes_of_any_load_give_both_rates_within_a_tenth(level, prefill, 
 
 
 def test_an_engine_full_of_long_prompts_is_read_right_when_it_was_calm_once():
-    load, rates = Load(prefill=20_000, token_s=0.02, seed=1), Rates()
+    load, rates = Load(prefill=20_000, token_s=0.02, seed=1), EngineRates()
     for per_s, seconds in ((0.15, 60), (2.6, 120)):
         for reading in load.readings(long, per_s, seconds):
             rates.add(reading)
@@ -109,7 +109,7 @@ def test_an_engine_full_of_long_prompts_is_read_right_when_it_was_calm_once():
 
 
 def test_without_a_calm_moment_the_rate_reads_low_by_no_more_than_the_decodes_share():
-    load, rates = Load(prefill=20_000, token_s=0.02, seed=1), Rates()
+    load, rates = Load(prefill=20_000, token_s=0.02, seed=1), EngineRates()
     for reading in load.readings(long, 2.6, 120):
         rates.add(reading)
     prefill_off, _ = off(rates, load)
@@ -117,7 +117,7 @@ def test_without_a_calm_moment_the_rate_reads_low_by_no_more_than_the_decodes_sh
 
 
 def test_the_inter_token_time_and_a_requests_size_are_those_of_the_last_requests():
-    load, rates = Load(prefill=20_000, token_s=0.02, seed=2), Rates()
+    load, rates = Load(prefill=20_000, token_s=0.02, seed=2), EngineRates()
     for reading in load.readings(short, 8.0, 90):
         rates.add(reading)
     totals = load.engine.totals
@@ -127,25 +127,25 @@ def test_the_inter_token_time_and_a_requests_size_are_those_of_the_last_requests
 
 
 def test_nothing_is_said_before_anything_was_measured():
-    rates = Rates()
+    rates = EngineRates()
     for second in range(60):
-        rates.add(Reading(at_s=float(second), running=second % 2))
+        rates.add(EngineCounters(at_s=float(second), running=second % 2))
     figures = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s, rates.inter_token_s)
     assert (*figures, rates.mean_output_tokens, rates.mean_request_s) == (0.0,) * 5
 
 
 def test_the_first_request_alone_already_gives_a_rate():
-    rates = Rates()
-    rates.add(Reading(at_s=0.0, running=0))
-    rates.add(Reading(at_s=1.0, running=0, computed_tokens=900, steps=11, ended=1, ended_prefill_tokens=900,
+    rates = EngineRates()
+    rates.add(EngineCounters(at_s=0.0, running=0))
+    rates.add(EngineCounters(at_s=1.0, running=0, computed_tokens=900, steps=11, ended=1, ended_prefill_tokens=900,
                       ended_prefill_seconds=0.09, ended_output_tokens=11, ended_seconds=0.29,
                       first_tokens=1, token_gaps=10, gap_seconds=0.2))  # fmt: skip
     assert rates.prefill_tokens_per_s == pytest.approx(10_000, rel=0.1)
 
 
-def after(lengths: Sequence[tuple[int, int]], *, prefill: float, token_s: float, users: int = 1) -> Rates:
+def after(lengths: Sequence[tuple[int, int]], *, prefill: float, token_s: float, users: int = 1) -> EngineRates:
     """What these requests, of (prompt, answer) tokens, teach when each user waits for an answer before asking on."""
-    engine, rates, left = SimulatedEngine(prefill=prefill, token_s=token_s), Rates(), list(lengths)
+    engine, rates, left = SimulatedEngine(prefill=prefill, token_s=token_s), EngineRates(), list(lengths)
     for _ in range(min(users, len(left))):
         engine.ask(*left.pop(0))
     while engine.batch.has_work:
@@ -210,23 +210,23 @@ def test_short_chats_do_not_undo_what_a_long_prompt_showed():
 
 
 def test_first_slow_prompt_of_an_engine_that_warms_up_gives_no_rate():
-    rates = Rates()
-    rates.add(Reading(at_s=0.0, running=0))
-    rates.add(Reading(at_s=4.0, running=0, computed_tokens=70, steps=400, ended=1, ended_prefill_tokens=70,
+    rates = EngineRates()
+    rates.add(EngineCounters(at_s=0.0, running=0))
+    rates.add(EngineCounters(at_s=4.0, running=0, computed_tokens=70, steps=400, ended=1, ended_prefill_tokens=70,
                       ended_prefill_seconds=0.08, ended_output_tokens=400, ended_seconds=4.0, first_tokens=1,
                       token_gaps=399, gap_seconds=3.9))  # fmt: skip
     assert rates.prefill_tokens_per_s == 0.0
 
 
 def test_an_engine_that_counts_its_own_prefill_seconds_is_believed():
-    rates = Rates()
+    rates = EngineRates()
     for second in range(5):
-        rates.add(Reading(at_s=second, running=3, computed_tokens=3_000 * second, prefill_seconds=0.3 * second))
+        rates.add(EngineCounters(at_s=second, running=3, computed_tokens=3_000 * second, prefill_seconds=0.3 * second))
     assert rates.prefill_tokens_per_s == pytest.approx(10_000)
 
 
 def test_an_engine_that_started_again_spoils_nothing():
-    load, rates = Load(prefill=20_000, token_s=0.02, seed=4), Rates()
+    load, rates = Load(prefill=20_000, token_s=0.02, seed=4), EngineRates()
     for reading in load.readings(mixed, 3.0, 100):
         rates.add(reading)
     learned, at_s = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s), load.engine.read_at
@@ -240,12 +240,12 @@ def test_an_engine_that_started_again_spoils_nothing():
 
 
 def test_any_counters_at_all_give_finite_figures():
-    rng, rates, totals = Random(7), Rates(), [0.0] * 11
+    rng, rates, totals = Random(7), EngineRates(), [0.0] * 11
     for second in range(400):
         totals = [
             max(0.0, total + rng.choice([0, 0, 1, 50, 4_000, -1_000 * (rng.random() < 0.02)])) for total in totals
         ]
-        rates.add(Reading(second + rng.random(), rng.randrange(3), *totals))
+        rates.add(EngineCounters(second + rng.random(), rng.randrange(3), *totals))
         for figure in (rates.prefill_tokens_per_s, rates.decode_tokens_per_s, rates.inter_token_s):
             assert math.isfinite(figure)
             assert figure >= 0.0
@@ -314,12 +314,12 @@ def test_a_reading_tells_for_how_long_no_counter_had_moved():
     load = EngineLoad()
     assert load.figures(0.0).still_s is None
     for at_s, scrape, still_s in [
-        (1.0, Scrape(running=1), None),
-        (2.0, Scrape(running=1), None),  # perhaps it counts nothing
-        (5.0, Scrape(running=1, kv_usage=0.1), 0.0),
-        (6.0, Scrape(running=1, kv_usage=0.1), 1.0),
-        (8.0, Scrape(running=1, kv_usage=0.1), 3.0),
-        (9.0, Scrape(), 0.0),
+        (1.0, EngineMetrics(running=1), None),
+        (2.0, EngineMetrics(running=1), None),  # perhaps it counts nothing
+        (5.0, EngineMetrics(running=1, kv_usage=0.1), 0.0),
+        (6.0, EngineMetrics(running=1, kv_usage=0.1), 1.0),
+        (8.0, EngineMetrics(running=1, kv_usage=0.1), 3.0),
+        (9.0, EngineMetrics(), 0.0),
     ]:
         load.add(scrape, at_s)
         assert load.figures(at_s + 9.0).still_s == still_s
@@ -331,7 +331,7 @@ class Still:
     """An engine whose counters stand still until they are told to move."""
 
     def __init__(self):
-        self.now = Scrape()
+        self.now = EngineMetrics()
 
     async def scrape(self):
         return self.now
@@ -362,24 +362,24 @@ async def pass_by(link, clock, seconds, *, in_flight=None):
 async def test_an_engine_stands_still_from_when_it_has_something_to_do(link):
     link, clock = link
     assert await pass_by(link, clock, 60) == 0.0  # idle
-    link.engine.now = Scrape(running=1)
+    link.engine.now = EngineMetrics(running=1)
     assert await pass_by(link, clock, 2) <= 2.0
     assert await pass_by(link, clock, 10) == pytest.approx(10.0, abs=1.0)
     clock.now += 100.0  # in which its metrics were not read
     assert link.still_s() == pytest.approx(10.0, abs=1.0)
-    link.engine.now = Scrape(running=1, steps=1.0)
+    link.engine.now = EngineMetrics(running=1, steps=1.0)
     assert await pass_by(link, clock, 1) == 0.0
     async with link.lock:  # an adapter is loaded
         assert await pass_by(link, clock, 20) == 0.0
     assert await pass_by(link, clock, 10) == pytest.approx(9.0, abs=1.0)
-    link.engine.now = Scrape(steps=1.0)
+    link.engine.now = EngineMetrics(steps=1.0)
     assert await pass_by(link, clock, 3) == 0.0
 
 
 async def test_a_step_may_take_as_long_as_its_prompts(link, monkeypatch):
     link, clock = link
     await pass_by(link, clock, 1)
-    link.engine.now = Scrape(running=1)
+    link.engine.now = EngineMetrics(running=1)
     await pass_by(link, clock, 9)
     assert not link.has_stalled
     await pass_by(link, clock, 4)
@@ -399,7 +399,7 @@ async def test_an_engine_that_counts_nothing_is_never_said_to_stand_still(link):
 async def test_what_an_idle_engine_hangs_in_is_known_from_routers_for_as_long_as_their_word_is_fresh(link):
     link, clock = link
     await pass_by(link, clock, 1)
-    link.engine.now = Scrape(steps=1.0)
+    link.engine.now = EngineMetrics(steps=1.0)
     await pass_by(link, clock, 60, in_flight=0)
     assert await pass_by(link, clock, 10, in_flight=3) == pytest.approx(9.0, abs=1.0)
     assert await pass_by(link, clock, 9) > 17.0

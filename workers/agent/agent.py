@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import structlog
 
-from lorafleet.engine.metrics_page import Scrape
-from lorafleet.kv.connectors import NO_CONNECTOR, Judgement, decided
+from lorafleet.engine.metrics_page import EngineMetrics
+from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict, decided
 from orchestrator.wire import UsageReport
 from workers.agent.engine_link import Link
 from workers.agent.events import Events
@@ -61,7 +61,7 @@ class Agent:
         metrics: WorkerMetrics,
         boot_id: str,
         agent_url: str,
-        connector: Judgement | None = None,
+        connector: ConnectorVerdict | None = None,
         timers: Timers = TIMERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -293,13 +293,13 @@ class Agent:
         self._begin_drain()
         deadline = self._clock() + deadline_s
         quiet_s, quiet_since = max(self.timers.quiet_s, 2 * self.link.step_s()), self._clock()
-        before: Scrape | None = None
+        before: EngineMetrics | None = None
         while True:
             left_s = deadline - self._clock()
             engine = self.link.engine
             try:
                 async with asyncio.timeout(max(1.0, left_s)):
-                    scrape = await engine.scrape() if engine is not None else Scrape()
+                    scrape = await engine.scrape() if engine is not None else EngineMetrics()
             except (EngineError, TimeoutError) as exc:  # unheard is not drained: asked again while there is time
                 if self._clock() >= deadline:
                     message = "draining, but the engine does not say what still runs; ask again"

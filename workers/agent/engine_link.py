@@ -11,7 +11,7 @@ import structlog
 from zmq import ZMQError
 
 from lorafleet.engine.agentless import EngineLoad
-from lorafleet.engine.rates import Rates
+from lorafleet.engine.rates import EngineRates
 from workers.agent.kv_ledger import KvLedgers
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
@@ -74,7 +74,7 @@ class Link:
         """Take a healthy engine into use. Raises EngineError."""
         self._shape = await engine.shape()
         self._mark = self._shape.mark or await engine.boot_mark()
-        self._load.rates = Rates()
+        self._load.rates = EngineRates()
         self.engine, self.boot_id = engine, boot_id
         self.transport = await self._with_ledger(transport)
 
@@ -88,7 +88,7 @@ class Link:
         self.trust()
         await self.close_ledgers()
         self._load.forget_reading()
-        self._metrics.rates(Rates())
+        self._metrics.rates(EngineRates())
 
     def require(self) -> Engine:
         """The engine; raises EngineError `engine_down` while there is none."""

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
-from lorafleet.service.loops import Changes
+from lorafleet.service.loops import ChangeSignal
 from workers.core.errors import AgentRequestError
 from workers.wire import AgentEvent, AgentEventType
 
@@ -20,7 +20,7 @@ class Events:
         self._now = now
         self._listen = listen
         self._kept: deque[AgentEvent] = deque(maxlen=size)
-        self._changes = Changes()
+        self._changes = ChangeSignal()
         self._last = 0
         self._is_closed = False
 

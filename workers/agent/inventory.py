@@ -12,8 +12,8 @@ from statistics import median
 
 import structlog
 
-from lorafleet.kv.connectors import NO_CONNECTOR, Judgement
-from lorafleet.service.loops import Changes
+from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
+from lorafleet.service.loops import ChangeSignal
 from workers.agent.events import Events
 from workers.agent.records import Record, Records
 from workers.config import WorkerSettings
@@ -61,10 +61,10 @@ class Residency:
     ) -> None:
         self.records = records
         self.events = events
-        self.changes = Changes()
+        self.changes = ChangeSignal()
         self.version = 0
         self.slots = Slots(settings.max_loras, settings.max_cpu_loras)
-        self.judgement: Judgement = NO_CONNECTOR
+        self.judgement: ConnectorVerdict = NO_CONNECTOR
         """What the engine's KV connector allows."""
         self._settings = settings
         self._cache = cache

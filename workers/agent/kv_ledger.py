@@ -15,9 +15,9 @@ import msgspec
 import structlog
 
 from lorafleet.kv.blocks import BlockHash
-from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, Ledger, Tier
-from lorafleet.kv.subscribe import Endpoint, Follower, Hub
-from lorafleet.service.loops import Changes
+from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, BlockLedger, Tier
+from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
+from lorafleet.service.loops import ChangeSignal
 from workers.core.errors import AgentRequestError, EngineError
 from workers.metrics import WorkerMetrics
 from workers.wire import KvChange, KvFrame, KvRank, KvSnapshot, Transport, pack_hashes
@@ -59,18 +59,18 @@ class KvLedgers:
         self._metrics = metrics
         self._clock = clock
         self._encode = msgspec.msgpack.Encoder().encode
-        self._changes = Changes()
+        self._changes = ChangeSignal()
         self._is_closed = False
         self._ring: deque[bytes] = deque()
         self._ring_left = ring_bytes
         self._flush_at: asyncio.TimerHandle | None = None
         self._newest_at = clock()
         self._told_whole = True
-        self._hub = Hub(tail_poll_s=tail_poll_s)
+        self._hub = SubscriberHub(tail_poll_s=tail_poll_s)
         replays = transport.kv_replay or ("",) * len(transport.kv_events)
         self.ranks = [_Rank(self, rank, transport.dialect) for rank in range(len(transport.kv_events))]
-        self._followers: list[Follower] = [
-            self._hub.follow(Endpoint(events, replay, transport.kv_topic), rank)
+        self._followers: list[RankSubscriber] = [
+            self._hub.follow(RankEndpoint(events, replay, transport.kv_topic), rank)
             for rank, events, replay in zip(self.ranks, transport.kv_events, replays, strict=True)
         ]
 
@@ -202,7 +202,7 @@ class _Rank:
         self.is_open = False
         self._ledgers = ledgers
         traits = TRAITS.get(dialect, TRAITS["vllm"])
-        self.ledger = Ledger(
+        self.ledger = BlockLedger(
             ledgers.base_model, ledgers.block_size, self, traits, most_blocks=KEPT_TIMES * ledgers.total_blocks
         )
         # Came (True) or went since the last frame; what did both is in neither.

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from lorafleet.engine import arguments
-from lorafleet.engine.arguments import EngineWordsError, value_of
+from lorafleet.engine.arguments import EngineArgumentsError, value_of
 from workers.config import WorkerSettings
 
 log = structlog.get_logger()
@@ -28,7 +28,7 @@ def adopted(settings: WorkerSettings, own_command: Sequence[str], environment: M
     words = (*own_command, *settings.engine_args)
     try:
         arguments.refuse(words, settings.engine, environment)
-    except EngineWordsError as exc:
+    except EngineArgumentsError as exc:
         raise CommandError(str(exc)) from exc
     flags = {name: flag for flag, name in arguments.SAME[settings.engine].items()}
     changes: dict[str, Any] = {}

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from lorafleet.engine.metrics_page import Scrape
-from lorafleet.kv.connectors import Judgement
-from lorafleet.kv.sources import Sources
+from lorafleet.engine.metrics_page import EngineMetrics
+from lorafleet.kv.connectors import ConnectorVerdict
+from lorafleet.kv.sources import KvEventEndpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class Engine(Protocol):
     async def gives_tokens(self, model: str, *, timeout_s: float) -> bool:
         """Whether a request for one token of the base model is answered in time."""
 
-    async def scrape(self) -> Scrape: ...
+    async def scrape(self) -> EngineMetrics: ...
 
-    async def kv_sources(self) -> Sources:
+    async def kv_sources(self) -> KvEventEndpoints:
         """Where its KV events are, of an engine that we did not start; nothing where it does not say."""
 
-    async def connector(self) -> Judgement:
+    async def connector(self) -> ConnectorVerdict:
         """What it tells of its KV connector, of an engine whose command does not say."""
 
     async def boot_mark(self) -> str:

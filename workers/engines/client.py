@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.service.transport import Transport
+from lorafleet.service.transport import DirectTransport
 from workers.core.errors import EngineError
 
 MODELS_TIMEOUT_S = 10.0
@@ -19,7 +19,7 @@ class EngineClient:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        transport = Transport(limits=httpx.Limits(max_keepalive_connections=4, keepalive_expiry=2.0))
+        transport = DirectTransport(limits=httpx.Limits(max_keepalive_connections=4, keepalive_expiry=2.0))
         self._client = httpx.AsyncClient(base_url=url, timeout=10.0, transport=transport, trust_env=False)
 
     async def aclose(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.engine.arguments import last_value
-from lorafleet.kv.connectors import Judgement, judged, offloaded
+from lorafleet.kv.connectors import ConnectorVerdict, judged, offloaded
 from lorafleet.service import yamls
 from workers.engines.adopt import CommandError
 
@@ -26,7 +26,7 @@ _STRINGS = re.compile(r'("(?:[^"\\]|\\.)*")')
 _SUFFIXED = re.compile(r"\b(\d+)(?:\.\d+)?[kKmMgGtT]\b")
 
 
-def named_connector(words: Sequence[str]) -> Judgement | None:
+def named_connector(words: Sequence[str]) -> ConnectorVerdict | None:
     """What the words of an engine's command say of a KV connector; None: they name none.
 
     Read are `--kv-transfer-config` (JSON, or its fields by `--kv-transfer-config.field value`) and

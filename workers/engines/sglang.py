@@ -23,9 +23,9 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from lorafleet.engine.metrics_page import Scrape
-from lorafleet.kv.connectors import NO_CONNECTOR, Judgement
-from lorafleet.kv.sources import Sources, sources_of
+from lorafleet.engine.metrics_page import EngineMetrics
+from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
+from lorafleet.kv.sources import KvEventEndpoints, sources_of
 from workers.core.errors import EngineError
 from workers.engines.base import Shape, Traits
 from workers.engines.client import METRICS_TIMEOUT_S, EngineClient
@@ -106,24 +106,26 @@ class SglangEngine(EngineClient):
     async def is_healthy(self, *, timeout_s: float) -> bool:
         return await super().is_healthy(timeout_s=max(timeout_s, _HEALTH_WITHIN_S))
 
-    async def kv_sources(self) -> Sources:
+    async def kv_sources(self) -> KvEventEndpoints:
         """Its own --kv-events-config, among the arguments that it tells."""
         try:
             told = dict(json.loads((await self._info()).get("kv_events_config") or "{}"))
         except (ValueError, TypeError):
-            return Sources()
+            return KvEventEndpoints()
         return sources_of(httpx.URL(self.url).host, [told])
 
-    async def connector(self) -> Judgement:
+    async def connector(self) -> ConnectorVerdict:
         """By its arguments: its own caches are kept apart by adapter, and of these two nobody has looked."""
         info = await self._info()
         for argument in ("enable_lmcache", "hicache_storage_backend"):
             if info.get(argument):
                 flag = f"--{argument.replace('_', '-')}"
-                return Judgement("refused", f"how SGLang's {flag} keeps adapters apart is not known", is_known=False)
+                return ConnectorVerdict(
+                    "refused", f"how SGLang's {flag} keeps adapters apart is not known", is_known=False
+                )
         return NO_CONNECTOR
 
-    async def scrape(self) -> Scrape:
+    async def scrape(self) -> EngineMetrics:
         """Its counters are on one page, and who runs now on another: the gauge of that on the first is set every 40
         decoded tokens only (seen running), and `/v1/loads` at each prefill, every 15 tokens and when all is done.
         """
@@ -152,7 +154,7 @@ class SglangEngine(EngineClient):
         return info
 
 
-def parse_metrics(page: str, loads: Sequence[Mapping[str, Any]]) -> Scrape:
+def parse_metrics(page: str, loads: Sequence[Mapping[str, Any]]) -> EngineMetrics:
     """What one page of SGLang's /metrics says, and what its ranks' /v1/loads.
 
     Seconds in prefill are there only with SGLANG_ENABLE_METRICS_DEVICE_TIMER=1; its times of single requests are
@@ -165,7 +167,7 @@ def parse_metrics(page: str, loads: Sequence[Mapping[str, Any]]) -> Scrape:
     queued = _total(families, "sglang:queue_time_seconds_sum")
     running = sum(_whole(load.get("num_running_reqs")) for load in loads)
     waiting = sum(_whole(load.get("num_waiting_reqs")) for load in loads)
-    return Scrape(
+    return EngineMetrics(
         # A prompt that is being computed neither runs nor waits there: what is at work is then told by HTTP alone, and
         # by that for two seconds more after the end of a stream.
         running=running if running or waiting else _asked(families),

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import httpx
 
-from lorafleet.engine.metrics_page import SERVER_INFO, Scrape, parse_metrics, transfer_config
+from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
 from lorafleet.engine.vllm_errors import is_ending
-from lorafleet.kv.connectors import Judgement, learned
-from lorafleet.kv.sources import Sources, sources_of
+from lorafleet.kv.connectors import ConnectorVerdict, learned
+from lorafleet.kv.sources import KvEventEndpoints, sources_of
 from workers.core.errors import EngineError
 from workers.engines.base import Shape, Traits
 from workers.engines.client import MODELS_TIMEOUT_S, EngineClient
@@ -59,24 +59,24 @@ class VllmEngine(EngineClient):
     async def boot_mark(self) -> str:
         return _mark(await self.scrape())
 
-    async def kv_sources(self) -> Sources:
+    async def kv_sources(self) -> KvEventEndpoints:
         """entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig."""
         answer = await self._call("GET", "/kv_event_sources", timeout_s=MODELS_TIMEOUT_S)
         try:
             ranks = answer.json()
             told = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
         except (ValueError, KeyError, TypeError):
-            return Sources()  # an older vLLM
+            return KvEventEndpoints()  # an older vLLM
         return sources_of(httpx.URL(self.url).host, told)
 
-    async def connector(self) -> Judgement:
+    async def connector(self) -> ConnectorVerdict:
         """From its `/server_info` where it has one, else from its metrics."""
         answer = await self._call("GET", SERVER_INFO, timeout_s=_INFO_TIMEOUT_S)
         told = transfer_config(answer.content) if answer.is_success else None
         scrape = await self.scrape()
         return learned(told, offloading=scrape.offloading, has_connector=scrape.has_connector)
 
-    async def scrape(self) -> Scrape:
+    async def scrape(self) -> EngineMetrics:
         return parse_metrics(await self._metrics_page())
 
 
@@ -89,5 +89,5 @@ def _said(what: str, answer: httpx.Response) -> str:
     return f"{what}: the engine answered {answer.status_code}: {text}"
 
 
-def _mark(scrape: Scrape) -> str:
+def _mark(scrape: EngineMetrics) -> str:
     return f"{scrape.started_at:.2f}"
