@@ -38,7 +38,7 @@ from lorafleet.kv.ledger import BlockLedger, Tier
 from orchestrator.wire import Catalog, CatalogAdapter
 from router.core.fleet import RouterFleet
 from router.core.kv.index import KvIndex, WorkerId
-from router.core.queue.fair_queue import Match, Prompt
+from router.core.queue.fair_queue import HashedRequest, PrefixMatch
 from router.core.resolve import resolve
 from router.core.schedule.decision import Decision
 from router.core.scheduler import Scheduler
@@ -47,7 +47,7 @@ from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class DecisionBenchSize:
     """How much is measured."""
 
     rounds: int
@@ -57,8 +57,8 @@ class Size:
     events: int
 
 
-FULL = Size(rounds=15, calls=200, prompts=200, blocks=1_000_000, events=65_536)
-QUICK = Size(rounds=3, calls=20, prompts=20, blocks=50_000, events=2_048)
+FULL = DecisionBenchSize(rounds=15, calls=200, prompts=200, blocks=1_000_000, events=65_536)
+QUICK = DecisionBenchSize(rounds=3, calls=20, prompts=20, blocks=50_000, events=2_048)
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
 # --- hash and match ---------------------------------------------------------------------------------------------------
 
 
-def matching(replicas: int, reach_us: float, size: Size) -> list[Row]:
+def matching(replicas: int, reach_us: float, size: DecisionBenchSize) -> list[Row]:
     """One prompt of which replica i has a share i / n: the most different depths that there can be."""
     tokens = some_tokens(Random(7), PROMPT_TOKENS)
     root = root_hash(BASE, engine_name(7))
@@ -136,7 +136,7 @@ def matching(replicas: int, reach_us: float, size: Size) -> list[Row]:
 # --- the whole decision -----------------------------------------------------------------------------------------------
 
 
-def deciding(size: Size) -> list[Row]:
+def deciding(size: DecisionBenchSize) -> list[Row]:
     """resolve, hash, match, cost, pick; token ids given. Each decision is about another prompt and adapter."""
     few, some, many = (a_router(adapters, size) for adapters in (10, 1_000, 10_000))
     p50, p99 = quantiles_us(some, rounds=size.rounds)
@@ -151,15 +151,15 @@ def deciding(size: Size) -> list[Row]:
     ]
 
 
-def a_router(adapters: int, size: Size) -> list[Callable[[], Decision]]:
+def a_router(adapters: int, size: DecisionBenchSize) -> list[Callable[[], Decision]]:
     """As many decisions to be taken, each by the same mind, over 64 replicas that all could take it."""
     rng = Random(7)
     fleet, index = a_fleet(64, adapters), KvIndex(BLOCK_SIZE)
 
-    def matched(prompt: Prompt) -> Match:
+    def matched(prompt: HashedRequest) -> PrefixMatch:
         chain = prompt.chains[BLOCK_SIZE]
         depths = index.match(chain)
-        return Match(depths, index.lower_tiers(chain, depths))
+        return PrefixMatch(depths, index.lower_tiers(chain, depths))
 
     mind = Scheduler(roster=fleet.roster, match=matched, rng=rng)
     for replica in fleet.replicas.values():
@@ -181,7 +181,7 @@ def a_router(adapters: int, size: Size) -> list[Callable[[], Decision]]:
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-class Into:
+class _BenchSink:
     """A worker's changes, put into an index."""
 
     def __init__(self, index: KvIndex, worker: WorkerId) -> None:
@@ -197,13 +197,13 @@ class Into:
         self._index.replace(self._worker, {})
 
 
-def events(size: Size) -> list[Row]:
+def events(size: DecisionBenchSize) -> list[Row]:
     """Stores by 64 engines in turn, msgpack decoding included, until a million blocks are there; medians of windows."""
     stores = list(engine_events(Random(5), size.events, EVENT_BLOCKS))
     removals = [(worker, removed(payload)) for worker, payload in stores]
     singles = list(engine_events(Random(6), size.events, 1))
     frames = list(agent_frames(Random(5), size.events))
-    engine, agent, one = EngineFeeds(), AgentFeeds(), EngineFeeds()
+    engine, agent, one = BenchEngineFeeds(), BenchAgentFeeds(), BenchEngineFeeds()
     named = ("events applied, 16 blocks each", "one event a message")
     rows = [
         Row(
@@ -227,13 +227,13 @@ def events(size: Size) -> list[Row]:
     return rows
 
 
-class EngineFeeds:
+class BenchEngineFeeds:
     """64 engines without agents: decoder and ledger each, one index."""
 
     def __init__(self) -> None:
         self.index = KvIndex(BLOCK_SIZE)
         self._decode = [KvEventDecoder().decode for _ in range(64)]
-        self._ledgers = [BlockLedger(BASE, BLOCK_SIZE, Into(self.index, worker_id(i))) for i in range(64)]
+        self._ledgers = [BlockLedger(BASE, BLOCK_SIZE, _BenchSink(self.index, worker_id(i))) for i in range(64)]
 
     def apply(self, worker: int, payload: bytes) -> None:
         self._ledgers[worker].apply(self._decode[worker](payload))
@@ -243,7 +243,7 @@ class EngineFeeds:
         return sum(ledger.rejected.total() for ledger in self._ledgers)
 
 
-class AgentFeeds:
+class BenchAgentFeeds:
     """64 agents' streams, one index."""
 
     def __init__(self) -> None:
@@ -322,7 +322,7 @@ def dynamo() -> tuple[str, float] | tuple[None, None]:
 # --- growth and memory ------------------------------------------------------------------------------------------------
 
 
-def growth(size: Size) -> list[Row]:
+def growth(size: DecisionBenchSize) -> list[Row]:
     """Matches of prompts of 512 blocks, any of those in the tree, in small and in large trees."""
     rng = Random(11)
     prompts = [
@@ -378,7 +378,7 @@ def growth(size: Size) -> list[Row]:
     return rows
 
 
-def forgetting(index: KvIndex, size: Size) -> list[Row]:
+def forgetting(index: KvIndex, size: DecisionBenchSize) -> list[Row]:
     """A worker goes: what that costs at once, and each step of the sweep that follows."""
     steps = []
     began = time.perf_counter()
@@ -396,7 +396,7 @@ def forgetting(index: KvIndex, size: Size) -> list[Row]:
     ]
 
 
-def memory(size: Size) -> list[Row]:
+def memory(size: DecisionBenchSize) -> list[Row]:
     """Resident memory of a fresh process after as before, so that nothing else is in the figure."""
     rows = []
     for what, name, reach in (
@@ -414,7 +414,7 @@ def memory(size: Size) -> list[Row]:
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def adopting(size: Size) -> list[Row]:
+def adopting(size: DecisionBenchSize) -> list[Row]:
     """A catalog of 10,000 adapters: parsed, named, and the first of them resolved."""
     adapters = tuple(
         CatalogAdapter(lora_id=lora_id(n), digest=digest(n), base_model=BASE, source="file:///a", state="ready")

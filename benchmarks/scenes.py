@@ -5,9 +5,9 @@ from random import Random
 from types import MappingProxyType
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.fleet import Replica, Report, Resident, RoutableAdapter, RouterFleet
+from router.core.fleet import EngineReport, Replica, ResidentAdapter, RoutableAdapter, RouterFleet
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import Prompt
+from router.core.queue.fair_queue import HashedRequest
 from router.core.resolve import resolve
 from router.core.schedule.decision import Decision, RoutingRequest
 from router.core.scheduler import Scheduler, first_blocks
@@ -24,15 +24,17 @@ def decide(fleet: RouterFleet, mind: Scheduler, model: str, tokens: "array[int]"
     root = root_hash(target.base_model, name)
     chains = {BLOCK_SIZE: block_hashes(tokens, block_size=BLOCK_SIZE, root=root)}
     ask = RoutingRequest(target.base_model, name, len(tokens), first_blocks=first_blocks(chains))
-    return mind.decide(Prompt(ask, chains), NOW)
+    return mind.decide(HashedRequest(ask, chains), NOW)
 
 
 def a_fleet(replicas: int, adapters: int) -> RouterFleet:
     """All adapters on all replicas: the most choices that a decision can have."""
     residents = MappingProxyType(
-        {engine_name(n): Resident(lora_id(n), digest(n), engine_name(n)) for n in range(adapters)}
+        {engine_name(n): ResidentAdapter(lora_id(n), digest(n), engine_name(n)) for n in range(adapters)}
     )
-    report = Report(running=2, waiting=1, kv_usage=0.3, prefill_tokens_per_s=9000.0, decode_tokens_per_s=40.0, at=NOW)
+    report = EngineReport(
+        running=2, waiting=1, kv_usage=0.3, prefill_tokens_per_s=9000.0, decode_tokens_per_s=40.0, at=NOW
+    )
     fleet = [
         Replica(
             id=worker_id(i),

@@ -40,7 +40,7 @@ from benchmarks.scenes import (
 from lorafleet.kv.blocks import block_hashes, root_hash
 from router.core.scheduler import Scheduler
 from router.http.engine_pool import EnginePool
-from router.kv.feeds import Feeds, Source
+from router.kv.feeds import KvFeeds, Source
 from router.request.stages import match
 from router.telemetry.metrics import RouterMetrics
 from workers.wire import KV_HASHING, KvChange, KvFrame, KvRank, KvSnapshot, pack_hashes
@@ -98,7 +98,7 @@ class _Spell:
 class _Router(asyncio.DatagramProtocol):
     """A router without its clients' side: feeds, mind, and a decision for every datagram."""
 
-    def __init__(self, feeds: Feeds) -> None:
+    def __init__(self, feeds: KvFeeds) -> None:
         self._feeds = feeds
         self._fleet = a_fleet(_REPLICAS, _ADAPTERS)
         self._mind = Scheduler(roster=self._fleet.roster, match=partial(match, feeds), rng=Random(1))
@@ -156,7 +156,7 @@ class _Router(asyncio.DatagramProtocol):
 @asynccontextmanager
 async def _router(addresses: list[str], kind: str) -> AsyncIterator[_Router]:
     pool = EnginePool(connect_s=5.0)
-    feeds = Feeds(RouterMetrics(), tail_poll_s=60.0, pool=pool)
+    feeds = KvFeeds(RouterMetrics(), tail_poll_s=60.0, pool=pool)
     router = _Router(feeds)
     for number, address in enumerate(addresses):
         where = {"events": (address,)} if kind == "engines" else {"agent_url": address, "ledger": KV_HASHING}

@@ -41,24 +41,24 @@ from lorafleet.service.transport import DirectTransport
 from router.api.control import answers, control_routes, describe_inference, exposed, health_routes
 from router.config import RouterSettings
 from router.core.errors import RouterError
-from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, State
+from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 from router.core.failover.poison import PoisonRequests
 from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Incarnation, Replica
 from router.core.kv.index import WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.queue.quota import Quotas
-from router.core.schedule.cost import Costs
+from router.core.schedule.cost import CostSettings
 from router.core.schedule.load import LoadBook
 from router.core.schedule.policies import POLICIES
-from router.core.scheduler import Scheduler, Shadowed
+from router.core.scheduler import Scheduler, ShadowComparison
 from router.fleet.discovery import Discovery
 from router.fleet.health_probe import Finding, HealthProbes
 from router.fleet.usage_report import UsageCounts, send_usage
 from router.http.engine_pool import EnginePool
 from router.http.error_shapes import error_body
 from router.http.fetch import fetch, stream
-from router.kv.feeds import Feeds
+from router.kv.feeds import KvFeeds
 from router.processes import supervisor
 from router.processes.aggregate import WorkerProcesses
 from router.processes.shared_quotas import SharedQuotas
@@ -92,10 +92,10 @@ _SWEEP_BLOCKS = 5_000
 
 
 @dataclass(slots=True, kw_only=True)
-class _Joined:
+class _WorkerListener:
     """Hears of every worker and tells the parts that care."""
 
-    feeds: Feeds
+    feeds: KvFeeds
     load: LoadBook
     trust: PredictionAccuracy
     breaker: CircuitBreaker
@@ -175,12 +175,12 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         metrics=metrics,
     )
     agents = EnginePool(connect_s=config.control_timeout_s)
-    feeds = Feeds(metrics, config.kv_tail_poll_s, trust, own, agents)
+    feeds = KvFeeds(metrics, config.kv_tail_poll_s, trust, own, agents)
     usage = UsageCounts(router_id, load)
     outbox = Outbox()
     if config.state_dir is not None:
         make_folder(config.state_dir, "state_dir")
-    joined = _Joined(
+    joined = _WorkerListener(
         feeds=feeds,
         load=load,
         trust=trust,
@@ -268,7 +268,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
 def _mind(
     config: RouterSettings,
     discovery: Discovery,
-    feeds: Feeds,
+    feeds: KvFeeds,
     load: LoadBook,
     breaker: CircuitBreaker,
     metrics: RouterMetrics,
@@ -280,7 +280,7 @@ def _mind(
         shadows=[POLICIES[name]() for name in config.shadow_policies],
         shadowed=lambda shadow: _count_shadow(metrics, shadow),
         shadow_failed=lambda name, exc: _count_shadow_failure(metrics, name, exc),
-        costs=Costs(**config.costs),
+        costs=CostSettings(**config.costs),
         late_binding_s=config.late_binding_s,
         most_in_flight_tokens=config.max_in_flight_tokens,
         breaker=breaker,
@@ -404,7 +404,7 @@ def _discovery(
     control: httpx.AsyncClient,
     agents: EnginePool,
     own: OwnKey,
-    listener: _Joined,
+    listener: _WorkerListener,
     metrics: RouterMetrics,
 ) -> Discovery:
     slices = None
@@ -468,19 +468,19 @@ def _breaker_rules(config: RouterSettings) -> BreakerRules:
     )
 
 
-def _count_circuit(metrics: RouterMetrics, replica: Replica, state: State, why: str) -> None:
+def _count_circuit(metrics: RouterMetrics, replica: Replica, state: CircuitState, why: str) -> None:
     metrics.circuit_open.labels(replica.id).set(state == "open")
     if state == "open":
         metrics.circuit_openings.labels(replica.id, why).inc()
     log.warning("circuit changed", worker=replica.id, state=state, why=why)
 
 
-def _count_shadow(metrics: RouterMetrics, shadow: Shadowed) -> None:
+def _count_shadow(metrics: RouterMetrics, shadow: ShadowComparison) -> None:
     metrics.shadow_decisions.labels(shadow.policy, "yes" if shadow.agrees else "no").inc()
     metrics.shadow_cost.labels(shadow.policy).inc(shadow.cost_s)
 
 
-async def _sweep(feeds: Feeds, metrics: RouterMetrics) -> None:
+async def _sweep(feeds: KvFeeds, metrics: RouterMetrics) -> None:
     async def step() -> None:
         for index in (*feeds.indexes.values(), *feeds.approximate.values()):
             index.sweep(_SWEEP_BLOCKS)

@@ -11,7 +11,7 @@ from pydantic_settings import SettingsConfigDict
 from lorafleet.engine.agentless import engines_by_id
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.settings import Key, ServiceSettings, Url
-from router.core.schedule.cost import Costs
+from router.core.schedule.cost import CostSettings
 
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+")
 
@@ -240,8 +240,8 @@ class RouterSettings(ServiceSettings):
     @field_validator("costs")
     @classmethod
     def _known(cls, costs: dict[str, float]) -> dict[str, float]:
-        known = [field.name for field in fields(Costs)]
+        known = [field.name for field in fields(CostSettings)]
         if unknown := sorted(costs.keys() - set(known)):
             raise ValueError(f"unknown {unknown}; known: {', '.join(known)}")
-        Costs(**costs)
+        CostSettings(**costs)
         return costs

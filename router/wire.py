@@ -8,11 +8,11 @@ from pydantic import BaseModel, ConfigDict, FailFast
 WIRE = 1
 
 
-class _Wire(BaseModel):
+class _RouterModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class ScoreItem(_Wire):
+class ScoreItem(_RouterModel):
     """One replica's terms in seconds. `winner` is where the request goes; one that was `passed_over` has all its
     adapter slots in use, while another has not.
     """
@@ -34,12 +34,12 @@ class ScoreItem(_Wire):
     cost_s: float
 
 
-class RejectedItem(_Wire):
+class RejectedItem(_RouterModel):
     worker_id: str
     reason: str
 
 
-class RouteAnswer(_Wire):
+class RouteAnswer(_RouterModel):
     """`POST /v1/route`, and an item of `GET /v1/decisions`.
 
     cached_tokens         predicted; `engine_cached_tokens` is the engine's own word, null where it has told none
@@ -71,14 +71,14 @@ class RouteAnswer(_Wire):
     wire: int = WIRE
 
 
-class RecordedTrust(_Wire):
+class RecordedTrust(_RouterModel):
     """Of an item's scores: how far a worker's predictions were to be believed."""
 
     worker_id: str
     trust: str
 
 
-class ReplayBody(_Wire):
+class ReplayBody(_RouterModel):
     """`POST /v1/decisions/replay`: an item of `GET /v1/decisions` as it is, or no more of it than its record.
 
     policy  another rule than the recorded one: what it would have chosen
@@ -92,7 +92,7 @@ class ReplayBody(_Wire):
     policy: str | None = None
 
 
-class DecisionList(_Wire):
+class DecisionList(_RouterModel):
     """`GET /v1/decisions`.
 
     missing  processes of this router, by their slot, that did not answer in time: theirs are not among the data

@@ -16,7 +16,7 @@ from benchmarks.trace.measure import GOOD, Case, Figures, names
 from benchmarks.trace.table import by_case, show
 from benchmarks.trace.tasks import Task, begin, do
 from benchmarks.trace.workload import WHERE_FROM, Line, drawn, read
-from router.core.schedule.cost import Costs
+from router.core.schedule.cost import CostSettings
 
 VARIABLE = "LORAFLEET_TRACE"
 CAPACITIES, LOADS, ROUTERS, REPORTS_S, SEEDS = (750, 2000), (0.5, 1.0, 1.5, 2.0, 3.0), (1, 4), (1.0, 5.0), 3
@@ -134,8 +134,10 @@ def _floats(text: str) -> tuple[float, ...]:
 
 def _cost(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
-    if name not in Costs.__slots__:
-        raise argparse.ArgumentTypeError(f"{name!r}: no field of Costs; there are {', '.join(Costs.__slots__)}")
+    if name not in CostSettings.__slots__:
+        raise argparse.ArgumentTypeError(
+            f"{name!r}: no field of the costs; there are {', '.join(CostSettings.__slots__)}"
+        )
     return name, float(value)
 
 

@@ -10,7 +10,7 @@ from benchmarks.trace.fleet import Fleet, Router, Setting
 from benchmarks.trace.ours import Ours
 from benchmarks.trace.peers import PEERS, Peer
 from benchmarks.trace.workload import Line, Request, requests_of
-from router.core.schedule.cost import Costs
+from router.core.schedule.cost import CostSettings
 from router.core.schedule.policies import POLICIES
 
 # A request is good when it meets both.
@@ -58,7 +58,14 @@ def names() -> list[str]:
 
 
 def run(
-    policy: str, lines: list[Line], case: Case, seed: int, *, hardware: Hardware, late_binding_s: float, costs: Costs
+    policy: str,
+    lines: list[Line],
+    case: Case,
+    seed: int,
+    *,
+    hardware: Hardware,
+    late_binding_s: float,
+    costs: CostSettings,
 ) -> tuple[Figures, list[Request], Fleet]:
     """One policy, one seed. The same seed gives every policy the same requests and the same fleet."""
     setting = Setting(hardware=hardware, routers=case.routers, report_s=case.report_s)

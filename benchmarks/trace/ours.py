@@ -8,12 +8,12 @@ from benchmarks.trace.fleet import Changes, Fleet, Reading
 from benchmarks.trace.workload import ADAPTERS, BLOCK, Request
 from lorafleet.kv.blocks import BlockHash
 from router.core.errors import NoReplica
-from router.core.fleet import AdapterLocation, Replica, Report, Resident, Roster
-from router.core.kv.index import Hold, KvIndex, WorkerId
-from router.core.queue.fair_queue import Match, Prompt, QueuedRequest
-from router.core.schedule.cost import Costs
+from router.core.fleet import AdapterLocation, EngineReport, Replica, ResidentAdapter, Roster
+from router.core.kv.index import KvIndex, PendingBlocks, WorkerId
+from router.core.queue.fair_queue import HashedRequest, PrefixMatch, QueuedRequest
+from router.core.schedule.cost import CostSettings
 from router.core.schedule.decision import Decision, RoutingRequest
-from router.core.schedule.load import InFlight
+from router.core.schedule.load import LoadEntry
 from router.core.schedule.policies import POLICIES
 from router.core.scheduler import Scheduler
 
@@ -28,13 +28,13 @@ MOST_WAIT_S = 60.0
 
 _NAMES = [f"adapter-{n}" for n in range(ADAPTERS)]
 _PLACES: tuple[AdapterLocation, ...] = ("device", "host", "disk")
-_RESIDENTS = {place: [Resident(name, "", name, place) for name in _NAMES] for place in _PLACES}
+_RESIDENTS = {place: [ResidentAdapter(name, "", name, place) for name in _NAMES] for place in _PLACES}
 
 
 class Ours:
     """One router of ours with one of its policies."""
 
-    def __init__(self, policy: str, fleet: Fleet, seed: int, *, costs: Costs, late_binding_s: float) -> None:
+    def __init__(self, policy: str, fleet: Fleet, seed: int, *, costs: CostSettings, late_binding_s: float) -> None:
         workers = range(len(fleet.engines))
         self._fleet = fleet
         self._ids = [WorkerId(f"w{n}") for n in workers]
@@ -48,7 +48,7 @@ class Ours:
             late_binding_s=late_binding_s,
             rng=Random(seed),
         )
-        self._flights: dict[Request, tuple[InFlight, Hold]] = {}
+        self._flights: dict[Request, tuple[LoadEntry, PendingBlocks]] = {}
         self._tickets: dict[Request, QueuedRequest] = {}
         self._is_polling = False
         self._looked = -1.0
@@ -64,7 +64,7 @@ class Ours:
             first_blocks=(request.keys or [0])[min(1, len(request.keys) - 1)],
         )
         ticket = QueuedRequest(
-            prompt=Prompt(ask, {BLOCK: [BlockHash(key) for key in request.keys]}),
+            prompt=HashedRequest(ask, {BLOCK: [BlockHash(key) for key in request.keys]}),
             adapter=ask.engine_name,
             payload=request,
         )
@@ -116,15 +116,15 @@ class Ours:
                 at += 1
             (self._index.add if is_new else self._index.drop)(self._ids[worker], run)
 
-    def _match(self, prompt: Prompt) -> Match:
-        return Match(self._index.match(prompt.chains[BLOCK]))
+    def _match(self, prompt: HashedRequest) -> PrefixMatch:
+        return PrefixMatch(self._index.match(prompt.chains[BLOCK]))
 
     def _replica(self, worker: int, reading: Reading | None = None) -> Replica:
         hardware = self._fleet.setting.hardware
-        report = Report()
-        residents: Mapping[str, Resident] = dict(zip(_NAMES, _RESIDENTS["disk"], strict=True))
+        report = EngineReport()
+        residents: Mapping[str, ResidentAdapter] = dict(zip(_NAMES, _RESIDENTS["disk"], strict=True))
         if reading is not None:
-            report = Report(
+            report = EngineReport(
                 running=reading.running,
                 waiting=reading.waiting,
                 kv_usage=reading.kv_usage,

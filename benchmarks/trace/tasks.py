@@ -7,7 +7,7 @@ from benchmarks.trace.engine import Hardware
 from benchmarks.trace.ideals import Ideals, ideals
 from benchmarks.trace.measure import Case, Figures, run
 from benchmarks.trace.workload import Line, requests_of
-from router.core.schedule.cost import Costs
+from router.core.schedule.cost import CostSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def do(task: Task) -> Figures | Ideals:
         task.seed,
         hardware=_hardware(options, case.capacity),
         late_binding_s=options.late_binding,
-        costs=replace(Costs(), **dict(options.cost)),
+        costs=replace(CostSettings(), **dict(options.cost)),
     )
     return figures
 

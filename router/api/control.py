@@ -30,7 +30,7 @@ _DECISIONS = "decisions"
 _DECISIONS_WITHIN_S = 10.0
 
 
-class _Wanted(msgspec.Struct, frozen=True):
+class _DecisionFilter(msgspec.Struct, frozen=True):
     """Which decisions; one process of several asks the others for theirs with it."""
 
     adapter: str | None
@@ -40,7 +40,7 @@ class _Wanted(msgspec.Struct, frozen=True):
 
 
 _Items = list[tuple[float, msgspec.Raw]]
-_decode_wanted = msgspec.json.Decoder(_Wanted).decode
+_decode_wanted = msgspec.json.Decoder(_DecisionFilter).decode
 _decode_items = msgspec.json.Decoder(_Items).decode
 
 
@@ -53,7 +53,7 @@ def answers(parts: Services) -> Mapping[str, Answer]:
     return {_DECISIONS: decisions}
 
 
-async def _decisions(parts: Services, wanted: _Wanted) -> _Items:
+async def _decisions(parts: Services, wanted: _DecisionFilter) -> _Items:
     """The newest of this process first: (when, the item as JSON)."""
     found = [d for d in reversed(parts.decisions) if _is_about(d, wanted.adapter, wanted.worker, wanted.request)]
     items: _Items = []
@@ -126,7 +126,7 @@ def control_routes(parts: Services, siblings: WorkerProcesses | None = None) -> 
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> Any:
         """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`; `request` a request's id."""
-        wanted = _Wanted(adapter, worker, request, limit)
+        wanted = _DecisionFilter(adapter, worker, request, limit)
         items = await _decisions(parts, wanted)
         missing = []
         if siblings is not None:

@@ -8,7 +8,7 @@ from router.core.fleet import Roster, rejection
 from router.core.kv.index import WorkerId
 from router.core.schedule.decision import Decision, RoutingRequest, too_short
 from router.core.schedule.policies import POLICIES
-from router.core.schedule.policies.kv_lora import KvLora, within_slots
+from router.core.schedule.policies.kv_lora import KvLoraPolicy, within_slots
 from router.core.schedule.record import record_of, replayed
 from router.request.services import RequestRecord
 from router.tokenizing.tokenizers import Source
@@ -127,7 +127,7 @@ def again(body: ReplayBody) -> RouteAnswer:
 
 def _guarded(decision: Decision) -> frozenset[WorkerId]:
     """Those that the working-set guard passed over: this adapter would be one more than their slots."""
-    if decision.policy != KvLora.name:
+    if decision.policy != KvLoraPolicy.name:
         return frozenset()
     able = decision.scene.able(decision.ask)
     fits = within_slots(decision.ask, decision.scene, able)

@@ -9,12 +9,12 @@ RouterError
 │   ├── AnswerTooLarge      400 answer_too_large: it was computed, and is more than may be held
 │   ├── Saturated           429 saturated, with Retry-After: too much waits here already
 │   └── RateLimited         429 rate_limited, with Retry-After: this key has had its share
-├── Unavailable             ours: 503 with Retry-After
+├── TemporarilyUnavailable  ours: 503 with Retry-After
 │   ├── NoReplica           no_replica: nothing serves this base model now
 │   ├── NoCapacity          no_capacity: no worker has room for this adapter
 │   ├── ColdStartTimeout    adapter_loading: it was not there in time
 │   ├── CatalogUnavailable  catalog_unavailable: we never heard what exists
-│   └── HeldBack            deadly_request: engines died of it, or of its adapter
+│   └── PoisonRequestHeld   deadly_request: engines died of it, or of its adapter
 ├── DeadlineExceeded        504 deadline_exceeded: the request's own deadline passed before an answer began
 ├── NoAnswerInTime          504 no_answer_in_time: its engine took too long; sent again it would take as long
 ├── ReplicaUnreachable      no byte was sent to the client: another replica may be tried
@@ -99,7 +99,7 @@ class RateLimited(RequestError):
         self.headers = headers
 
 
-class Unavailable(RouterError):
+class TemporarilyUnavailable(RouterError):
     """Not now; coming back after `retry_after_s` may help."""
 
     status = 503
@@ -109,19 +109,19 @@ class Unavailable(RouterError):
         super().__init__(message, retry_after_s=retry_after_s)
 
 
-class NoReplica(Unavailable):
+class NoReplica(TemporarilyUnavailable):
     code = "no_replica"
 
 
-class NoCapacity(Unavailable):
+class NoCapacity(TemporarilyUnavailable):
     code = "no_capacity"
 
 
-class ColdStartTimeout(Unavailable):
+class ColdStartTimeout(TemporarilyUnavailable):
     code = "adapter_loading"
 
 
-class CatalogUnavailable(Unavailable):
+class CatalogUnavailable(TemporarilyUnavailable):
     code = "catalog_unavailable"
 
 
@@ -129,7 +129,7 @@ NO_CATALOG = "this router has not heard from the orchestrator yet; is it up, whe
 NOBODY_HEARD = "this router has not asked each of its workers yet, or none has answered: what they serve is not known"
 
 
-class HeldBack(Unavailable):
+class PoisonRequestHeld(TemporarilyUnavailable):
     code = "deadly_request"
 
 

@@ -18,7 +18,7 @@ Excluded = frozenset[Incarnation]
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class ResidentAdapter:
     """One adapter that an engine reports as ready to serve."""
 
     lora_id: str
@@ -28,7 +28,7 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EngineReport:
     """An engine's own counters, and when (our clock) they were read. Rates and seconds are 0.0 until measured.
 
     prefill_tokens_per_s  of a prefill that has the engine for itself
@@ -79,14 +79,14 @@ class Replica:
     total_kv_blocks: int = 0
     max_lora_rank: int = 0
     engine_boot_id: str = ""
-    residents: Mapping[str, Resident] = field(default_factory=lambda: MappingProxyType({}))
+    residents: Mapping[str, ResidentAdapter] = field(default_factory=lambda: MappingProxyType({}))
     draining: frozenset[str] = frozenset()
     is_far: bool = False
     is_suspect: bool = False
     is_ending: bool = False
     refusal: str = ""
     is_salted: bool = False
-    report: Report = Report()
+    report: EngineReport = EngineReport()
     model_name: str = ""
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class RoutableAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Alias:
+class AdapterAlias:
     """A name for one or more adapters: (lora_id, weight) pairs."""
 
     name: str
@@ -200,7 +200,7 @@ class Roster:
         return longest
 
     @cached_property
-    def middle(self) -> Report:
+    def middle(self) -> EngineReport:
         """The median over the replicas of each learned figure, those that have none left out; 0.0 without any."""
 
         def of(figures: Iterable[float]) -> float:
@@ -208,7 +208,7 @@ class Roster:
             return median(measured) if measured else 0.0
 
         reports = [replica.report for replica in self.replicas]
-        return Report(
+        return EngineReport(
             prefill_tokens_per_s=of(report.prefill_tokens_per_s for report in reports),
             decode_tokens_per_s=of(report.decode_tokens_per_s for report in reports),
             output_tokens=of(report.output_tokens for report in reports),
@@ -249,7 +249,7 @@ class RouterFleet:
     revision: int = 0
     replicas: Mapping[WorkerId, Replica] = field(default_factory=lambda: MappingProxyType({}))
     adapters: Mapping[str, RoutableAdapter] = field(default_factory=lambda: MappingProxyType({}))
-    aliases: Mapping[str, Alias] = field(default_factory=lambda: MappingProxyType({}))
+    aliases: Mapping[str, AdapterAlias] = field(default_factory=lambda: MappingProxyType({}))
 
     @cached_property
     def base_models(self) -> dict[str, Replica | None]:

@@ -13,7 +13,7 @@ from router.core.fleet import RoutableAdapter, RouterFleet
 Visible = Callable[[RoutableAdapter], bool]
 
 
-class Target(msgspec.Struct, frozen=True):
+class RequestTarget(msgspec.Struct, frozen=True):
     """What to run. `asked` is the name to answer with: what the client said, or the base model's name."""
 
     base_model: str
@@ -23,7 +23,7 @@ class Target(msgspec.Struct, frozen=True):
 
 def resolve(
     fleet: RouterFleet, *, model: object, lora_id: object, visible: Visible, rng: Random, session: str = ""
-) -> Target:
+) -> RequestTarget:
     """The target of a request.
 
     model, lora_id  those fields of the body, as they came (None: absent)
@@ -58,10 +58,10 @@ def resolve(
         bases = _visible_bases(fleet, visible)
         if len(bases) == 1:
             (only,) = bases
-            return Target(only, None, only)
+            return RequestTarget(only, None, only)
         raise BadBody(f"model is missing; name one of: {', '.join(sorted(bases)) or 'none served now'}", param="model")
     if _is_base(fleet, visible, model):
-        return Target(model, None, model)
+        return RequestTarget(model, None, model)
     base, name = _split(fleet, visible, model) if ":" in model else (None, model)
     target = _adapter_target(fleet, _pick(fleet, visible, session, rng, name), name, model, "model")
     if base is not None and target.base_model != base:
@@ -80,7 +80,9 @@ def usable_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableA
     return {lora_id: it for lora_id, it in adapters.items() if it.error is None or it.digest}
 
 
-def _adapter_target(fleet: RouterFleet, adapter: RoutableAdapter | None, name: str, asked: str, param: str) -> Target:
+def _adapter_target(
+    fleet: RouterFleet, adapter: RoutableAdapter | None, name: str, asked: str, param: str
+) -> RequestTarget:
     if adapter is None:
         raise ModelNotFound(_unknown(name), param=param)
     if adapter.error is not None:
@@ -88,7 +90,7 @@ def _adapter_target(fleet: RouterFleet, adapter: RoutableAdapter | None, name: s
     base_model = adapter.base_model or _only_base(fleet)
     if base_model is None:
         raise NoReplica(f"the base model of adapter {adapter.lora_id!r} is not known yet; it is being inspected")
-    return Target(base_model, adapter, asked)
+    return RequestTarget(base_model, adapter, asked)
 
 
 def _pick(fleet: RouterFleet, visible: Visible, session: str, rng: Random, name: str) -> RoutableAdapter | None:
@@ -127,7 +129,7 @@ def _split(fleet: RouterFleet, visible: Visible, model: str) -> tuple[str | None
     return None, model
 
 
-def _agrees(fleet: RouterFleet, visible: Visible, model: str, lora_id: str, target: Target) -> bool:
+def _agrees(fleet: RouterFleet, visible: Visible, model: str, lora_id: str, target: RequestTarget) -> bool:
     """Whether a model that is no base model says the same as lora_id, in one of its spellings or by an alias of it."""
     base, name = _split(fleet, visible, model)
     alias = fleet.aliases.get(name)

@@ -10,11 +10,11 @@ from router.core.failover.circuit_breaker import HUNG, SILENT, CircuitBreaker
 from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Replica, Roster
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import Chains, FairQueue, Match, Prompt, QueuedRequest
-from router.core.schedule.cost import Costs
+from router.core.queue.fair_queue import FairQueue, HashChains, HashedRequest, PrefixMatch, QueuedRequest
+from router.core.schedule.cost import CostSettings
 from router.core.schedule.decision import NOTHING, Decision, FleetSnapshot, RoutingPolicy, decide
-from router.core.schedule.load import InFlight, LoadBook
-from router.core.schedule.policies.kv_lora import KvLora
+from router.core.schedule.load import LoadBook, LoadEntry
+from router.core.schedule.policies.kv_lora import KvLoraPolicy
 
 # A waiting request is decided again and again; its match is as good as new for this long.
 _MATCH_KEPT_S = 0.1
@@ -23,7 +23,7 @@ _MOST_TURNS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Shadowed:
+class ShadowComparison:
     """What another policy would have done: the cost of its choice and of the live one, by the same cost model."""
 
     policy: str
@@ -47,12 +47,12 @@ class Scheduler:
     """
 
     roster: Callable[[str], Roster]
-    match: Callable[[Prompt], Match]
-    policy: RoutingPolicy = field(default_factory=KvLora)
+    match: Callable[[HashedRequest], PrefixMatch]
+    policy: RoutingPolicy = field(default_factory=KvLoraPolicy)
     shadows: Sequence[RoutingPolicy] = ()
-    shadowed: Callable[[Shadowed], None] = lambda _: None
+    shadowed: Callable[[ShadowComparison], None] = lambda _: None
     shadow_failed: Callable[[str, Exception], None] = lambda _name, _exc: None
-    costs: Costs = field(default_factory=Costs)
+    costs: CostSettings = field(default_factory=CostSettings)
     late_binding_s: float = 1.0
     most_in_flight_tokens: int = 0
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
@@ -71,11 +71,11 @@ class Scheduler:
             self.load.pace,
         )
 
-    def decide(self, prompt: Prompt, now: float) -> Decision:
+    def decide(self, prompt: HashedRequest, now: float) -> Decision:
         """Where this request would go now, behind all that waits. Raises NoReplica."""
         return self._decided(prompt, self.match(prompt), self.waiting.backlog, now)
 
-    def at_once(self, prompt: Prompt, now: float) -> Decision | None:
+    def at_once(self, prompt: HashedRequest, now: float) -> Decision | None:
         """The decision if it may be sent now, else None: `offer` it, so that it waits. Raises NoReplica."""
         waiting = self.waiting
         decision = self._decided(prompt, self.match(prompt), waiting.backlog, now)
@@ -89,7 +89,7 @@ class Scheduler:
         """What may be sent now of what waits; see Dispatcher.ready."""
         return self.waiting.ready(now)
 
-    def begin(self, decision: Decision, now: float) -> InFlight:
+    def begin(self, decision: Decision, now: float) -> LoadEntry:
         """Note that a request is about to be sent as decided."""
         if self.shadows:
             self._ask_shadows(decision)
@@ -168,7 +168,7 @@ class Scheduler:
                 self.shadow_failed(policy.name, exc)
                 continue
             is_same = shadow.position == decision.position
-            self.shadowed(Shadowed(policy.name, is_same, shadow.score.cost_s, decision.score.cost_s))
+            self.shadowed(ShadowComparison(policy.name, is_same, shadow.score.cost_s, decision.score.cost_s))
 
     def _current(self, replica: Replica) -> Replica | None:
         """It as it is now, if that is still the same incarnation."""
@@ -193,7 +193,9 @@ class Scheduler:
             ticket.matched = self.match(ticket.prompt), now
         return self._decided(ticket.prompt, ticket.matched[0], backlog, now)
 
-    def _decided(self, prompt: Prompt, matched: Match, backlog: Mapping[WorkerId, float], now: float) -> Decision:
+    def _decided(
+        self, prompt: HashedRequest, matched: PrefixMatch, backlog: Mapping[WorkerId, float], now: float
+    ) -> Decision:
         ask, load = prompt.ask, self.load
         roster = self.roster(ask.base_model)
         loads = load.owns(ask.base_model, roster.replicas)
@@ -227,7 +229,7 @@ class Scheduler:
         return self.waiting.has_room(decision) and not self._is_full(decision)
 
 
-def first_blocks(chains: Chains, *, tokens: int = 256) -> int:
+def first_blocks(chains: HashChains, *, tokens: int = 256) -> int:
     """A hash of a prompt's first blocks: what requests that begin alike have in common; 0 of none."""
     for block_size, chain in sorted(chains.items()) if len(chains) > 1 else chains.items():
         if chain:

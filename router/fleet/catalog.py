@@ -9,13 +9,13 @@ import structlog
 from pydantic import ValidationError
 
 from orchestrator.wire import Catalog
-from router.core.fleet import Alias, RoutableAdapter
+from router.core.fleet import AdapterAlias, RoutableAdapter
 from workers.wire import engine_name
 
 log = structlog.get_logger()
 
 
-def named_by(catalog: Catalog) -> tuple[Mapping[str, RoutableAdapter], Mapping[str, Alias]]:
+def named_by(catalog: Catalog) -> tuple[Mapping[str, RoutableAdapter], Mapping[str, AdapterAlias]]:
     """Adapters by lora_id, aliases by name; what is being deleted is not there any more."""
     adapters = {
         # Only a quarantine is the adapter's own fault; any other error passes, and a request may wait for that.
@@ -34,7 +34,8 @@ def named_by(catalog: Catalog) -> tuple[Mapping[str, RoutableAdapter], Mapping[s
         if a.state != "deleting"
     }
     aliases = {
-        a.name: Alias(a.name, tuple((target.lora_id, target.weight) for target in a.targets)) for a in catalog.aliases
+        a.name: AdapterAlias(a.name, tuple((target.lora_id, target.weight) for target in a.targets))
+        for a in catalog.aliases
     }
     return MappingProxyType(adapters), MappingProxyType(aliases)
 

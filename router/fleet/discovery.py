@@ -20,7 +20,7 @@ from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.loops import ChangeSignal, forever
 from orchestrator.wire import Catalog
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
-from router.core.fleet import Alias, Replica, RoutableAdapter, RouterFleet, with_last_resort
+from router.core.fleet import AdapterAlias, Replica, RoutableAdapter, RouterFleet, with_last_resort
 from router.core.kv.index import WorkerId
 from router.fleet.catalog import draining_by_worker, named_by, read_catalog, save_catalog
 from router.fleet.discovered_adapters import listed_adapters
@@ -130,7 +130,7 @@ class Discovery:
         # Made once a catalog, not at every report of every agent: there are thousands.
         self._adapters: Mapping[str, RoutableAdapter] = MappingProxyType({})
         self._known: Mapping[str, RoutableAdapter] = self._adapters
-        self._aliases: Mapping[str, Alias] = MappingProxyType({})
+        self._aliases: Mapping[str, AdapterAlias] = MappingProxyType({})
         self._draining: dict[str, frozenset[str]] = {}
         self._etag: str | None = None
         self._catalog_poke = asyncio.Event()

@@ -6,7 +6,7 @@ from math import inf
 from types import MappingProxyType
 
 from lorafleet.engine.agentless import AgentlessEngine
-from router.core.fleet import Replica, ReplicaState, Report, Resident
+from router.core.fleet import EngineReport, Replica, ReplicaState, ResidentAdapter
 from router.core.kv.index import WorkerId
 from router.fleet.worker_sources import WorkerSource
 from workers.wire import Metadata
@@ -54,7 +54,7 @@ def replica_from(
     shape, load = metadata.model.runtime_config, metadata.load
     read_at, list_age_s = follow.heard_at - load.read_age_s, metadata.lora.list_age_s
     residents = MappingProxyType(
-        {lora.engine_name: Resident(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
+        {lora.engine_name: ResidentAdapter(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
     )
     return Replica(
         id=WorkerId(follow.named.id),
@@ -79,7 +79,7 @@ def replica_from(
         is_suspect=metadata.is_suspect,
         refusal=metadata.lora.refusal,
         is_salted=metadata.lora.is_salted,
-        report=Report(
+        report=EngineReport(
             running=load.running,
             waiting=load.waiting,
             kv_usage=load.kv_usage,

@@ -16,7 +16,7 @@ from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, BlockLedger, Tier
 from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
 from lorafleet.service.loops import backoff_s, forever
 from lorafleet.service.own_key import OwnKey
-from router.core.kv.index import Draft, KvIndex, WorkerId
+from router.core.kv.index import IndexDraft, KvIndex, WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.http.engine_pool import EnginePool
 from router.http.fetch import Refused, fetch, stream
@@ -42,7 +42,7 @@ _IN_VAIN_S, _FIRST_PAUSE_S, _MOST_PAUSE_S = 10.0, 2.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class KvSource:
     """Where what a worker has cached is told. Another engine boot is another source.
 
     events, replay  one ZMQ endpoint a data-parallel rank
@@ -63,7 +63,7 @@ class Source:
     total_blocks: int = 0
 
 
-class Shared(Protocol):
+class FeedContext(Protocol):
     """What the feeds of all workers have in common."""
 
     metrics: RouterMetrics
@@ -79,12 +79,12 @@ class Shared(Protocol):
         """A worker turned out to have more or fewer ranks than it said."""
 
 
-def member(worker: WorkerId, rank: int, ranks: int) -> WorkerId:
+def member_name(worker: WorkerId, rank: int, ranks: int) -> WorkerId:
     """The index's name of one rank: `worker#rank`, and the worker itself where it has only one."""
     return WorkerId(f"{worker}#{rank}") if ranks > 1 else worker
 
 
-class _Into:
+class _IndexSink:
     """A ledger's changes, written into the index under one member (a Sink)."""
 
     def __init__(self, index: KvIndex, name: WorkerId) -> None:
@@ -104,15 +104,15 @@ class _Into:
     def clear(self) -> None:
         self.index.replace(self.name, {})
 
-    def adopt(self, draft: Draft) -> None:
+    def adopt(self, draft: IndexDraft) -> None:
         self.index.adopt(self.name, draft)
         self.added += sum(draft.blocks.values())
 
 
-class _EngineRank:
+class _EngineRankFeed:
     """One rank of an engine whose sockets we follow ourselves: hears its batches (a Listener), keeps its ledger."""
 
-    def __init__(self, feed: "Feed", rank: int) -> None:
+    def __init__(self, feed: "WorkerFeed", rank: int) -> None:
         source = feed.source
         self.is_open = False
         self._feed = feed
@@ -164,18 +164,18 @@ class _EngineRank:
                 labels.labels(worker, name).inc(count)
 
 
-class Feed:
+class WorkerFeed:
     """One worker, followed by whichever way works."""
 
-    def __init__(self, feeds: Shared, source: Source, index: KvIndex) -> None:
+    def __init__(self, feeds: FeedContext, source: KvSource, index: KvIndex) -> None:
         self.source = source
         self.metrics = feeds.metrics
         self.lag_s = 0.0
-        self.intos: dict[WorkerId, _Into] = {}
+        self.intos: dict[WorkerId, _IndexSink] = {}
         self._feeds = feeds
         self._index = index
         self._ranks = max(1, len(source.events))
-        self._engine: list[_EngineRank] = []
+        self._engine: list[_EngineRankFeed] = []
         self._followers: list[RankSubscriber] = []
         self._task: asyncio.Task[None] | None = None
         self._clock = asyncio.get_running_loop().time
@@ -195,7 +195,7 @@ class Feed:
 
     @property
     def members(self) -> list[WorkerId]:
-        return [member(self.source.worker, rank, self._ranks) for rank in range(self._ranks)]
+        return [member_name(self.source.worker, rank, self._ranks) for rank in range(self._ranks)]
 
     @property
     def may_repeat(self) -> bool:
@@ -205,9 +205,9 @@ class Feed:
     def size_bytes(self) -> int:
         return sum(rank.ledger.size_bytes() for rank in self._engine)
 
-    def into(self, rank: int) -> _Into:
-        name = member(self.source.worker, rank, self._ranks)
-        return self.intos.setdefault(name, _Into(self._index, name))
+    def into(self, rank: int) -> _IndexSink:
+        name = member_name(self.source.worker, rank, self._ranks)
+        return self.intos.setdefault(name, _IndexSink(self._index, name))
 
     def start(self) -> None:
         if self.source.ledger == KV_HASHING and self.source.agent_url and self._feeds.pool is not None:
@@ -265,7 +265,7 @@ class Feed:
         hub = self._feeds.hub()
         try:
             for rank, (events, replay) in enumerate(zip(source.events, replays, strict=True)):
-                listener = _EngineRank(self, rank)
+                listener = _EngineRankFeed(self, rank)
                 # Beside an agent's ledger that fell silent something may be missing, and is asked for.
                 listener.ledger.expect_repeats(bool(self._repeats_until) or self._task is not None)
                 self._followers.append(hub.follow(RankEndpoint(events, replay, source.topic), listener))
@@ -399,7 +399,7 @@ class Feed:
                 self._index.forget(name)
             self._ranks, self.intos = len(taken.ranks), {}
             self._feeds.ranks_changed()
-        drafts: list[tuple[int, Draft]] = []
+        drafts: list[tuple[int, IndexDraft]] = []
         try:
             for rank in taken.ranks:
                 drafts.append((rank.rank, self._index.draft()))
@@ -420,7 +420,7 @@ class Feed:
         if not taken.is_whole:
             self.lost()
 
-    async def _fill(self, draft: Draft, rank: KvRank) -> None:
+    async def _fill(self, draft: IndexDraft, rank: KvRank) -> None:
         for tier in TIERS:
             packed = getattr(rank, tier)
             # Unpacked they take seven times as much, and a router that starts takes all workers' at once.

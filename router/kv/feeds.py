@@ -17,12 +17,12 @@ from lorafleet.kv.subscribe import SubscriberHub
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
 from router.core.fleet import Replica
-from router.core.kv.estimate import Estimate, Guess
+from router.core.kv.estimate import CacheEstimate, PredictedCache
 from router.core.kv.index import KvIndex, WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
-from router.core.queue.fair_queue import Match
+from router.core.queue.fair_queue import PrefixMatch
 from router.http.engine_pool import EnginePool
-from router.kv.feed import Feed, Source, member
+from router.kv.feed import KvSource, WorkerFeed, member_name
 from router.telemetry.metrics import RouterMetrics
 from workers.wire import Metadata
 
@@ -32,16 +32,16 @@ _UNKNOWN_BLOCKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Estimated:
+class _EventlessWorker:
     """A worker whose engine publishes no events."""
 
     engine_boot_id: str
-    by: Estimate
+    by: CacheEstimate
     most_blocks: int
 
 
 @dataclass(slots=True)
-class Feeds:
+class KvFeeds:
     """A feed for each worker that has one, and an index for each (base model, block size).
 
     approximate  the same of prompts that were not tokenized: no events tell of them, so all that is known is what this
@@ -59,10 +59,10 @@ class Feeds:
     fall_back_after_s: float = 3.0
     indexes: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
     approximate: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
-    _running: dict[WorkerId, Feed] = field(default_factory=dict)
-    _estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
-    _estimated: dict[WorkerId, _Estimated] = field(default_factory=dict)
-    _sent: dict[tuple[str, int], Estimate] = field(default_factory=dict)
+    _running: dict[WorkerId, WorkerFeed] = field(default_factory=dict)
+    _estimates: dict[tuple[str, int], CacheEstimate] = field(default_factory=dict)
+    _estimated: dict[WorkerId, _EventlessWorker] = field(default_factory=dict)
+    _sent: dict[tuple[str, int], CacheEstimate] = field(default_factory=dict)
     _most_blocks: dict[WorkerId, int] = field(default_factory=dict)
     _loaded: dict[WorkerId, Mapping[str, str | None]] = field(default_factory=dict)
     _rank_of: dict[WorkerId, tuple[WorkerId, int]] = field(default_factory=dict)
@@ -78,16 +78,16 @@ class Feeds:
             found = indexes[base_model, block_size] = KvIndex(block_size)
         return found
 
-    def match(self, base_model: str, block_size: int, hashes: Sequence[BlockHash]) -> Match:
+    def match(self, base_model: str, block_size: int, hashes: Sequence[BlockHash]) -> PrefixMatch:
         """What these blocks match, with several ranks of one worker taken together: its best one counts."""
         index = self.index(base_model, block_size)
         depths = index.match(hashes)
         lower = index.lower_tiers(hashes, depths)
-        return self._by_worker(depths, lower) if self._rank_of else Match(depths, lower, {})
+        return self._by_worker(depths, lower) if self._rank_of else PrefixMatch(depths, lower, {})
 
     def match_approximate(
         self, base_model: str, block_size: int, hashes: Sequence[BlockHash], conversation: int
-    ) -> Match:
+    ) -> PrefixMatch:
         """What these blocks of an approximate prompt match.
 
         Of several ranks of a worker one is always named, so that it is known where the prompt went: the one that has
@@ -95,17 +95,17 @@ class Feeds:
         """
         depths = self.index(base_model, block_size, is_approximate=True).match(hashes)
         if not self._rank_of:
-            return Match(depths)
+            return PrefixMatch(depths)
         found = self._by_worker(depths, {})
         homes = {
             name: conversation % len(feed.members) for name, feed in self._running.items() if len(feed.members) > 1
         }
-        return Match(found.depths, {}, {**homes, **found.ranks})
+        return PrefixMatch(found.depths, {}, {**homes, **found.ranks})
 
-    def member(self, worker: WorkerId, rank: int | None) -> WorkerId:
+    def member_name(self, worker: WorkerId, rank: int | None) -> WorkerId:
         """The index's name for a rank of a worker, where blocks of a prompt just sent are held."""
         feed = self._running.get(worker)
-        return member(worker, rank, len(feed.members)) if feed is not None and rank is not None else worker
+        return member_name(worker, rank, len(feed.members)) if feed is not None and rank is not None else worker
 
     def hear(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
         """Follow a worker as its agent describes it; one that is still starting has nothing to follow yet."""
@@ -120,7 +120,7 @@ class Feeds:
         is_plain = not metadata.agent_url
         boot_id = start_of(metadata.engine_boot_id) if is_plain else metadata.engine_boot_id
         self.follow(
-            Source(
+            KvSource(
                 worker=worker,
                 base_model=base_model,
                 block_size=block_size,
@@ -138,20 +138,22 @@ class Feeds:
         if is_plain or TRAITS.get(transport.dialect, TRAITS["vllm"]).forgets_on_load:
             self._forget_reloaded(worker, metadata)
 
-    def follow(self, source: Source) -> None:
+    def follow(self, source: KvSource) -> None:
         """Feed the index from this source, instead of the worker's former one."""
         running = self._running.get(source.worker)
         if running is not None and running.source == source:
             return
         self.forget(source.worker)
         self.metrics.kv_degraded.labels(source.worker).set(0)
-        feed = Feed(self, source, self.index(source.base_model, source.block_size))
+        feed = WorkerFeed(self, source, self.index(source.base_model, source.block_size))
         self._running[source.worker] = feed
         self._start_keeping()
         feed.start()
         self.ranks_changed()
 
-    def served(self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float) -> Guess | None:
+    def served(
+        self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
+    ) -> PredictedCache | None:
         """Note a prompt's first token: where no events tell, its blocks are taken for cached from now on."""
         estimated = self._estimated.get(worker)
         if estimated is None or not hashes:
@@ -163,7 +165,7 @@ class Feeds:
     ) -> None:
         """Note the first token of a prompt that was not tokenized: its replica is taken to have it from now on.
 
-        name  of the member that has it, see `member`
+        name  of the member that has it, see `member_name`
         """
         most_blocks = self._most_blocks.get(replica.id)
         if most_blocks is None or not hashes:
@@ -171,11 +173,11 @@ class Feeds:
         names = replica.base_model, replica.block_size
         sent = self._sent.get(names)
         if sent is None:
-            sent = self._sent[names] = Estimate(self.index(*names, is_approximate=True))
+            sent = self._sent[names] = CacheEstimate(self.index(*names, is_approximate=True))
             self._start_keeping()
         sent.served(name, hashes, began_at=began_at, now=now, most_blocks=most_blocks)
 
-    def answered(self, guess: Guess, cached_blocks: int) -> None:
+    def answered(self, guess: PredictedCache, cached_blocks: int) -> None:
         """Correct what is taken for cached by the engine's own word on that prompt."""
         estimated = self._estimated.get(guess.worker)
         if estimated is not None:
@@ -269,8 +271,8 @@ class Feeds:
         if known is not None and known.engine_boot_id == metadata.engine_boot_id:
             return
         self.forget(worker)
-        by = self._estimates.setdefault((base_model, block_size), Estimate(self.index(base_model, block_size)))
-        self._estimated[worker] = _Estimated(metadata.engine_boot_id, by, _most_blocks(metadata))
+        by = self._estimates.setdefault((base_model, block_size), CacheEstimate(self.index(base_model, block_size)))
+        self._estimated[worker] = _EventlessWorker(metadata.engine_boot_id, by, _most_blocks(metadata))
         self.trust.opened(worker, "estimate")
         self._start_keeping()
 
@@ -289,7 +291,7 @@ class Feeds:
             if before.get(name, loaded) != loaded:
                 self._running[worker].forget_adapter(name)
 
-    def _by_worker(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> Match:
+    def _by_worker(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> PrefixMatch:
         rows: dict[WorkerId, list[tuple[int, int, WorkerId]]] = {}
         for name in depths.keys() | lower.keys():
             # What is held for a worker without saying for which rank: it counts, and names none.
@@ -297,7 +299,7 @@ class Feeds:
             blocks = depths.get(name, 0) + sum(lower.get(name, (0, 0)))
             rows.setdefault(worker, []).append((blocks, -rank, name))
         best = {worker: max(found) for worker, found in rows.items()}
-        return Match(
+        return PrefixMatch(
             {worker: depths[name] for worker, (_, _, name) in best.items() if name in depths},
             {worker: lower[name] for worker, (_, _, name) in best.items() if name in lower},
             {

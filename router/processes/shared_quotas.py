@@ -14,7 +14,7 @@ from math import inf
 import structlog
 import xxhash
 
-from router.core.queue.quota import MINUTE_S, Left
+from router.core.queue.quota import MINUTE_S, AccountState
 
 log = structlog.get_logger()
 
@@ -30,7 +30,7 @@ _CELL = struct.Struct("=Qdqddq")
 _PID = struct.Struct("=Q")
 _HEAD_BYTES = 64
 _FORGET_EVERY_S = 5.0  # of a table that is full; it takes some 20 ms
-_NOTHING = Left(-inf, 0, inf, inf, 0)
+_NOTHING = AccountState(-inf, 0, inf, inf, 0)
 TABLE_BYTES = _HEAD_BYTES + _CELLS * _CELL.size
 
 
@@ -61,7 +61,7 @@ class SharedQuotas:
         self._take_over()
         _PID.pack_into(self._memory, self._ours, os.getpid())
 
-    def left(self, key_id: str) -> Iterator[Left]:
+    def left(self, key_id: str) -> Iterator[AccountState]:
         """How the others left this key's account, those that have touched it, and who had our place before us. Nothing
         runs where a process died.
         """
@@ -72,12 +72,12 @@ class SharedQuotas:
             offset = self._find(table, tag)
             found, *told = _CELL.unpack_from(self._memory, offset)
             if found == tag:
-                left = Left(*told)
+                left = AccountState(*told)
                 if left.running and not _is_alive(_PID.unpack_from(self._memory, table)[0]):
                     left = left._replace(running=0)
                 yield left
 
-    def leave(self, key_id: str, left: Left) -> None:
+    def leave(self, key_id: str, left: AccountState) -> None:
         """Tell the others how we left it."""
         tag = _tag(key_id)
         self._inherited.discard(tag)
@@ -93,7 +93,7 @@ class SharedQuotas:
                 self._inherited.add(tag)
                 self._write(offset, self._read(offset)._replace(running=0))
 
-    def _leave(self, tag: int, left: Left) -> None:
+    def _leave(self, tag: int, left: AccountState) -> None:
         offset = self._cells.get(tag)
         if offset is None:
             if len(self._cells) >= _MOST and left.at >= self._forget_at:
@@ -114,10 +114,10 @@ class SharedQuotas:
         _TAG.pack_into(self._memory, offset, tag)
         return offset
 
-    def _read(self, offset: int) -> Left:
-        return Left(*_CELL.unpack_from(self._memory, offset)[1:])
+    def _read(self, offset: int) -> AccountState:
+        return AccountState(*_CELL.unpack_from(self._memory, offset)[1:])
 
-    def _write(self, offset: int, left: Left) -> None:
+    def _write(self, offset: int, left: AccountState) -> None:
         when = offset + _TAG.size
         _WHAT.pack_into(self._memory, when + _WHEN.size, *left[2:])
         _WHEN.pack_into(self._memory, when, *left[:2])

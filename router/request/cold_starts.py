@@ -27,7 +27,7 @@ from router.core.errors import (
     without_addresses,
 )
 from router.core.fleet import Excluded, Replica, RoutableAdapter
-from router.core.queue.admission import Bounds, Room
+from router.core.queue.admission import QueueLimits, QueueUsage
 from router.core.schedule.rendezvous import rendezvous_order
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import HeldRequests
@@ -96,13 +96,13 @@ class ColdStarts:
     silent_after_s: float = inf
     clock: Callable[[], float] = time.monotonic
     _flights: dict[str, _Flight] = field(default_factory=dict)
-    _held: Room = field(init=False)
+    _held: QueueUsage = field(init=False)
     _wanted: dict[str, Counter[str]] = field(default_factory=dict)
     _left: dict[str, dict[str, float]] = field(default_factory=dict)
     _loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED_LOADS))
 
     def __post_init__(self) -> None:
-        self._held = Room(Bounds(self.max_held, self.max_held_bytes, self.tenant_share))
+        self._held = QueueUsage(QueueLimits(self.max_held, self.max_held_bytes, self.tenant_share))
 
     @property
     def held_bytes(self) -> int:

@@ -2,10 +2,10 @@
 
 from time import time
 
-from router.core.kv.estimate import Guess
-from router.core.kv.index import Hold
-from router.core.queue.fair_queue import Prompt
-from router.core.resolve import Target
+from router.core.kv.estimate import PredictedCache
+from router.core.kv.index import PendingBlocks
+from router.core.queue.fair_queue import HashedRequest
+from router.core.resolve import RequestTarget
 from router.core.schedule.decision import Decision
 from router.protocols.usage import EngineUsage
 from router.request.services import RequestRecord, Services
@@ -45,8 +45,8 @@ class DispatchedRequest:
         self,
         parts: Services,
         request_id: str,
-        target: Target,
-        prompt: Prompt,
+        target: RequestTarget,
+        prompt: HashedRequest,
         tokens_from: Source,
         asked_at: float,
         is_streamed: bool,
@@ -69,18 +69,18 @@ class DispatchedRequest:
         self.record = RequestRecord(request_id, time(), tokens_from, decision, trust, waited_s)
         parts.decisions.note(self.record, now)
         self.hashes = prompt.chain(worker, replica.block_size)
-        self._hold: Hold | None = None
+        self._hold: PendingBlocks | None = None
         if self.hashes:
             self._index = parts.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
             ranks = decision.scene.ranks
-            member = parts.feeds.member(worker, ranks.get(worker)) if ranks else worker
+            member = parts.feeds.member_name(worker, ranks.get(worker)) if ranks else worker
             self._hold = self._index.hold(member, self.hashes)
         is_known = bool(prompt.chains) and not is_approximate
         prompt_tokens = ask.prompt_tokens if is_known else 0
         self.predicted_tokens = score.cached_tokens if is_known else 0
         # What the engine calls the thing to run.
         self._use = parts.usage.dispatched(worker, ask.engine_name or target.base_model, prompt_tokens, now)
-        self._guess: Guess | None = None
+        self._guess: PredictedCache | None = None
         metrics = parts.metrics
         metrics.waited.observe(waited_s)
         metrics.live_cost.value += score.cost_s

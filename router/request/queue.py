@@ -9,8 +9,8 @@ import structlog
 
 from lorafleet.service.loops import forever
 from router.core.errors import DeadlineExceeded, NoReplica, RouterError, Saturated
-from router.core.queue.admission import Bounds, Room
-from router.core.queue.fair_queue import Prompt, QueuedRequest
+from router.core.queue.admission import QueueLimits, QueueUsage
+from router.core.queue.fair_queue import HashedRequest, QueuedRequest
 from router.core.schedule.decision import Decision
 from router.core.scheduler import Scheduler
 from router.fleet.usage_report import HeldRequests
@@ -95,9 +95,9 @@ class RequestQueue:
         # To be called when there may be room.
         self.poke = self._poke.set
         self._somebody = asyncio.Event()
-        mind.waiting.room = Room(Bounds(most_waiting, most_waiting_bytes, tenant_share))
+        mind.waiting.room = QueueUsage(QueueLimits(most_waiting, most_waiting_bytes, tenant_share))
 
-    def at_once(self, prompt: Prompt) -> Decision | None:
+    def at_once(self, prompt: HashedRequest) -> Decision | None:
         """The decision on this request if there is room for it now, which is for most of them; None: see `admitted`.
 
         raises  NoReplica

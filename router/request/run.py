@@ -20,12 +20,12 @@ from router.core.errors import (
     ReplicaUnreachable,
 )
 from router.core.failover.circuit_breaker import is_fault
-from router.core.failover.exclusions import Failure, excluded
+from router.core.failover.exclusions import FailedAttempt, excluded
 from router.core.failover.poison import PoisonRequests
 from router.core.fleet import Excluded, Incarnation, Replica
-from router.core.queue.fair_queue import Prompt
-from router.core.queue.quota import Granted
-from router.core.resolve import Target
+from router.core.queue.fair_queue import HashedRequest
+from router.core.queue.quota import QuotaGrant
+from router.core.resolve import RequestTarget
 from router.http.engine_pool import Origin
 from router.protocols import sglang_generate
 from router.protocols.routes import Route
@@ -68,7 +68,7 @@ _FAULTS = _DEATHS | {"no_answer_in_time"}
 # What an engine says that is up: waiting for it to start again, or loading an adapter elsewhere, would not help.
 _REFUSALS = frozenset({"engine_unavailable", "engine_unauthorized", "first_event_error"})
 _COMPUTED_NOTHING = "adapter_missing"
-_NO_FAILURES: Mapping[Incarnation, Failure] = MappingProxyType({})
+_NO_FAILURES: Mapping[Incarnation, FailedAttempt] = MappingProxyType({})
 
 
 class RequestRun(msgspec.Struct, eq=False):
@@ -88,13 +88,13 @@ class RequestRun(msgspec.Struct, eq=False):
     question: ParsedRequest
     trace: Trace | None = None
     grows: sglang_generate.CumulativeStream | None = None
-    granted: Granted | None = None
-    target: Target | None = None
+    granted: QuotaGrant | None = None
+    target: RequestTarget | None = None
     tokens: Tokens | None = None
-    prompt: Prompt | None = None
+    prompt: HashedRequest | None = None
     only: Incarnation | None = None
     excluded: Excluded = frozenset()
-    failures: Mapping[Incarnation, Failure] = _NO_FAILURES
+    failures: Mapping[Incarnation, FailedAttempt] = _NO_FAILURES
     tries: int = 0
     deaths: int = 0
     flight: DispatchedRequest | None = None
@@ -320,7 +320,7 @@ class RequestRun(msgspec.Struct, eq=False):
             self._died(flight)
         self.flight = self.call = self.attempt = self.prompt = None
         there = flight.replica.incarnation
-        failure = Failure(exc.reason, self.parts.clock(), tells_start(flight.replica.engine_boot_id))
+        failure = FailedAttempt(exc.reason, self.parts.clock(), tells_start(flight.replica.engine_boot_id))
         self.excluded, self.failures = self.excluded | {there}, {**self.failures, there: failure}
         self._last_failure = str(exc)
         # An engine that is up and says no will not be another one soon; one that died may be.
@@ -376,7 +376,7 @@ class RequestRun(msgspec.Struct, eq=False):
     def _prepare(self) -> None:
         """resolve -> authorise -> tokenize, within the limits of the caller's key.
 
-        raises  HeldBack, and what those raise
+        raises  PoisonRequestHeld, and what those raise
         """
         trace, parts, limits = self.trace, self.parts, self.caller.limits
         if limits is not None and self.granted is None:
@@ -411,7 +411,7 @@ class RequestRun(msgspec.Struct, eq=False):
             needed = sized(self.parts.discovery.fleet.roster(self.target.base_model), self.question, tokens)
             self.parts.quotas.charge(self.granted, needed, self.parts.clock())
 
-    def _holder(self, target: Target) -> Incarnation | None:
+    def _holder(self, target: RequestTarget) -> Incarnation | None:
         """The engine that keeps an earlier response that is to be continued."""
         earlier = self.question.decoded.get("previous_response_id")
         if not isinstance(earlier, str):
@@ -497,7 +497,7 @@ class RequestRun(msgspec.Struct, eq=False):
             return self.excluded
         return excluded(self.failures, self.parts.discovery.fleet.replicas, self.parts.mind.breaker.served_at)
 
-    def _asked(self, only: Incarnation | None = None) -> Prompt:
+    def _asked(self, only: Incarnation | None = None) -> HashedRequest:
         assert self.target is not None
         assert self.tokens is not None
         return asked(self.parts, self.target, self.question, self.tokens, self.excluded, only)

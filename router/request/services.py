@@ -23,7 +23,7 @@ from router.core.scheduler import Scheduler
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import UsageCounts
 from router.http.engine_pool import EnginePool
-from router.kv.feeds import Feeds
+from router.kv.feeds import KvFeeds
 from router.request.background import Background
 from router.request.cold_starts import ColdStarts
 from router.request.queue import RequestQueue
@@ -84,7 +84,7 @@ class Services:
     keys: ApiKeys
     discovery: Discovery
     tokenizers: Tokenizers
-    feeds: Feeds
+    feeds: KvFeeds
     mind: Scheduler
     waiting: RequestQueue
     trust: PredictionAccuracy

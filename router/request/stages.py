@@ -15,11 +15,11 @@ from lorafleet.service.auth import Caller
 from router.core.errors import BadBody, ModelNotFound
 from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import Chains, Match, Prompt, QueuedRequest
-from router.core.resolve import Target, resolve
+from router.core.queue.fair_queue import HashChains, HashedRequest, PrefixMatch, QueuedRequest
+from router.core.resolve import RequestTarget, resolve
 from router.core.schedule.decision import NOTHING, RoutingRequest, too_short
 from router.core.scheduler import first_blocks
-from router.kv.feeds import Feeds
+from router.kv.feeds import KvFeeds
 from router.protocols.bodies import BOM, NOT_JSON, check_items, not_json
 from router.protocols.routes import Route, sequences_of
 from router.request.dispatched import DispatchedRequest
@@ -153,7 +153,7 @@ def _timeout_s(named: str) -> float:
     return timeout_s
 
 
-def resolve_target(parts: Services, caller: Caller, question: ParsedRequest) -> Target:
+def resolve_target(parts: Services, caller: Caller, question: ParsedRequest) -> RequestTarget:
     """resolve and authorise: what the caller may not use does not exist for it."""
     if not parts.discovery.has_catalog:
         raise parts.discovery.no_catalog()
@@ -170,16 +170,16 @@ def resolve_target(parts: Services, caller: Caller, question: ParsedRequest) -> 
         parts.discovery.check_heard()
         raise
     # Where an adapter is but a name, its base model does the same, and nothing need be loaded.
-    return target if question.route.adapter == "runs" else Target(target.base_model, None, target.asked)
+    return target if question.route.adapter == "runs" else RequestTarget(target.base_model, None, target.asked)
 
 
-async def tokenize(parts: Services, target: Target, question: ParsedRequest) -> Tokens:
+async def tokenize(parts: Services, target: RequestTarget, question: ParsedRequest) -> Tokens:
     """The prompt's token ids, or an approximation of a prompt that only its engine can tokenize."""
     found = tokenize_at_once(parts, target, question)
     return found if isinstance(found, Tokens) else await found()
 
 
-def tokenize_at_once(parts: Services, target: Target, question: ParsedRequest) -> Tokens | Slowly:
+def tokenize_at_once(parts: Services, target: RequestTarget, question: ParsedRequest) -> Tokens | Slowly:
     """As `tokenize`; or what makes them, where they must be waited for."""
     kind = question.route.prompt
     began_at = parts.clock()
@@ -214,7 +214,7 @@ def _tokens(parts: Services, question: ParsedRequest, found: Tokens, began_at: f
     return found
 
 
-def warm_at_once(parts: Services, target: Target) -> Target | None:
+def warm_at_once(parts: Services, target: RequestTarget) -> RequestTarget | None:
     """The target with an adapter that some replica holds; None: see `warm`."""
     if target.adapter is None:
         return target
@@ -225,13 +225,13 @@ def warm_at_once(parts: Services, target: Target) -> Target | None:
 async def warm(
     parts: Services,
     caller: Caller,
-    target: Target,
+    target: RequestTarget,
     question: ParsedRequest,
     excluded: Callable[[], Excluded],
     *,
     tokens: Tokens | None = None,
     is_displaced: bool = False,
-) -> Target:
+) -> RequestTarget:
     """The target with an adapter that some replica holds; waits for a cold one, and for one whose holders died.
 
     excluded      what failed this request, as things stand
@@ -257,13 +257,13 @@ async def warm(
     return _held(target, adapter)
 
 
-def _held(target: Target, adapter: RoutableAdapter) -> Target:
+def _held(target: RequestTarget, adapter: RoutableAdapter) -> RequestTarget:
     if adapter is target.adapter:
         return target
-    return Target(adapter.base_model or target.base_model, adapter, target.asked)
+    return RequestTarget(adapter.base_model or target.base_model, adapter, target.asked)
 
 
-def _too_short(parts: Services, target: Target, question: ParsedRequest, tokens: Tokens | None) -> Excluded:
+def _too_short(parts: Services, target: RequestTarget, question: ParsedRequest, tokens: Tokens | None) -> Excluded:
     """What takes less than this request may come to, where something else takes it."""
     roster, adapter = parts.discovery.fleet.roster(target.base_model), target.adapter
     if tokens is None or tokens.ids is None or not roster.is_uneven:
@@ -285,18 +285,18 @@ async def _until_back(parts: Services, base_model: str, unfit: Callable[[], Excl
 
 def asked(
     parts: Services,
-    target: Target,
+    target: RequestTarget,
     question: ParsedRequest,
     tokens: Tokens,
     excluded: Excluded = frozenset(),
     only: Incarnation | None = None,
-) -> Prompt:
+) -> HashedRequest:
     """hash: what the choice of a replica depends on, with the prompt's blocks at every block size of its fleet."""
     adapter, approximated = target.adapter, tokens.approximation
     roster = parts.discovery.fleet.roster(target.base_model)
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
-    chains: Chains = NOTHING
-    salted: Chains = NOTHING
+    chains: HashChains = NOTHING
+    salted: HashChains = NOTHING
     conversation = 0
     if tokens is not NO_TOKENS and reads_cache(question):
         given = question.decoded.get("cache_salt")
@@ -325,10 +325,10 @@ def asked(
         total_tokens,
         approximated is not None,
     )
-    return Prompt(ask, chains, salted, roster.salted) if salted else Prompt(ask, chains)
+    return HashedRequest(ask, chains, salted, roster.salted) if salted else HashedRequest(ask, chains)
 
 
-def _chains(parts: Services, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> Chains:
+def _chains(parts: Services, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> HashChains:
     assert tokens.ids is not None
     return {
         block_size: parts.chains.chain(tokens.ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept)
@@ -391,7 +391,7 @@ def sized(roster: Roster, question: ParsedRequest, tokens: Tokens) -> int:
     return most if 0 < most < found else found
 
 
-def match(feeds: Feeds, prompt: Prompt) -> Match:
+def match(feeds: KvFeeds, prompt: HashedRequest) -> PrefixMatch:
     """Every replica's contiguous cached blocks, at its own block size, and salted where its prompts are."""
     ask, salted_at = prompt.ask, prompt.salted_at
     of = partial(feeds.match_approximate, conversation=ask.first_blocks) if ask.is_approximate else feeds.match
@@ -404,17 +404,17 @@ def match(feeds: Feeds, prompt: Prompt) -> Match:
         found = [_of(matched, lambda worker: worker not in salted_at) for matched in found]
         salted = [feeds.match(ask.base_model, block_size, chain) for block_size, chain in prompt.salted.items()]
         found += [_of(matched, salted_at.__contains__) for matched in salted]
-    whole = Match()
+    whole = PrefixMatch()
     for matched in found:
-        whole = Match(
+        whole = PrefixMatch(
             {**whole.depths, **matched.depths}, {**whole.lower, **matched.lower}, {**whole.ranks, **matched.ranks}
         )
     return whole
 
 
-def _of(matched: Match, is_one: Callable[[WorkerId], bool]) -> Match:
+def _of(matched: PrefixMatch, is_one: Callable[[WorkerId], bool]) -> PrefixMatch:
     """The match of some of the workers."""
-    return Match(
+    return PrefixMatch(
         {worker: blocks for worker, blocks in matched.depths.items() if is_one(worker)},
         {worker: blocks for worker, blocks in matched.lower.items() if is_one(worker)},
         {worker: rank for worker, rank in matched.ranks.items() if is_one(worker)},
@@ -422,7 +422,7 @@ def _of(matched: Match, is_one: Callable[[WorkerId], bool]) -> Match:
 
 
 def decided_at_once(
-    parts: Services, target: Target, question: ParsedRequest, prompt: Prompt, tokens_from: Source
+    parts: Services, target: RequestTarget, question: ParsedRequest, prompt: HashedRequest, tokens_from: Source
 ) -> DispatchedRequest | None:
     """match and decide: the request is then on its way. None when there is no room for it now: see `decided`.
 
@@ -442,9 +442,9 @@ def decided_at_once(
 async def decided(
     parts: Services,
     caller: Caller,
-    target: Target,
+    target: RequestTarget,
     question: ParsedRequest,
-    prompt: Prompt,
+    prompt: HashedRequest,
     tokens_from: Source,
     *,
     is_again: bool = False,
@@ -474,7 +474,7 @@ async def decided(
     return await parts.waiting.admitted(ticket, begin)
 
 
-def answered(parts: Services, caller: Caller, target: Target, decode_s: float) -> None:
+def answered(parts: Services, caller: Caller, target: RequestTarget, decode_s: float) -> None:
     """An answer is over that took its engine so many seconds besides its prefill: its tenant has had them."""
     waiting, adapter = parts.mind.waiting, target.adapter
     if decode_s and waiting:

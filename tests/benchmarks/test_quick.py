@@ -12,7 +12,7 @@ DECISIONS = {"matching": (8, 100.0), "deciding": (), "events": (), "growth": (),
 def test_the_decision_benchmark_gives_rows_of_each_part(part):
     from benchmarks import decision
 
-    size = decision.Size(rounds=1, calls=2, prompts=4, blocks=2048, events=512)
+    size = decision.DecisionBenchSize(rounds=1, calls=2, prompts=4, blocks=2048, events=512)
     check([vars_of(row) for row in getattr(decision, part)(*DECISIONS[part], size)])
 
 

@@ -17,7 +17,7 @@ from benchmarks.trace.ideals import ideals
 from benchmarks.trace.measure import Case, figures, names, run
 from benchmarks.trace.peers import PEERS, CacheAware, Dynamo, LlmD, StackKvAware, StackPrefixAware
 from benchmarks.trace.workload import BLOCK, TICK_S, Request, drawn, key, read, requests_of
-from router.core.schedule.cost import Costs
+from router.core.schedule.cost import CostSettings
 from tests.benchmarks.smoke import rows_of
 from tests.patience import patience
 
@@ -247,7 +247,7 @@ def test_every_policy_answers_everything_at_light_load_and_twice_the_same(policy
     case = Case(capacity=150, load=0.3, routers=2, report_s=1.0)
     outcomes = []
     for _ in range(2):
-        found, requests, _ = run(policy, SMALL, case, 1, hardware=HARDWARE, late_binding_s=1.0, costs=Costs())
+        found, requests, _ = run(policy, SMALL, case, 1, hardware=HARDWARE, late_binding_s=1.0, costs=CostSettings())
         outcomes.append([(r.worker, r.first_token, r.last_token) for r in requests])
         if "prefixaware" not in policy:  # its trie sends everything that begins alike to one engine
             assert (found.shed, found.failed) == (0, 0)

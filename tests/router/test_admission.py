@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from router.core.errors import DeadlineExceeded, Saturated
 from router.core.fleet import Roster
-from router.core.queue.admission import Bounds, Drain, Room, wait_s
-from router.core.queue.fair_queue import Prompt, QueuedRequest
+from router.core.queue.admission import QueueLimits, QueueUsage, ServiceRates, wait_s
+from router.core.queue.fair_queue import HashedRequest, QueuedRequest
 from router.core.schedule.decision import RoutingRequest
 from router.fleet.usage_report import HeldRequests
 from router.request.queue import RequestQueue
 from router.telemetry.metrics import RouterMetrics
 from tests.patience import patience, within
 from tests.properties import examples
-from tests.router.test_dispatch import RATE, Fleet
+from tests.router.test_dispatch import RATE, SchedulerUnderTest
 from tests.router.test_policy import SQL, a_replica
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ from tests.router.test_policy import SQL, a_replica
     st.floats(0.05, 1),
 )
 def test_a_room_holds_no_more_than_its_bounds_and_nobody_fills_it_alone(steps, requests, size_bytes, share):
-    room = Room(Bounds(requests, size_bytes, share))
+    room = QueueUsage(QueueLimits(requests, size_bytes, share))
     inside = []
     for tenant, size, is_leaving in steps:
         if is_leaving and inside:
@@ -53,7 +53,7 @@ def test_a_room_holds_no_more_than_its_bounds_and_nobody_fills_it_alone(steps, r
 
 
 def test_a_refusal_says_which_bound_was_reached():
-    room = Room(Bounds(requests=4, size_bytes=100, tenant_share=0.5))
+    room = QueueUsage(QueueLimits(requests=4, size_bytes=100, tenant_share=0.5))
     room.enter("a", 30)
     assert "bytes" in room.refusal("b", 90)
     assert "of yours hold 30 bytes" in room.refusal("a", 30)
@@ -65,12 +65,12 @@ def test_a_refusal_says_which_bound_was_reached():
 
 
 def test_one_alone_may_always_wait_however_large_and_what_just_fits_may_too():
-    room = Room(Bounds(requests=4, size_bytes=100, tenant_share=0.2))
+    room = QueueUsage(QueueLimits(requests=4, size_bytes=100, tenant_share=0.2))
     assert room.refusal("a", 1000) is None
     room.enter("a", 60)
     assert room.refusal("b", 40) is None
     assert "60 bytes already" in room.refusal("b", 41)
-    shared = Room(Bounds(requests=8, size_bytes=100, tenant_share=0.5))
+    shared = QueueUsage(QueueLimits(requests=8, size_bytes=100, tenant_share=0.5))
     for tenant, size in (("a", 30), ("b", 0)):
         shared.enter(tenant, size)
     assert shared.refusal("a", 20) is None
@@ -91,7 +91,7 @@ def test_one_alone_may_always_wait_however_large_and_what_just_fits_may_too():
     st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["", SQL]), st.floats(0.0, 20.0)), max_size=5),
 )
 def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished, tenant, adapter, weight, answers):
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for who, what, seconds in asked:
         fleet.ask(who, what, seconds, weight=weight if what else 1.0)
     for _ in range(finished):
@@ -102,7 +102,7 @@ def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished,
         line.answered(who, what, weight if what else 1.0, seconds)
     weighs = weight if adapter else 1.0
     ticket = QueuedRequest(
-        prompt=Prompt(RoutingRequest("m", adapter, RATE // 4)), tenant=tenant, adapter=adapter, weight=weighs
+        prompt=HashedRequest(RoutingRequest("m", adapter, RATE // 4)), tenant=tenant, adapter=adapter, weight=weighs
     )
     predicted = line._ahead_s(ticket)
     if fleet.mind.offer(ticket, fleet.now) is not None:
@@ -116,10 +116,10 @@ def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished,
 
 
 def test_what_a_request_is_told_is_how_long_it_waits():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(40):
         fleet.ask(seconds=0.5)
-    ticket = QueuedRequest(prompt=Prompt(RoutingRequest("m", "", RATE // 2)))
+    ticket = QueuedRequest(prompt=HashedRequest(RoutingRequest("m", "", RATE // 2)))
     decision = fleet.mind._decide_ticket(ticket, fleet.mind.waiting.backlog, fleet.now)
     told_s = fleet.mind.waiting.wait_s(ticket, decision)
     began_at = fleet.now
@@ -131,7 +131,7 @@ def test_what_a_request_is_told_is_how_long_it_waits():
 
 @pytest.mark.parametrize("slower", [1.0, 4.0])
 def test_an_engine_that_is_slower_than_predicted_makes_the_prediction_longer(slower):
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(200):
         fleet.ask(seconds=0.5)
     for _ in range(60):
@@ -141,7 +141,7 @@ def test_an_engine_that_is_slower_than_predicted_makes_the_prediction_longer(slo
 
 
 def test_a_line_that_is_too_long_refuses_at_once_and_says_when_to_come_back():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     refused = None
     while refused is None:
         try:
@@ -158,7 +158,7 @@ def test_a_line_that_is_too_long_refuses_at_once_and_says_when_to_come_back():
 
 
 def test_a_shorter_deadline_is_refused_sooner_and_a_patient_request_not_at_all():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(20):
         fleet.ask(seconds=0.5)
     with pytest.raises(Saturated) as refused:
@@ -168,7 +168,7 @@ def test_a_shorter_deadline_is_refused_sooner_and_a_patient_request_not_at_all()
 
 
 def test_a_tenant_that_has_waited_little_is_let_in_where_a_greedy_one_is_not():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(100):
         fleet.ask("greedy", seconds=0.5)
     with pytest.raises(Saturated):
@@ -177,7 +177,7 @@ def test_a_tenant_that_has_waited_little_is_let_in_where_a_greedy_one_is_not():
 
 
 def test_an_adapter_that_has_waited_little_is_let_in_where_a_hot_one_of_the_same_tenant_is_not():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(100):
         fleet.ask("t", SQL, seconds=0.5)
     with pytest.raises(Saturated):
@@ -186,7 +186,7 @@ def test_an_adapter_that_has_waited_little_is_let_in_where_a_hot_one_of_the_same
 
 
 def test_a_line_for_one_replica_is_not_counted_against_who_can_only_go_to_another():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     fleet.roster = Roster(
         tuple(replace(fleet.roster.replicas[0], id=f"w{i}", residents=a_replica("", residents=[name]).residents)
               for i, name in enumerate(("a@0", "b@0")))
@@ -201,8 +201,8 @@ def test_a_line_for_one_replica_is_not_counted_against_who_can_only_go_to_anothe
 
 
 def test_who_is_refused_leaves_nothing_behind():
-    fleet = Fleet()
-    fleet.mind.waiting.room = Room(Bounds(requests=5))
+    fleet = SchedulerUnderTest()
+    fleet.mind.waiting.room = QueueUsage(QueueLimits(requests=5))
     for _ in range(7):
         fleet.ask(seconds=0.5)
     waiting, backlog = len(fleet.mind.waiting), dict(fleet.mind.waiting.backlog)
@@ -218,7 +218,7 @@ def test_who_is_refused_leaves_nothing_behind():
 
 
 def test_a_drain_nobody_measured_is_a_second_a_second_and_lines_without_work_wait_for_nothing():
-    drain = Drain()
+    drain = ServiceRates()
     assert drain.rate("w0") == 1.0
     assert wait_s(10.0, {"w0": 5.0, "w1": 5.0}, ["w0", "w1"], drain) == 5.0
     assert wait_s(0.0, {}, ["w0"], drain) == 0.0
@@ -227,7 +227,7 @@ def test_a_drain_nobody_measured_is_a_second_a_second_and_lines_without_work_wai
 
 
 def test_one_long_standstill_of_the_process_does_not_make_its_lines_slow_for_minutes():
-    drain = Drain()
+    drain = ServiceRates()
     drain.begin(0.0)
     drain.passed(["w0"], 300.0)
     assert drain.rate("w0") > 0.05
@@ -238,7 +238,7 @@ def test_one_long_standstill_of_the_process_does_not_make_its_lines_slow_for_min
 
 @given(st.lists(st.floats(0.01, 1.5), min_size=1, max_size=40), st.integers(1, 3))
 def test_no_more_prompt_tokens_are_in_flight_than_the_bound_but_for_one_prompt_that_is_larger(seconds, replicas):
-    fleet = Fleet(replicas, late_binding_s=1e9, most_in_flight_tokens=RATE)
+    fleet = SchedulerUnderTest(replicas, late_binding_s=1e9, most_in_flight_tokens=RATE)
     for each in seconds:
         fleet.ask(seconds=each)
         there = fleet.mind.load.in_flight_tokens("m")
@@ -252,7 +252,7 @@ def test_no_more_prompt_tokens_are_in_flight_than_the_bound_but_for_one_prompt_t
 
 
 def test_a_long_prompt_is_not_starved_by_short_ones_that_would_still_fit():
-    fleet = Fleet(2, late_binding_s=1e9, most_in_flight_tokens=RATE)
+    fleet = SchedulerUnderTest(2, late_binding_s=1e9, most_in_flight_tokens=RATE)
     for _ in range(5):
         fleet.ask(seconds=0.1)
     long = fleet.ask(seconds=0.9)
@@ -269,7 +269,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones_that_would_still_fit():
 # --- the waiting room -------------------------------------------------------------------------------------------------
 
 
-class Sent:
+class SentDecision:
     def __init__(self, fleet, decision):
         self.fleet = fleet
         self.flight = fleet.mind.begin(decision, time.monotonic())
@@ -278,33 +278,33 @@ class Sent:
         self.fleet.mind.load.end(self.flight, time.monotonic())
 
 
-class Hall:
+class QueueUnderTest:
     """A waiting room in real time, before one engine that never ends a prefill by itself."""
 
     def __init__(self, **limits):
-        self.fleet = Fleet(late_binding_s=0.1)
+        self.fleet = SchedulerUnderTest(late_binding_s=0.1)
         limits = {"most_waiting": 100, "most_wait_s": 60.0} | limits
         self.room = RequestQueue(self.fleet.mind, RouterMetrics(), clock=time.monotonic, **limits)
 
     def prompt(self, seconds=0.5):
-        return Prompt(RoutingRequest("m", "", int(seconds * RATE)))
+        return HashedRequest(RoutingRequest("m", "", int(seconds * RATE)))
 
     def ticket(self, tenant="", seconds=0.5, **more):
         return QueuedRequest(prompt=self.prompt(seconds), tenant=tenant, **more)
 
     def begin(self, decision):
-        return Sent(self.fleet, decision)
+        return SentDecision(self.fleet, decision)
 
     def sent(self, seconds=0.5):
         decision = self.room.at_once(self.prompt(seconds))
-        return Sent(self.fleet, decision)
+        return SentDecision(self.fleet, decision)
 
     async def admitted(self, *args, **more):
         return await self.room.admitted(self.ticket(*args, **more), self.begin)
 
 
 async def test_where_there_is_room_nothing_is_awaited():
-    hall = Hall()
+    hall = QueueUnderTest()
     hall.sent()
     assert hall.room.at_once(hall.prompt()) is None
     assert not len(hall.fleet.mind.waiting)
@@ -318,7 +318,7 @@ async def test_where_there_is_room_nothing_is_awaited():
 
 
 async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
-    hall = Hall()
+    hall = QueueUnderTest()
     first = hall.sent()
     ticket = hall.ticket()
     assert hall.room.at_once(ticket.prompt) is None
@@ -328,14 +328,14 @@ async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
     assert len(hall.fleet.mind.waiting) == 1
     first.end()
     hall.room.poke()
-    assert isinstance(await asyncio.wait_for(waiting, patience(5)), Sent)
+    assert isinstance(await asyncio.wait_for(waiting, patience(5)), SentDecision)
     assert len(hall.fleet.mind.load._books["w0"].flights) == 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_request_that_comes_after_its_deadline_is_not_sent_and_one_whose_deadline_passes_is_told():
-    hall = Hall()
+    hall = QueueUnderTest()
     with pytest.raises(DeadlineExceeded):
         await hall.admitted(deadline_at=time.monotonic() - 1)
     assert not list(hall.fleet.mind.load.in_flight())
@@ -349,7 +349,7 @@ async def test_a_request_that_comes_after_its_deadline_is_not_sent_and_one_whose
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
-    hall = Hall()
+    hall = QueueUnderTest()
     hall.sent(5.0)
     with pytest.raises(Saturated) as refused:  # who waits for the deadline is told of that
         await hall.admitted(deadline_at=time.monotonic() + 2)
@@ -357,7 +357,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
 
 
 async def test_one_tenant_cannot_fill_the_room_with_requests_or_with_bytes():
-    hall = Hall(most_waiting=8, tenant_share=0.5, most_waiting_bytes=1000)
+    hall = QueueUnderTest(most_waiting=8, tenant_share=0.5, most_waiting_bytes=1000)
     hall.sent()
     rng = Random(1)
     waiting = [asyncio.create_task(hall.admitted("a", 0.001, size_bytes=rng.randrange(50))) for _ in range(4)]
@@ -376,7 +376,7 @@ async def test_one_tenant_cannot_fill_the_room_with_requests_or_with_bytes():
 
 @pytest.mark.parametrize("is_sent", [True, False], ids=["as it is sent", "just before"])
 async def test_who_leaves_in_the_moment_in_which_it_is_sent_counts_nowhere(is_sent):
-    hall, begun = Hall(), []
+    hall, begun = QueueUnderTest(), []
     first = hall.sent()
     running = asyncio.create_task(hall.room.run())
 
@@ -402,7 +402,7 @@ async def test_who_leaves_in_the_moment_in_which_it_is_sent_counts_nowhere(is_se
 
 
 async def test_one_that_is_sent_in_the_moment_in_which_it_may_wait_no_longer_counts_nowhere():
-    hall, begun = Hall(most_wait_s=0.3), []
+    hall, begun = QueueUnderTest(most_wait_s=0.3), []
     first = hall.sent(0.2)
     running = asyncio.create_task(hall.room.run())
 
@@ -424,7 +424,7 @@ async def test_one_that_is_sent_in_the_moment_in_which_it_may_wait_no_longer_cou
 
 
 async def test_one_that_cannot_be_begun_is_told_and_holds_up_nobody():
-    hall = Hall()
+    hall = QueueUnderTest()
     first = hall.sent()
     running = asyncio.create_task(hall.room.run())
 
@@ -439,13 +439,13 @@ async def test_one_that_cannot_be_begun_is_told_and_holds_up_nobody():
     hall.room.poke()
     with pytest.raises(RuntimeError, match="cannot"):
         await asyncio.wait_for(broken, patience(5))
-    assert isinstance(await asyncio.wait_for(behind, patience(5)), Sent)
+    assert isinstance(await asyncio.wait_for(behind, patience(5)), SentDecision)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_of_each_adapter_it_is_told_who_waits_who_waited_and_who_was_turned_away():
-    hall = Hall(most_waiting=1, holds=HeldRequests())
+    hall = QueueUnderTest(most_waiting=1, holds=HeldRequests())
     hall.sent()
     waiting = asyncio.create_task(hall.admitted(seconds=0.01, adapter=SQL))
     await asyncio.sleep(0)
@@ -464,7 +464,7 @@ async def test_of_each_adapter_it_is_told_who_waits_who_waited_and_who_was_turne
 
 @pytest.mark.parametrize(("behind_s", "least_s"), [(0.05, 1.0), (5.0, 5.0)])
 async def test_who_found_no_room_in_time_is_told_to_come_back_when_what_waits_is_worked_off(behind_s, least_s):
-    hall = Hall(most_wait_s=0.3)
+    hall = QueueUnderTest(most_wait_s=0.3)
     hall.sent(0.2)
     short = asyncio.create_task(hall.admitted("a", 0.05))
     await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from lorafleet.service.auth import hash_key
 from router.core.errors import Saturated
-from router.core.fleet import Report
+from router.core.fleet import EngineReport
 from router.http.engine_pool import EngineLost
 from router.http.fetch import Refused
 from router.request.background import Background
@@ -289,7 +289,7 @@ def followed(replica_of, answer):
 
 
 def busy(now):
-    return a_replica("w0", engine_boot_id="b", report=Report(running=1, at=now))
+    return a_replica("w0", engine_boot_id="b", report=EngineReport(running=1, at=now))
 
 
 @pytest.mark.parametrize(("takes_s", "late_s", "most_asked"), [(0.4, 0.2, 1), (20.0, 6.0, 15), (3600.0, 10.0, 400)])
@@ -313,11 +313,14 @@ def test_a_worker_that_is_nowhere_for_a_moment_time_and_again_works_on():
 @pytest.mark.parametrize(
     ("told", "over_s"),
     [
-        (lambda now: Report(at=now), 30),
-        (lambda now: Report(at=now, running=int(20 < now < 40)), 70),
-        (lambda now: Report(at=now, waiting=int(20 < now < 40)), 70),
-        (lambda now: Report(at=-20.0 if now < 15 else now), 45),  # what it was before says nothing
-        (lambda now: Report(at=now if now < 20 or now > 100 else 20.0), 100),  # nor does what nobody has heard since
+        (lambda now: EngineReport(at=now), 30),
+        (lambda now: EngineReport(at=now, running=int(20 < now < 40)), 70),
+        (lambda now: EngineReport(at=now, waiting=int(20 < now < 40)), 70),
+        (lambda now: EngineReport(at=-20.0 if now < 15 else now), 45),  # what it was before says nothing
+        (
+            lambda now: EngineReport(at=now if now < 20 or now > 100 else 20.0),
+            100,
+        ),  # nor does what nobody has heard since
     ],
     ids=["always", "but for one that ran", "but for one that waited", "since it began", "as far as one has heard"],
 )

@@ -16,16 +16,16 @@ from router.core.fleet import Roster
 from router.core.schedule.decision import RoutingRequest
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.record import record_of, replayed
-from tests.router.test_dispatch import Fleet
+from tests.router.test_dispatch import SchedulerUnderTest
 from tests.router.test_policy import SQL, a_replica, choose
 
 
 @dataclass
-class Request:
+class FakeTrial:
     ended: bool = False
 
 
-class Book:
+class BreakerUnderTest:
     """A breaker over some replicas, its clock and what it told of."""
 
     def __init__(self, replicas=4, **rules):
@@ -46,7 +46,7 @@ class Book:
             self.breaker.succeeded(self.fleet[i], self.now, **more)
 
     def send(self, i=0):
-        request = Request()
+        request = FakeTrial()
         self.breaker.sent(self.fleet[i], request, self.now)
         return request
 
@@ -58,7 +58,7 @@ class Book:
 
 
 def test_failures_in_a_row_open_a_circuit_and_an_answer_between_them_does_not():
-    book = Book()
+    book = BreakerUnderTest()
     book.fail(times=4)
     book.answer()
     book.fail(times=4)
@@ -70,21 +70,21 @@ def test_failures_in_a_row_open_a_circuit_and_an_answer_between_them_does_not():
 
 @pytest.mark.parametrize("reason", ["adapter_missing", "bad_request", "404", ""])
 def test_what_is_not_the_engines_making_never_counts(reason):
-    book = Book()
+    book = BreakerUnderTest()
     book.fail(reason=reason, times=1000)
     assert book.state() == "closed"
 
 
 @pytest.mark.parametrize("reason", sorted(COUNTED - {"silent", "hung"}))
 def test_every_way_of_failing_opens_it(reason):
-    book = Book()
+    book = BreakerUnderTest()
     book.fail(reason=reason, times=5)
     assert book.told == [("w0", "open", reason)]
 
 
 @pytest.mark.parametrize("reason", ["silent", "hung"])
 def test_silence_opens_it_at_once_and_the_first_answer_closes_it_whenever_it_was_asked(reason):
-    book = Book()
+    book = BreakerUnderTest()
     book.fail(reason=reason)
     assert book.state() == "open"
     book.answer(sent_at=50.0)
@@ -92,7 +92,7 @@ def test_silence_opens_it_at_once_and_the_first_answer_closes_it_whenever_it_was
 
 
 def test_one_request_at_a_time_tries_and_its_success_closes():
-    book = Book(open_s=2.0)
+    book = BreakerUnderTest(open_s=2.0)
     book.fail(times=5)
     book.now += 1.9
     assert book.shut() == {"w0"}
@@ -110,7 +110,7 @@ def test_one_request_at_a_time_tries_and_its_success_closes():
 
 
 def test_each_opening_in_a_row_is_twice_as_long_up_to_a_limit_and_calm_makes_it_short_again():
-    book = Book(open_s=2.0, most_open_s=10.0)
+    book = BreakerUnderTest(open_s=2.0, most_open_s=10.0)
     book.fail(times=5)
     lengths = []
     for _ in range(5):
@@ -131,7 +131,7 @@ def test_each_opening_in_a_row_is_twice_as_long_up_to_a_limit_and_calm_makes_it_
 
 
 def test_one_that_answers_between_its_failures_is_left_alone_for_longer_each_time():
-    book = Book(open_s=2.0, most_open_s=100.0)
+    book = BreakerUnderTest(open_s=2.0, most_open_s=100.0)
     for open_s in (2.0, 4.0, 8.0, 16.0):
         book.fail(times=5)
         book.now += open_s - 0.5
@@ -147,7 +147,7 @@ def test_one_that_answers_between_its_failures_is_left_alone_for_longer_each_tim
 def test_chance_makes_an_opening_longer_and_never_shorter():
     lengths = []
     for seed in range(50):
-        book = Book(open_s=2.0, jitter=0.5)
+        book = BreakerUnderTest(open_s=2.0, jitter=0.5)
         book.rng = Random(seed)
         book.fail(times=5)
         lengths.append(book.breaker._circuits[book.fleet[0].incarnation].open_until - book.now)
@@ -157,7 +157,7 @@ def test_chance_makes_an_opening_longer_and_never_shorter():
 
 
 def test_what_was_sent_before_a_circuit_changed_neither_opens_nor_closes_it():
-    book = Book()
+    book = BreakerUnderTest()
     book.fail(times=5)
     book.now += 1
     book.fail(times=100, sent_at=99.0)
@@ -172,7 +172,7 @@ def test_what_was_sent_before_a_circuit_changed_neither_opens_nor_closes_it():
 
 
 def test_what_was_sent_to_an_open_circuit_because_all_were_does_not_keep_it_open_for_longer():
-    book = Book(open_s=2.0)
+    book = BreakerUnderTest(open_s=2.0)
     book.fail(times=5)
     book.now += 1.0
     book.fail(times=5, sent_at=book.now)
@@ -181,7 +181,7 @@ def test_what_was_sent_to_an_open_circuit_because_all_were_does_not_keep_it_open
 
 
 def test_a_trial_that_fails_opens_it_again_whatever_it_was_opened_by():
-    book = Book(open_s=2.0)
+    book = BreakerUnderTest(open_s=2.0)
     book.fail(reason="silent")
     book.now += 2.0
     book.send()
@@ -190,7 +190,7 @@ def test_a_trial_that_fails_opens_it_again_whatever_it_was_opened_by():
 
 
 def test_after_a_trial_that_failed_another_request_may_try_though_that_one_goes_on_elsewhere():
-    book = Book(open_s=2.0)
+    book = BreakerUnderTest(open_s=2.0)
     book.fail(times=5)
     book.now += 2.0
     book.send()
@@ -200,7 +200,7 @@ def test_after_a_trial_that_failed_another_request_may_try_though_that_one_goes_
 
 
 def test_failures_of_what_was_sent_before_a_circuit_closed_do_not_open_it_again():
-    book = Book(open_s=2.0)
+    book = BreakerUnderTest(open_s=2.0)
     book.fail(times=5)
     book.now += 3.0
     book.answer(sent_at=book.now)
@@ -209,7 +209,7 @@ def test_failures_of_what_was_sent_before_a_circuit_closed_do_not_open_it_again(
 
 
 def test_a_circuit_is_kept_while_it_is_shut_and_for_a_while_after_its_last_change():
-    book = Book(open_s=2.0, most_open_s=90.0)
+    book = BreakerUnderTest(open_s=2.0, most_open_s=90.0)
     book.fail(times=5)
     book.now += 1000.0
     book.breaker.known(book.fleet, book.now)
@@ -227,7 +227,7 @@ def test_a_circuit_is_kept_while_it_is_shut_and_for_a_while_after_its_last_chang
 
 
 def test_a_worker_that_is_gone_takes_nobody_elses_circuit_with_it():
-    book = Book()
+    book = BreakerUnderTest()
     for i in range(2):
         book.fail(i, times=5)
     book.breaker.forget("w0")
@@ -236,7 +236,7 @@ def test_a_worker_that_is_gone_takes_nobody_elses_circuit_with_it():
 
 
 def test_an_engine_that_started_again_and_fails_as_before_is_not_told_as_well():
-    book = Book()
+    book = BreakerUnderTest()
     book.fail(times=5)
     book.fleet[0] = a_replica("w0", engine_boot_id="b")
     book.fail(times=5)
@@ -245,7 +245,7 @@ def test_an_engine_that_started_again_and_fails_as_before_is_not_told_as_well():
 
 
 def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_one_is_forgotten():
-    book = Book()
+    book = BreakerUnderTest()
     book.fail(times=5)
     book.fleet[0] = a_replica("w0", engine_boot_id="b")
     assert book.state() == "closed"
@@ -264,7 +264,7 @@ def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_o
 
 
 def test_a_circuit_that_goes_with_its_engine_is_told_as_closed_where_another_took_its_place_and_not_where_none_did():
-    book = Book()
+    book = BreakerUnderTest()
     book.fail(0, times=5)
     book.fail(1, times=5)
     book.fleet[0] = a_replica("w0", engine_boot_id="b")
@@ -275,7 +275,7 @@ def test_a_circuit_that_goes_with_its_engine_is_told_as_closed_where_another_too
 
 
 def test_a_trial_that_does_not_end_is_not_waited_for_and_another_request_tries():
-    book = Book(open_s=2.0)
+    book = BreakerUnderTest(open_s=2.0)
     book.fail(times=5)
     book.now += 2.1
     hanging = book.send()
@@ -293,7 +293,7 @@ def test_a_trial_that_does_not_end_is_not_waited_for_and_another_request_tries()
 
 
 def test_a_replica_that_fails_far_more_often_than_the_others_is_ejected():
-    book = Book(eject_share=0.25)
+    book = BreakerUnderTest(eject_share=0.25)
     for _ in range(20):
         for i in range(4):
             book.answer(i, sent_at=99.0)
@@ -302,7 +302,7 @@ def test_a_replica_that_fails_far_more_often_than_the_others_is_ejected():
 
 
 def test_a_replica_that_fails_now_and_then_is_not_ejected():
-    book = Book()
+    book = BreakerUnderTest()
     for n in range(200):
         for i in range(4):
             book.answer(i, sent_at=99.0)
@@ -313,7 +313,7 @@ def test_a_replica_that_fails_now_and_then_is_not_ejected():
 
 @pytest.mark.parametrize(("bad", "is_ejected"), [(19, False), (20, True)])
 def test_who_fails_twice_as_often_as_the_others_do_is_ejected(bad, is_ejected):
-    book = Book(failures=1000, least_requests=40)
+    book = BreakerUnderTest(failures=1000, least_requests=40)
     for i, of_forty in enumerate((bad, 10, 10, 10)):
         book.fail(i)
         book.answer(i, times=40 - of_forty)
@@ -323,13 +323,13 @@ def test_who_fails_twice_as_often_as_the_others_do_is_ejected(bad, is_ejected):
 
 
 def test_the_only_one_there_is_may_be_an_outlier_where_all_may_go():
-    book = Book(replicas=1, failures=1000, eject_share=1.0)
+    book = BreakerUnderTest(replicas=1, failures=1000, eject_share=1.0)
     book.fail(times=20)
     assert book.told == [("w0", "open", "outlier")]
 
 
 def test_of_two_that_fail_far_more_often_one_stays_where_only_one_may_go():
-    book = Book(replicas=6, eject_share=0.2)
+    book = BreakerUnderTest(replicas=6, eject_share=0.2)
     for _ in range(20):
         for i in range(6):
             book.answer(i, sent_at=99.0)
@@ -339,7 +339,7 @@ def test_of_two_that_fail_far_more_often_one_stays_where_only_one_may_go():
 
 
 def test_when_all_fail_alike_nobody_is_an_outlier():
-    book = Book()
+    book = BreakerUnderTest()
     for _ in range(30):
         for i in range(4):
             book.answer(i, sent_at=99.0)
@@ -355,7 +355,7 @@ def test_when_all_fail_alike_nobody_is_an_outlier():
     st.sampled_from([0.0, 0.25, 0.5, 1.0]),
 )
 def test_outliers_never_take_more_than_their_share_of_the_fleet(steps, replicas, share):
-    book = Book(replicas, failures=10**6, least_requests=3, eject_share=share)
+    book = BreakerUnderTest(replicas, failures=10**6, least_requests=3, eject_share=share)
     for i, step in steps:
         if step == "answer":
             book.answer(i % replicas)
@@ -371,7 +371,7 @@ def test_outliers_never_take_more_than_their_share_of_the_fleet(steps, replicas,
             assert not is_shut or book.breaker.state(replica, book.now) != "closed"
 
 
-class Doubting(Book):
+class BreakerWithProbes(BreakerUnderTest):
     """Whose breaker has engines looked at that answer with errors: `looked` has the names, in order."""
 
     def __init__(self, **rules):
@@ -385,7 +385,7 @@ class Doubting(Book):
 
 @pytest.mark.parametrize("reason", sorted(ANSWERED))
 def test_errors_of_an_engine_that_is_well_open_nothing_and_it_is_looked_at_now_and_then(reason):
-    book = Doubting()
+    book = BreakerWithProbes()
     book.fail(reason=reason, times=4)
     assert book.looked == []
     book.fail(reason=reason, times=20)
@@ -404,7 +404,7 @@ def test_errors_of_an_engine_that_is_well_open_nothing_and_it_is_looked_at_now_a
 
 
 def test_an_engine_that_fails_what_is_asked_of_it_to_find_out_is_shut_and_looked_at_again_by_each_trial():
-    book = Doubting(open_s=2.0)
+    book = BreakerWithProbes(open_s=2.0)
     book.fail(reason="engine_error", times=5)
     assert book.state() == "closed"
     book.find(is_well=False)
@@ -426,7 +426,7 @@ def test_an_engine_that_fails_what_is_asked_of_it_to_find_out_is_shut_and_looked
 
 
 def test_an_engine_that_could_not_be_looked_at_is_looked_at_again_and_decides_nothing_before():
-    book = Doubting()
+    book = BreakerWithProbes()
     book.fail(reason="engine_error", times=5)
     book.now += 5
     book.fail(reason="engine_error", times=5)
@@ -438,7 +438,7 @@ def test_an_engine_that_could_not_be_looked_at_is_looked_at_again_and_decides_no
 
 
 def test_an_outlier_by_errors_is_looked_at_and_is_no_outlier_where_it_is_well():
-    book = Doubting()
+    book = BreakerWithProbes()
     for _ in range(20):
         for i in range(4):
             book.answer(i, sent_at=99.0)
@@ -458,13 +458,13 @@ def test_an_outlier_by_errors_is_looked_at_and_is_no_outlier_where_it_is_well():
 
 @pytest.mark.parametrize("reason", sorted(COUNTED - ANSWERED - {"silent", "hung"}))
 def test_who_gave_no_answer_is_not_asked_for_another_first(reason):
-    book = Doubting()
+    book = BreakerWithProbes()
     book.fail(reason=reason, times=5)
     assert (book.looked, book.told) == ([], [("w0", "open", reason)])
 
 
 def test_what_was_found_of_an_engine_that_started_again_meanwhile_says_nothing_of_the_new_one():
-    book = Doubting()
+    book = BreakerWithProbes()
     book.fail(reason="engine_error", times=5)
     before, book.fleet[0] = book.fleet[0], a_replica("w0", engine_boot_id="b")
     book.breaker.known(book.fleet, book.now)
@@ -474,7 +474,7 @@ def test_what_was_found_of_an_engine_that_started_again_meanwhile_says_nothing_o
 
 @pytest.mark.parametrize(("later_s", "failures"), [(30.0, 12), (30.5, 6), (60.0, 6), (60.5, 20), (3600.0, 20)])
 def test_a_failure_share_is_of_the_last_while_older_ones_count_half_and_then_nothing(later_s, failures):
-    book = Book(failures=1000)
+    book = BreakerUnderTest(failures=1000)
     book.fail(times=4)
     book.answer(times=36)
     book.now += later_s
@@ -546,7 +546,7 @@ def test_a_record_of_before_there_were_circuits_is_still_replayed():
 # --- in the mind ------------------------------------------------------------------------------------------------------
 
 
-class Failing(Fleet):
+class FailingFleet(SchedulerUnderTest):
     """A fleet whose requests can fail."""
 
     def fail(self, reason="no_answer"):
@@ -557,7 +557,7 @@ class Failing(Fleet):
 
 
 def test_a_replica_that_fails_again_and_again_is_asked_no_more_until_a_trial_succeeds():
-    fleet = Failing(replicas=2)
+    fleet = FailingFleet(replicas=2)
     fleet.depths = {"w0": 100}
     for _ in range(5):
         fleet.ask(seconds=0.2)
@@ -577,7 +577,7 @@ def test_a_replica_that_fails_again_and_again_is_asked_no_more_until_a_trial_suc
 
 
 def test_an_engine_that_answers_nobody_is_found_out_without_waiting_for_a_timeout():
-    fleet = Failing(replicas=2)
+    fleet = FailingFleet(replicas=2)
     fleet.depths = {"w0": 100}
     fleet.ask(seconds=0.2)
     for _ in range(5):
@@ -593,7 +593,7 @@ def test_an_engine_that_answers_nobody_is_found_out_without_waiting_for_a_timeou
 
 
 def test_an_engine_that_its_agent_suspects_is_passed_over_until_the_agent_trusts_it_again():
-    fleet = Failing(replicas=2)
+    fleet = FailingFleet(replicas=2)
     suspect, other = fleet.roster.replicas
     hung = replace(suspect, is_suspect=True)
     for _ in range(5):
@@ -607,7 +607,7 @@ def test_an_engine_that_its_agent_suspects_is_passed_over_until_the_agent_trusts
 
 
 def test_an_agents_trust_closes_nothing_that_it_did_not_open():
-    fleet = Failing(replicas=2)
+    fleet = FailingFleet(replicas=2)
     for _ in range(5):
         fleet.mind.failed(fleet.roster.replicas[0], "no_answer", fleet.now)
     fleet.mind.watch(fleet.roster.replicas, fleet.now)
@@ -615,7 +615,7 @@ def test_an_agents_trust_closes_nothing_that_it_did_not_open():
 
 
 def test_a_long_prompt_and_a_full_engine_are_not_taken_for_silence():
-    fleet = Failing()
+    fleet = FailingFleet()
     fleet.ask(seconds=60.0)
     fleet.now += fleet.running[0][1].prefill_s + 15
     fleet.mind.watch(fleet.roster.replicas, fleet.now)
@@ -627,7 +627,7 @@ def test_a_long_prompt_and_a_full_engine_are_not_taken_for_silence():
 
 @pytest.mark.parametrize(("is_heard", "state"), [(True, "closed"), (False, "open")])
 def test_an_engine_that_streams_is_not_silent(is_heard, state):
-    fleet = Failing(late_binding_s=inf)
+    fleet = FailingFleet(late_binding_s=inf)
     fleet.ask(seconds=0.1)
     streaming = fleet.running[0][1]
     fleet.mind.load.first_token(streaming, fleet.now)
@@ -641,7 +641,7 @@ def test_an_engine_that_streams_is_not_silent(is_heard, state):
 
 
 def test_being_sent_to_a_shut_fleet_is_counted():
-    fleet = Failing()
+    fleet = FailingFleet()
     for _ in range(5):
         fleet.ask(seconds=0.2)
         fleet.fail()
@@ -654,7 +654,7 @@ def test_being_sent_to_a_shut_fleet_is_counted():
 
 
 def test_failures_of_a_replica_that_was_just_lost_draw_on_no_budget():
-    fleet = Failing(replicas=2, late_binding_s=inf)
+    fleet = FailingFleet(replicas=2, late_binding_s=inf)
     fleet.depths = {"w0": 100}
     fleet.mind.budget = lambda: RetryBudget(share=0.0, floor_per_s=0.4)  # four in all
     for _ in range(100):
@@ -674,7 +674,7 @@ def test_failures_of_a_replica_that_was_just_lost_draw_on_no_budget():
 
 
 def test_a_replica_that_is_gone_from_the_fleet_or_started_again_was_lost():
-    fleet = Failing(replicas=1)
+    fleet = FailingFleet(replicas=1)
     fleet.mind.budget = lambda: RetryBudget(share=0.0, floor_per_s=0.0)
     replica = fleet.roster.replicas[0]
     assert not fleet.mind.may_retry(replica, 0.0, sent_at=0.0)
@@ -700,7 +700,7 @@ def test_retries_are_never_more_than_their_share_and_the_floor(rounds, share, fl
 
 @pytest.mark.slow
 def test_the_first_storm_after_a_quiet_day_is_bounded_as_every_other():
-    fleet = Failing()
+    fleet = FailingFleet()
     for hour in range(24):
         fleet.now = 3600.0 * hour
         for _ in range(1000):

@@ -25,7 +25,7 @@ def ask(client, **more):
     return client.post("/v1/completions", json={"model": BASE, "prompt": prompt, **more})
 
 
-class Moody(Engine):
+class MoodyEngine(Engine):
     """Answers 503 until it is well."""
 
     def __init__(self, name):
@@ -38,7 +38,7 @@ class Moody(Engine):
         return JSONResponse({"error": {"message": "no"}}, 503)
 
 
-class Hanging(Engine):
+class HangingEngine(Engine):
     """Takes requests and answers none until it wakes up."""
 
     def __init__(self, name):
@@ -55,7 +55,7 @@ class Hanging(Engine):
 
 
 async def test_an_engine_that_always_fails_gets_no_more_requests_until_it_is_well():
-    sick, sound = Moody("w0"), Engine("w1")
+    sick, sound = MoodyEngine("w0"), Engine("w1")
     async with fleet(sick, sound) as (client, _, parts):
         breaker = parts.mind.breaker
         breaker.rules = BreakerRules(failures=3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
@@ -81,7 +81,7 @@ async def test_an_engine_that_always_fails_gets_no_more_requests_until_it_is_wel
 
 
 async def test_when_the_only_engine_fails_it_goes_on_being_asked_and_serves_as_soon_as_it_can():
-    sick = Moody("w0")
+    sick = MoodyEngine("w0")
     async with fleet(sick, failover_wait_s=0.05) as (client, _, parts):
         parts.mind.breaker.rules = BreakerRules(failures=2, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         for _ in range(3):
@@ -164,7 +164,7 @@ async def test_a_request_that_is_the_clients_fault_opens_nothing(status):
 
 
 async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_when_it_answers():
-    hanging, sound = Hanging("w0"), Engine("w1")
+    hanging, sound = HangingEngine("w0"), Engine("w1")
     async with fleet(hanging, sound) as (client, _, parts):
         parts.mind.breaker.rules = BreakerRules(silent_s=patience(0.2), **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         asking = [asyncio.create_task(ask(client, stream=True)) for _ in range(30)]
@@ -186,7 +186,7 @@ async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_w
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_waits_at_an_engine_that_its_agent_suspects_goes_elsewhere_at_once(stream):
-    hanging, sound = Hanging("w0"), Engine("w1")
+    hanging, sound = HangingEngine("w0"), Engine("w1")
     async with fleet(hanging, sound) as (client, control, parts):
         asking = [asyncio.create_task(ask(client, stream=stream)) for _ in range(12)]
         await until(lambda: len(hanging.bodies) + len(sound.bodies) == 12)
@@ -202,7 +202,7 @@ async def test_what_waits_at_an_engine_that_its_agent_suspects_goes_elsewhere_at
 
 @pytest.mark.parametrize("other", ["lacks the adapter", "drains it", "starts", "takes less", "fails"])
 async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_answer_it(other):
-    hanging, control = Hanging("w0"), Control()
+    hanging, control = HangingEngine("w0"), Control()
     control.add_adapter("sql/v1", on=("w0", "w1") if other == "drains it" else ("w0",))
     model = "sql/v1" if "it" in other or "adapter" in other else BASE
     if other == "drains it":
@@ -225,7 +225,7 @@ async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_a
 
 
 async def test_a_request_that_two_engines_hung_with_is_not_given_to_a_third():
-    engines, control = [Hanging("w0"), Hanging("w1"), Hanging("w2")], Control()
+    engines, control = [HangingEngine("w0"), HangingEngine("w1"), HangingEngine("w2")], Control()
     async with fleet(*engines, control=control) as (client, _, parts):
         asking = asyncio.create_task(ask(client))
         for tried in (1, 2):
@@ -238,7 +238,7 @@ async def test_a_request_that_two_engines_hung_with_is_not_given_to_a_third():
 
 
 async def test_an_engine_whose_counters_stand_still_is_passed_over_though_nobody_there_waits_for_a_first_token():
-    hanging, sound, control = Hanging("w0"), Engine("w1"), Control(figures=Load(running=1, still_s=0.0))
+    hanging, sound, control = HangingEngine("w0"), Engine("w1"), Control(figures=Load(running=1, still_s=0.0))
     async with fleet(hanging, sound, control=control) as (client, _, parts):
         parts.mind.breaker.rules = BreakerRules(silent_s=patience(0.2), **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         asking = [asyncio.create_task(ask(client)) for _ in range(12)]
@@ -271,7 +271,7 @@ async def test_what_a_suspect_engine_has_begun_to_answer_is_its_own():
 
 
 async def test_an_answer_that_is_not_streamed_may_take_long_and_a_stream_that_does_not_begin_may_not():
-    slow = Hanging("w0")
+    slow = HangingEngine("w0")
     async with fleet(slow) as (client, _, parts):
         breaker = parts.mind.breaker
 
@@ -291,7 +291,7 @@ async def test_an_answer_that_is_not_streamed_may_take_long_and_a_stream_that_do
 
 
 async def test_a_trial_that_is_not_streamed_has_as_long_as_any_request():
-    engines = [Hanging("w0"), Hanging("w1")]
+    engines = [HangingEngine("w0"), HangingEngine("w1")]
     async with fleet(*engines, max_tries=1, trial_timeout_s=0.05) as (client, _, parts):
         parts.mind.breaker.rules = BreakerRules(failures=1, **FAST)
         for replica in parts.discovery.fleet.replicas.values():
@@ -307,7 +307,7 @@ async def test_a_trial_that_is_not_streamed_has_as_long_as_any_request():
 
 
 async def test_a_stream_that_tries_an_engine_which_is_not_well_yet_goes_elsewhere():
-    hanging, sound = Hanging("w0"), Engine("w1")
+    hanging, sound = HangingEngine("w0"), Engine("w1")
     async with fleet(hanging, sound, trial_timeout_s=0.05) as (client, _, parts):
         parts.mind.breaker.rules = BreakerRules(failures=1, **FAST)
         (replica,) = (r for r in parts.discovery.fleet.replicas.values() if r.id == "w0")

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from lorafleet.service.loops import ChangeSignal
 from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, ModelNotFound, NoCapacity, Saturated
 from router.core.fleet import RoutableAdapter, RouterFleet
-from router.core.queue.admission import Bounds, Room
+from router.core.queue.admission import QueueLimits, QueueUsage
 from router.core.schedule.rendezvous import rendezvous_order
 from router.http.engine_pool import EngineLost
 from router.http.fetch import Refused
@@ -208,7 +208,7 @@ async def test_where_no_worker_has_a_free_slot_while_nobody_leads_a_client_is_to
 ORCHESTRATOR = "http://orchestrator"
 
 
-class Known:
+class FakeDiscovery:
     """What discovery knows of an adapter with a secret, and of these replicas."""
 
     def __init__(self, *replicas):
@@ -250,7 +250,7 @@ async def test_only_a_home_that_says_so_has_no_room_and_what_else_it_answers_is_
     others = [a_replica(f"s{n}", state="starting") for n in range(9)]
     others += [a_replica(f"e{n}", agent_url="") for n in range(9)]
     others += [a_replica(f"r{n}", max_lora_rank=31) for n in range(9)]
-    known = Known(*others, a_replica("w0", max_lora_rank=32))
+    known = FakeDiscovery(*others, a_replica("w0", max_lora_rank=32))
     cold = ColdStarts(post, known, RouterMetrics(), ORCHESTRATOR, 0.2, max_held=10)
     with pytest.raises(error):
         await cold.until_resident("sql/v1")
@@ -294,7 +294,7 @@ async def test_the_next_home_is_asked_unless_the_adapter_itself_was_refused(trou
         raise EngineLost("connection", "refused") if url == ORCHESTRATOR else trouble
 
     replicas = [a_replica(f"w{n}") for n in range(3)]
-    cold = ColdStarts(post, Known(*replicas), RouterMetrics(), ORCHESTRATOR, 0.1, max_held=10)
+    cold = ColdStarts(post, FakeDiscovery(*replicas), RouterMetrics(), ORCHESTRATOR, 0.1, max_held=10)
     with pytest.raises((ColdStartTimeout, NoCapacity)):
         await cold.until_resident("sql/v1")
     order = [f"http://{replica.id}" for replica in rendezvous_order("sql/v1", replicas)]
@@ -305,7 +305,7 @@ async def test_an_agent_that_hangs_keeps_no_adapter_from_the_next_home(monkeypat
     monkeypatch.setattr("router.request.cold_starts._ASK_AGAIN_S", 0.001)
     replicas = [a_replica(f"w{n}") for n in range(2)]
     first, second = rendezvous_order("sql/v1", replicas)
-    known, asked = Known(*replicas), []
+    known, asked = FakeDiscovery(*replicas), []
 
     async def post(url, path, *, body, timeout_s):
         asked.append(url)
@@ -332,7 +332,7 @@ async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_
         asked.append(url)
         raise trouble[-1]
 
-    cold = ColdStarts(post, Known(a_replica("w0")), RouterMetrics(), ORCHESTRATOR, 60.0, max_held=10)
+    cold = ColdStarts(post, FakeDiscovery(a_replica("w0")), RouterMetrics(), ORCHESTRATOR, 60.0, max_held=10)
     with capture_logs() as said:
         waiting = asyncio.create_task(cold.until_resident("sql/v1"))
         await until(lambda: asked.count("http://w0") >= 5)
@@ -345,7 +345,7 @@ async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_
         before = len(asked)
         await until(lambda: len(asked) >= before + 10)
         assert ["Refused" in entry["error"] for entry in said] == [False, False, True, True]
-        cold.discovery.fleet = Known(a_replica("w1")).fleet  # another home says the same
+        cold.discovery.fleet = FakeDiscovery(a_replica("w1")).fleet  # another home says the same
         await until(lambda: asked.count("http://w1") >= 2)
         assert [entry.get("worker") for entry in said[4:]] == ["w1"]
         await stop([waiting])
@@ -377,7 +377,7 @@ def test_what_failed_on_one_worker_is_not_told_while_another_loads():
         return loading("sql/v1", error="w1: no slot", **more).body
 
     async def wait():
-        cold = ColdStarts(post, Known(), RouterMetrics(), ORCHESTRATOR, 3.5, max_held=10)
+        cold = ColdStarts(post, FakeDiscovery(), RouterMetrics(), ORCHESTRATOR, 3.5, max_held=10)
         with pytest.raises(ColdStartTimeout):
             await cold.until_resident("sql/v1")
         assert len(asked) == 4
@@ -387,7 +387,7 @@ def test_what_failed_on_one_worker_is_not_told_while_another_loads():
 
 
 def test_what_only_an_engine_lists_is_asked_of_nobody_until_a_catalog_knows_it():
-    known, asked = Known(), []
+    known, asked = FakeDiscovery(), []
     listed = RoutableAdapter("sql/v1", "m", None, "", is_listed=True)
 
     async def post(url, path, *, body, timeout_s):
@@ -410,7 +410,7 @@ def test_what_only_an_engine_lists_is_asked_of_nobody_until_a_catalog_knows_it()
 
 
 def test_what_leaves_the_catalog_while_it_is_waited_for_is_as_the_orchestrator_says():
-    known, asked = Known(), []
+    known, asked = FakeDiscovery(), []
 
     async def post(url, path, *, body, timeout_s):
         asked.append(path)
@@ -430,7 +430,7 @@ def test_what_leaves_the_catalog_while_it_is_waited_for_is_as_the_orchestrator_s
 
 
 def test_where_an_adapter_was_placed_is_looked_at_more_often_than_it_is_asked_for_until_it_is_seen_there():
-    known, looked = Known(), []
+    known, looked = FakeDiscovery(), []
     known.look_now = looked.append
 
     async def post(url, path, *, body, timeout_s):
@@ -500,7 +500,7 @@ async def test_one_tenant_that_asks_for_a_thousand_adapters_leaves_room_for_othe
     async with fleet(Engine("w0"), control=control) as (_, _, parts):
         cold = parts.cold
         cold.tenant_adapters = 5
-        cold._held = Room(Bounds(requests=16, tenant_share=0.5))
+        cold._held = QueueUsage(QueueLimits(requests=16, tenant_share=0.5))
         greedy = [asyncio.create_task(cold.until_resident(f"cold-{n}/v1", tenant="greedy")) for n in range(5)]
         await until(lambda: len(cold._held) == 5)
         with pytest.raises(Saturated, match="5 adapters are being loaded for you"):
@@ -541,7 +541,7 @@ async def test_held_requests_are_bounded_in_bytes():
     control.ensure = never
     async with fleet(Engine("w0"), control=control) as (_, _, parts):
         cold = parts.cold
-        cold._held = Room(Bounds(size_bytes=100))
+        cold._held = QueueUsage(QueueLimits(size_bytes=100))
         held = asyncio.create_task(cold.until_resident("cold-0/v1", size_bytes=80))
         await until(lambda: len(cold._held))
         with pytest.raises(Saturated, match="80 bytes"):
@@ -661,7 +661,7 @@ async def test_what_is_passed_on_names_no_address_of_ours(answer, error):
     assert not any(char.isdigit() for char in str(refused.value).replace("sql/v1", ""))
 
 
-class Later:
+class AdjustableClock:
     """A clock that can be put forward."""
 
     def __init__(self):
@@ -678,7 +678,7 @@ async def test_adapters_that_a_tenant_no_longer_waits_for_count_until_they_are_t
     control = many_adapters(5)
     async with fleet(Engine("w0"), control=control) as (_, _, parts):
         cold = parts.cold
-        cold.tenant_adapters, cold.clock = 2, Later()
+        cold.tenant_adapters, cold.clock = 2, AdjustableClock()
 
         async def comes_and_goes(*numbers):
             asking = [asyncio.create_task(cold.until_resident(f"cold-{n}/v1", tenant="greedy")) for n in numbers]
@@ -708,7 +708,7 @@ async def test_an_adapter_that_a_tenant_waits_for_counts_though_one_of_its_reque
     control.ensure = never
     async with fleet(Engine("w0"), control=control) as (_, _, parts):
         cold = parts.cold
-        cold.tenant_adapters, cold.clock = 1, Later()
+        cold.tenant_adapters, cold.clock = 1, AdjustableClock()
         leaving, staying = (asyncio.create_task(cold.until_resident("cold-0/v1", tenant="greedy")) for _ in range(2))
         await until(lambda: len(cold._held) == 2)
         await stop([leaving])
@@ -773,7 +773,7 @@ async def test_how_long_loads_take_is_not_learned_from_one_that_found_no_room_an
     control = many_adapters(3)
     async with fleet(Engine("w0"), control=control) as (_, _, parts):
         cold = parts.cold
-        cold.clock = Later()
+        cold.clock = AdjustableClock()
 
         async def arrives(lora_id, *, after_s, stuck=None, asked=1):
             waiting = asyncio.create_task(cold.until_resident(lora_id))

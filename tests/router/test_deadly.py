@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
-from router.core.errors import HeldBack
+from router.core.errors import PoisonRequestHeld
 from router.core.failover.poison import PoisonRequests
 from router.protocols.routes import ROUTES
 from router.protocols.stored_responses import tagged_response_id
@@ -23,12 +23,12 @@ def held_s(deadly, now, which=1):
     """For how long it is still held back, None where it is not; asks as a request does."""
     try:
         deadly.check(which, now)
-    except HeldBack as exc:
+    except PoisonRequestHeld as exc:
         return exc.retry_after_s
     return None
 
 
-class Book(PoisonRequests):
+class PoisonRequestsUnderTest(PoisonRequests):
     """Whose deaths are of what was sent just before, if not said."""
 
     def __init__(self, hold_s=30.0, enough=2):
@@ -39,7 +39,7 @@ class Book(PoisonRequests):
 
 
 def test_what_was_in_two_engines_when_they_died_is_held_back_and_what_was_in_one_is_not():
-    deadly = Book()
+    deadly = PoisonRequestsUnderTest()
     assert deadly.check(1, 0.0) is False
     assert deadly.died(1, A, 0.0) == 0.0
     assert deadly.check(1, 1.0) is False
@@ -49,7 +49,7 @@ def test_what_was_in_two_engines_when_they_died_is_held_back_and_what_was_in_one
 
 
 def test_copies_that_were_in_one_engine_when_it_died_count_as_one():
-    deadly = Book()
+    deadly = PoisonRequestsUnderTest()
     for _ in range(50):
         deadly.died(1, A, 0.0)
     assert deadly.check(1, 1.0) is False
@@ -58,7 +58,7 @@ def test_copies_that_were_in_one_engine_when_it_died_count_as_one():
 
 
 def test_engines_that_go_together_with_what_was_under_way_in_each_speak_once():
-    deadly = Book()
+    deadly = PoisonRequestsUnderTest()
     for i in range(8):
         deadly.died(1, ("w", str(i)), 10.0 + i, sent_at=9.9)
     assert deadly.check(1, 20.0) is False
@@ -67,7 +67,7 @@ def test_engines_that_go_together_with_what_was_under_way_in_each_speak_once():
 
 
 def test_one_tries_when_it_was_held_back_long_enough_and_it_is_held_back_for_twice_as_long_if_that_kills_too():
-    deadly = Book()
+    deadly = PoisonRequestsUnderTest()
     deadly.died(1, A, 0.0)
     deadly.died(1, B, 0.0)
     assert deadly.check(1, 30.0) is True
@@ -82,7 +82,7 @@ def test_one_tries_when_it_was_held_back_long_enough_and_it_is_held_back_for_twi
 
 
 def test_an_answer_clears_it():
-    deadly = Book()
+    deadly = PoisonRequestsUnderTest()
     deadly.died(1, A, 0.0)
     deadly.died(1, B, 0.0)
     deadly.survived(1)
@@ -93,7 +93,7 @@ def test_an_answer_clears_it():
 
 
 def test_what_has_killed_nothing_for_long_is_forgotten_unless_it_is_held_back():
-    deadly = Book(3600.0)
+    deadly = PoisonRequestsUnderTest(3600.0)
     deadly.died(1, A, 0.0)
     deadly.died(2, A, 0.0)
     deadly.died(2, B, 0.0)
@@ -108,7 +108,7 @@ def test_what_has_killed_nothing_for_long_is_forgotten_unless_it_is_held_back():
 
 
 def test_so_many_are_remembered_and_of_more_those_that_killed_last():
-    deadly = Book()
+    deadly = PoisonRequestsUnderTest()
     for which in range(4096):
         deadly.died(which, A, 0.0)
     deadly.died(0, B, 0.0)
@@ -119,7 +119,7 @@ def test_so_many_are_remembered_and_of_more_those_that_killed_last():
 
 
 def test_nothing_is_held_back_where_it_is_so_set():
-    deadly = Book(0.0)
+    deadly = PoisonRequestsUnderTest(0.0)
     assert [deadly.died(1, engine, 0.0) for engine in (A, B, C)] == [0.0, 0.0, 0.0]
     assert deadly.check(1, 0.0) is False
 
@@ -136,7 +136,7 @@ def is_killer(body):
     return body["messages"] == KILLER["messages"]
 
 
-class Mortal(Engine):
+class MortalEngine(Engine):
     """Breaks off what it `dies_of`, as an engine that dies does, when it may go on."""
 
     def __init__(self, name, dies_of=is_killer):
@@ -166,7 +166,7 @@ def killed(engines):
 
 
 async def test_a_client_that_sends_a_killer_again_and_again_ends_no_more_than_two_engines():
-    engines = [Mortal(f"w{i}") for i in range(4)]
+    engines = [MortalEngine(f"w{i}") for i in range(4)]
     async with fleet(*engines) as (client, _, parts):
         assert error_of(await chat(client, KILLER)) == (503, "no_replica")
         for request_id in ("one", "two"):
@@ -184,7 +184,7 @@ async def test_a_client_that_sends_a_killer_again_and_again_ends_no_more_than_tw
 
 
 async def test_streams_that_end_engines_after_their_first_token_are_held_back_too():
-    engines = [Mortal(f"w{i}") for i in range(3)]
+    engines = [MortalEngine(f"w{i}") for i in range(3)]
     async with fleet(*engines, breaker_failures=1) as (client, _, parts):
         stream, ended = {**KILLER, "stream": True}, set()
         while len(ended) < 2:
@@ -197,7 +197,7 @@ async def test_streams_that_end_engines_after_their_first_token_are_held_back_to
 
 
 async def test_what_happened_to_be_in_engines_that_died_is_answered_when_they_are_well_and_forgotten():
-    engines = [Mortal(f"w{i}", lambda _: True) for i in range(2)]
+    engines = [MortalEngine(f"w{i}", lambda _: True) for i in range(2)]
     async with fleet(*engines) as (client, _, parts):
         assert error_of(await chat(client)) == (503, "no_replica")
         assert error_of(await chat(client)) == (503, "deadly_request")
@@ -244,7 +244,7 @@ async def test_what_was_held_back_long_enough_is_tried_by_one_that_an_engine_get
 
 
 async def test_engines_that_die_together_with_copies_of_a_request_speak_once():
-    dying, sound = [Mortal("w0"), Mortal("w1")], Engine("w2", slow)
+    dying, sound = [MortalEngine("w0"), MortalEngine("w1")], Engine("w2", slow)
     for engine in (*dying, sound):
         engine.go_on.clear()
     async with fleet(*dying, sound, breaker_failures=1) as (client, _, parts):
@@ -326,7 +326,7 @@ async def test_an_adapter_that_three_engines_died_of_is_held_back_and_others_are
     def is_sql(body):
         return body["model"].startswith("sql/v1")
 
-    engines, control = [*(Mortal(f"w{i}", is_sql) for i in range(4)), Engine("w4")], Control()
+    engines, control = [*(MortalEngine(f"w{i}", is_sql) for i in range(4)), Engine("w4")], Control()
     control.add_adapter("sql/v1", on=("w0", "w1", "w2", "w3"))
     control.add_adapter("java/v1", on=("w0",))
     async with fleet(*engines, control=control) as (client, _, parts):

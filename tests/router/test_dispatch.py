@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.errors import NoReplica
-from router.core.fleet import Report, Roster
-from router.core.queue.fair_queue import Match, Prompt, QueuedRequest
-from router.core.schedule.cost import Costs
+from router.core.fleet import EngineReport, Roster
+from router.core.queue.fair_queue import HashedRequest, PrefixMatch, QueuedRequest
+from router.core.schedule.cost import CostSettings
 from router.core.schedule.decision import Decision, RoutingRequest
 from router.core.schedule.policies import POLICIES
 from router.core.scheduler import Scheduler, first_blocks
@@ -19,18 +19,18 @@ from tests.router.test_policy import SQL, a_replica
 RATE = 10_000  # tokens per second
 
 
-class Fleet:
+class SchedulerUnderTest:
     """A mind over replicas whose engines prefill in order at the rate they report; `finish` ends the oldest one."""
 
     def __init__(self, replicas=1, late_binding_s=1.0, **more):
-        measured = Report(prefill_tokens_per_s=RATE)
+        measured = EngineReport(prefill_tokens_per_s=RATE)
         self.roster = Roster(
             tuple(a_replica(f"w{i}", residents=[SQL], max_num_seqs=99, report=measured) for i in range(replicas))
         )
         self.depths = {}
         self.mind = Scheduler(
             roster=lambda _: self.roster,
-            match=lambda _: Match(self.depths),
+            match=lambda _: PrefixMatch(self.depths),
             late_binding_s=late_binding_s,
             rng=Random(0),
             **more,
@@ -41,7 +41,7 @@ class Fleet:
         self.work_s = {}
 
     def ask(self, tenant="", adapter="", seconds=0.5, **more):
-        prompt = Prompt(RoutingRequest("m", adapter, int(seconds * RATE)))
+        prompt = HashedRequest(RoutingRequest("m", adapter, int(seconds * RATE)))
         ticket = QueuedRequest(prompt=prompt, tenant=tenant, adapter=adapter, **more)
         decision = self.mind.offer(ticket, self.now)
         if decision is not None:
@@ -68,7 +68,7 @@ class Fleet:
 
 
 def test_an_engine_is_given_about_a_second_of_work_and_the_rest_waits():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(10):
         fleet.ask(seconds=0.4)
     assert len(fleet.sent) == 3  # 0.4 and 0.8 s queued leave room for one more, 1.2 s do not
@@ -81,20 +81,20 @@ def test_an_engine_is_given_about_a_second_of_work_and_the_rest_waits():
 
 
 def test_an_idle_engine_takes_a_request_however_long_it_is():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     fleet.ask(seconds=30.0)
     assert len(fleet.sent) == 1
 
 
 def test_without_a_bound_everything_is_sent_at_once():
-    fleet = Fleet(late_binding_s=float("inf"))
+    fleet = SchedulerUnderTest(late_binding_s=float("inf"))
     for _ in range(50):
         fleet.ask()
     assert len(fleet.sent) == 50
 
 
 def test_a_tenant_that_asks_a_hundred_times_does_not_starve_one_that_asks_ten_times():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(100):
         fleet.ask("greedy")
     for _ in range(10):
@@ -107,7 +107,7 @@ def test_a_tenant_that_asks_a_hundred_times_does_not_starve_one_that_asks_ten_ti
 
 
 def test_a_tenant_gets_no_more_for_spreading_over_many_adapters():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     fleet.roster = Roster((a_replica("w0", residents=[f"a{i}@0" for i in range(30)], max_loras=99, max_num_seqs=99),))
     for i in range(30):
         fleet.ask("many", f"a{i}@0")
@@ -120,7 +120,7 @@ def test_a_tenant_gets_no_more_for_spreading_over_many_adapters():
 
 
 def test_within_a_tenant_a_weight_of_two_gets_twice_the_share():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     fleet.roster = Roster((a_replica("w0", residents=["a@0", "b@0"], max_loras=99, max_num_seqs=99),))
     for _ in range(60):
         fleet.ask("t", "a@0", weight=1.0)
@@ -132,7 +132,7 @@ def test_within_a_tenant_a_weight_of_two_gets_twice_the_share():
 
 
 def test_shares_are_counted_in_seconds_of_work_not_in_requests():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(100):
         fleet.ask("long", seconds=0.9)
         fleet.ask("short", seconds=0.1)
@@ -147,7 +147,7 @@ def test_shares_are_counted_in_seconds_of_work_not_in_requests():
 @pytest.mark.parametrize("by", ["tenant", "adapter"])
 @pytest.mark.parametrize("weight", [1.0, 2.0])
 def test_whose_answers_are_long_has_had_them_too(by, weight):
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     fleet.roster = Roster((a_replica("w0", residents=["a@0", "b@0"], max_loras=99, max_num_seqs=99),))
     wordy, terse = (("w", "a@0"), ("t", "b@0")) if by == "tenant" else (("t", "a@0"), ("t", "b@0"))
     had, line = Counter(), fleet.mind.waiting
@@ -167,7 +167,7 @@ def test_whose_answers_are_long_has_had_them_too(by, weight):
 
 
 def test_what_was_answered_while_nobody_waited_is_not_remembered():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     fleet.mind.waiting.answered("a", "", 1.0, 5.0)
     assert not fleet.mind.waiting._tenants
     for _ in range(10):
@@ -180,7 +180,7 @@ def test_what_was_answered_while_nobody_waited_is_not_remembered():
 
 
 def test_answers_set_back_from_where_the_others_are_and_forgive_nothing():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(60):
         fleet.ask("others", seconds=0.5)
     for seconds in (30.0, 0.5):
@@ -197,7 +197,7 @@ def test_answers_set_back_from_where_the_others_are_and_forgive_nothing():
 
 
 def test_nobody_is_set_back_for_long_whatever_it_was_answered():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(100):
         fleet.ask("others", seconds=0.5)
     for _ in range(50):
@@ -210,7 +210,7 @@ def test_nobody_is_set_back_for_long_whatever_it_was_answered():
     assert 9.0 < served < 12.0
 
 
-class Crowd(Fleet):
+class SchedulerModel(SchedulerUnderTest):
     """A line that never empties: `steady` always has one request in it and `greedy` ten, and others come once."""
 
     def __init__(self):
@@ -220,7 +220,9 @@ class Crowd(Fleet):
                 self.come(tenant, "x")
 
     def come(self, tenant, adapter):
-        ticket = QueuedRequest(prompt=Prompt(RoutingRequest("m", "", RATE // 10)), tenant=tenant, adapter=adapter)
+        ticket = QueuedRequest(
+            prompt=HashedRequest(RoutingRequest("m", "", RATE // 10)), tenant=tenant, adapter=adapter
+        )
         decision = self.mind.offer(ticket, self.now)
         if decision is not None:
             self.send(ticket, decision)
@@ -236,7 +238,7 @@ class Crowd(Fleet):
 @pytest.mark.slow
 @pytest.mark.parametrize("others", ["tenants", "adapters"])
 def test_of_those_who_came_once_few_are_remembered_while_the_line_never_empties_and_shares_stay_even(others):
-    fleet, most = Crowd(), 0
+    fleet, most = SchedulerModel(), 0
     line = fleet.mind.waiting
     for number in range(2000):
         fleet.come(f"t{number}", "") if others == "tenants" else fleet.come("steady", f"a{number}")
@@ -250,7 +252,7 @@ def test_of_those_who_came_once_few_are_remembered_while_the_line_never_empties_
 
 
 def test_priority_orders_the_requests_of_one_tenant_and_adapter_only():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(3):
         fleet.ask("a")
     low, high = fleet.ask("a", priority=5.0), fleet.ask("a", priority=-5.0)
@@ -262,7 +264,7 @@ def test_priority_orders_the_requests_of_one_tenant_and_adapter_only():
 
 
 def test_who_left_while_waiting_is_not_sent_and_leaves_nothing_behind():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     tickets = [fleet.ask() for _ in range(6)]
     waiting = [t for t in tickets if t.is_waiting]
     for ticket in waiting:
@@ -276,14 +278,14 @@ def test_who_left_while_waiting_is_not_sent_and_leaves_nothing_behind():
 
 
 def test_a_newcomer_does_not_overtake_those_who_wait_for_the_same_replica():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(5):
         fleet.ask("a", seconds=0.5)
     assert fleet.ask("a", seconds=0.1).is_waiting
 
 
 def test_those_far_back_in_the_line_for_a_warm_replica_go_to_another_that_comes_free():
-    fleet = Fleet(replicas=2, costs=Costs(kappa_min=1.0, kappa_max=1.0, crowding=0.0))
+    fleet = SchedulerUnderTest(replicas=2, costs=CostSettings(kappa_min=1.0, kappa_max=1.0, crowding=0.0))
     fleet.depths = {"w1": 10_000}
     fleet.ask(seconds=30.0)
     fleet.depths = {"w0": 100}
@@ -300,7 +302,7 @@ def test_those_far_back_in_the_line_for_a_warm_replica_go_to_another_that_comes_
 
 
 def test_no_replica_idles_while_somebody_waits_who_could_run_there():
-    fleet = Fleet(replicas=3)
+    fleet = SchedulerUnderTest(replicas=3)
     fleet.depths = {"w0": 3}  # a little warmer, so that all prefer it
     for _ in range(40):
         fleet.ask(seconds=0.3)
@@ -308,7 +310,7 @@ def test_no_replica_idles_while_somebody_waits_who_could_run_there():
 
 
 def test_when_the_last_replica_goes_those_who_wait_are_told():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     for _ in range(6):
         fleet.ask()
     waiting = len(fleet.mind.waiting)
@@ -332,7 +334,7 @@ STEPS = st.lists(
 
 @given(STEPS, st.integers(1, 3), st.randoms(use_true_random=False))
 def test_every_request_is_sent_once_or_withdrawn_and_the_backlog_is_of_those_who_wait(steps, replicas, rng):
-    fleet = Fleet(replicas=replicas)
+    fleet = SchedulerUnderTest(replicas=replicas)
     asked, left = [], set()
     for step, tenant, adapter, seconds in steps:
         if step == "ask":
@@ -359,7 +361,9 @@ def test_every_request_is_sent_once_or_withdrawn_and_the_backlog_is_of_those_who
 
 def test_a_shadow_policy_decides_nothing_and_its_choice_is_priced_by_the_same_model():
     seen = []
-    fleet = Fleet(replicas=2, shadows=[POLICIES["round_robin"](), POLICIES["kv_lora"]()], shadowed=seen.append)
+    fleet = SchedulerUnderTest(
+        replicas=2, shadows=[POLICIES["round_robin"](), POLICIES["kv_lora"]()], shadowed=seen.append
+    )
     fleet.depths = {"w0": 200}
     for _ in range(4):
         fleet.ask(seconds=0.4)
@@ -380,7 +384,7 @@ def test_a_shadow_policy_that_fails_fails_nothing():
             raise ZeroDivisionError
 
     failed = []
-    fleet = Fleet(shadows=[Broken()], shadow_failed=lambda name, exc: failed.append((name, type(exc))))
+    fleet = SchedulerUnderTest(shadows=[Broken()], shadow_failed=lambda name, exc: failed.append((name, type(exc))))
     fleet.ask()
     assert len(fleet.sent) == 1
     assert failed == [("broken", ZeroDivisionError)]

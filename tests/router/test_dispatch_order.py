@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from router.core.errors import NoReplica
 from router.core.fleet import Roster
 from router.core.queue import fair_queue
-from router.core.queue.fair_queue import _LOOKED_AT, _MOST_LAG_S, Prompt, QueuedRequest
+from router.core.queue.fair_queue import _LOOKED_AT, _MOST_LAG_S, HashedRequest, QueuedRequest
 from router.core.schedule.decision import Decision, RoutingRequest
-from router.core.schedule.policies.kv_lora import KvLora
-from tests.router.test_dispatch import Fleet
+from router.core.schedule.policies.kv_lora import KvLoraPolicy
+from tests.router.test_dispatch import SchedulerUnderTest
 from tests.router.test_policy import a_replica
 
 # More than are looked at in one go.
@@ -21,7 +21,7 @@ MANY = _LOOKED_AT + 8
 
 def a_fleet():
     """Adapter `a` is on w0 alone, which has no room for long and for which many wait; adapter `b` is on w1."""
-    fleet = Fleet(late_binding_s=2.0)
+    fleet = SchedulerUnderTest(late_binding_s=2.0)
     fleet.roster = Roster((a_replica("w0", residents=["a@0"]), a_replica("w1", residents=["b@0"])))
     for number in range(MANY + 4):
         fleet.ask(f"t{number:02}", "a@0", seconds=1.5)
@@ -70,7 +70,7 @@ def test_those_beyond_the_first_go_in_fair_order_too():
 
 @pytest.mark.parametrize("tenants", [("a", "b"), ("a", "a")], ids=["tenants", "adapters of one"])
 def test_who_waited_for_what_was_scarce_is_owed_no_more_than_a_little_of_the_fleet(tenants):
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     fleet.roster = Roster((a_replica("w0", residents=["a@0"]), a_replica("w1", residents=["b@0"])))
     fleet.ask(tenants[0], "a@0", seconds=1000.0)
     for _ in range(200):
@@ -90,7 +90,7 @@ def test_who_waited_for_what_was_scarce_is_owed_no_more_than_a_little_of_the_fle
 
 @pytest.mark.parametrize("tenants", [("a", "b"), ("a", "a")], ids=["tenants", "adapters of one"])
 def test_who_waits_is_owed_as_much_less_as_an_answer_of_its_own_took_and_no_less_than_that(tenants):
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     fleet.roster = Roster((a_replica("w0", residents=["a@0"]), a_replica("w1", residents=["b@0"])))
     fleet.ask(tenants[0], "a@0", seconds=1000.0)
     for _ in range(200):
@@ -113,16 +113,16 @@ def test_who_waits_is_owed_as_much_less_as_an_answer_of_its_own_took_and_no_less
 
 
 def test_a_request_that_cannot_be_decided_stops_nobody_behind_it():
-    class Picky(KvLora):
+    class Picky(KvLoraPolicy):
         def choose(self, ask, scene):
             if ask.session == "odd" and scene.now > 0:
                 raise ZeroDivisionError
             return super().choose(ask, scene)
 
-    fleet = Fleet(policy=Picky())
+    fleet = SchedulerUnderTest(policy=Picky())
     tickets = [fleet.ask() for _ in range(4)]
     fleet.mind.waiting.withdraw(tickets[-1])
-    odd = QueuedRequest(prompt=Prompt(RoutingRequest("m", "", 5000, session="odd")))
+    odd = QueuedRequest(prompt=HashedRequest(RoutingRequest("m", "", 5000, session="odd")))
     assert fleet.mind.offer(odd, fleet.now) is None
     behind = fleet.ask()
     assert behind.is_waiting
@@ -136,7 +136,7 @@ def test_a_request_that_cannot_be_decided_stops_nobody_behind_it():
 
 def a_fleet_without_slots(adapters="bc", replicas=1):
     """The one slot of each replica is adapter a's, whose answer takes for as long as a request does: two seconds."""
-    fleet = Fleet(replicas)
+    fleet = SchedulerUnderTest(replicas)
     names = [f"{name}@0" for name in "a" + adapters]
     fleet.roster = Roster(
         tuple(a_replica(f"w{i}", residents=names, max_loras=1, max_num_seqs=99) for i in range(replicas))

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.kv.estimate import Estimate, Guess
+from router.core.kv.estimate import CacheEstimate, PredictedCache
 from router.core.kv.index import KvIndex, WorkerId
 from tests.properties import examples
 
@@ -21,7 +21,7 @@ LONG = prompt(1, 2, 3, 4)
 
 def estimate():
     index = KvIndex(1)
-    return index, Estimate(index, TTL_S)
+    return index, CacheEstimate(index, TTL_S)
 
 
 def serve(guesses, hashes, at, worker=W, took_s=0.0, most_blocks=CAP):
@@ -72,7 +72,7 @@ def test_an_engine_that_had_more_than_was_thought_is_given_more_time_again_but_n
     serve(guesses, LONG, 0.0)
     guesses.compared(serve(guesses, LONG, 2.0), cached_blocks=0)
     for _ in range(4):
-        guesses.compared(Guess(W, 3.0, ()), cached_blocks=4)
+        guesses.compared(PredictedCache(W, 3.0, ()), cached_blocks=4)
     serve(guesses, LONG, 4.0)
     guesses.expire(4.0 + TTL_S - 0.1)
     assert index.match(LONG) == {W: 4}
@@ -118,7 +118,7 @@ class LikeTheSimplestList(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.index = KvIndex(1)
-        self.guesses = Estimate(self.index, TTL_S)
+        self.guesses = CacheEstimate(self.index, TTL_S)
         self.now = 0.0
         self.model = {}
         self.ttl_s = {}

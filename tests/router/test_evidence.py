@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from lorafleet.engine.rates import USUAL_PREFILL_TOKENS_PER_S
 from router.core.errors import Saturated
-from router.core.fleet import Report, Roster
-from router.core.schedule.cost import Costs
+from router.core.fleet import EngineReport, Roster
+from router.core.schedule.cost import CostSettings
 from tests.properties import examples
-from tests.router.test_dispatch import Fleet
-from tests.router.town import Asked, Town
+from tests.router.test_dispatch import SchedulerUnderTest
+from tests.router.town import SimulatedFleet, SimulatedRequest
 
 
-def user(town: Town, size: Callable[[], tuple[int, int]], until: float) -> None:
+def user(town: SimulatedFleet, size: Callable[[], tuple[int, int]], until: float) -> None:
     """One user asks, waits for the answer, and asks on."""
 
     def again(_: object = None) -> None:
@@ -27,13 +27,13 @@ def user(town: Town, size: Callable[[], tuple[int, int]], until: float) -> None:
     town.at(town.now, again)
 
 
-def refused(asked: list[Asked]) -> list[str]:
+def refused(asked: list[SimulatedRequest]) -> list[str]:
     return [str(one.refused) for one in asked if one.refused is not None]
 
 
 @pytest.mark.parametrize("prompt", [1, 30])
 def test_crowd_after_45_seconds_of_short_chats_is_let_in_whole(prompt):
-    town = Town()
+    town = SimulatedFleet()
     user(town, lambda: (prompt, 400), until=45.0)
     town.at(60.0, lambda: [town.ask(30, 50) for _ in range(60)])
     town.at(80.0, lambda: [town.ask(1_500, 50) for _ in range(6)])
@@ -57,7 +57,7 @@ SIZES = st.tuples(
     st.floats(0.005, 0.04),
 )
 def test_request_is_refused_only_behind_work_that_takes_that_long(chats, users, crowd, prefill, token_s):
-    town, rng = Town(prefill=prefill, token_s=token_s), Random(1)
+    town, rng = SimulatedFleet(prefill=prefill, token_s=token_s), Random(1)
     for _ in range(users):
         user(town, lambda: rng.choice(chats), until=12.0)
     town.at(40.0, lambda: [town.ask(*each) for each in crowd])
@@ -67,13 +67,13 @@ def test_request_is_refused_only_behind_work_that_takes_that_long(chats, users, 
         assert sum(one.prompt_tokens for one in ahead) / prefill > 0.3 * town.most_wait_s
 
 
-def measured_at(fleet: Fleet, prefill_tokens_per_s: float) -> None:
-    report = Report(prefill_tokens_per_s=prefill_tokens_per_s)
+def measured_at(fleet: SchedulerUnderTest, prefill_tokens_per_s: float) -> None:
+    report = EngineReport(prefill_tokens_per_s=prefill_tokens_per_s)
     fleet.roster = Roster(tuple(replace(replica, report=report) for replica in fleet.roster.replicas))
 
 
 def test_prediction_that_a_first_token_contradicts_refuses_nobody():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     measured_at(fleet, 15.5)
     fleet.ask(seconds=0.003, most_wait_s=60.0)
     _, flight = fleet.running.pop(0)
@@ -86,7 +86,7 @@ def test_prediction_that_a_first_token_contradicts_refuses_nobody():
 
 
 def test_prediction_that_came_true_refuses_who_would_wait_too_long():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     measured_at(fleet, 15.5)
     fleet.ask(seconds=0.003, most_wait_s=60.0)
     fleet.finish()
@@ -97,7 +97,7 @@ def test_prediction_that_came_true_refuses_who_would_wait_too_long():
 
 
 def test_predictions_count_again_when_first_tokens_take_as_long():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     fleet.ask(seconds=2.0)
     _, flight = fleet.running.pop(0)
     fleet.mind.load.first_token(flight, fleet.now + 0.1)
@@ -110,7 +110,7 @@ def test_predictions_count_again_when_first_tokens_take_as_long():
 
 
 def test_unmeasured_fleet_refuses_nobody_before_a_line_was_waited_in():
-    fleet = Fleet()
+    fleet = SchedulerUnderTest()
     measured_at(fleet, 0.0)
     for _ in range(100):
         fleet.ask(seconds=0.5, most_wait_s=10.0)
@@ -121,7 +121,7 @@ def test_unmeasured_fleet_refuses_nobody_before_a_line_was_waited_in():
 
 
 def test_idle_replica_keeps_a_request_from_being_refused_for_a_busy_one():
-    fleet = Fleet(replicas=2)
+    fleet = SchedulerUnderTest(replicas=2)
     fleet.depths = {"w0": 10_000}
     for _ in range(3):
         fleet.ask(seconds=16.0)
@@ -130,4 +130,4 @@ def test_idle_replica_keeps_a_request_from_being_refused_for_a_busy_one():
 
 
 def test_engines_and_routers_guess_the_same_rate_before_any_is_known():
-    assert Costs().prefill_tokens_per_s == USUAL_PREFILL_TOKENS_PER_S
+    assert CostSettings().prefill_tokens_per_s == USUAL_PREFILL_TOKENS_PER_S

@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
 from lorafleet.service.auth import hash_key
-from router.core.queue.fair_queue import Prompt
+from router.core.queue.fair_queue import HashedRequest
 from router.request.dispatched import DispatchedRequest
 from router.request.services import Decisions
 from router.tokenizing.tokenizers import Tokenizers
@@ -42,7 +42,9 @@ async def test_decisions_kept_for_explaining_hold_no_prompts():
     async with fleet(Engine("w0")) as (client, _, parts):
         await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(1000))})
         (kept,) = parts.decisions
-        assert not any(isinstance(getattr(kept, name), DispatchedRequest | Prompt) for name in kept.__struct_fields__)
+        assert not any(
+            isinstance(getattr(kept, name), DispatchedRequest | HashedRequest) for name in kept.__struct_fields__
+        )
         answer = await client.get("/v1/decisions")
         assert len(answer.content) < 3000
         (told,) = answer.json()["data"]

@@ -39,7 +39,7 @@ spoiled = st.builds(lambda prompt, at, block: [*prompt[:at], block, *prompt[at +
 parts |= spoiled | st.lists(some_block, max_size=8)
 
 
-class Model:
+class IndexModel:
     """Sets and counts: what one worker has at each tier, and what is held for it."""
 
     def __init__(self):
@@ -65,7 +65,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.add(worker, FOREST[n % len(FOREST)][: n % 4], "device", is_chain=True)
 
     def of(self, worker):
-        return self.model.setdefault(worker, Model())
+        return self.model.setdefault(worker, IndexModel())
 
     @rule(worker=workers, part=parts, tier=tiers, is_chain=st.booleans())
     def add(self, worker, part, tier, is_chain):
@@ -86,7 +86,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(target=drafts)
     def draft(self):
-        self.drafted.append((self.index.draft(), Model()))
+        self.drafted.append((self.index.draft(), IndexModel()))
         return self.drafted[-1]
 
     @rule(draft=drafts, part=parts, tier=tiers)

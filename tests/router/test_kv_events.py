@@ -14,10 +14,10 @@ from starlette.routing import Route
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.service.sockets import bound
 from router.core.kv.prediction_accuracy import PredictionAccuracy
-from router.core.queue.fair_queue import Match
+from router.core.queue.fair_queue import PrefixMatch
 from router.http.engine_pool import EnginePool
-from router.kv.feed import Source, member
-from router.kv.feeds import Feeds
+from router.kv.feed import KvSource, member_name
+from router.kv.feeds import KvFeeds
 from router.telemetry.metrics import RouterMetrics
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
 from tests.patience import patience, until, within
@@ -47,7 +47,7 @@ def value(metric, *labels):
 
 
 def source(*engines, agent_url="", ledger=0, boot="boot"):
-    return Source(
+    return KvSource(
         worker="w0",
         base_model="m",
         block_size=2,
@@ -67,7 +67,7 @@ async def following(*engines, agents=True, tail_poll_s=60.0, follow=True):
         for engine in engines:
             await stack.enter_async_context(engine.running())
         trust = PredictionAccuracy()
-        feeds = Feeds(RouterMetrics(), tail_poll_s, trust)
+        feeds = KvFeeds(RouterMetrics(), tail_poll_s, trust)
         if agents:
             feeds.pool = EnginePool(connect_s=patience(2))
             stack.push_async_callback(feeds.pool.close)
@@ -213,15 +213,19 @@ async def test_the_best_rank_of_a_worker_counts_and_is_named_where_it_matters():
         engine.batches.append(msgspec.msgpack.encode([0.0, events, None]))
     async with following(*engines) as (feeds, _trust):
         await until(lambda: len(feeds.index("m", 2).workers()) == 2)
-        await until(lambda: feeds.match("m", 2, ours(range(6))) == Match({"w0": 3}, {}, {"w0": 1}))
-        assert feeds.match("m", 2, ours(range(2))) == Match({"w0": 1}, {}, {})  # both have it: the engine may choose
-        assert feeds.match("m", 2, ours([7, 7])) == Match({}, {}, {})
+        await until(lambda: feeds.match("m", 2, ours(range(6))) == PrefixMatch({"w0": 3}, {}, {"w0": 1}))
+        assert feeds.match("m", 2, ours(range(2))) == PrefixMatch(
+            {"w0": 1}, {}, {}
+        )  # both have it: the engine may choose
+        assert feeds.match("m", 2, ours([7, 7])) == PrefixMatch({}, {}, {})
         index = feeds.index("m", 2)
-        assert index.match(ours(range(6))) == {member("w0", 0, 2): 1, member("w0", 1, 2): 3}
-        index.hold(feeds.member("w0", 0), ours(range(8)))
-        assert feeds.match("m", 2, ours(range(8))) == Match({"w0": 4}, {}, {"w0": 0})
-        held = index.hold(feeds.member("w0", None), ours(range(10)))
-        assert feeds.match("m", 2, ours(range(10))) == Match({"w0": 5}, {}, {})  # some rank has it, nobody knows which
+        assert index.match(ours(range(6))) == {member_name("w0", 0, 2): 1, member_name("w0", 1, 2): 3}
+        index.hold(feeds.member_name("w0", 0), ours(range(8)))
+        assert feeds.match("m", 2, ours(range(8))) == PrefixMatch({"w0": 4}, {}, {"w0": 0})
+        held = index.hold(feeds.member_name("w0", None), ours(range(10)))
+        assert feeds.match("m", 2, ours(range(10))) == PrefixMatch(
+            {"w0": 5}, {}, {}
+        )  # some rank has it, nobody knows which
         index.release(held)
         feeds.forget("w0")
         assert feeds.index("m", 2).workers() == {}
@@ -261,7 +265,7 @@ async def test_a_router_that_starts_late_knows_everything_though_the_engine_has_
     async with beside(engine) as (feeds, trust, agent):
         await filled(engine, agent, *chain(4), stored([77], [], block_size=0, medium="CPU"))
         engine.kept_from = len(engine.batches)
-        late = Feeds(RouterMetrics(), 60.0, PredictionAccuracy(), pool=feeds.pool)
+        late = KvFeeds(RouterMetrics(), 60.0, PredictionAccuracy(), pool=feeds.pool)
         try:
             late.follow(source(engine, agent_url=agent.url, ledger=1))
             await until(lambda: depth(late, range(8)) == 4)
@@ -520,7 +524,7 @@ async def test_a_ledger_of_another_base_model_or_hashing_is_not_believed():
     engine.batches.append(msgspec.msgpack.encode([0.0, chain(2), None]))
     async with following(engine, follow=False) as (feeds, _trust), KvAgent(engine).running() as url:
         feeds.fall_back_after_s = 0.0
-        feeds.follow(Source("w0", "other", 2, (engine.events,), (engine.replay,), "kv@boot", agent_url=url, ledger=1))
+        feeds.follow(KvSource("w0", "other", 2, (engine.events,), (engine.replay,), "kv@boot", agent_url=url, ledger=1))
         root = root_hash("other")
         index = feeds.index("other", 2)
         await until(lambda: index.match(block_hashes(range(4), block_size=2, root=root)) == {"w0": 2})
@@ -532,7 +536,7 @@ async def test_a_snapshot_of_16000_blocks_takes_less_than_a_second_of_cpu():
     async with beside(engine) as (feeds, _trust, agent):
         events = [stored([p << 20 | i for i in range(200)], [p, *range(399)]) for p in range(80)]
         await filled(engine, agent, *events)
-        late = Feeds(RouterMetrics(), 60.0, PredictionAccuracy(), pool=feeds.pool)
+        late = KvFeeds(RouterMetrics(), 60.0, PredictionAccuracy(), pool=feeds.pool)
         try:
             began = time.process_time()
             late.follow(source(engine, agent_url=agent.url, ledger=1))
@@ -559,7 +563,7 @@ def metadata(transport, *, boot="boot", loaded=(), agent_url=""):
 
 
 async def test_an_engine_that_publishes_nothing_is_an_estimate_once_a_boot():
-    feeds = Feeds(RouterMetrics(), 60.0)
+    feeds = KvFeeds(RouterMetrics(), 60.0)
     feeds.hear("w0", "m", 2, metadata(Transport(engine_url="")))
     assert feeds.trust.state("w0") == "estimate"
     feeds.index("m", 2).add("w0", ours([1, 2]))
@@ -572,7 +576,7 @@ async def test_an_engine_that_publishes_nothing_is_an_estimate_once_a_boot():
 
 
 async def test_a_worker_that_is_still_starting_is_not_followed():
-    feeds = Feeds(RouterMetrics(), 60.0)
+    feeds = KvFeeds(RouterMetrics(), 60.0)
     transport = Transport(engine_url="", kv_events=("ipc://@nobody",), kv_replay=("ipc://@nobody",))
     feeds.hear("w0", "m", 0, metadata(transport))
     feeds.hear("w0", "m", 2, metadata(transport, boot=""))

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.fleet import Report
-from router.core.schedule.load import LoadBook, Loads, Own
+from router.core.fleet import EngineReport
+from router.core.schedule.load import FleetLoad, LoadBook, ReplicaLoad
 from tests.router.test_policy import OTHERS, SQL, a_replica
 
 
@@ -58,7 +58,7 @@ def test_sums_that_are_kept_are_those_of_all_that_is_in_flight(steps):
             dispatched[name] = now
         elif step == "report":
             report_at, freed = now - 0.25 * (number % 4), 0
-            book.reported(a_replica("w0", max_loras=1, total_kv_blocks=100, report=Report(at=report_at)))
+            book.reported(a_replica("w0", max_loras=1, total_kv_blocks=100, report=EngineReport(at=report_at)))
             dispatched = {
                 n: at for n, at in dispatched.items() if at > report_at or n in {f.engine_name for f in flights}
             }
@@ -98,7 +98,7 @@ def test_what_is_ours_in_an_engines_report_is_taken_off_as_it_was_when_the_repor
     for at in (0.0, 0.0, 0.0):
         book.begin("w0", "", 0.2, at)
     book.begin("w0", "", 0.2, 2.0)  # after the engine was asked: not in what it said
-    book.reported(a_replica("w0", report=Report(running=1, waiting=4, at=1.0)))
+    book.reported(a_replica("w0", report=EngineReport(running=1, waiting=4, at=1.0)))
     own = book.own("w0")
     assert own.others_in_flight == 2
     # Of ours one runs and two wait: two of the four that wait are others'.
@@ -109,14 +109,14 @@ def test_what_is_ours_in_an_engines_report_is_taken_off_as_it_was_when_the_repor
 def test_the_answers_of_one_request_are_nobody_elses_load():
     book = LoadBook()
     many = book.begin("w0", "", 0.8, 0.0, base_model=a_replica("w0").base_model, sequences=8)
-    book.reported(a_replica("w0", max_num_seqs=8, report=Report(running=3, waiting=5, at=1.0)))
+    book.reported(a_replica("w0", max_num_seqs=8, report=EngineReport(running=3, waiting=5, at=1.0)))
     own = book.own("w0")
     assert (own.in_flight, own.others_in_flight, own.others_until) == (8, 0, -inf)
     # One more finds no seat.
     assert own.full_s > 0
     book.first_token(many, 1.5)
     # Its first answer has begun, and most of them wait still: that is no line of others.
-    book.reported(a_replica("w0", max_num_seqs=8, report=Report(running=3, waiting=7, at=2.0)))
+    book.reported(a_replica("w0", max_num_seqs=8, report=EngineReport(running=3, waiting=7, at=2.0)))
     own = book.own("w0")
     # A prefill in that line is thought as long as that of one of the eight.
     assert (own.others_in_flight, own.others_until) == (2, pytest.approx(2.0 + 2 * (0.2 - 0.1 * (0.2 - 0.1))))
@@ -129,7 +129,7 @@ def test_what_asks_for_several_answers_runs_when_all_of_them_do(waiting, left):
     book = LoadBook()
     for sequences in (3, 4):
         unstreamed(book, 0.5, 0.0, sequences=sequences)
-    book.reported(a_replica("w0", report=Report(running=7 - waiting, waiting=waiting, at=2.0)))
+    book.reported(a_replica("w0", report=EngineReport(running=7 - waiting, waiting=waiting, at=2.0)))
     own = book.own("w0")
     assert (own.in_prefill, own.in_decode) == (left, 7 - left)
 
@@ -146,7 +146,7 @@ def test_what_shows_nothing_before_its_answer_leaves_prefill_when_a_report_shows
     for at in (0.0, 0.1, 0.2):
         unstreamed(book, 0.5, at)
     unstreamed(book, 5.0, 0.3)  # running perhaps, and not prefilled yet
-    book.reported(a_replica("w0", report=Report(running=4 - min(waiting, 4), waiting=waiting, at=2.0)))
+    book.reported(a_replica("w0", report=EngineReport(running=4 - min(waiting, 4), waiting=waiting, at=2.0)))
     own = book.own("w0")
     assert (own.in_prefill, own.in_decode) == (left, 4 - left)
     assert own.others_in_flight == max(0, waiting - 4)
@@ -156,7 +156,7 @@ def test_of_a_long_line_without_streams_an_engine_is_given_as_much_as_of_one_wit
     book = LoadBook()
     for n in range(20):
         unstreamed(book, 0.2, 0.2 * n)
-        book.reported(a_replica("w0", report=Report(running=n + 1, at=0.2 * n + 0.19)))
+        book.reported(a_replica("w0", report=EngineReport(running=n + 1, at=0.2 * n + 0.19)))
     own = book.own("w0")
     assert (own.in_prefill, own.in_decode, own.others_in_flight) == (1, 19, 0)
     assert own.queue_s(4.0) <= 0.2
@@ -165,7 +165,7 @@ def test_of_a_long_line_without_streams_an_engine_is_given_as_much_as_of_one_wit
 def test_a_request_that_is_never_answered_says_nothing_of_how_long_one_takes():
     book = LoadBook()
     gone, answered = unstreamed(book, 0.1, 0.0), unstreamed(book, 0.1, 0.0)
-    book.reported(a_replica("w0", report=Report(running=2, at=1.0)))
+    book.reported(a_replica("w0", report=EngineReport(running=2, at=1.0)))
     assert book.own("w0").in_decode == 2
     usual_s = book.own("w0").request_s
     book.end(gone, 70.0)
@@ -186,7 +186,7 @@ def test_a_stream_behind_prompts_whose_answers_are_not_streamed_may_be_silent_fo
 
 def test_a_stream_behind_a_full_engines_requests_may_be_silent_for_as_long_as_one_takes():
     book = LoadBook()
-    book.reported(a_replica("w0", max_num_seqs=1, report=Report(request_s=7.0, at=0.0)))
+    book.reported(a_replica("w0", max_num_seqs=1, report=EngineReport(request_s=7.0, at=0.0)))
     book.first_token(book.begin("w0", "", 1.0, 0.0), 1.0)
     book.begin("w0", "", 1.0, 1.0)
     assert book.silent_s("w0", 12.0) == pytest.approx(12.0 - 1.0 - 1.0 - 7.0)
@@ -197,7 +197,7 @@ def test_a_replica_whose_counters_stand_still_is_silent_though_nobody_there_wait
     flight = unstreamed(book, 2.0, 10.0)
 
     def silent_s(*, at, moved_at=inf):
-        book.reported(a_replica("w0", report=Report(running=1, at=at, moved_at=moved_at)))
+        book.reported(a_replica("w0", report=EngineReport(running=1, at=at, moved_at=moved_at)))
         return book.silent_s("w0", at + 1.0)
 
     assert silent_s(at=30.0) == 0.0  # it does not tell
@@ -221,7 +221,7 @@ def test_what_others_have_waiting_is_as_long_as_ours_of_the_same_base_model():
         book.end(book.begin("w0", "", 0.001, 0.0, base_model="embed"), 0.0)
         book.end(book.begin("w1", "", 2.0, 0.0, base_model="chat"), 0.0)
     for worker, base_model, each_s in (("w0", "embed", 0.001), ("w1", "chat", 2.0)):
-        book.reported(a_replica(worker, base_model=base_model, report=Report(waiting=20, at=1.0)))
+        book.reported(a_replica(worker, base_model=base_model, report=EngineReport(waiting=20, at=1.0)))
         assert book.own(worker).queue_s(1.0) == pytest.approx(20 * each_s, rel=0.05)
 
 
@@ -249,7 +249,7 @@ def test_who_is_passed_over_for_a_slot_is_given_way_by_whoever_has_one(is_stream
     waits.is_streamed = is_streamed
     for at in range(1, 30):
         book.first_token(book.begin("w0", SQL, 0.1, at - 0.5), at - 0.4)  # it never pauses
-        book.reported(a_replica("w0", max_loras=1, report=Report(running=at + 1, waiting=1, at=float(at))))
+        book.reported(a_replica("w0", max_loras=1, report=EngineReport(running=at + 1, waiting=1, at=float(at))))
         own, is_given_way = book.own("w0"), at >= 10.5
         assert waits.in_prefill
         assert (SQL in own.engine_names) != is_given_way
@@ -265,11 +265,11 @@ def test_nobody_gives_way_while_there_are_slots_or_to_the_base_model():
         flight = book.begin("w0", name, 0.1, 0.0)
     book.first_token(book.begin("w0", SQL, 0.1, 0.0), 0.2)
     book.begin("w0", "", 0.1, 0.0)
-    book.reported(a_replica("w0", max_loras=2, report=Report(running=2, waiting=2, at=60.0)))
+    book.reported(a_replica("w0", max_loras=2, report=EngineReport(running=2, waiting=2, at=60.0)))
     assert len(book.own("w0").engine_names) == 4
     book.end(flight, 61.0)
     book.first_token(book.begin("w0", OTHERS[0], 0.1, 61.0), 61.2)
-    book.reported(a_replica("w0", max_loras=2, report=Report(running=3, waiting=2, at=99.0)))
+    book.reported(a_replica("w0", max_loras=2, report=EngineReport(running=3, waiting=2, at=99.0)))
     assert len(book.own("w0").engine_names) == 3
 
 
@@ -277,7 +277,9 @@ def test_kv_in_use_is_what_the_engine_reports_and_what_was_sent_since():
     book = LoadBook()
     old = book.begin("w0", "", 0.1, 0.0, prompt_tokens=400)
     book.first_token(old, 0.5)
-    book.reported(a_replica("w0", total_kv_blocks=100, report=Report(kv_usage=0.5, at=1.0)))  # 800 of 1,600 tokens
+    book.reported(
+        a_replica("w0", total_kv_blocks=100, report=EngineReport(kv_usage=0.5, at=1.0))
+    )  # 800 of 1,600 tokens
     assert book.own("w0").kv_free_tokens == pytest.approx(800)
     book.begin("w0", "", 0.1, 2.0, prompt_tokens=300)
     assert book.own("w0").kv_free_tokens == pytest.approx(500)
@@ -287,7 +289,7 @@ def test_kv_in_use_is_what_the_engine_reports_and_what_was_sent_since():
 
 def test_a_prefix_that_many_requests_share_takes_room_once():
     book = LoadBook()
-    book.reported(a_replica("w0", total_kv_blocks=1000, report=Report(kv_usage=0.1, at=1.0)))
+    book.reported(a_replica("w0", total_kv_blocks=1000, report=EngineReport(kv_usage=0.1, at=1.0)))
     for _ in range(60):
         book.begin("w0", "", 0.01, 2.0, prompt_tokens=8100, cached_tokens=8000)
     assert book.own("w0").kv_free_tokens == pytest.approx(16_000 * 0.9 - 60 * 100)
@@ -295,7 +297,7 @@ def test_a_prefix_that_many_requests_share_takes_room_once():
 
 def test_a_prompt_waits_for_room_at_most_as_long_as_a_request_takes_and_not_at_all_where_it_never_fits():
     book = LoadBook()
-    book.reported(a_replica("w0", total_kv_blocks=100, report=Report(kv_usage=0.9, request_s=3.0, at=1.0)))
+    book.reported(a_replica("w0", total_kv_blocks=100, report=EngineReport(kv_usage=0.9, request_s=3.0, at=1.0)))
     own = book.own("w0")
     assert own.room_s(100) == 0.0
     assert 0.0 < own.room_s(300) < own.room_s(1600) <= 3.0
@@ -304,7 +306,7 @@ def test_a_prompt_waits_for_room_at_most_as_long_as_a_request_takes_and_not_at_a
 
 def test_only_answered_requests_teach_how_long_one_takes():
     book = LoadBook()
-    book.reported(a_replica("w0", report=Report(request_s=20.0, at=0.0)))
+    book.reported(a_replica("w0", report=EngineReport(request_s=20.0, at=0.0)))
     for _ in range(10):
         book.end(book.begin("w0", "", 0.01, 1.0), 1.001)
     assert book.own("w0").request_s == 20.0
@@ -320,7 +322,7 @@ def test_a_report_older_than_what_is_remembered_does_not_make_our_own_requests_o
         book.first_token(book.begin("w0", "", 0.01, number / 100), number / 100)
     for number in range(600):
         book.end(book.begin("w0", "", 0.01, 3.0 + number / 50), 3.0 + number / 50)
-    book.reported(a_replica("w0", report=Report(running=200, at=2.5)))
+    book.reported(a_replica("w0", report=EngineReport(running=200, at=2.5)))
     assert book.own("w0").others_in_flight == 0
 
 
@@ -333,16 +335,16 @@ def test_what_was_ours_is_remembered_for_seconds_however_many_requests_come():
         flight = book.begin("w0", "", 0.01, at)
         book.first_token(flight, at)
         book.end(flight, at)
-    book.reported(a_replica("w0", report=Report(running=3, at=1.0)))
+    book.reported(a_replica("w0", report=EngineReport(running=3, at=1.0)))
     assert book.own("w0").others_in_flight == 2
 
 
 def test_an_adapter_counts_as_fresh_from_its_dispatch_until_the_next_report_speaks_of_it():
     book = LoadBook()
-    book.reported(a_replica("w0", report=Report(at=1.0)))
+    book.reported(a_replica("w0", report=EngineReport(at=1.0)))
     book.end(book.begin("w0", SQL, 0.1, 2.0), 2.1)
     assert book.own("w0").fresh == {SQL}
-    book.reported(a_replica("w0", report=Report(at=3.0)))
+    book.reported(a_replica("w0", report=EngineReport(at=3.0)))
     assert book.own("w0").fresh == frozenset()
 
 
@@ -354,7 +356,7 @@ def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks
     before = book.owns("m", replicas)
     assert (before.full, list(before)) == (1, [book.own(r.id) for r in replicas])
     book.first_token(flight, 1.0)
-    book.reported(a_replica("w2", report=Report(at=1.0, running=4)))
+    book.reported(a_replica("w2", report=EngineReport(at=1.0, running=4)))
     now = book.owns("m", replicas)
     assert before[1].in_prefill == now[1].in_decode == 1
     assert (before.others_in_flight, now.others_in_flight) == (0, 4)
@@ -387,27 +389,27 @@ def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks
     ids=lambda why: next(iter(why)),
 )
 def test_a_replica_rests_only_where_nothing_is_waited_for_and_nobody_runs(why):
-    resting, busy = Own(placed=1.5, request_s=7.0, fresh=frozenset({SQL})), Own(placed=1.5, **why)
-    assert Loads.of([resting, busy]).resting == [1.5, None]
+    resting, busy = ReplicaLoad(placed=1.5, request_s=7.0, fresh=frozenset({SQL})), ReplicaLoad(placed=1.5, **why)
+    assert FleetLoad.of([resting, busy]).resting == [1.5, None]
 
 
 def test_utilisation_fades_and_is_shared_by_the_fleet():
     book = LoadBook()
     book.begin("w0", "", 25.0, 0.0, base_model="m", adapter_s=5.0)
-    assert book.work("m", Loads.of([Own()]), now=0.0)[0] == pytest.approx(1.0)
-    assert book.work("m", Loads.of([Own()] * 4), now=0.0)[0] == pytest.approx(0.25)
-    assert book.work("m", Loads.of([Own()]), now=300.0)[0] < 0.001
+    assert book.work("m", FleetLoad.of([ReplicaLoad()]), now=0.0)[0] == pytest.approx(1.0)
+    assert book.work("m", FleetLoad.of([ReplicaLoad()] * 4), now=0.0)[0] == pytest.approx(0.25)
+    assert book.work("m", FleetLoad.of([ReplicaLoad()]), now=300.0)[0] < 0.001
 
 
 def test_what_other_routers_admit_counts_by_their_share_of_what_is_in_flight():
     book = LoadBook()
     book.end(book.begin("w0", "", 6.0, 0.0, base_model="m"), 0.0)
     flights = [book.begin("w0", "", 0.1, now=0.0, base_model="m") for _ in range(9)]
-    alone = book.work("m", Loads.of([Own()]), now=0.0)[0]
-    assert book.work("m", Loads.of([Own(others_in_flight=30)]), now=0.0)[0] == pytest.approx(4 * alone)
+    alone = book.work("m", FleetLoad.of([ReplicaLoad()]), now=0.0)[0]
+    assert book.work("m", FleetLoad.of([ReplicaLoad(others_in_flight=30)]), now=0.0)[0] == pytest.approx(4 * alone)
     for flight in flights:
         book.end(flight, now=0.0)
-    assert book.work("m", Loads.of([Own(others_in_flight=3)]), now=0.0)[0] == pytest.approx(4 * alone)
+    assert book.work("m", FleetLoad.of([ReplicaLoad(others_in_flight=3)]), now=0.0)[0] == pytest.approx(4 * alone)
 
 
 def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():
@@ -429,7 +431,7 @@ def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():
 
 def test_what_an_engine_had_of_others_is_over_when_nobody_tells_of_it_any_more_and_what_is_ours_goes_on():
     book, replica = LoadBook(), a_replica("w0", total_kv_blocks=100)
-    book.reported(replace(replica, report=Report(running=8, waiting=20, kv_usage=1.0, at=1.0)))
+    book.reported(replace(replica, report=EngineReport(running=8, waiting=20, kv_usage=1.0, at=1.0)))
     ours = book.begin("w0", SQL, 0.2, 2.0, prompt_tokens=100)
     before = book.owns("m", (replica,))[0]
     assert (before.others_in_flight, before.kv_free_tokens) == (28, -100)
@@ -441,18 +443,18 @@ def test_what_an_engine_had_of_others_is_over_when_nobody_tells_of_it_any_more_a
     assert own.queue_s(2.0) == pytest.approx(0.2)
     assert before.queue_s(2.0) > 0.2
     book.end(ours, 3.0)
-    book.reported(replace(replica, report=Report(running=3, at=4.0)))
+    book.reported(replace(replica, report=EngineReport(running=3, at=4.0)))
     assert book.own("w0").others_in_flight == 3
     book.unreported("w9")
 
 
 def test_an_engine_that_started_again_has_nothing_of_what_was_sent_to_the_one_before():
-    book, old = LoadBook(), a_replica("w0", engine_boot_id="a", report=Report(at=1.0))
+    book, old = LoadBook(), a_replica("w0", engine_boot_id="a", report=EngineReport(at=1.0))
     early = book.begin("w0", SQL, 1.0, 0.5)
     book.reported(old)
     assert book.own("w0").in_prefill == 1  # sent before anything was heard of it
     hanging = [book.begin("w0", SQL, 2.0, 2.0) for _ in range(3)]
-    new = replace(old, engine_boot_id="b", report=Report(running=2, at=60.0))
+    new = replace(old, engine_boot_id="b", report=EngineReport(running=2, at=60.0))
     book.reported(new)
     own = book.owns("m", (new,))[0]
     assert (own.in_flight, own.others_in_flight, own.fresh) == (0, 2, frozenset())
@@ -468,13 +470,13 @@ def test_an_engine_that_started_again_has_nothing_of_what_was_sent_to_the_one_be
 
 
 def test_a_request_of_seven_answers_is_as_much_of_what_engines_run_as_seven_requests():
-    replica = a_replica("w0", report=Report(running=14, at=1.0))
+    replica = a_replica("w0", report=EngineReport(running=14, at=1.0))
     rhos = []
     for requests, sequences in ((7, 1), (1, 7)):
         book = LoadBook()
         for _ in range(requests):
             book.begin("w0", "", 7.0 / requests, 0.0, base_model=replica.base_model, sequences=sequences)
         book.reported(replica)
-        rhos.append(book.work(replica.base_model, Loads.of([book.own("w0")]), 1.0)[0])
+        rhos.append(book.work(replica.base_model, FleetLoad.of([book.own("w0")]), 1.0)[0])
     assert rhos[0] == pytest.approx(rhos[1])
     assert rhos[0] > 0

@@ -8,7 +8,7 @@ import openai
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from router.core.fleet import Report
+from router.core.fleet import EngineReport
 from tests.patience import within
 from tests.router.doubles import CHAT, Control, Engine, chunk, error_of, fleet
 from tests.router.test_policy import a_replica
@@ -100,7 +100,7 @@ async def test_pause_of_a_stream_is_called_a_pause():
     assert b"broke off" not in answer.content
 
 
-AT_WORK = a_replica("w0", report=Report(running=1, at=100.0, moved_at=95.0))
+AT_WORK = a_replica("w0", report=EngineReport(running=1, at=100.0, moved_at=95.0))
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ AT_WORK = a_replica("w0", report=Report(running=1, at=100.0, moved_at=95.0))
         (replace(AT_WORK, state="draining"), True),
         (replace(AT_WORK, state="unreachable"), False),
         (replace(AT_WORK, is_suspect=True), False),
-        (replace(AT_WORK, report=Report(running=0, at=100.0, moved_at=95.0)), False),
-        (replace(AT_WORK, report=Report(running=1, at=80.0, moved_at=80.0)), False),
-        (replace(AT_WORK, report=Report(running=1, at=100.0, moved_at=60.0)), False),
-        (replace(AT_WORK, report=Report(running=1, at=100.0, moved_at=inf)), False),
+        (replace(AT_WORK, report=EngineReport(running=0, at=100.0, moved_at=95.0)), False),
+        (replace(AT_WORK, report=EngineReport(running=1, at=80.0, moved_at=80.0)), False),
+        (replace(AT_WORK, report=EngineReport(running=1, at=100.0, moved_at=60.0)), False),
+        (replace(AT_WORK, report=EngineReport(running=1, at=100.0, moved_at=inf)), False),
     ],
     ids=["computes", "drains", "lost", "suspect", "idle", "reported long ago", "stands still", "counts nothing"],
 )

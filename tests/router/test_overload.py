@@ -4,18 +4,18 @@ from random import Random
 
 import pytest
 
-from router.core.queue.admission import Foresight, Promises
-from tests.router.town import Asked, Town
+from router.core.queue.admission import RetryTimes, WaitMargin
+from tests.router.town import SimulatedFleet, SimulatedRequest
 
 MOST_WAIT_S = 15.0
 
 
-def flood(*, obeys: bool, seed: int, joined_at: float) -> Town:
+def flood(*, obeys: bool, seed: int, joined_at: float) -> SimulatedFleet:
     """A greedy tenant with many users asks without a pause, and three modest ones do from `joined_at` on."""
-    town, rng = Town(max_num_seqs=8, most_wait_s=MOST_WAIT_S, seed=seed), Random(seed)
+    town, rng = SimulatedFleet(max_num_seqs=8, most_wait_s=MOST_WAIT_S, seed=seed), Random(seed)
 
     def ask(tenant: str, pause_s: float) -> None:
-        def again(asked: Asked) -> None:
+        def again(asked: SimulatedRequest) -> None:
             retry_s = pause_s * rng.random()
             if asked.refused is not None:
                 assert asked.refused.retry_after_s is not None
@@ -50,7 +50,7 @@ def test_of_those_let_in_at_most_a_twentieth_waits_in_vain(obeys, joined_at):
 
 
 def test_those_turned_away_together_are_told_different_times():
-    promises = Promises()
+    promises = RetryTimes()
     told = [promises.next_s("a", 2.0, 0.5, 60.0, 100.0) for _ in range(5)]
     assert told == pytest.approx([2.0, 2.5, 3.0, 3.5, 4.0])
     assert promises.next_s("b", 0.0, 0.5, 60.0, 100.0) == 1.0
@@ -59,14 +59,14 @@ def test_those_turned_away_together_are_told_different_times():
 
 
 def test_many_tenants_that_were_turned_away_are_forgotten_when_their_time_has_come():
-    promises = Promises()
+    promises = RetryTimes()
     for number in range(5_000):
         promises.next_s(f"tenant {number}", 0.0, 0.5, 60.0, float(number))
     assert len(promises._until) < 1_100
 
 
 def test_waits_that_were_longer_than_predicted_widen_the_margin_and_it_narrows_again():
-    foresight = Foresight()
+    foresight = WaitMargin()
     at_first = foresight.margin
     for _ in range(20):
         foresight.waited(5.0, 10.0, is_over=True)

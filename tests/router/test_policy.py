@@ -13,14 +13,14 @@ from msgspec import structs
 from orchestrator.core.placement.place import rendezvous
 from router.config import RouterSettings
 from router.core.errors import NoReplica
-from router.core.fleet import Replica, Report, Resident, Roster
+from router.core.fleet import EngineReport, Replica, ResidentAdapter, Roster
 from router.core.kv.prediction_accuracy import hit_tokens
-from router.core.queue.fair_queue import Match, Prompt
-from router.core.schedule.cost import Costs, Score, context, decode_s, kappa, move_s, prefill_rate, zone_s
+from router.core.queue.fair_queue import HashedRequest, PrefixMatch
+from router.core.schedule.cost import CostSettings, ReplicaScore, context, decode_s, kappa, move_s, prefill_rate, zone_s
 from router.core.schedule.decision import FleetSnapshot, RoutingRequest, decide
-from router.core.schedule.load import Loads, Own
+from router.core.schedule.load import FleetLoad, ReplicaLoad
 from router.core.schedule.policies import POLICIES
-from router.core.schedule.policies.kv_lora import KvLora, within_slots
+from router.core.schedule.policies.kv_lora import KvLoraPolicy, within_slots
 from router.core.schedule.record import record_of, replayed
 from router.core.schedule.rendezvous import rendezvous_order
 from router.core.scheduler import Scheduler
@@ -31,7 +31,7 @@ OTHERS = ("b/v1@cccccccccccc", "c/v1@dddddddddddd")
 
 
 def a_replica(name, *, residents=(), location="device", **more):
-    held = {n: Resident(n.split("@")[0], "a" * 64, n, location) for n in residents}
+    held = {n: ResidentAdapter(n.split("@")[0], "a" * 64, n, location) for n in residents}
     base = Replica(
         id=name,
         base_model="m",
@@ -51,7 +51,7 @@ def a_replica(name, *, residents=(), location="device", **more):
 def a_scene(replicas, own=None, **more):
     shares = own or {}
     return FleetSnapshot(
-        roster=Roster(tuple(replicas)), loads=Loads.of(shares.get(r.id, Own()) for r in replicas), **more
+        roster=Roster(tuple(replicas)), loads=FleetLoad.of(shares.get(r.id, ReplicaLoad()) for r in replicas), **more
     )
 
 
@@ -60,7 +60,7 @@ def choose(ask, replicas, depths=None, own=None, *, policy="kv_lora", **more):
 
 
 def queued(seconds, **more):
-    return Own(busy_until=seconds, in_prefill=3, **more)
+    return ReplicaLoad(busy_until=seconds, in_prefill=3, **more)
 
 
 def test_the_replica_that_holds_the_prompt_wins():
@@ -105,7 +105,9 @@ def test_an_approximate_prompt_of_unknown_whereabouts_goes_home_where_that_costs
 def test_with_a_temperature_costlier_replicas_get_their_share_and_the_cheapest_the_most():
     fleet = [a_replica("hot"), a_replica("cold")]
     won = [
-        choose(RoutingRequest("m", "", 8000), fleet, {"hot": 400}, seed=s, costs=Costs(temperature_s=3.0)).replica.id
+        choose(
+            RoutingRequest("m", "", 8000), fleet, {"hot": 400}, seed=s, costs=CostSettings(temperature_s=3.0)
+        ).replica.id
         for s in range(200)
     ]
     assert 0 < won.count("cold") < won.count("hot")
@@ -176,7 +178,7 @@ def test_another_digest_of_the_same_adapter_is_not_resident():
 
 def test_a_replica_with_all_slots_in_use_opens_no_further_adapter_while_another_can():
     fleet = [a_replica("full", residents=[SQL]), a_replica("free", residents=[SQL])]
-    own = {"full": Own(slot_at=0.1, engine_names=frozenset(OTHERS)), "free": queued(9.0)}
+    own = {"full": ReplicaLoad(slot_at=0.1, engine_names=frozenset(OTHERS)), "free": queued(9.0)}
     assert choose(RoutingRequest("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "free"
     assert choose(RoutingRequest("m", SQL, 100), fleet[:1], {}, own).replica.id == "full"
     # Its own adapter runs there already: no slot is opened.
@@ -185,7 +187,7 @@ def test_a_replica_with_all_slots_in_use_opens_no_further_adapter_while_another_
 
 
 def test_a_queue_reported_long_ago_counts_less_and_ours_is_not_counted_twice():
-    own = {"w0": Own(busy_until=102.0, behind_s=2.0, others_until=103.0)}
+    own = {"w0": ReplicaLoad(busy_until=102.0, behind_s=2.0, others_until=103.0)}
     queue = {
         at: choose(RoutingRequest("m", "", 10), [a_replica("w0")], own=own, now=at).score.queue_s
         for at in (100, 101, 160)
@@ -194,8 +196,8 @@ def test_a_queue_reported_long_ago_counts_less_and_ours_is_not_counted_twice():
 
 
 def test_a_measured_slow_replica_is_charged_its_own_rate():
-    slow = a_replica("slow", report=Report(prefill_tokens_per_s=1_000.0))
-    fast = a_replica("fast", report=Report(prefill_tokens_per_s=20_000.0))
+    slow = a_replica("slow", report=EngineReport(prefill_tokens_per_s=1_000.0))
+    fast = a_replica("fast", report=EngineReport(prefill_tokens_per_s=20_000.0))
     decision = choose(RoutingRequest("m", "", 4000), [slow, fast])
     assert decision.replica.id == "fast"
     assert decision.scores[0].prefill_s > 1.0 > decision.scores[1].prefill_s
@@ -211,13 +213,13 @@ def test_the_tail_of_a_long_prompt_costs_more_than_as_many_tokens_of_a_short_one
 
 def test_where_an_adapter_is_decides_when_nothing_else_does_and_one_just_sent_there_counts_as_on_the_device():
     fleet = [
-        a_replica("disk", residents=[SQL], location="disk", report=Report(load_s=4.0)),
+        a_replica("disk", residents=[SQL], location="disk", report=EngineReport(load_s=4.0)),
         a_replica("host", residents=[SQL], location="host"),
         a_replica("device", residents=[SQL]),
     ]
     costs = {s.replica: s.adapter_s for s in choose(RoutingRequest("m", SQL, 100), fleet).scores}
-    assert costs == {"disk": 4.0, "host": Costs().host_to_device_s, "device": 0.0}
-    fresh = choose(RoutingRequest("m", SQL, 100), fleet[:1], own={"disk": Own(fresh=frozenset({SQL}))})
+    assert costs == {"disk": 4.0, "host": CostSettings().host_to_device_s, "device": 0.0}
+    fresh = choose(RoutingRequest("m", SQL, 100), fleet[:1], own={"disk": ReplicaLoad(fresh=frozenset({SQL}))})
     assert fresh.score.adapter_s == 0.0
 
 
@@ -233,26 +235,26 @@ def test_blocks_on_slower_media_are_worth_less_than_on_the_device_and_more_than_
 
 def test_work_goes_where_it_displaces_least_and_a_hot_prefix_outweighs_that():
     fleet = [a_replica("crowded", residents=[SQL]), a_replica("quiet", residents=[SQL])]
-    own = {"crowded": Own(placed=1.0), "quiet": Own(placed=-1.0)}
+    own = {"crowded": ReplicaLoad(placed=1.0), "quiet": ReplicaLoad(placed=-1.0)}
     assert {choose(RoutingRequest("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)} == {"quiet"}
     assert choose(RoutingRequest("m", SQL, 2000), fleet, {"crowded": 100}, own=own).replica.id == "crowded"
     # A twentieth of a KV cache is not crowded: what begins empty shares at random.
-    own = {"crowded": Own(placed=-4.0), "quiet": Own(placed=-9.0)}
+    own = {"crowded": ReplicaLoad(placed=-4.0), "quiet": ReplicaLoad(placed=-9.0)}
     assert len({choose(RoutingRequest("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)}) == 2
 
 
 def test_between_equal_replicas_the_one_that_decodes_faster_wins_where_that_counts():
     fast, slow = (
-        a_replica(n, report=Report(decode_tokens_per_s=r, output_tokens=300)) for n, r in (("f", 90), ("s", 30))
+        a_replica(n, report=EngineReport(decode_tokens_per_s=r, output_tokens=300)) for n, r in (("f", 90), ("s", 30))
     )
-    costs, ask = Costs(decode_share=0.05), RoutingRequest("m", "", 500)
+    costs, ask = CostSettings(decode_share=0.05), RoutingRequest("m", "", 500)
     assert {choose(ask, [slow, fast], seed=s, costs=costs).replica.id for s in range(20)} == {"f"}
     assert {choose(ask, [slow, fast], seed=s).replica.id for s in range(20)} == {"f", "s"}
 
 
 def test_the_last_free_adapter_slots_are_left_to_who_needs_them():
     fleet = [a_replica("tight", residents=[SQL], max_loras=4), a_replica("roomy", residents=[SQL], max_loras=4)]
-    own = {"tight": Own(in_decode=3, slots_used=3), "roomy": Own(in_decode=3, slots_used=1)}
+    own = {"tight": ReplicaLoad(in_decode=3, slots_used=3), "roomy": ReplicaLoad(in_decode=3, slots_used=1)}
     assert {choose(RoutingRequest("m", SQL, 200), fleet, own=own, seed=s).replica.id for s in range(20)} == {"roomy"}
     own["tight"] = own["tight"]._replace(engine_names=frozenset({SQL}))
     assert choose(RoutingRequest("m", SQL, 200), fleet, own=own).replica.id == "tight"
@@ -260,11 +262,11 @@ def test_the_last_free_adapter_slots_are_left_to_who_needs_them():
 
 def test_kv_that_does_not_fit_and_full_sequences_are_waited_for():
     fleet = [a_replica("w0")]
-    free = choose(RoutingRequest("m", "", 1000), fleet, own={"w0": Own(in_decode=3)}).score
+    free = choose(RoutingRequest("m", "", 1000), fleet, own={"w0": ReplicaLoad(in_decode=3)}).score
     tight = choose(
         RoutingRequest("m", "", 1000),
         fleet,
-        own={"w0": Own(in_decode=3, full_s=0.5, kv_tokens=9e3, kv_free_tokens=400, kv_token_s=0.001)},
+        own={"w0": ReplicaLoad(in_decode=3, full_s=0.5, kv_tokens=9e3, kv_free_tokens=400, kv_token_s=0.001)},
     ).score
     assert tight.queue_s == pytest.approx(free.queue_s + 0.5 + 0.6)
 
@@ -272,14 +274,14 @@ def test_kv_that_does_not_fit_and_full_sequences_are_waited_for():
 @given(st.floats(0, 5), st.floats(0, 5))
 def test_kappa_grows_with_utilisation_between_its_floor_and_its_cap(low, high):
     low, high = sorted((low, high))
-    costs = Costs()
+    costs = CostSettings()
     assert costs.kappa_min <= kappa(low, costs) <= kappa(high, costs) <= costs.kappa_max
 
 
 LOCATIONS = st.sampled_from(["device", "host", "disk"])
 SECONDS = st.floats(0, 20)
 OWNS = st.builds(
-    Own,
+    ReplicaLoad,
     busy_until=st.just(-inf) | SECONDS,
     behind_s=SECONDS,
     others_until=st.just(-inf) | SECONDS,
@@ -297,9 +299,9 @@ OWNS = st.builds(
     slots_used=st.integers(0, 4),
     placed=st.just(-inf) | st.floats(-5, 3),
 )
-RESTING = OWNS.map(lambda own: Own(placed=own.placed, fresh=own.fresh, request_s=own.request_s))
+RESTING = OWNS.map(lambda own: ReplicaLoad(placed=own.placed, fresh=own.fresh, request_s=own.request_s))
 REPORTS = st.builds(
-    Report,
+    EngineReport,
     prefill_tokens_per_s=st.just(0.0) | st.floats(100, 50_000),
     decode_tokens_per_s=st.just(0.0) | st.floats(1, 500),
     output_tokens=st.just(0.0) | st.floats(1, 2000),
@@ -321,7 +323,7 @@ def moments(draw):
     backlog = st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))
     scene = FleetSnapshot(
         roster=Roster(tuple(replicas)),
-        loads=Loads.of(draw(OWNS | RESTING) for _ in ids),
+        loads=FleetLoad.of(draw(OWNS | RESTING) for _ in ids),
         depths=draw(some),
         lower={} if is_plain else draw(lower),
         backlog={} if is_plain else draw(backlog),
@@ -331,7 +333,9 @@ def moments(draw):
         now=draw(SECONDS),
         seed=draw(st.integers(0, 2**32 - 1)),
         turn=draw(st.integers(0, 99)),
-        costs=Costs(temperature_s=draw(st.sampled_from([0.0, 0.5])), decode_share=draw(st.sampled_from([0.0, 0.05]))),
+        costs=CostSettings(
+            temperature_s=draw(st.sampled_from([0.0, 0.5])), decode_share=draw(st.sampled_from([0.0, 0.05]))
+        ),
     )
     ask = RoutingRequest(
         "m",
@@ -371,7 +375,7 @@ def tidy_score(ask, scene, position):
     crowd_s = costs.crowding * work_s * (own.crowding(now) - least) + opening_s
     waits = [slot_s, queue_s, harm_s, crowd_s, decode_s(replica, middle, costs), zone_s(replica, costs)]
     cost_s = kappa(scene.rho, costs) * work_s + sum(waits)
-    return Score(replica.id, depth, cached, prefill_s, adapter_s, *waits, cost_s)
+    return ReplicaScore(replica.id, depth, cached, prefill_s, adapter_s, *waits, cost_s)
 
 
 @given(st.integers(1, 200_000), st.integers(0, 12_000), st.integers(0, 12_000), st.integers(0, 12_000))
@@ -387,19 +391,27 @@ def test_what_is_cached_lower_down_never_makes_a_prompt_dearer(prompt_tokens, de
 def fleets_at_rest(draw):
     """An ask and a scene of replicas of which nearly all are alike."""
     ids = [f"w{i}" for i in range(8)]
-    report = Report(prefill_tokens_per_s=1000.0, decode_tokens_per_s=50.0, output_tokens=100.0)
+    report = EngineReport(prefill_tokens_per_s=1000.0, decode_tokens_per_s=50.0, output_tokens=100.0)
     owns = st.sampled_from(
-        [Own(), Own(), Own(in_decode=1), Own(placed=3.0), Own(placed=-2.9), Own(busy_until=0.001), Own(busy_until=1.0)]
+        [
+            ReplicaLoad(),
+            ReplicaLoad(),
+            ReplicaLoad(in_decode=1),
+            ReplicaLoad(placed=3.0),
+            ReplicaLoad(placed=-2.9),
+            ReplicaLoad(busy_until=0.001),
+            ReplicaLoad(busy_until=1.0),
+        ]
     )
     replicas = [a_replica(i, residents=[SQL], report=report, engine_boot_id="b") for i in ids]
     scene = FleetSnapshot(
         roster=Roster(tuple(replicas)),
-        loads=Loads.of(draw(owns) for _ in ids),
+        loads=FleetLoad.of(draw(owns) for _ in ids),
         depths={i: draw(st.sampled_from([1, 9])) for i in ids},
         lower=draw(st.sampled_from([{}, {}, {"w1": (2, 0)}])),
         backlog=draw(st.sampled_from([{}, {}, {"w1": 0.5}])),
         seed=draw(st.integers(0, 9)),
-        costs=Costs(decode_share=0.05),
+        costs=CostSettings(decode_share=0.05),
     )
     return RoutingRequest("m", SQL, draw(st.sampled_from([16, 144, 200]))), scene
 
@@ -429,7 +441,7 @@ def test_the_close_ones_are_those_that_are_about_as_good_as_the_best(moment):
 @given(moments())
 def test_the_winner_is_never_dearer_than_a_tie_and_never_predicted_to_hold_all_of_a_prompt(moment):
     ask, scene = moment
-    decision = decide(KvLora(), ask, structs.replace(scene, costs=Costs()))
+    decision = decide(KvLoraPolicy(), ask, structs.replace(scene, costs=CostSettings()))
     fits = {scene.roster.replicas[i].id for i in within_slots(ask, scene, scene.able(ask))}
     best = min(s.cost_s for s in decision.scores if s.replica in fits)
     assert decision.score.replica in fits
@@ -452,7 +464,7 @@ def test_a_decision_replayed_from_its_record_is_the_same_decision(policy, moment
 def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_or_nowhere(policy):
     fleet = [a_replica("w0", engine_boot_id="a"), a_replica("w1", engine_boot_id="b")]
     ask = RoutingRequest("m", "", 100, only=fleet[1].incarnation)
-    decision = choose(ask, fleet, {"w0": 6}, {"w1": Own(full_s=9.0)}, policy=policy)
+    decision = choose(ask, fleet, {"w0": 6}, {"w1": ReplicaLoad(full_s=9.0)}, policy=policy)
     assert decision.replica.id == "w1"
     assert decision.rejected == {"w0": "does not keep the earlier response"}
     assert replayed(json.loads(json.dumps(record_of(decision), allow_nan=False))).ask == ask
@@ -469,9 +481,11 @@ def test_a_record_has_nothing_of_adapters_that_the_request_did_not_name():
 
 def test_round_robin_gives_each_model_its_own_turns():
     rosters = {m: Roster(tuple(a_replica(f"{m}{i}", base_model=m) for i in range(2))) for m in ("chat", "embed")}
-    mind = Scheduler(roster=rosters.__getitem__, match=lambda _: Match(), policy=POLICIES["round_robin"]())
+    mind = Scheduler(roster=rosters.__getitem__, match=lambda _: PrefixMatch(), policy=POLICIES["round_robin"]())
     sent = [
-        mind.decide(Prompt(RoutingRequest(m, "", 10)), 0.0).replica.id for _ in range(10) for m in ("embed", "chat")
+        mind.decide(HashedRequest(RoutingRequest(m, "", 10)), 0.0).replica.id
+        for _ in range(10)
+        for m in ("embed", "chat")
     ]
     assert {worker: sent.count(worker) for worker in sent} == dict.fromkeys(["chat0", "chat1", "embed0", "embed1"], 5)
 
@@ -483,7 +497,7 @@ def test_round_robin_takes_each_replica_in_its_turn():
 
 
 def test_least_loaded_counts_what_others_sent_too():
-    own = {"w0": Own(in_decode=1, others_in_flight=3), "w1": Own(in_prefill=2, in_decode=1)}
+    own = {"w0": ReplicaLoad(in_decode=1, others_in_flight=3), "w1": ReplicaLoad(in_prefill=2, in_decode=1)}
     assert (
         choose(RoutingRequest("m", "", 10), [a_replica("w0"), a_replica("w1")], own=own, policy="least_loaded").position
         == 1
@@ -506,9 +520,9 @@ def test_prefix_hash_keeps_a_prefix_together_until_its_home_has_more_than_its_sh
     fleet = [a_replica(f"w{i}") for i in range(4)]
     ask = RoutingRequest("m", "", 10, first_blocks=77)
     home = choose(ask, fleet, policy="prefix_hash").replica.id
-    busy = {home: Own(in_decode=4), **{r.id: Own(in_decode=3) for r in fleet if r.id != home}}
+    busy = {home: ReplicaLoad(in_decode=4), **{r.id: ReplicaLoad(in_decode=3) for r in fleet if r.id != home}}
     assert choose(ask, fleet, own=busy, policy="prefix_hash").replica.id == home
-    assert choose(ask, fleet, own=busy | {home: Own(in_decode=9)}, policy="prefix_hash").replica.id != home
+    assert choose(ask, fleet, own=busy | {home: ReplicaLoad(in_decode=9)}, policy="prefix_hash").replica.id != home
 
 
 def test_a_snapshot_that_nobody_has_any_more_waits_for_no_collector():

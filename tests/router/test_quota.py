@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.service.auth import ApiKeys, KeyLimits, hash_key
 from router.core.errors import RateLimited
-from router.core.queue.quota import Left, Quotas, header_block, shown_s
+from router.core.queue.quota import AccountState, Quotas, header_block, shown_s
 from router.processes import shared_quotas
 from router.processes.shared_quotas import SharedQuotas, shared_memory
 from tests.patience import until
@@ -252,7 +252,7 @@ def attempt(quotas, limits, now, tokens):
 
 
 @dataclass
-class Sent:
+class ChargedRequest:
     at: float
     tokens: int
     ended: bool = False
@@ -290,7 +290,7 @@ def test_no_stretch_of_time_holds_more_than_the_limits_and_a_told_time_to_come_b
             if isinstance(granted, RateLimited):
                 assert granted.limit != first_limit
                 continue
-        sent = Sent(now, prompt)
+        sent = ChargedRequest(now, prompt)
         granted_all.append(sent)
         running.append((sent, granted))
         assert len(running) <= concurrent
@@ -488,7 +488,7 @@ def test_keys_whose_cells_meet_have_accounts_of_their_own():
     )
     with processes(2) as (here, there):
         keys = [*last, *islice(names, shared_quotas._MOST - len(last))]
-        told = {key: Left(float(number), number, 1.0, 2.0, number) for number, key in enumerate(keys)}
+        told = {key: AccountState(float(number), number, 1.0, 2.0, number) for number, key in enumerate(keys)}
         for key, left in told.items():
             there.leave(key, left)
         assert {key: tuple(here.left(key)) for key in told} == {key: (left,) for key, left in told.items()}
@@ -516,13 +516,13 @@ def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypat
 def test_a_table_that_is_full_keeps_who_is_at_work_or_in_debt_however_long_ago_that_was_told(monkeypatch):
     monkeypatch.setattr(shared_quotas, "_MOST", 7)
     long_ago = {
-        "at work": Left(0.0, 1, 5.0, 5.0, 1),
-        "owes tokens": Left(0.0, 1, 5.0, -5.0, 0),
-        "owes requests": Left(0.0, 1, -5.0, inf, 0),
-        "not full yet": Left(50.0, 1, 0.0, 0.0, 0),
-        "idle": Left(0.0, 1, 5.0, 5.0, 0),
+        "at work": AccountState(0.0, 1, 5.0, 5.0, 1),
+        "owes tokens": AccountState(0.0, 1, 5.0, -5.0, 0),
+        "owes requests": AccountState(0.0, 1, -5.0, inf, 0),
+        "not full yet": AccountState(50.0, 1, 0.0, 0.0, 0),
+        "idle": AccountState(0.0, 1, 5.0, 5.0, 0),
     }
-    lately = {f"k{number}": Left(100.0 + number, 1, 5.0, 5.0, 0) for number in range(3)}
+    lately = {f"k{number}": AccountState(100.0 + number, 1, 5.0, 5.0, 0) for number in range(3)}
     with processes(2) as (here, there):
         for key, left in (long_ago | lately).items():
             here.leave(key, left)

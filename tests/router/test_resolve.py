@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound
-from router.core.fleet import Alias, RoutableAdapter, RouterFleet
+from router.core.fleet import AdapterAlias, RoutableAdapter, RouterFleet
 from router.core.resolve import resolve, usable_adapters
 from tests.properties import examples
 from tests.router.test_policy import a_replica
@@ -35,9 +35,9 @@ FLEET = RouterFleet(
     ),
     aliases=MappingProxyType(
         {
-            "sql": Alias("sql", (("sql/v1", 1.0), ("secret/v1", 1.0))),
-            "secret": Alias("secret", (("secret/v1", 1.0),)),
-            "off": Alias("off", (("sql/v1", 0.0),)),
+            "sql": AdapterAlias("sql", (("sql/v1", 1.0), ("secret/v1", 1.0))),
+            "secret": AdapterAlias("secret", (("secret/v1", 1.0),)),
+            "off": AdapterAlias("off", (("sql/v1", 0.0),)),
         }
     ),
 )
@@ -128,7 +128,7 @@ def named(weights, *, alias="it", sessions=SESSIONS[:300]):
         1,
         FLEET.replicas,
         MappingProxyType({name: an_adapter(name) for name in weights}),
-        MappingProxyType({alias: Alias(alias, tuple(weights.items()))}),
+        MappingProxyType({alias: AdapterAlias(alias, tuple(weights.items()))}),
     )
     return {
         session: resolve(

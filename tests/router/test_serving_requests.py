@@ -13,7 +13,7 @@ from lorafleet.http_server.connection import front
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.service.auth import hash_key
 from orchestrator.wire import Draining
-from router.core.errors import RequestError, RouterError, Unavailable
+from router.core.errors import RequestError, RouterError, TemporarilyUnavailable
 from router.core.queue.fair_queue import FairQueue
 from router.protocols.routes import ROUTES
 from router.protocols.stored_responses import tagged_response_id
@@ -873,7 +873,7 @@ def test_every_error_has_its_own_code_and_those_that_pass_say_when_to_come_back(
     codes = [cls.code for cls in tree(RouterError)]
     assert len(set(codes)) == len(codes)
     assert all(cls.status < 500 for cls in tree(RequestError))
-    assert all(cls("x").retry_after_s for cls in tree(Unavailable))
+    assert all(cls("x").retry_after_s for cls in tree(TemporarilyUnavailable))
 
 
 async def test_the_connection_is_kept_and_answers_do_not_mix_under_concurrency():

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.schedule.cost import Costs
+from router.core.schedule.cost import CostSettings
 from router.core.schedule.decision import RoutingRequest, decide
-from router.core.schedule.load import Own
-from router.core.schedule.policies.kv_lora import KvLora
+from router.core.schedule.load import ReplicaLoad
+from router.core.schedule.policies.kv_lora import KvLoraPolicy
 from router.core.schedule.record import record_of, replayed
 from tests.router.doubles import CHAT, Control, Engine, fleet
 from tests.router.test_policy import a_replica, choose, queued
@@ -29,13 +29,13 @@ def test_of_equal_replicas_the_one_in_the_same_zone_is_taken_every_time():
 def test_a_zone_yields_to_a_cached_prompt_and_to_a_queue():
     assert choose(ASK, far_and_near(), {"far": 60}).replica.id == "far"
     assert choose(ASK, far_and_near(), {}, {"near": queued(1.0)}).replica.id == "far"
-    assert choose(ASK, far_and_near(), {}, {"near": Own(busy_until=0.02)}).replica.id == "near"
+    assert choose(ASK, far_and_near(), {}, {"near": ReplicaLoad(busy_until=0.02)}).replica.id == "near"
 
 
 def test_what_a_zone_is_worth_is_a_setting():
-    anywhere = {choose(ASK, far_and_near(), seed=s, costs=Costs(other_zone_s=0.0)).replica.id for s in range(40)}
+    anywhere = {choose(ASK, far_and_near(), seed=s, costs=CostSettings(other_zone_s=0.0)).replica.id for s in range(40)}
     assert anywhere == {"far", "near"}
-    strict = choose(ASK, far_and_near(), {"far": 60}, costs=Costs(other_zone_s=10.0))
+    strict = choose(ASK, far_and_near(), {"far": 60}, costs=CostSettings(other_zone_s=10.0))
     assert strict.replica.id == "near"
 
 
@@ -51,15 +51,15 @@ def test_a_replica_elsewhere_is_taken_where_there_is_no_other():
 def test_explained_and_replayed_decisions_have_the_zone_in_them(drawn, other_zone_s, seed):
     replicas = [a_replica(f"w{i}", is_far=is_far) for i, (is_far, _, _) in enumerate(drawn)]
     depths = {f"w{i}": depth for i, (_, depth, _) in enumerate(drawn) if depth}
-    own = {f"w{i}": Own(busy_until=busy) for i, (_, _, busy) in enumerate(drawn)}
-    made = choose(ASK, replicas, depths, own, seed=seed, costs=Costs(other_zone_s=other_zone_s))
+    own = {f"w{i}": ReplicaLoad(busy_until=busy) for i, (_, _, busy) in enumerate(drawn)}
+    made = choose(ASK, replicas, depths, own, seed=seed, costs=CostSettings(other_zone_s=other_zone_s))
     assert [score.zone_s for score in made.scores] == [other_zone_s * is_far for is_far, _, _ in drawn]
     again = replayed(json.loads(json.dumps(record_of(made))))
     assert (again.replica.id, again.score) == (made.replica.id, made.score)
-    assert decide(KvLora(), ASK, made.scene).replica.id == made.replica.id
+    assert decide(KvLoraPolicy(), ASK, made.scene).replica.id == made.replica.id
 
 
-class Zoned(Control):
+class ZonedControl(Control):
     """Workers in zones of these names."""
 
     zones: ClassVar = {"a0": "a", "b0": "b", "u0": ""}
@@ -70,8 +70,8 @@ class Zoned(Control):
 
 @pytest.mark.parametrize(("zone", "far"), [("a", {"b0"}), ("b", {"a0"}), ("c", {"a0", "b0"}), ("", set())])
 async def test_where_a_replica_is_comes_from_its_agent_and_the_router_tells_it(zone, far):
-    engines = [Engine(name) for name in Zoned.zones]
-    async with fleet(*engines, control=Zoned(), zone=zone) as (client, _, parts):
+    engines = [Engine(name) for name in ZonedControl.zones]
+    async with fleet(*engines, control=ZonedControl(), zone=zone) as (client, _, parts):
         assert {replica.id for replica in parts.discovery.fleet.replicas.values() if replica.is_far} == far
         told = (await client.post("/v1/route", json=CHAT)).json()
         assert {score["worker_id"] for score in told["scores"] if score["zone_s"] > 0} == far

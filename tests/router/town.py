@@ -9,10 +9,10 @@ from random import Random
 
 from lorafleet.engine.rates import EngineRates
 from router.core.errors import Saturated
-from router.core.fleet import Report, Roster
-from router.core.queue.fair_queue import Match, Prompt, QueuedRequest
+from router.core.fleet import EngineReport, Roster
+from router.core.queue.fair_queue import HashedRequest, PrefixMatch, QueuedRequest
 from router.core.schedule.decision import Decision, RoutingRequest
-from router.core.schedule.load import InFlight
+from router.core.schedule.load import LoadEntry
 from router.core.scheduler import Scheduler
 from tests.router.test_policy import a_replica
 from tests.simulated import SimulatedEngine
@@ -24,7 +24,7 @@ _REPORT_EVERY_S = 1.0
 
 
 @dataclass(eq=False)
-class Asked:
+class SimulatedRequest:
     """One request, and what became of it. Times are the town's; infinite: it did not happen.
 
     is_admitted  it was sent, or let into the line
@@ -40,7 +40,7 @@ class Asked:
     sent_at: float = inf
     first_at: float = inf
     ended_at: float = inf
-    on_end: Callable[["Asked"], None] = lambda _: None
+    on_end: Callable[["SimulatedRequest"], None] = lambda _: None
 
     @property
     def is_admitted(self) -> bool:
@@ -48,12 +48,12 @@ class Asked:
 
 
 @dataclass(eq=False)
-class _Sent:
-    asked: Asked
-    flight: InFlight
+class _SentRequest:
+    asked: SimulatedRequest
+    flight: LoadEntry
 
 
-class Town:
+class SimulatedFleet:
     """Call `ask` and `at`, then `run`. Engines are alike; what is learned of them is learned from their counters."""
 
     def __init__(
@@ -68,10 +68,10 @@ class Town:
         self.rates = [EngineRates() for _ in range(engines)]
         self.replicas = [a_replica(f"w{i}", max_num_seqs=max_num_seqs, max_model_len=0) for i in range(engines)]
         self.roster = Roster(tuple(self.replicas))
-        self.mind = Scheduler(roster=lambda _: self.roster, match=lambda _: Match(), rng=Random(seed), **mind)
-        self.asked: list[Asked] = []
-        self._sent: dict[Job, _Sent] = {}
-        self._waiting: dict[QueuedRequest, Asked] = {}
+        self.mind = Scheduler(roster=lambda _: self.roster, match=lambda _: PrefixMatch(), rng=Random(seed), **mind)
+        self.asked: list[SimulatedRequest] = []
+        self._sent: dict[Job, _SentRequest] = {}
+        self._waiting: dict[QueuedRequest, SimulatedRequest] = {}
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._is_looking = False
@@ -85,13 +85,13 @@ class Town:
 
     def ask(
         self, prompt_tokens: int, answer_tokens: int, *, tenant: str = "",
-        on_end: Callable[[Asked], None] = lambda _: None,
-    ) -> Asked:  # fmt: skip
+        on_end: Callable[[SimulatedRequest], None] = lambda _: None,
+    ) -> SimulatedRequest:  # fmt: skip
         """A request comes now; `on_end` is called when it has its answer or its refusal."""
-        asked = Asked(tenant, prompt_tokens, answer_tokens, self.now, on_end=on_end)
+        asked = SimulatedRequest(tenant, prompt_tokens, answer_tokens, self.now, on_end=on_end)
         self.asked.append(asked)
         ticket = QueuedRequest(
-            prompt=Prompt(RoutingRequest("m", "", prompt_tokens)), tenant=tenant, most_wait_s=self.most_wait_s
+            prompt=HashedRequest(RoutingRequest("m", "", prompt_tokens)), tenant=tenant, most_wait_s=self.most_wait_s
         )
         try:
             decision = self.mind.offer(ticket, self.now)
@@ -133,11 +133,11 @@ class Town:
         # The next report is always due.
         return len(self._calls) > 1 or any(engine.batch.has_work for engine in self.engines)
 
-    def _send(self, asked: Asked, decision: Decision) -> None:
+    def _send(self, asked: SimulatedRequest, decision: Decision) -> None:
         asked.sent_at = self.now
         engine = self.engines[decision.position]
         flight = self.mind.begin(decision, self.now)
-        self._sent[engine.ask(asked.prompt_tokens, asked.answer_tokens)] = _Sent(asked, flight)
+        self._sent[engine.ask(asked.prompt_tokens, asked.answer_tokens)] = _SentRequest(asked, flight)
 
     def _tell(self, told: "list[Job] | tuple[Job, ...]") -> None:
         for job in told:
@@ -176,7 +176,7 @@ class Town:
 
     def _report(self) -> None:
         for i, (engine, rates) in enumerate(zip(self.engines, self.rates, strict=True)):
-            report = Report(
+            report = EngineReport(
                 running=len(engine.batch.running),
                 waiting=len(engine.batch.waiting),
                 kv_usage=engine.batch.pool.usage,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lorafleet.engine.agentless import EngineLoad
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.engine.rates import USUAL_PREFILL_TOKENS_PER_S, EngineCounters, EngineRates
-from router.core.schedule.cost import Costs
+from router.core.schedule.cost import CostSettings
 from tests.patience import patience, until
 from tests.properties import examples, sample
 from tests.simulated import SimulatedEngine
@@ -276,7 +276,7 @@ async def test_a_worker_says_how_long_its_loads_take_also_after_a_restart_of_its
 
 
 def test_the_usual_rate_is_the_routers_prior():
-    assert Costs().prefill_tokens_per_s == USUAL_PREFILL_TOKENS_PER_S
+    assert CostSettings().prefill_tokens_per_s == USUAL_PREFILL_TOKENS_PER_S
 
 
 async def test_what_an_engines_counters_taught_is_in_metadata_and_metrics(worker):

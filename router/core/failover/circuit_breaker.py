@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.kv.index import WorkerId
 
-State = Literal["closed", "open", "half_open"]
+CircuitState = Literal["closed", "open", "half_open"]
 
 # Work is there and nothing has come back for longer than it can explain: open at once, for all of it would wait.
 SILENT = "silent"
@@ -54,7 +54,7 @@ def is_fault(status: int) -> bool:
     return status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED
 
 
-class Trial(Protocol):
+class TrialRequest(Protocol):
     """A request that was sent to find out; `ended` however it ended."""
 
     ended: bool
@@ -113,7 +113,7 @@ class _Circuit:
     is_shut: bool = False
     was_silent: bool = False
     was_hung: bool = False
-    trial: Trial | None = None
+    trial: TrialRequest | None = None
     tried_at: float = -inf
     looked_at: float = -inf
     doubt: str = ""
@@ -143,7 +143,7 @@ class CircuitBreaker:
     """
 
     rules: BreakerRules = field(default_factory=BreakerRules)
-    changed: Callable[[Replica, State, str], None] = lambda _replica, _state, _why: None
+    changed: Callable[[Replica, CircuitState, str], None] = lambda _replica, _state, _why: None
     look: Callable[[Replica], None] | None = None
     panics: int = 0
     _circuits: dict[Incarnation, _Circuit] = field(default_factory=dict)
@@ -155,14 +155,14 @@ class CircuitBreaker:
             return _NOBODY
         return frozenset([who for who, circuit in self._shut.items() if not self._may_try(circuit, now)])
 
-    def state(self, replica: Replica, now: float) -> State:
+    def state(self, replica: Replica, now: float) -> CircuitState:
         """Open until its time is over, then half-open until a success or a failure."""
         circuit = self._shut.get(replica.incarnation)
         if circuit is None:
             return "closed"
         return "open" if now < circuit.open_until else "half_open"
 
-    def sent(self, replica: Replica, trial: Trial, now: float) -> None:
+    def sent(self, replica: Replica, trial: TrialRequest, now: float) -> None:
         """A request goes to it; where a circuit is half-open it is the trial."""
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         if circuit is None:
@@ -172,7 +172,7 @@ class CircuitBreaker:
         else:
             self.panics += 1
 
-    def is_trial(self, replica: Replica, request: Trial) -> bool:
+    def is_trial(self, replica: Replica, request: TrialRequest) -> bool:
         """Whether this request was sent there to find out; it should not be waited for as long as any other."""
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         return circuit is not None and circuit.trial is request

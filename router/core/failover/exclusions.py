@@ -34,7 +34,7 @@ restarted  nothing less: the engine is ending, or what it said is about this req
 """
 
 
-class Failure(NamedTuple):
+class FailedAttempt(NamedTuple):
     """One attempt at a replica that gave no answer.
 
     at           when it failed, by the router's clock
@@ -47,7 +47,7 @@ class Failure(NamedTuple):
 
 
 def excluded(
-    failures: Mapping[Incarnation, Failure],
+    failures: Mapping[Incarnation, FailedAttempt],
     replicas: Mapping[WorkerId, Replica],
     served_at: Callable[[Replica], float],
 ) -> Excluded:
@@ -67,7 +67,7 @@ def excluded(
     return frozenset(found)
 
 
-def _is_over(failure: Failure, replica: Replica, served_at: Callable[[Replica], float]) -> bool:
+def _is_over(failure: FailedAttempt, replica: Replica, served_at: Callable[[Replica], float]) -> bool:
     if replica.state != "ready":
         return False
     sign = ENDS.get(failure.reason, "restarted")

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import inf
 
-from router.core.errors import HeldBack
+from router.core.errors import PoisonRequestHeld
 from router.core.fleet import Incarnation
 
 _MOST_HOLD_S = 3600.0
@@ -48,13 +48,13 @@ class PoisonRequests:
         self.suspects: dict[Hashable, _Suspect] = {}
 
     def check(self, which: Hashable, now: float) -> bool:
-        """Whether it was held back, and is now to be tried, alone; raises HeldBack."""
+        """Whether it was held back, and is now to be tried, alone; raises PoisonRequestHeld."""
         suspect = self.suspects.get(which)
         if suspect is None:
             return False
         left_s = suspect.held_until - now
         if left_s > 0:
-            raise HeldBack(
+            raise PoisonRequestHeld(
                 f"{len(suspect.engines)} engines died while {self._what} in them, so that none is given more of it for"
                 f" {left_s:.0f} s",
                 retry_after_s=left_s,

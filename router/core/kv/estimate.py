@@ -23,7 +23,7 @@ _LEAST_TTL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class PredictedCache:
     """What was thought to be cached of one prompt when it was sent: when each of its first blocks was last used."""
 
     worker: WorkerId
@@ -32,23 +32,23 @@ class Guess:
 
 
 @dataclass(slots=True)
-class _Worker:
+class _EstimatedBlocks:
     ttl_s: float
     # Longest unused first.
     last_used: OrderedDict[BlockHash, float] = field(default_factory=OrderedDict)
 
 
-class Estimate:
+class CacheEstimate:
     """The guessed holdings of one base model's workers without events, written into its index."""
 
     def __init__(self, index: KvIndex, ttl_s: float = TTL_S) -> None:
         self._index = index
         self._ttl_s = ttl_s
-        self._workers: dict[WorkerId, _Worker] = {}
+        self._workers: dict[WorkerId, _EstimatedBlocks] = {}
 
     def served(
         self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float, most_blocks: int
-    ) -> Guess:
+    ) -> PredictedCache:
         """Note a prompt whose first token is there: the engine has all its blocks now.
 
         hashes       of the whole prompt
@@ -56,9 +56,9 @@ class Estimate:
         most_blocks  the engine's KV blocks, all of them
         returns      to be given to `compared` when the answer says what the engine had cached
         """
-        entry = self._workers.setdefault(worker, _Worker(self._ttl_s))
+        entry = self._workers.setdefault(worker, _EstimatedBlocks(self._ttl_s))
         used = (entry.last_used.get(block, began_at + 1) for block in hashes)
-        guess = Guess(worker, began_at, tuple(takewhile(lambda at: at <= began_at, used)))
+        guess = PredictedCache(worker, began_at, tuple(takewhile(lambda at: at <= began_at, used)))
         # Backwards, so that a prompt's first blocks, without which the others count for nothing, are the last to go.
         for block in reversed(hashes):
             entry.last_used[block] = now
@@ -67,7 +67,7 @@ class Estimate:
         self._evict(worker, entry, unused_since=now - entry.ttl_s, most_blocks=most_blocks)
         return guess
 
-    def compared(self, guess: Guess, cached_blocks: int) -> None:
+    def compared(self, guess: PredictedCache, cached_blocks: int) -> None:
         """Learn from the engine's own word on a prompt: forget what it must have evicted, and how long it keeps things.
 
         cached_blocks  the engine's `cached_tokens` in whole blocks
@@ -95,7 +95,9 @@ class Estimate:
         if entry is not None:
             self._index.drop(worker, entry.last_used)
 
-    def _evict(self, worker: WorkerId, entry: _Worker, *, unused_since: float, most_blocks: int | None = None) -> None:
+    def _evict(
+        self, worker: WorkerId, entry: _EstimatedBlocks, *, unused_since: float, most_blocks: int | None = None
+    ) -> None:
         """Drop the longest unused: all that were last used by then, and as many as are too many."""
         used, gone = entry.last_used, []
         while used and (

@@ -31,12 +31,12 @@ _HASH_BYTES, _RUN_BYTES = 48, 200
 
 
 @dataclass(slots=True)
-class _Run:
+class _BlockRun:
     mask: int
     blocks: Blocks
 
 
-class Holders:
+class BlockHolders:
     """The masks of one tier. Lists of blocks given to `set` and `clear` hold no block twice."""
 
     def __init__(self, interned: Callable[[int], int]) -> None:
@@ -45,7 +45,7 @@ class Holders:
         # A mask, or for a block inside a run that run's number, which is negative. All values are integers,
         # so that the garbage collector never has to walk this dict.
         self._at: dict[BlockHash, int] = {}
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, _BlockRun] = {}
         self._next_run = -1
 
     def __len__(self) -> int:
@@ -193,7 +193,7 @@ class Holders:
         return len(hashes)
 
     @staticmethod
-    def _leave(run: _Run, start: int, hashes: Blocks, position: int) -> int:
+    def _leave(run: _BlockRun, start: int, hashes: Blocks, position: int) -> int:
         """The position at which a walk that meets a run at its block `start` is no longer in it."""
         blocks = run.blocks
         length = min(len(blocks) - start, len(hashes) - position)
@@ -248,12 +248,12 @@ class Holders:
         else:
             for start in range(0, len(blocks), _LONGEST):
                 part = blocks[start : start + _LONGEST]
-                self._runs[self._next_run] = _Run(self._interned(mask), part)
+                self._runs[self._next_run] = _BlockRun(self._interned(mask), part)
                 self._at.update(dict.fromkeys(part, self._next_run))
                 self._next_run -= 1
 
 
-def _place(run: _Run, block: BlockHash) -> int:
+def _place(run: _BlockRun, block: BlockHash) -> int:
     """Where in a run a block is; engines add from the front and evict from the back."""
     if run.blocks[0] == block:
         return 0

@@ -21,7 +21,7 @@ from typing import Literal, NewType
 import msgspec
 
 from lorafleet.kv.blocks import BlockHash
-from router.core.kv.holders import Holders
+from router.core.kv.holders import BlockHolders
 
 WorkerId = NewType("WorkerId", str)
 Tier = Literal["device", "host", "storage"]
@@ -35,7 +35,7 @@ _SPARE_MASKS = 4096
 _NOTHING: tuple[tuple[BlockHash, ...], list[tuple[int, int]]] = ((), [])
 
 
-class Hold(msgspec.Struct, eq=False):
+class PendingBlocks(msgspec.Struct, eq=False):
     """Blocks that count as stored on the device for a while, though no engine has said so; see `release`."""
 
     worker: WorkerId
@@ -43,7 +43,7 @@ class Hold(msgspec.Struct, eq=False):
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class IndexDraft:
     """What a worker says it has, put together a piece at a time; no match sees it until it is `adopt`ed."""
 
     bit: int
@@ -51,10 +51,10 @@ class Draft:
 
 
 @dataclass(slots=True)
-class _Worker:
+class _IndexedWorker:
     bit: int
     blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
-    holds: set[Hold] = field(default_factory=set)
+    holds: set[PendingBlocks] = field(default_factory=set)
     # Holds of a block beyond its first.
     more_holds: dict[BlockHash, int] = field(default_factory=dict)
 
@@ -64,13 +64,13 @@ class KvIndex:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._tiers = {tier: Holders(self._interned) for tier in TIERS}
+        self._tiers = {tier: BlockHolders(self._interned) for tier in TIERS}
         self._device = self._tiers["device"]
         # Masks of whom a block is held for.
         self._held: dict[BlockHash, int] = {}
         # Whether any block was ever stored below the device: most engines have nothing there.
         self._has_lower = False
-        self._workers: dict[WorkerId, _Worker] = {}
+        self._workers: dict[WorkerId, _IndexedWorker] = {}
         self._by_bit: dict[int, WorkerId] = {}
         # Of masks seen lately; until a slot changes hands.
         self._named: dict[int, tuple[WorkerId, ...]] = {}
@@ -197,15 +197,15 @@ class KvIndex:
             self.add_to(draft, hashes, tier)
         self.adopt(worker, draft)
 
-    def draft(self) -> Draft:
+    def draft(self) -> IndexDraft:
         """The begin of a `replace` that takes its time: `add_to` it, then `adopt` it or `discard` it."""
-        return Draft(self._new_bit())
+        return IndexDraft(self._new_bit())
 
-    def add_to(self, draft: Draft, hashes: Iterable[BlockHash], tier: Tier) -> None:
+    def add_to(self, draft: IndexDraft, hashes: Iterable[BlockHash], tier: Tier) -> None:
         """As `add`, unseen so far."""
         self._add(draft, hashes, tier)
 
-    def adopt(self, worker: WorkerId, draft: Draft) -> None:
+    def adopt(self, worker: WorkerId, draft: IndexDraft) -> None:
         """Put it in the place of what was known of a worker. Holds stay."""
         entry = self._entry(worker)
         self._retire(entry)
@@ -215,11 +215,11 @@ class KvIndex:
         for hold in entry.holds:
             self._hold(entry, dict.fromkeys(hold.hashes, entry.bit))
 
-    def discard(self, draft: Draft) -> None:
+    def discard(self, draft: IndexDraft) -> None:
         """It is not to be adopted."""
         self._retired.append(draft.bit)
 
-    def hold(self, worker: WorkerId, hashes: Iterable[BlockHash]) -> Hold:
+    def hold(self, worker: WorkerId, hashes: Iterable[BlockHash]) -> PendingBlocks:
         """Count a prompt's blocks as stored until `release`: it was just sent and will be cached in a moment.
 
         Those that the worker has, from the first on, are left out: they are stored as it is.
@@ -231,13 +231,13 @@ class KvIndex:
                 break
             stored = end
         held = dict.fromkeys(blocks[stored:], entry.bit)
-        hold = Hold(worker, tuple(held))
+        hold = PendingBlocks(worker, tuple(held))
         if held:
             entry.holds.add(hold)
             self._hold(entry, held)
         return hold
 
-    def release(self, hold: Hold) -> None:
+    def release(self, hold: PendingBlocks) -> None:
         """Give a hold back, once; one taken before its worker was forgotten is already gone."""
         entry = self._workers.get(hold.worker)
         if entry is None or hold not in entry.holds:
@@ -293,14 +293,16 @@ class KvIndex:
         for bit in retired:
             heappush(self._free, bit)
 
-    def _entry(self, worker: WorkerId) -> _Worker:
+    def _entry(self, worker: WorkerId) -> _IndexedWorker:
         entry = self._workers.get(worker)
         if entry is None:
-            entry = self._workers[worker] = _Worker(self._new_bit())
+            entry = self._workers[worker] = _IndexedWorker(self._new_bit())
             self._put_in_use(entry.bit, worker)
         return entry
 
-    def _add(self, to: "_Worker | Draft", hashes: Iterable[BlockHash], tier: Tier, *, is_chain: bool = False) -> int:
+    def _add(
+        self, to: "_IndexedWorker | IndexDraft", hashes: Iterable[BlockHash], tier: Tier, *, is_chain: bool = False
+    ) -> int:
         self._walked = _NOTHING
         blocks = tuple(dict.fromkeys(hashes))
         changed = len(blocks) - self._tiers[tier].set(blocks, to.bit, is_chain=is_chain)
@@ -321,13 +323,13 @@ class KvIndex:
         self._named.clear()
         self._live |= bit
 
-    def _retire(self, entry: _Worker) -> None:
+    def _retire(self, entry: _IndexedWorker) -> None:
         del self._by_bit[entry.bit]
         self._named.clear()
         self._live ^= entry.bit
         self._retired.append(entry.bit)
 
-    def _hold(self, entry: _Worker, blocks: dict[BlockHash, int]) -> None:
+    def _hold(self, entry: _IndexedWorker, blocks: dict[BlockHash, int]) -> None:
         """blocks  each with the worker's bit"""
         held = self._held
         if held.keys().isdisjoint(blocks):
@@ -344,7 +346,7 @@ class KvIndex:
         return self._masks.setdefault(mask, mask)
 
     def _walk(self, blocks: tuple[BlockHash, ...]) -> list[tuple[int, int]]:
-        """`Holders.walk` on the device; a prompt is matched and then held, mostly with no event between."""
+        """`BlockHolders.walk` on the device; a prompt is matched and then held, mostly with no event between."""
         if self._walked[0] is not blocks:
             self._walked = blocks, self._device.walk(blocks)
         return self._walked[1]

@@ -30,7 +30,7 @@ _HORIZON_S = 300.0
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerAccuracy:
     mode: FeedMode
     doubt: int = 0
     is_degraded: bool = False
@@ -51,11 +51,11 @@ class PredictionAccuracy:
     """The state of every worker that has been opened; of others nothing is kept."""
 
     def __init__(self) -> None:
-        self._workers: dict[WorkerId, _Worker] = {}
+        self._workers: dict[WorkerId, _WorkerAccuracy] = {}
 
     def opened(self, worker: WorkerId, mode: FeedMode) -> None:
         """A feed begins, at a new engine boot or from a new source: what was held against the former is void."""
-        self._workers[worker] = _Worker(mode)
+        self._workers[worker] = _WorkerAccuracy(mode)
 
     def lost(self, worker: WorkerId) -> None:
         """Events are missing that nothing can bring back: degraded, until predictions agree again."""

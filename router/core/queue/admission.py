@@ -33,7 +33,7 @@ _LEAST_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class QueueLimits:
     """How much may wait at once.
 
     tenant_share  of either that one tenant may take, so that nobody fills the room alone
@@ -49,10 +49,10 @@ class Bounds:
 
 
 @dataclass(slots=True)
-class Room:
+class QueueUsage:
     """Who waits, counted by tenant; whoever enters must leave."""
 
-    bounds: Bounds = field(default_factory=Bounds)
+    bounds: QueueLimits = field(default_factory=QueueLimits)
     requests: int = 0
     size_bytes: int = 0
     _tenants: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -94,19 +94,19 @@ class Room:
 
 
 @dataclass(slots=True)
-class _Speed:
+class _ServiceSpeed:
     work_s: float = 0.0
     passed_s: float = 0.0
 
 
 @dataclass(slots=True)
-class Drain:
+class ServiceRates:
     """How fast each line moves, in seconds of prefill a second, measured while somebody waits in it. A line is those
     who wait for one replica, or the requests of one tenant.
     """
 
     horizon_s: float = _DRAIN_HORIZON_S
-    _speeds: dict[str, _Speed] = field(default_factory=dict)
+    _speeds: dict[str, _ServiceSpeed] = field(default_factory=dict)
     _at: float = 0.0
 
     def begin(self, now: float) -> None:
@@ -124,7 +124,7 @@ class Drain:
         for line in waited_for:
             speed = self._speeds.get(line)
             if speed is None:
-                speed = self._speeds[line] = _Speed()
+                speed = self._speeds[line] = _ServiceSpeed()
             speed.work_s *= fading
             speed.passed_s = speed.passed_s * fading + passed_s
 
@@ -147,7 +147,7 @@ class Drain:
         return (speed.work_s + guess * _DRAIN_PRIOR_S) / (speed.passed_s + _DRAIN_PRIOR_S)
 
 
-class Foresight:
+class WaitMargin:
     """How much longer than predicted requests have waited of late: what a prediction is multiplied by, so that of those
     who are let in few wait in vain.
     """
@@ -172,7 +172,7 @@ class Foresight:
 
 
 @dataclass(slots=True)
-class Promises:
+class RetryTimes:
     """When those who were turned away were told to come back, by tenant: who comes later is told a later time."""
 
     _until: dict[str, float] = field(default_factory=dict)
@@ -196,7 +196,7 @@ def wait_s(
     ahead_s: float,
     bound: Mapping[WorkerId, float],
     able: Iterable[WorkerId],
-    drain: Drain,
+    drain: ServiceRates,
     guess: Callable[[WorkerId], float] = lambda _: 1.0,
 ) -> float:
     """Seconds until the replicas that are able have worked off what is ahead of a request in the line.

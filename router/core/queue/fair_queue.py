@@ -23,10 +23,10 @@ import msgspec
 from lorafleet.kv.blocks import BlockHash
 from router.core.errors import NoReplica, Saturated
 from router.core.kv.index import WorkerId
-from router.core.queue.admission import Drain, Foresight, Promises, Room, wait_s
+from router.core.queue.admission import QueueUsage, RetryTimes, ServiceRates, WaitMargin, wait_s
 from router.core.schedule.decision import NOTHING, Decision, RoutingRequest
 
-Chains = Mapping[int, Sequence[BlockHash]]
+HashChains = Mapping[int, Sequence[BlockHash]]
 _NO_BLOCKS: Sequence[BlockHash] = ()
 # Those who would go to one replica; apart, those of them who want an adapter slot that is not free.
 _Line = tuple[WorkerId, bool]
@@ -50,7 +50,7 @@ _MOST_RETRY_S = 300.0
 _REMEMBERED_IDLE = 256
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class HashedRequest(msgspec.Struct, frozen=True):
     """A request's question and its block hashes, by block size; none when nothing is known of its prompt.
 
     Of an approximate prompt (`ask.is_approximate`) they are another kind of hashes, with an index of their own.
@@ -60,8 +60,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """
 
     ask: RoutingRequest
-    chains: Chains = NOTHING
-    salted: Chains = NOTHING
+    chains: HashChains = NOTHING
+    salted: HashChains = NOTHING
     salted_at: frozenset[WorkerId] = frozenset()
 
     def chain(self, worker: WorkerId, block_size: int) -> Sequence[BlockHash]:
@@ -70,7 +70,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return chains.get(block_size, _NO_BLOCKS)
 
 
-class Match(msgspec.Struct, frozen=True):
+class PrefixMatch(msgspec.Struct, frozen=True):
     """What the fleet has cached of one prompt; all three as in Scene."""
 
     depths: Mapping[WorkerId, int] = NOTHING
@@ -93,7 +93,7 @@ class QueuedRequest:
     wants_slot       an adapter slot is free where it would go neither for it nor for one before it
     """
 
-    prompt: Prompt
+    prompt: HashedRequest
     tenant: str = ""
     adapter: str = ""
     weight: float = 1.0
@@ -102,7 +102,7 @@ class QueuedRequest:
     deadline_at: float | None = None
     most_wait_s: float = inf
     payload: Any = None
-    matched: tuple[Match, float] | None = None
+    matched: tuple[PrefixMatch, float] | None = None
     number: int = 0
     bound_to: WorkerId | None = None
     bound_s: float = 0.0
@@ -113,7 +113,7 @@ class QueuedRequest:
 
 
 @dataclass(slots=True)
-class _Flow:
+class _AdapterFlow:
     """The waiting requests of one adapter of one tenant in order, and its weighted seconds of work so far."""
 
     had_s: float = 0.0
@@ -123,14 +123,14 @@ class _Flow:
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantFlows:
     """`level_s` is how far the service of its adapters has come: where one that has been idle joins."""
 
     had_s: float = 0.0
     level_s: float = 0.0
     waiting: int = 0
     waiting_s: float = 0.0
-    flows: dict[str, _Flow] = field(default_factory=dict)
+    flows: dict[str, _AdapterFlow] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -150,12 +150,14 @@ class FairQueue:
     late_binding_s: float = inf
     is_full: Callable[[Decision], bool] | None = None
     pace: Callable[[WorkerId], float] = lambda _: 1.0
-    room: Room = field(default_factory=Room)
-    drain: Drain = field(default_factory=Drain)
-    tenant_drains: tuple[Drain, ...] = field(default_factory=lambda: tuple(map(Drain, _TENANT_HORIZONS_S)))
-    promises: Promises = field(default_factory=Promises)
-    foresight: Foresight = field(default_factory=Foresight)
-    _tenants: dict[str, _Tenant] = field(default_factory=dict)
+    room: QueueUsage = field(default_factory=QueueUsage)
+    drain: ServiceRates = field(default_factory=ServiceRates)
+    tenant_drains: tuple[ServiceRates, ...] = field(
+        default_factory=lambda: tuple(map(ServiceRates, _TENANT_HORIZONS_S))
+    )
+    promises: RetryTimes = field(default_factory=RetryTimes)
+    foresight: WaitMargin = field(default_factory=WaitMargin)
+    _tenants: dict[str, _TenantFlows] = field(default_factory=dict)
     _level_s: float = 0.0
     _bound: dict[WorkerId, float] = field(default_factory=dict)
     _lines: dict[_Line, dict[QueuedRequest, None]] = field(default_factory=dict)
@@ -220,10 +222,10 @@ class FairQueue:
         self._bind(ticket, decision, is_behind_slot=is_behind_slot)
         return None
 
-    def _joined(self, ticket: QueuedRequest) -> tuple[_Tenant, _Flow]:
+    def _joined(self, ticket: QueuedRequest) -> tuple[_TenantFlows, _AdapterFlow]:
         """Its tenant and adapter. Whoever was idle joins where the others are: idle time earns nothing."""
-        tenant = self._tenants.setdefault(ticket.tenant, _Tenant())
-        flow = tenant.flows.setdefault(ticket.adapter, _Flow())
+        tenant = self._tenants.setdefault(ticket.tenant, _TenantFlows())
+        flow = tenant.flows.setdefault(ticket.adapter, _AdapterFlow())
         if not tenant.waiting:
             tenant.had_s = max(tenant.had_s, self._level_s)
         if not flow.tickets:
@@ -254,7 +256,7 @@ class FairQueue:
             self._full.clear()
             self._level_s = 0.0
 
-    def _tidy(self, tenant: _Tenant) -> None:
+    def _tidy(self, tenant: _TenantFlows) -> None:
         if len(tenant.flows) > 2 * (tenant.waiting + _REMEMBERED_IDLE):
             _forget({name: flow.had_s for name, flow in tenant.flows.items() if not flow.tickets}, tenant.flows)
         if len(self._tenants) > 2 * (self._waiting + _REMEMBERED_IDLE):
@@ -266,9 +268,9 @@ class FairQueue:
         """
         if not self._waiting:
             return
-        had = self._tenants.setdefault(tenant, _Tenant())
+        had = self._tenants.setdefault(tenant, _TenantFlows())
         had.had_s = _set_back(had.had_s, self._level_s, work_s, is_waiting=had.waiting > 0)
-        flow = had.flows.setdefault(adapter, _Flow())
+        flow = had.flows.setdefault(adapter, _AdapterFlow())
         flow.had_s = _set_back(flow.had_s, had.level_s, work_s / weight, is_waiting=bool(flow.tickets))
 
     def gave_up(self, ticket: QueuedRequest, now: float) -> Saturated:
@@ -541,7 +543,7 @@ def _undecided(exc: Exception) -> NoReplica:
     return told
 
 
-def _ahead_of_its_tenant_s(tenant: _Tenant, ticket: QueuedRequest) -> float:
+def _ahead_of_its_tenant_s(tenant: _TenantFlows, ticket: QueuedRequest) -> float:
     flow = tenant.flows.get(ticket.adapter)
     before_s = had_s = 0.0
     if flow is not None and flow.tickets:
@@ -562,7 +564,7 @@ def _ahead_of_its_tenant_s(tenant: _Tenant, ticket: QueuedRequest) -> float:
     )
 
 
-def _flow_heap(tenant: _Tenant) -> list[tuple[float, str, int]]:
+def _flow_heap(tenant: _TenantFlows) -> list[tuple[float, str, int]]:
     heap = []
     for adapter, flow in tenant.flows.items():
         if flow.tickets:

@@ -27,7 +27,7 @@ _NAMES = {
 }
 
 
-class Limits(Protocol):
+class RateLimits(Protocol):
     """A key's own; None is no limit."""
 
     @property
@@ -38,7 +38,7 @@ class Limits(Protocol):
     def concurrent_requests(self) -> int | None: ...
 
 
-class Left(NamedTuple):
+class AccountState(NamedTuple):
     """How a process left a key's account: what was there of each limit, `inf` where there is none, and what it has
     under way itself. `turn` orders what happened at one moment.
     """
@@ -50,16 +50,16 @@ class Left(NamedTuple):
     running: int
 
 
-class Others(Protocol):
+class SharedAccountStates(Protocol):
     """What the processes of one port know of each other's keys, by the same clock (processes/shared_quotas.py)."""
 
-    def left(self, key_id: str) -> Iterable[Left]: ...
+    def left(self, key_id: str) -> Iterable[AccountState]: ...
 
-    def leave(self, key_id: str, left: Left) -> None: ...
+    def leave(self, key_id: str, left: AccountState) -> None: ...
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _TokenBucket:
     """`level` at `at`; below zero it is a debt."""
 
     size: float
@@ -86,13 +86,13 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class _Account:
+class _KeyAccount:
     """`elsewhere`: what runs in the other processes; `at` and `turn`: when one of all was the last to touch it."""
 
     key_id: str
-    limits: Limits
-    requests: _Bucket | None
-    tokens: _Bucket | None
+    limits: RateLimits
+    requests: _TokenBucket | None
+    tokens: _TokenBucket | None
     running: int = 0
     elsewhere: int = 0
     at: float = -inf
@@ -100,24 +100,24 @@ class _Account:
 
 
 @dataclass(slots=True, eq=False)
-class Granted:
+class QuotaGrant:
     """One request that may go on; to be given to `settle` when it is over, however it ended.
 
     slots  of its key's requests at once that it takes: a batch's are the batch's
     """
 
-    account: _Account
+    account: _KeyAccount
     charged_tokens: int = 0
     is_settled: bool = False
     slots: int = 1
 
 
 @dataclass(slots=True, eq=False)
-class GrantedBatch:
+class BatchQuotaGrant:
     """Requests that may go on together, `at_once` of them at a time; each is settled, and the batch ended after all."""
 
-    account: _Account
-    items: tuple[Granted, ...]
+    account: _KeyAccount
+    items: tuple[QuotaGrant, ...]
     at_once: int
     is_ended: bool = False
 
@@ -129,15 +129,15 @@ class Quotas:
     others  the processes that these accounts are shared with; None: they are ours alone
     """
 
-    others: Others | None = None
-    _accounts: dict[str, _Account] = field(default_factory=dict)
+    others: SharedAccountStates | None = None
+    _accounts: dict[str, _KeyAccount] = field(default_factory=dict)
     _sweep_at: int = _SWEEP_FROM
 
     def __len__(self) -> int:
         """Keys remembered."""
         return len(self._accounts)
 
-    def take(self, key_id: str, limits: Limits, now: float, tokens: int = 0) -> Granted:
+    def take(self, key_id: str, limits: RateLimits, now: float, tokens: int = 0) -> QuotaGrant:
         """Count one request, with the tokens that it is known to need; more may be charged later.
 
         raises  RateLimited; nothing has been counted then
@@ -147,16 +147,16 @@ class Quotas:
         if account.requests is not None:
             account.requests.level -= 1
         account.running += 1
-        granted = Granted(account)
+        granted = QuotaGrant(account)
         self._charge(granted, tokens)
         self._leave(account, now)
         return granted
 
-    def check(self, key_id: str, limits: Limits, now: float) -> None:
+    def check(self, key_id: str, limits: RateLimits, now: float) -> None:
         """Raises RateLimited where no request would go on, however little it asks for; counts nothing."""
         self._check(self._account(key_id, limits, now), 0, now)
 
-    def take_batch(self, key_id: str, limits: Limits, now: float, items: int, *, at_once: int) -> GrantedBatch:
+    def take_batch(self, key_id: str, limits: RateLimits, now: float, items: int, *, at_once: int) -> BatchQuotaGrant:
         """Count so many requests, of which `at_once` may be under way at a time, or as many as the key may have yet.
 
         raises  RateLimited; nothing has been counted then
@@ -176,9 +176,9 @@ class Quotas:
             requests.level -= items
         account.running += at_once
         self._leave(account, now)
-        return GrantedBatch(account, tuple([Granted(account, slots=0) for _ in range(items)]), at_once)
+        return BatchQuotaGrant(account, tuple([QuotaGrant(account, slots=0) for _ in range(items)]), at_once)
 
-    def end_batch(self, batch: GrantedBatch, now: float) -> None:
+    def end_batch(self, batch: BatchQuotaGrant, now: float) -> None:
         """All that began are settled, and those that never did are given back; repeats change nothing."""
         if batch.is_ended:
             return
@@ -191,7 +191,7 @@ class Quotas:
             account.requests.level = min(account.requests.size, account.requests.now(now) + unbegun)
         self._leave(account, now)
 
-    def charge(self, granted: Granted, tokens: int, now: float) -> None:
+    def charge(self, granted: QuotaGrant, tokens: int, now: float) -> None:
         """Take tokens that are needed besides: the prompt's, once it is tokenized.
 
         raises  RateLimited when they are not there; none was taken then, and `settle` is still to be called
@@ -202,7 +202,7 @@ class Quotas:
         self._leave(granted.account, now)
 
     def settle(
-        self, granted: Granted, now: float, *, completion_tokens: int = 0, prompt_tokens: int | None = None
+        self, granted: QuotaGrant, now: float, *, completion_tokens: int = 0, prompt_tokens: int | None = None
     ) -> None:
         """It is over; repeats change nothing.
 
@@ -221,7 +221,7 @@ class Quotas:
             account.tokens.level -= completion_tokens + prompt_tokens - granted.charged_tokens
         self._leave(account, now)
 
-    def headers(self, granted: Granted, now: float) -> dict[str, str]:
+    def headers(self, granted: QuotaGrant, now: float) -> dict[str, str]:
         """The usual headers: where its key stands, of the limits that it has."""
         self._catch_up(granted.account)
         return _headers(granted.account, now)
@@ -231,7 +231,7 @@ class Quotas:
         for key_id in [key_id for key_id, account in self._accounts.items() if _is_idle(account, now)]:
             del self._accounts[key_id]
 
-    def _account(self, key_id: str, limits: Limits, now: float) -> _Account:
+    def _account(self, key_id: str, limits: RateLimits, now: float) -> _KeyAccount:
         account = self._accounts.get(key_id)
         if account is None:
             return self._opened(key_id, limits, now)
@@ -240,22 +240,22 @@ class Quotas:
         self._catch_up(account)
         return account
 
-    def _opened(self, key_id: str, limits: Limits, now: float) -> _Account:
+    def _opened(self, key_id: str, limits: RateLimits, now: float) -> _KeyAccount:
         if len(self._accounts) >= self._sweep_at:
             self.forget_idle(now)
             self._sweep_at = max(_SWEEP_FROM, 2 * len(self._accounts))
-        account = _Account(key_id, limits, None, None)
+        account = _KeyAccount(key_id, limits, None, None)
         self._reconcile(account, limits, now)
         self._accounts[key_id] = account
         self._catch_up(account)
         return account
 
-    def _reconcile(self, account: _Account, limits: Limits, now: float) -> None:
+    def _reconcile(self, account: _KeyAccount, limits: RateLimits, now: float) -> None:
         account.limits = limits
         account.requests = _resized(account.requests, limits.requests_per_minute, now)
         account.tokens = _resized(account.tokens, limits.tokens_per_minute, now)
 
-    def _catch_up(self, account: _Account) -> None:
+    def _catch_up(self, account: _KeyAccount) -> None:
         """What the others took is gone, and what they have under way runs."""
         if self.others is None:
             return
@@ -269,14 +269,14 @@ class Quotas:
                 if bucket is not None:
                     bucket.level, bucket.at = level, last.at
 
-    def _leave(self, account: _Account, now: float) -> None:
+    def _leave(self, account: _KeyAccount, now: float) -> None:
         if self.others is not None:
             # This clock may have been read before another process wrote: what is left here comes after that.
             account.at, account.turn = max(account.at, now), account.turn + 1
             requests, tokens = account.requests, account.tokens
             self.others.leave(
                 account.key_id,
-                Left(
+                AccountState(
                     account.at,
                     account.turn,
                     inf if requests is None else requests.now(now),
@@ -285,7 +285,7 @@ class Quotas:
                 ),
             )
 
-    def _check(self, account: _Account, tokens: int, now: float) -> None:
+    def _check(self, account: _KeyAccount, tokens: int, now: float) -> None:
         most, requests = account.limits.concurrent_requests, account.requests
         if most is not None and account.running + account.elsewhere >= most:
             self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
@@ -293,7 +293,7 @@ class Quotas:
             self._refuse(account, "requests_per_minute", requests.until(1, now), now)
         self._check_tokens(account, tokens, now)
 
-    def _check_tokens(self, account: _Account, tokens: int, now: float) -> None:
+    def _check_tokens(self, account: _KeyAccount, tokens: int, now: float) -> None:
         bucket = account.tokens
         if bucket is None:
             return
@@ -302,12 +302,12 @@ class Quotas:
         if bucket.now(now) < needed - _ROUNDING:
             self._refuse(account, "tokens_per_minute", bucket.until(needed, now), now, tokens)
 
-    def _charge(self, granted: Granted, tokens: int) -> None:
+    def _charge(self, granted: QuotaGrant, tokens: int) -> None:
         if granted.account.tokens is not None:
             granted.account.tokens.level -= tokens
             granted.charged_tokens += tokens
 
-    def _refuse(self, account: _Account, limit: str, retry_after_s: float, now: float, tokens: int = 0) -> None:
+    def _refuse(self, account: _KeyAccount, limit: str, retry_after_s: float, now: float, tokens: int = 0) -> None:
         most = getattr(account.limits, limit)
         needs = f", this one needs {tokens}" if tokens else ""
         raise RateLimited(
@@ -333,7 +333,7 @@ def shown_s(seconds: float) -> str:
     return f"{minutes}m{left}s" if minutes else f"{left}s"
 
 
-def _headers(account: _Account, now: float) -> dict[str, str]:
+def _headers(account: _KeyAccount, now: float) -> dict[str, str]:
     headers = {}
     for name, bucket in (("requests", account.requests), ("tokens", account.tokens)):
         if bucket is not None:
@@ -343,16 +343,16 @@ def _headers(account: _Account, now: float) -> dict[str, str]:
     return headers
 
 
-def _resized(bucket: _Bucket | None, size: float | None, now: float) -> _Bucket | None:
+def _resized(bucket: _TokenBucket | None, size: float | None, now: float) -> _TokenBucket | None:
     if size is None:
         return None
     if bucket is None:
-        return _Bucket(size, size, now)
+        return _TokenBucket(size, size, now)
     bucket.resize(size, now)
     return bucket
 
 
-def _is_idle(account: _Account, now: float) -> bool:
+def _is_idle(account: _KeyAccount, now: float) -> bool:
     buckets = (account.requests, account.tokens)
     return not account.running and all(b is None or b.now(now) >= b.size for b in buckets)
 

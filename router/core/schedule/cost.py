@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.core.fleet import Replica, Report, Roster
+from router.core.fleet import EngineReport, Replica, Roster
 from router.core.kv.index import WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class CostSettings:
     """The numbers of the cost model. Where no source is named the value is a guess, nothing measured."""
 
     # Before any replica has reported a rate: an 8B model on one 80 GB GPU does about this.
@@ -67,7 +67,7 @@ class Costs:
         return best_s * (1 + self.tie_share) + self.tie_s
 
 
-class Score(msgspec.Struct, frozen=True):
+class ReplicaScore(msgspec.Struct, frozen=True):
     """One replica's terms, in seconds but for `depth_blocks` and `cached_tokens`."""
 
     replica: WorkerId
@@ -91,7 +91,7 @@ Terms = tuple[int, int, float, float, float, float, float, float, float, float, 
 _Row = tuple[int, float, float, float, tuple[float, ...], float]
 
 
-class Prices:
+class ReplicaConstants:
     """What the replicas of a roster cost whatever is asked of them; made once, and kept with it for many decisions.
 
     It does not have the roster, which has it: each snapshot of the fleet would stay until the collector comes by.
@@ -101,7 +101,7 @@ class Prices:
 
     __slots__ = ("_moves", "costs", "ids", "rows")
 
-    def __init__(self, roster: Roster, costs: Costs) -> None:
+    def __init__(self, roster: Roster, costs: CostSettings) -> None:
         middle = roster.middle
         self._moves: dict[str, Mapping[WorkerId, float]] = {"": {}}
         self.costs = costs
@@ -125,9 +125,9 @@ class Prices:
         self.rows = [same.setdefault(row, row) for row in rows]
 
     @classmethod
-    def of(cls, roster: Roster, costs: Costs) -> "Prices":
+    def of(cls, roster: Roster, costs: CostSettings) -> "ReplicaConstants":
         """Those that the roster keeps, if they were made of these numbers."""
-        found: Prices | None = roster.kept.get(cls)
+        found: ReplicaConstants | None = roster.kept.get(cls)
         if found is None or found.costs is not costs:
             found = roster.kept[cls] = cls(roster, costs)
         return found
@@ -144,7 +144,7 @@ class Prices:
         return found
 
 
-def kappa(rho: float, costs: Costs) -> float:
+def kappa(rho: float, costs: CostSettings) -> float:
     """How much dearer work is than waiting: work delays everyone behind it, more so the busier the fleet."""
     spare = 1 - rho
     if spare * costs.kappa_min >= 1:
@@ -152,25 +152,25 @@ def kappa(rho: float, costs: Costs) -> float:
     return 1 / spare if spare * costs.kappa_max > 1 else costs.kappa_max
 
 
-def prefill_rate(replica: Replica, middle: Report, costs: Costs) -> float:
+def prefill_rate(replica: Replica, middle: EngineReport, costs: CostSettings) -> float:
     """Tokens per second: a replica's own measured rate, shrunk towards the fleet's; the default before any."""
     fleet = middle.prefill_tokens_per_s or costs.prefill_tokens_per_s
     own = replica.report.prefill_tokens_per_s or fleet
     return costs.own_rate_share * own + (1 - costs.own_rate_share) * fleet
 
 
-def decode_s(replica: Replica, middle: Report, costs: Costs) -> float:
+def decode_s(replica: Replica, middle: EngineReport, costs: CostSettings) -> float:
     """What an answer of usual length takes on a replica, by its learned decode rate, weighted; 0.0 before any."""
     rate = replica.report.decode_tokens_per_s or middle.decode_tokens_per_s
     return costs.decode_share * middle.output_tokens / rate if rate else 0.0
 
 
-def zone_s(replica: Replica, costs: Costs) -> float:
+def zone_s(replica: Replica, costs: CostSettings) -> float:
     """What is added for a replica that is known to be in another zone than the router."""
     return costs.other_zone_s if replica.is_far else 0.0
 
 
-def opening_s(slots_used: int, max_loras: int, costs: Costs) -> float:
+def opening_s(slots_used: int, max_loras: int, costs: CostSettings) -> float:
     """What one adapter more on a replica costs whoever needs a slot next."""
     return costs.slot_s * (slots_used / max_loras) ** costs.slot_power if slots_used and max_loras else 0.0
 
@@ -180,7 +180,7 @@ def context(prompt_tokens: int, cached_tokens: int) -> float:
     return cached_tokens + (prompt_tokens - cached_tokens) / 2
 
 
-def move_s(replica: Replica, engine_name: str, middle: Report, costs: Costs) -> float:
+def move_s(replica: Replica, engine_name: str, middle: EngineReport, costs: CostSettings) -> float:
     """Seconds until an adapter that a replica reports is in a device slot, if one is free."""
     location = replica.residents[engine_name].location
     if location == "device":

@@ -12,8 +12,8 @@ from router.core.errors import NoReplica
 from router.core.fleet import Excluded, Incarnation, Replica, Roster, rejection
 from router.core.kv.index import WorkerId
 from router.core.kv.prediction_accuracy import hit_tokens
-from router.core.schedule.cost import Costs, Prices, Score, Terms, context, kappa
-from router.core.schedule.load import BUSY_UNTIL, FRESH, Felt, Loads
+from router.core.schedule.cost import CostSettings, ReplicaConstants, ReplicaScore, Terms, context, kappa
+from router.core.schedule.load import BUSY_UNTIL, FRESH, Felt, FleetLoad
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _PREFILL_S: Final = 2  # of Terms
@@ -61,7 +61,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     """
 
     roster: Roster
-    loads: Loads
+    loads: FleetLoad
     depths: Mapping[WorkerId, int] = NOTHING
     lower: Mapping[WorkerId, tuple[int, int]] = NOTHING
     ranks: Mapping[WorkerId, int] = NOTHING
@@ -72,7 +72,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     now: float = 0.0
     seed: int = 0
     turn: int = 0
-    costs: Costs = Costs()
+    costs: CostSettings = CostSettings()
 
     def able(self, ask: RoutingRequest) -> tuple[int, ...]:
         """Positions of the replicas that pass every filter; raises NoReplica when none does.
@@ -108,13 +108,13 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
         }
         return rejected | shut if len(rejected) + len(shut) < len(reasons) else rejected
 
-    def score(self, ask: RoutingRequest, position: int) -> Score:
+    def score(self, ask: RoutingRequest, position: int) -> ReplicaScore:
         """What this request costs on one replica, term by term: as `terms`, at a third of what that takes for one.
 
         Plain as that is: by the names of an Own it takes twice as long. A test holds the two to each other exactly.
         """
         roster, costs, name = self.roster, self.costs, ask.engine_name
-        prices = Prices.of(roster, costs)
+        prices = ReplicaConstants.of(roster, costs)
         if self.lower or self.backlog or (name and prices.moves(name, roster)):
             _, (terms,) = self.terms(ask, (position,))
             return self.named(position, terms)
@@ -166,13 +166,15 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
             crowded_s = costs.crowding * prefill_s * (placed - uncrowded)
             crowd_s += crowded_s
             cost_s += crowded_s
-        return Score(worker, depth, cached, prefill_s, 0.0, slot_s, queue_s, harm_s, crowd_s, answer_s, far_s, cost_s)
+        return ReplicaScore(
+            worker, depth, cached, prefill_s, 0.0, slot_s, queue_s, harm_s, crowd_s, answer_s, far_s, cost_s
+        )
 
-    def named(self, position: int, terms: Terms) -> Score:
+    def named(self, position: int, terms: Terms) -> ReplicaScore:
         """A replica's terms, by their names."""
-        return Score(self.roster.replicas[position].id, *terms)
+        return ReplicaScore(self.roster.replicas[position].id, *terms)
 
-    def scored(self, ask: RoutingRequest, position: int) -> tuple[int, Score]:
+    def scored(self, ask: RoutingRequest, position: int) -> tuple[int, ReplicaScore]:
         """A policy's answer: this replica."""
         return position, self.score(ask, position)
 
@@ -191,7 +193,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
         costs, loads, now, price = self.costs, self.loads, self.now, kappa(self.rho, self.costs)
         name, prompt, depth_of = ask.engine_name, ask.prompt_tokens, self.depths.get
         lower, backlog = self.lower, self.backlog
-        prices = Prices.of(self.roster, costs)
+        prices = ReplicaConstants.of(self.roster, costs)
         moves = prices.moves(name, self.roster)
         id_of = ids = prices.ids
         rows: Sequence[Any] = prices.rows
@@ -344,7 +346,7 @@ class Decision(msgspec.Struct, frozen=True):
     scene: FleetSnapshot
     position: int
     replica: Replica
-    score: Score
+    score: ReplicaScore
 
     @property
     def rank(self) -> int | None:
@@ -352,7 +354,7 @@ class Decision(msgspec.Struct, frozen=True):
         return self.scene.ranks.get(self.replica.id)
 
     @property
-    def scores(self) -> tuple[Score, ...]:
+    def scores(self) -> tuple[ReplicaScore, ...]:
         """Every able replica's terms."""
         return tuple(map(self.scene.named, *self.scene.terms(self.ask, self.scene.able(self.ask))))
 
@@ -367,7 +369,7 @@ class RoutingPolicy(Protocol):
 
     name: ClassVar[str]
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
         """The position in the roster, and its score; raises NoReplica when every replica failed a filter."""
         ...
 

@@ -48,7 +48,7 @@ _LEAST_PACE = 0.001
 _PACE_RETURN = 0.25
 
 
-class InFlight(msgspec.Struct, eq=False):
+class LoadEntry(msgspec.Struct, eq=False):
     """One request at one replica, from dispatch to end. `book`: what it counts in, its worker forgotten or not.
 
     sequences    as the engine counts: `n` answers to each of its prompts
@@ -64,8 +64,8 @@ class InFlight(msgspec.Struct, eq=False):
     uncached_tokens: int
     prompt_tokens: int
     began_at: float
-    work: "_Work"
-    book: "_Book"
+    work: "_ModelBook"
+    book: "_ReplicaBook"
     sequences: int = 1
     in_prefill: bool = True
     is_unreported: bool = True
@@ -75,7 +75,7 @@ class InFlight(msgspec.Struct, eq=False):
     expected_s: float = 0.0
 
 
-class Own(NamedTuple):
+class ReplicaLoad(NamedTuple):
     """The load of one replica as this router knows it, frozen. Every time is one of our clock's.
 
     busy_until     when what we sent there will have been prefilled, going by its predicted work
@@ -142,7 +142,7 @@ class Own(NamedTuple):
 _UNCROWDED = log(0.05)
 
 
-_IDLE = Own()
+_IDLE = ReplicaLoad()
 
 # An Own as a plain tuple, which CPython 3.11 unpacks in a fifth of the time that one with names takes.
 Felt = tuple[
@@ -177,7 +177,7 @@ _PLACED: Final = 15
 _AT_REST = _IDLE[:FRESH]
 
 
-class Loads(msgspec.Struct, frozen=True, eq=False):
+class FleetLoad(msgspec.Struct, frozen=True, eq=False):
     """The load of every replica, in the order of their roster, and what every decision needs to know of all of them.
 
     felt     what each replica's Own is made of, when somebody asks for one
@@ -192,7 +192,7 @@ class Loads(msgspec.Struct, frozen=True, eq=False):
     full: int
 
     @classmethod
-    def of(cls, owns: Iterable[Own]) -> "Loads":
+    def of(cls, owns: Iterable[ReplicaLoad]) -> "FleetLoad":
         """These, whatever they come from."""
         found = list(owns)
         return cls(
@@ -217,11 +217,11 @@ class Loads(msgspec.Struct, frozen=True, eq=False):
         felt = self.felt[position]
         return felt[_SLOT_AT] == -inf or engine_name in felt[_ENGINE_NAMES]
 
-    def __getitem__(self, position: int) -> Own:
-        return Own._make(self.felt[position])
+    def __getitem__(self, position: int) -> ReplicaLoad:
+        return ReplicaLoad._make(self.felt[position])
 
-    def __iter__(self) -> Iterator[Own]:
-        return map(Own._make, self.felt)
+    def __iter__(self) -> Iterator[ReplicaLoad]:
+        return map(ReplicaLoad._make, self.felt)
 
     def uncrowded(self, now: float) -> float:
         """`placed` of one that is no more crowded than the least crowded of all; what is more is `crowding` more."""
@@ -229,7 +229,7 @@ class Loads(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(slots=True)
-class _Line:
+class _RosterBooks:
     """The books of one roster's replicas, in its order, and what they came to when they were last looked at.
 
     stale   positions where that lags behind
@@ -237,7 +237,7 @@ class _Line:
     """
 
     replicas: tuple[Replica, ...]
-    books: "list[_Book]"
+    books: "list[_ReplicaBook]"
     felt: list[Felt]
     resting: list[float | None]
     placed: list[float]
@@ -252,7 +252,7 @@ class _Line:
 
 
 @dataclass(slots=True)
-class _Book:
+class _ReplicaBook:
     """Of one worker. Sums are kept as requests come and go: a decision must not cost more the more are in flight.
 
     prefill_s, largest_s  of those in prefill: seconds of work together, and of the largest; `as_large`: how many are it
@@ -273,8 +273,8 @@ class _Book:
 
     base_model: str
     boot_id: str = ""
-    flights: set[InFlight] = field(default_factory=set)
-    in_prefill: dict[InFlight, None] = field(default_factory=dict)
+    flights: set[LoadEntry] = field(default_factory=set)
+    in_prefill: dict[LoadEntry, None] = field(default_factory=dict)
     prefill_s: float = 0.0
     largest_s: float = 0.0
     as_large: int = 0
@@ -285,7 +285,7 @@ class _Book:
     engine_names: frozenset[str] | None = None
     slots_used: int = 0
     fresh: frozenset[str] = frozenset()
-    passed_over: InFlight | None = None
+    passed_over: LoadEntry | None = None
     busy_until: float = -inf
     freed_tokens: int = 0
     placed_tokens: float = 0.0
@@ -316,7 +316,7 @@ class _Book:
             self.noted_at = now
             self.history.append((now, self.prefill_sequences, self.sequences))
 
-    def add(self, flight: InFlight) -> None:
+    def add(self, flight: LoadEntry) -> None:
         """One more, in prefill."""
         now, prefill_s, name, names = flight.began_at, flight.prefill_s, flight.engine_name, self.names
         sequences = flight.sequences
@@ -344,7 +344,7 @@ class _Book:
         self.placed_tokens = self.placed_tokens * exp((self.placed_at - now) / PLACED_S) + flight.uncached_tokens
         self.placed_at = now
 
-    def correct(self, flight: InFlight, now: float) -> None:
+    def correct(self, flight: LoadEntry, now: float) -> None:
         """Its prefill is over, or its whole answer there: a prediction that was far too long is corrected at once."""
         expected_s = flight.expected_s
         if expected_s < _LEAST_EXPECTED_S:
@@ -356,7 +356,7 @@ class _Book:
         elif flight.is_streamed:
             self.pace += _PACE_RETURN * (share - self.pace)
 
-    def leave_prefill(self, flight: InFlight, now: float) -> None:
+    def leave_prefill(self, flight: LoadEntry, now: float) -> None:
         """Its prefill is over, or it is."""
         flight.in_prefill = False
         left = self.in_prefill
@@ -380,7 +380,7 @@ class _Book:
         if flight.began_at <= self.reported_at:
             self._is_known(flight)
 
-    def remove(self, flight: InFlight) -> None:
+    def remove(self, flight: LoadEntry) -> None:
         """It is over, and out of prefill."""
         self.flights.discard(flight)
         self.sequences -= flight.sequences
@@ -415,7 +415,7 @@ class _Book:
         self.fresh = frozenset([name for name, when in self.dispatched_at.items() if when > at])
         return sum([flight.sequences for flight in running])
 
-    def _running(self, at: float, waiting: int) -> list[InFlight]:
+    def _running(self, at: float, waiting: int) -> list[LoadEntry]:
         """Those that will show nothing before their whole answer, but were prefilled by then: the engine had begun
         them, and the time that it takes had passed.
         """
@@ -433,7 +433,7 @@ class _Book:
                 running.append(flight)
         return running
 
-    def _slotless(self) -> list[InFlight]:
+    def _slotless(self) -> list[LoadEntry]:
         """Those that cannot have begun, the oldest first: requests of other adapters have all slots."""
         if not 0 < self.max_loras < len(self.names) - ("" in self.names):
             return []
@@ -442,7 +442,7 @@ class _Book:
             return []
         return [flight for flight in self.in_prefill if flight.engine_name and flight.engine_name not in running]
 
-    def _is_known(self, flight: InFlight) -> None:
+    def _is_known(self, flight: LoadEntry) -> None:
         if flight.is_unreported:
             flight.is_unreported = False
             self.unreported_tokens -= flight.uncached_tokens
@@ -458,7 +458,7 @@ class _Book:
 
 
 @dataclass(slots=True)
-class _Work:
+class _ModelBook:
     """Of one base model: admitted seconds (decaying), when, the middle length of a sequence's prefill, the middle
     context, and how many requests are in flight with how many sequences and prompt tokens.
     """
@@ -476,9 +476,9 @@ class LoadBook:
     """Counts requests in prefill and in decode apart, and forgets each exactly once, however it ends."""
 
     def __init__(self) -> None:
-        self._books: dict[WorkerId, _Book] = {}
-        self._work: dict[str, _Work] = {}
-        self._lines: dict[str, _Line] = {}
+        self._books: dict[WorkerId, _ReplicaBook] = {}
+        self._work: dict[str, _ModelBook] = {}
+        self._lines: dict[str, _RosterBooks] = {}
 
     def begin(  # noqa: PLR0917  (for each request, and names take time)
         self,
@@ -491,14 +491,14 @@ class LoadBook:
         base_model: str = "",
         adapter_s: float = 0.0,
         sequences: int = 1,
-    ) -> InFlight:
+    ) -> LoadEntry:
         """Note a request that is about to be sent; until its first token it is `prefill_s` seconds of work.
 
         adapter_s  until its adapter is on the device: admitted to the base model's work with the rest
         """
         work = self._work.get(base_model)
         if work is None:
-            work = self._work[base_model] = _Work(at=now)
+            work = self._work[base_model] = _ModelBook(at=now)
         work.seconds = work.seconds * exp((work.at - now) / _HORIZON_S) + prefill_s + adapter_s
         work.at = now
         work.prefill_each_s += _SMOOTHING * (prefill_s / sequences - work.prefill_each_s)
@@ -508,11 +508,11 @@ class LoadBook:
         work.in_flight_tokens += prompt_tokens
         book = self._books.get(worker) or self._book_of(worker, base_model)
         uncached_tokens = prompt_tokens - cached_tokens
-        flight = InFlight(worker, engine_name, prefill_s, uncached_tokens, prompt_tokens, now, work, book, sequences)
+        flight = LoadEntry(worker, engine_name, prefill_s, uncached_tokens, prompt_tokens, now, work, book, sequences)
         book.add(flight)
         return flight
 
-    def first_token(self, flight: InFlight, now: float) -> None:
+    def first_token(self, flight: LoadEntry, now: float) -> None:
         """Its prefill is over; repeats change nothing."""
         if flight.is_answered or flight.ended:
             return
@@ -559,7 +559,7 @@ class LoadBook:
             still_s = book.reported_at - max(began_at, book.heard_at, book.moved_at)
         return max(0.0, silent_s - book.prefill_s, still_s - book.prefill_s)
 
-    def end(self, flight: InFlight, now: float, *, is_answered: bool = False) -> None:
+    def end(self, flight: LoadEntry, now: float, *, is_answered: bool = False) -> None:
         """It is over, well or badly; repeats change nothing.
 
         is_answered  its whole answer has just come, and `first_token` was not called for it
@@ -626,12 +626,12 @@ class LoadBook:
             book.kv_tokens_used, book.freed_tokens = 0.0, 0
             book.stale.add(book.position)
 
-    def own(self, worker: WorkerId) -> Own:
+    def own(self, worker: WorkerId) -> ReplicaLoad:
         """What is known of a replica's load."""
         book = self._books.get(worker)
-        return _IDLE if book is None else Own(*_felt(book))
+        return _IDLE if book is None else ReplicaLoad(*_felt(book))
 
-    def owns(self, base_model: str, replicas: tuple[Replica, ...]) -> Loads:
+    def owns(self, base_model: str, replicas: tuple[Replica, ...]) -> FleetLoad:
         """`own` of each replica of a base model, in order; only what has changed is looked at."""
         line = self._lines.get(base_model)
         if line is None:
@@ -653,12 +653,12 @@ class LoadBook:
                 full.discard(position)
         line.stale.clear()
         least_placed = min(placed) if placed else -inf
-        return Loads(felt.copy(), resting.copy(), least_placed, line.others_in_flight, len(full))
+        return FleetLoad(felt.copy(), resting.copy(), least_placed, line.others_in_flight, len(full))
 
-    def _lined(self, replicas: tuple[Replica, ...]) -> _Line:
+    def _lined(self, replicas: tuple[Replica, ...]) -> _RosterBooks:
         count = len(replicas)
         books = [self._book_of(replica.id, replica.base_model) for replica in replicas]
-        line = _Line(replicas, books, [_IDLE] * count, [-inf] * count, [-inf] * count, set(range(count)))
+        line = _RosterBooks(replicas, books, [_IDLE] * count, [-inf] * count, [-inf] * count, set(range(count)))
         for position, book in enumerate(books):
             book.stale, book.position = line.stale, position
         return line
@@ -669,7 +669,7 @@ class LoadBook:
             for engine_name, count in book.names.items():
                 yield worker, engine_name or book.base_model, count
 
-    def work(self, base_model: str, loads: Loads, now: float) -> tuple[float, float]:
+    def work(self, base_model: str, loads: FleetLoad, now: float) -> tuple[float, float]:
         """rho, and the usual context of this base model's prefills (see cost.context).
 
         rho    admitted seconds per replica-second, exponentially weighted over 30 s, fleet-wide
@@ -694,14 +694,14 @@ class LoadBook:
         work = self._work.get(base_model)
         return 0 if work is None else work.in_flight_tokens
 
-    def _book_of(self, worker: WorkerId, base_model: str) -> _Book:
+    def _book_of(self, worker: WorkerId, base_model: str) -> _ReplicaBook:
         book = self._books.get(worker)
         if book is None:
-            book = self._books[worker] = _Book(base_model)
+            book = self._books[worker] = _ReplicaBook(base_model)
         return book
 
 
-def _felt(book: _Book) -> Felt:
+def _felt(book: _ReplicaBook) -> Felt:
     """The replica's Own, as plain as it can be made."""
     others, names, total = book.others_in_flight, book.engine_names, book.kv_tokens
     in_prefill, all_of_ours = book.prefill_sequences, book.sequences
@@ -761,7 +761,7 @@ def _resting(felt: Felt) -> float | None:
     return None if waits or felt[_KV_TOKENS_FREE] < felt[_KV_TOKENS_ALL] else felt[_PLACED]
 
 
-def _slot_at(flights: Iterable[InFlight], max_loras: int, request_s: float) -> float:
+def _slot_at(flights: Iterable[LoadEntry], max_loras: int, request_s: float) -> float:
     """When one adapter more gets a device slot, all of them in use: each is free when its last request has ended."""
     ends: dict[str, float] = {}
     for flight in flights:

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from router.core.fleet import Excluded, Replica, Report, Resident, Roster
+from router.core.fleet import EngineReport, Excluded, Replica, ResidentAdapter, Roster
 from router.core.kv.index import WorkerId
-from router.core.schedule.cost import Costs
+from router.core.schedule.cost import CostSettings
 from router.core.schedule.decision import Decision, FleetSnapshot, RoutingRequest, decide
-from router.core.schedule.load import Loads, Own
+from router.core.schedule.load import FleetLoad, ReplicaLoad
 from router.core.schedule.policies import POLICIES
 
 _NO_DEFAULT = object()
@@ -53,10 +53,10 @@ def replayed(record: Mapping[str, Any]) -> Decision:
     ask = RoutingRequest(**asked | {"excluded": _pairs(asked["excluded"]), "only": only})
     scene = FleetSnapshot(
         roster=Roster(tuple(_replica(plain) for plain in given.pop("replicas"))),
-        loads=Loads.of(Own(**_with_sets(plain)) for plain in given.pop("loads")),
+        loads=FleetLoad.of(ReplicaLoad(**_with_sets(plain)) for plain in given.pop("loads")),
         lower={worker: (host, storage) for worker, (host, storage) in given.pop("lower").items()},
         shut=_pairs(given.pop("shut", ())),
-        costs=Costs(**given.pop("costs")),
+        costs=CostSettings(**given.pop("costs")),
         **given,
     )
     return decide(policy, ask, scene)
@@ -97,9 +97,9 @@ def _plain_replica(replica: Replica, engine_name: str) -> dict[str, Any]:
 
 
 def _replica(plain: Mapping[str, Any]) -> Replica:
-    residents = {name: Resident(**resident) for name, resident in plain["residents"].items()}
+    residents = {name: ResidentAdapter(**resident) for name, resident in plain["residents"].items()}
     return Replica(
-        **_with_sets(plain) | {"report": Report(**plain["report"]), "residents": MappingProxyType(residents)}
+        **_with_sets(plain) | {"report": EngineReport(**plain["report"]), "residents": MappingProxyType(residents)}
     )
 
 

@@ -5,7 +5,7 @@ from math import exp
 from random import Random
 from typing import ClassVar, Final
 
-from router.core.schedule.cost import Score, Terms
+from router.core.schedule.cost import ReplicaScore, Terms
 from router.core.schedule.decision import FleetSnapshot, RoutingRequest
 from router.core.schedule.rendezvous import claim_on
 
@@ -15,7 +15,7 @@ _COST_S: Final = -1
 _BALANCE: Final = 1.25
 
 
-class KvLora:
+class KvLoraPolicy:
     """Least cost wins; what is within a few percent of it shares at random, so that several routers do not herd.
 
     Of an approximate prompt no event tells what other routers have sent where, so they have to agree without a word:
@@ -25,7 +25,7 @@ class KvLora:
 
     name: ClassVar[str] = "kv_lora"
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
         able = scene.able(ask)
         if scene.loads.full:
             able = within_slots(ask, scene, able)

@@ -3,16 +3,16 @@
 from random import Random
 from typing import ClassVar
 
-from router.core.schedule.cost import Score
+from router.core.schedule.cost import ReplicaScore
 from router.core.schedule.decision import FleetSnapshot, RoutingRequest
 
 
-class LeastLoaded:
+class LeastLoadedPolicy:
     """Ours and everybody else's in flight, counted alike; equal ones share at random."""
 
     name: ClassVar[str] = "least_loaded"
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
         able = scene.able(ask)
         counts = [scene.loads.in_flight(i) for i in able]
         fewest = min(counts)

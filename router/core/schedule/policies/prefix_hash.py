@@ -3,7 +3,7 @@
 from math import ceil
 from typing import ClassVar
 
-from router.core.schedule.cost import Score
+from router.core.schedule.cost import ReplicaScore
 from router.core.schedule.decision import FleetSnapshot, RoutingRequest
 from router.core.schedule.rendezvous import claim_on
 
@@ -12,12 +12,12 @@ from router.core.schedule.rendezvous import claim_on
 _BALANCE = 1.25
 
 
-class PrefixHash:
+class PrefixHashPolicy:
     """Consistent hashing with bounded load: the next replica in the prefix's own order takes what is too much."""
 
     name: ClassVar[str] = "prefix_hash"
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
         able = scene.able(ask)
         loads = {i: scene.loads.in_flight(i) for i in able}
         most = ceil(_BALANCE * (sum(loads.values()) + 1) / len(able))

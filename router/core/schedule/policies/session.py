@@ -3,17 +3,17 @@
 from random import Random
 from typing import ClassVar
 
-from router.core.schedule.cost import Score
+from router.core.schedule.cost import ReplicaScore
 from router.core.schedule.decision import FleetSnapshot, RoutingRequest
 from router.core.schedule.rendezvous import claim_on
 
 
-class Session:
+class SessionPolicy:
     """Rendezvous hashing on the session; a replica that goes moves only its own sessions. Without one: at random."""
 
     name: ClassVar[str] = "session"
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, Score]:
+    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
         able = scene.able(ask)
         if not ask.session:
             return scene.scored(ask, Random(scene.seed).choice(able))
